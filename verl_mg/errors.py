@@ -1,0 +1,8 @@
+"""The one exception for input that its writer can mend."""
+
+
+class UserError(Exception):
+    """Bad configuration, layout, data or model directory: one line that names it and the remedy.
+
+    The command line prints it on one rank, without a traceback, and every rank leaves with code 2.
+    """
