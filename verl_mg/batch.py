@@ -1,0 +1,199 @@
+"""`Batch`, the one message between the parts: ragged columns and no padding.
+
+Two rows, of 3 and 2 tokens, prompts of 1 token each:
+
+    lengths     [3, 2]                 one entry a row
+    tokens      [5, 8, 2, 7, 2]        a token column: flat, (sum(lengths),)
+    loss_mask   [0, 1, 1, 0, 1]        a token column
+    reward      [1.0, 0.0]             a sequence column: (n,)
+
+Columns that the recipes and roles of verl_mg agree on (float32 unless said):
+
+| column | kind | meaning |
+|---|---|---|
+| tokens | token, int64 | prompt, response and observations of a row, in order |
+| loss_mask | token, bool | true on the tokens that the policy wrote |
+| rollout_logprobs, old_logprobs, ref_logprobs | token | log-prob of token t at entry t; 0 outside the mask |
+| values, advantages, returns | token | of token t at entry t |
+| reward | sequence | the scalar score of the row |
+| group | sequence, int64 | rows of one prompt share it |
+| sample_id | sequence, int64 | unique over the run and over the ranks |
+| prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens of the row it takes |
+| version | sequence, int64 | the weights that wrote the row |
+
+Inside a recipe a batch is spread over all ranks of the job: each row lies on exactly one of them. Roles
+fetch the rows that they work on and bring columns back, so a recipe never speaks of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Kind(IntEnum):
+    """What a column has one entry of. UNKNOWN: an unlisted column of a batch without rows."""
+
+    UNKNOWN = 0
+    SEQUENCE = 1
+    TOKEN = 2
+
+
+TOKEN_COLUMNS = frozenset(
+    {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"}
+)
+SEQUENCE_COLUMNS = frozenset(
+    {"reward", "group", "sample_id", "prompt_id", "prompt_length", "version"}
+)
+
+
+class Batch:
+    """Rows of different lengths as flat columns. Shapes: `lengths` (n,) int64, token columns (sum(lengths), ...),
+    sequence columns (n, ...)."""
+
+    def __init__(self, lengths: Tensor | Sequence[int], columns: dict[str, Tensor] | None = None) -> None:
+        self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self._columns: dict[str, Tensor] = {}
+        self._kinds: dict[str, Kind] = {}
+        for name, values in (columns or {}).items():
+            self[name] = values
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Sequence[int]]) -> Batch:
+        """A batch of token lists: `tokens` alone."""
+        rows = list(rows)
+        flat = [token for row in rows for token in row]
+        return cls([len(row) for row in rows], {"tokens": torch.tensor(flat, dtype=torch.int64)})
+
+    # -- columns
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._columns:
+            raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names()) or 'none'}")
+        return self._columns[name]
+
+    def __setitem__(self, name: str, values: Tensor) -> None:
+        self.put(name, values, self._guess_kind(name, values))
+
+    def put(self, name: str, values: Tensor, kind: Kind) -> None:
+        """Set a column of a given kind; ValueError when its first dimension does not fit."""
+        expected = {Kind.TOKEN: self.total_tokens, Kind.SEQUENCE: len(self), Kind.UNKNOWN: 0}[kind]
+        if values.shape[:1] != (expected,):
+            raise ValueError(
+                f"column {name!r} has shape {tuple(values.shape)}: a {kind.name.lower()} column of this batch starts "
+                f"with {expected} ({len(self)} rows, {self.total_tokens} tokens)"
+            )
+        self._columns[name] = values
+        self._kinds[name] = kind
+
+    def _guess_kind(self, name: str, values: Tensor) -> Kind:
+        if name in TOKEN_COLUMNS:
+            return Kind.TOKEN
+        if name in SEQUENCE_COLUMNS:
+            return Kind.SEQUENCE
+        if name in self._kinds:
+            return self._kinds[name]
+        if len(self) == 0:
+            return Kind.UNKNOWN
+        # Every row has at least one token, so the two sizes differ as soon as one row has two.
+        return Kind.SEQUENCE if values.shape[:1] == (len(self),) else Kind.TOKEN
+
+    def kind(self, name: str) -> Kind:
+        """What the column has one entry of."""
+        return self._kinds[name]
+
+    def names(self) -> list[str]:
+        """The columns' names, sorted: the same order on every rank."""
+        return sorted(self._columns)
+
+    # -- where tokens stand
+
+    @property
+    def total_tokens(self) -> int:
+        """sum(lengths)"""
+        return int(self.lengths.sum())
+
+    @property
+    def offsets(self) -> Tensor:
+        """(n + 1,) int64: row i holds entries offsets[i]:offsets[i + 1] of a token column."""
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """(sum(lengths),) int64: the row of each token."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    @property
+    def positions(self) -> Tensor:
+        """(sum(lengths),) int64: each token's place in its row, from 0."""
+        return torch.arange(self.total_tokens) - self.offsets[:-1][self.sequence_ids]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """A sequence column (n,) as a token column (sum(lengths),): each token gets its row's value."""
+        return values[self.sequence_ids]
+
+    def row(self, name: str, i: int) -> Tensor:
+        """Row i of a token column, (lengths[i], ...)."""
+        start, stop = self.offsets[i : i + 2].tolist()
+        return self[name][start:stop]
+
+    def padded(self, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
+        """A token column as (n, T) with T the longest row, and the (n, T) bool mask of real entries."""
+        width = int(self.lengths.max()) if len(self) else 0
+        mask = torch.arange(width) < self.lengths[:, None]
+        values = self[name]
+        table = values.new_full((len(self), width, *values.shape[1:]), fill)
+        table[mask] = values
+        return table, mask
+
+    # -- verbs
+
+    def select(self, rows: Tensor | Sequence[int]) -> Batch:
+        """The given rows in the given order; `rows`: indices or a bool mask (n,)."""
+        index = torch.as_tensor(rows)
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index.to(torch.int64)
+        entries = self._entries(index)
+        chosen = Batch(self.lengths[index])
+        for name, values in self._columns.items():
+            kind = self._kinds[name]
+            chosen.put(name, values[entries if kind is Kind.TOKEN else index], kind)
+        return chosen
+
+    def _entries(self, rows: Tensor) -> Tensor:
+        """Positions in a token column of the given rows' tokens, row after row."""
+        lengths = self.lengths[rows]
+        starts = self.offsets[:-1][rows]
+        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        return torch.repeat_interleave(starts, lengths) + within
+
+    def repeat(self, times: int) -> Batch:
+        """Each row `times` times, copies side by side."""
+        return self.select(torch.arange(len(self)).repeat_interleave(times))
+
+    def split(self, sizes: Sequence[int]) -> list[Batch]:
+        """Consecutive parts of the given numbers of rows, which must add up to n."""
+        if sum(sizes) != len(self):
+            raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}, the batch has {len(self)} rows")
+        return [self.select(rows) for rows in torch.arange(len(self)).split(list(sizes))]
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """All rows of the given batches, which must have the same columns."""
+        names = batches[0].names()
+        for other in batches[1:]:
+            if other.names() != names:
+                raise ValueError(f"batches with different columns: {names} and {other.names()}")
+        whole = Batch(torch.cat([batch.lengths for batch in batches]))
+        for name in names:
+            kind = max(batch.kind(name) for batch in batches)
+            whole.put(name, torch.cat([batch[name] for batch in batches]), kind)
+        return whole

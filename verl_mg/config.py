@@ -1,0 +1,235 @@
+"""The typed configuration tree: YAML, `a.b=c` overrides, and errors that say what to write instead.
+
+A recipe brings its own section, `algorithm`, as a subclass of `Section` named `Config`; the rest is the
+same for every recipe. Nothing here changes what was written: derived values are methods of the readers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, create_model, field_validator
+
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout
+
+
+class Section(BaseModel):
+    """A part of the configuration: fields are typed, unknown ones are refused, nothing can be changed later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """The Hugging Face directory that every role starts from."""
+
+    path: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class DataConfig(Section):
+    """Prompts: a JSONL or Parquet file, and which fields of a line to read."""
+
+    train: Path
+    test: Path | None = None
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    chat_template: bool = False
+    instruction: str = ""
+    max_prompt_tokens: PositiveInt = 1024
+    too_long: Literal["error", "drop"] = "error"
+
+
+class OptimizerConfig(Section):
+    """Adam with decoupled weight decay; the schedule counts optimizer steps."""
+
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: PositiveInt | None = None
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0)
+
+    @field_validator("decay_steps")
+    @classmethod
+    def _longer_than_warmup(cls, steps: int | None, info: Any) -> int | None:
+        if steps is not None and steps <= info.data.get("warmup_steps", 0):
+            raise ValueError("must be larger than warmup_steps")
+        return steps
+
+
+class LayoutSection(Section):
+    """A section with a parallel layout such as tp2-pp2."""
+
+    layout: str = "tp1"
+
+    @field_validator("layout")
+    @classmethod
+    def _can_be_parsed(cls, text: str) -> str:
+        try:
+            Layout.parse(text)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return text
+
+
+class ActorConfig(LayoutSection):
+    """The policy that is trained. A micro-batch is filled up to `tokens_per_micro_batch` tokens."""
+
+    tokens_per_micro_batch: PositiveInt = 8192
+    recompute: bool = False
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class ReferenceConfig(LayoutSection):
+    """The frozen initial policy, built only where a recipe asks for it."""
+
+    tokens_per_micro_batch: PositiveInt = 16384
+
+
+class RolloutConfig(Section):
+    """Generation. `temperature` 0 is greedy; `top_k` 0 is off."""
+
+    engine: Literal["embedded"] = "embedded"
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_new_tokens: PositiveInt = 256
+    max_batch: PositiveInt = 256
+
+
+class RewardConfig(Section):
+    """`package.module:function` or `path/file.py:function`, called with a `verl_mg.rewards.Sample`."""
+
+    function: str = "verl_mg.rewards.math:score"
+
+
+class EvaluationConfig(Section):
+    """Greedy answers to `data.test`, scored by the reward, every `every` iterations (0: never)."""
+
+    every: int = Field(0, ge=0)
+    prompts: PositiveInt = 256
+
+
+class JobConfig(Section):
+    """Where the run goes and how long it is. `save`: write the trained model as a Hugging Face directory."""
+
+    output: Path = Path("runs/job")
+    iterations: PositiveInt = 100
+    seed: int = 0
+    save: bool = True
+    console: bool = True
+
+
+class Config(Section):
+    """The whole tree; `algorithm` is the recipe's own section."""
+
+    model: ModelConfig
+    data: DataConfig
+    actor: ActorConfig = ActorConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    job: JobConfig = JobConfig()
+    algorithm: Any = None
+
+
+def tree_for(algorithm: type[Section]) -> type[Config]:
+    """The configuration class of a recipe whose own section is `algorithm`."""
+    return create_model("RecipeConfig", __base__=Config, algorithm=(algorithm, Field(default_factory=algorithm)))
+
+
+def load_config(path: str | Path | None, overrides: list[str], algorithm: type[Section]) -> Config:
+    """Read a YAML file, apply `a.b=c` overrides (their values are YAML too), check everything.
+
+    Raises UserError with one line that names the file or the override, the key, and the remedy.
+    """
+    tree = _read_yaml(Path(path)) if path is not None else {}
+    for override in overrides:
+        _apply_override(tree, override)
+    kind = tree_for(algorithm)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{path or 'overrides'}: {_first_problem(error, kind)}") from None
+
+
+def dump_config(config: Config) -> str:
+    """The whole tree as YAML, defaults included: what the run was really started with."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the configuration ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f":{where.line + 1}" if where else ""
+        raise UserError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: the configuration must be a mapping of sections such as `model:` and `data:`")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"override {override!r}: write section.key=value, such as actor.layout=tp2")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: the value is not valid YAML; quote it") from None
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"override {override!r}: {parent!r} is a value, not a section")
+        node = child
+    node[last] = value
+
+
+def _first_problem(error: ValidationError, kind: type[Section]) -> str:
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {where!r}{_nearest(problem['loc'], kind)}"
+    if problem["type"] == "missing":
+        return f"{where!r} is missing; write it in the file or as {where}=VALUE"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where!r} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _nearest(location: tuple[int | str, ...], kind: type[Section]) -> str:
+    """`; did you mean ...?` for an unknown key, looked for in its section first, then in the whole tree."""
+    known = _known_keys(kind)
+    parent, name = ".".join(map(str, location[:-1])), str(location[-1])
+    siblings = [key for key in known if key.rpartition(".")[0] == parent]
+    close = difflib.get_close_matches(".".join(map(str, location)), siblings, 1, 0.6)
+    same_name = [key for key in known if key.rpartition(".")[2] == name]
+    best = close or same_name or difflib.get_close_matches(".".join(map(str, location)), known, 1, 0.6)
+    if best:
+        return f"; did you mean {best[0]!r}?"
+    return f"; {parent or 'the top level'} has {', '.join(key.rpartition('.')[2] for key in siblings)}"
+
+
+def _known_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in kind.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+    return keys
