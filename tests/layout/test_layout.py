@@ -1,0 +1,219 @@
+"""Layout: its text, its fit on a number of ranks, and its grids against Megatron's own rank generator."""
+
+import itertools
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mg.errors import UserError
+from verl_mg.layout import Coordinates, Layout
+
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    pp = draw(SIZES)
+    sizes = {key: draw(SIZES) for key in ("tp", "cp", "ep", "etp")}
+    vpp = draw(SIZES) if pp > 1 else 1
+    smallest = Layout(pp=pp, vpp=vpp, **sizes)
+    return Layout(pp=pp, vpp=vpp, dp=smallest.dp * draw(SIZES), **sizes)
+
+
+@given(layouts())
+def test_text_reads_back_as_the_same_layout(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("tp1-pp1", "tp1"),
+        ("pp2-tp2", "tp2-pp2"),
+        ("tp2-pp2-cp1-ep2", "tp2-pp2-ep2"),
+        ("tp2-etp2-dp1", "tp2"),
+        ("etp1-tp2", "tp2-etp1"),
+        ("dp3", "dp3"),
+        ("ep2", "ep2"),
+        ("ep2-dp2", "ep2"),
+        ("ep2-dp4", "ep2-dp4"),
+    ],
+)
+def test_canonical_text(text: str, canonical: str) -> None:
+    assert str(Layout.parse(text)) == canonical
+
+
+def test_sizes_left_out() -> None:
+    assert Layout.parse("tp2") == Layout(tp=2) == Layout(tp=2, pp=1, vpp=1, cp=1, ep=1, etp=2, dp=1)
+    assert Layout.parse("tp2-pp2-cp1-ep2") == Layout(tp=2, pp=2, ep=2, etp=2, dp=2)
+    assert Layout.parse("tp2-etp1").etp == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tp", "tp2-", "tp0", "tp2-xp3", "tp2-tp2", "tp2.5", "tp-2", "TP2", "tp²", "2"]
+)
+def test_unreadable_text_names_the_part_and_the_keys(text: str) -> None:
+    with pytest.raises(UserError, match=r"keys are tp, pp, vpp, cp, ep, etp, dp.*as in tp4-pp2-ep8"):
+        Layout.parse(text)
+
+
+def test_unreadable_text_quotes_the_part() -> None:
+    with pytest.raises(UserError, match="'xp3' has an unknown key"):
+        Layout.parse("tp2-xp3")
+    with pytest.raises(UserError, match="'tp4' gives tp a second time"):
+        Layout.parse("tp2-tp4")
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"tp": -1}, {"dp": -1}, {"vpp": 2}, {"ep": 4, "dp": 2}])
+def test_unsound_sizes(sizes: dict[str, int]) -> None:
+    with pytest.raises(UserError):
+        Layout(**sizes)
+
+
+def test_fit_fills_dp() -> None:
+    fitted = Layout.parse("tp2-pp2").fit(16)
+    assert (fitted.dp, fitted.ranks, str(fitted)) == (4, 16, "tp2-pp2-dp4")
+    assert fitted.fit(16) == fitted
+    assert Layout.parse("tp2").fit(2) == Layout(tp=2)
+    assert Layout.parse("tp2-pp2-ep2").fit(16).edp == 2
+    assert Layout.parse("tp4-pp2-ep8-etp1").fit(10_240).ranks == 10_240
+
+
+@given(layouts(), st.integers(1, 200))
+def test_fit_agrees_with_division(layout: Layout, ranks: int) -> None:
+    open_layout = Layout(layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
+    dense, expert = layout.tp * layout.pp * layout.cp, layout.etp * layout.ep * layout.pp
+    if ranks % dense == 0 and ranks % expert == 0:
+        fitted = open_layout.fit(ranks)
+        assert (fitted.dp, fitted.edp, fitted.ranks) == (ranks // dense, ranks // expert, ranks)
+    else:
+        with pytest.raises(UserError, match=f"multiple of {math.lcm(dense, expert)} ranks, not on {ranks}"):
+            open_layout.fit(ranks)
+
+
+def test_fit_names_what_would_work() -> None:
+    with pytest.raises(
+        UserError, match="layout tp4-pp2 .* not on 12: start 8 or 16, or write tp3-pp2 or tp4"
+    ):
+        Layout.parse("tp4-pp2").fit(12)
+    with pytest.raises(UserError, match="start 8, or write tp2-pp2 or tp4$"):
+        Layout.parse("tp4-pp2").fit(4)
+    with pytest.raises(UserError, match="not on 2: start 4, or write ep2$"):
+        Layout.parse("ep4").fit(2)
+    with pytest.raises(UserError, match="not on 0: start 2$"):
+        Layout.parse("tp2").fit(0)
+    with pytest.raises(UserError, match="or write pp3-vpp2 or|or write pp3-vpp2$"):
+        Layout.parse("pp4-vpp2").fit(6)
+
+
+def test_a_given_dp_must_agree() -> None:
+    with pytest.raises(UserError, match="dp4 stands on 8 ranks, not on 6: start 8, or write dp3"):
+        Layout.parse("tp2-dp4").fit(6)
+    with pytest.raises(UserError, match="with dp1 stands on 2 ranks, not on 6"):
+        Layout.parse("tp2-dp1").fit(6)
+    with pytest.raises(UserError, match="not on 7: start 8, or write"):
+        Layout.parse("tp2-dp4").fit(7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts())
+def test_coordinates_are_megatrons(layout: Layout) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=layout.cp, order=order)
+    expert = RankGenerator(tp=layout.etp, ep=layout.ep, dp=layout.edp, pp=layout.pp, cp=1, order=order)
+    found = [layout.coordinates(rank) for rank in range(layout.ranks)]
+    grids = [
+        (dense, {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}),
+        (expert, {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}),
+    ]
+    for generator, names in grids:
+        for theirs, ours in names.items():
+            for group in generator.get_ranks(theirs):
+                assert [getattr(found[rank], ours) for rank in group] == list(range(getattr(layout, ours)))
+                others = {
+                    tuple(getattr(found[rank], n) for n in names.values() if n != ours) for rank in group
+                }
+                assert len(others) == 1
+
+
+@given(layouts())
+def test_rank_of_inverts_coordinates(layout: Layout) -> None:
+    grid = itertools.product(*(range(size) for size in (layout.pp, layout.dp, layout.cp, layout.tp)))
+    for rank, (pp, dp, cp, tp) in enumerate(grid):
+        assert layout.rank_of(tp, cp, dp, pp) == rank
+        at = layout.coordinates(rank)
+        assert (at.tp, at.cp, at.dp, at.pp) == (tp, cp, dp, pp)
+
+
+def test_coordinates_by_hand() -> None:
+    layout = Layout.parse("tp2-pp2-ep4-etp1").fit(8)
+    assert layout.coordinates(7) == Coordinates(tp=1, cp=0, dp=1, pp=1, etp=0, ep=3, edp=0)
+
+
+def test_beyond_the_grid() -> None:
+    layout = Layout(tp=2)
+    for rank in (-1, 2):
+        with pytest.raises(IndexError):
+            layout.coordinates(rank)
+    with pytest.raises(IndexError, match="pp index 1"):
+        layout.rank_of(pp=1)
+    with pytest.raises(IndexError):
+        layout.layers(4, pp_rank=1)
+
+
+@given(SIZES, SIZES, SIZES)
+def test_chunks_cover_the_layers_once_and_in_order(pp: int, vpp: int, length: int) -> None:
+    layout = Layout(pp=pp, vpp=vpp if pp > 1 else 1)
+    total = layout.pp * layout.vpp * length
+    walked = [layer for v in range(layout.vpp) for p in range(pp) for layer in layout.layers(total, p, v)]
+    assert walked == list(range(total))
+    for p in range(pp):
+        for v in range(layout.vpp):
+            assert layout.layers(total, p, v).start == v * (total // layout.vpp) + p * length
+
+
+def test_layers_must_divide() -> None:
+    with pytest.raises(UserError, match=r"pp2-vpp2 does not divide the 6 layers; pp\*vpp 1, 2, 3, 6 would"):
+        Layout(pp=2, vpp=2).layers(6, 0)
+
+
+QWEN3_30B = {
+    "attention_heads": 32,
+    "kv_heads": 4,
+    "layers": 48,
+    "ffn": 6144,
+    "experts": 128,
+    "expert_ffn": 768,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "message"),
+    [
+        ("tp4", {"attention_heads": 6}, "tp4 does not divide the 6 attention heads; tp 1, 2, 3, 6 would"),
+        ("tp8", {}, "tp8 does not divide the 4 key-value heads; tp 1, 2, 4 would"),
+        ("pp5", {}, "pp5 does not divide the 48 layers; pp 1, 2, 3, 4, 6, 8 would"),
+        ("tp4", {"ffn": 6}, "columns of the feed-forward"),
+        ("ep3", {}, "ep3 does not divide the 128 experts"),
+        ("etp5", {}, "etp5 does not divide the 768 columns of an expert"),
+        ("ep2", {"experts": 0}, "drop ep"),
+    ],
+)
+def test_check_names_the_dimension(text: str, change: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Layout.parse(text).check(**{**QWEN3_30B, **change})
+
+
+def test_check_accepts() -> None:
+    Layout.parse("tp4-pp4-vpp3-ep8-etp1").check(**QWEN3_30B)
+
+
+def test_no_torch_is_needed() -> None:
+    program = "import verl_mg.layout, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

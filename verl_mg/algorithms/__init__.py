@@ -1,0 +1,1 @@
+"""Advantages, losses, KL penalties and loss aggregation: pure functions of tensors."""

@@ -1,0 +1,79 @@
+"""From per-token losses to the one number that is differentiated, whatever the split of the batch.
+
+Every mode divides by a count over the whole global batch. So the plain sum of `aggregate` over
+micro-batches and data parallel ranks is the loss of the batch: no split, packing or order changes it.
+
+    mode                       loss of the batch                                  normalizer
+    "token-mean"               sum over tokens / normalizer                       tokens
+    "seq-mean-token-sum"       sum over sequences of token sums / normalizer      sequences
+    "seq-mean-token-mean"      sum over sequences of token means / normalizer     sequences
+    "seq-mean-token-sum-norm"  sum over tokens / normalizer                       sequences * max_length
+
+"token-mean" is DAPO's (arXiv:2503.14476, section 3.3), "seq-mean-token-mean" GRPO's (arXiv:2402.03300,
+equation 3), "seq-mean-token-sum-norm" Dr. GRPO's (arXiv:2503.20783, section 3.2).
+Tokens are those in the mask; sequences are those with at least one of them.
+"""
+
+import torch
+from torch import Tensor
+
+from verl_mg.errors import UserError
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def aggregate(
+    loss: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    mode: str,
+    normalizer: float,
+    sequence_tokens: Tensor | None = None,
+) -> Tensor:
+    """This micro-batch's part of the loss of the global batch.
+
+    Args:
+        loss: (tokens,) float; what stands outside the mask reaches neither value nor gradient.
+        mask: (tokens,) bool.
+        sequence_ids: (tokens,) int64, index from 0 of a token's sequence in this micro-batch.
+        mode: one of MODES; UserError for any other.
+        normalizer: the number that the function `normalizer` gives, the same on all ranks.
+        sequence_tokens: (sequences,) int64, masked tokens of each whole sequence, needed by
+            "seq-mean-token-mean" when sequences are cut over ranks; None counts those that are here.
+
+    Returns:
+        () float; 0, still attached to `loss`, when the mask is empty.
+    """
+    _check(mode)
+    kept = loss[mask]
+    if mode == "seq-mean-token-mean":
+        ids = sequence_ids[mask]
+        counts = torch.bincount(ids) if sequence_tokens is None else sequence_tokens
+        kept = kept / counts[ids]
+    return kept.sum() / normalizer
+
+
+def normalizer(mode: str, tokens: int, sequences: int, max_length: int | None) -> float:
+    """The global number by which `mode` divides.
+
+    A global batch without a masked token gets 1: its loss is 0, not 0 / 0.
+
+    Args:
+        mode: one of MODES; UserError for any other.
+        tokens: masked tokens of the global batch.
+        sequences: sequences of the global batch with at least one masked token.
+        max_length: the constant response length of "seq-mean-token-sum-norm", in tokens; else unused.
+    """
+    _check(mode)
+    if mode == "token-mean":
+        return float(max(tokens, 1))
+    if mode != "seq-mean-token-sum-norm":
+        return float(max(sequences, 1))
+    if max_length is None or max_length < 1:
+        raise UserError(f"aggregation {mode!r} divides by a length, not by {max_length}; give max_length")
+    return float(max(sequences, 1) * max_length)
+
+
+def _check(mode: str) -> None:
+    if mode not in MODES:
+        raise UserError(f"aggregation {mode!r} is unknown; write one of {', '.join(MODES)}")
