@@ -1,0 +1,195 @@
+"""The engine without a service: a `transformers` model in the process of the rank, one replica a rank."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from verl_mg.errors import UserError
+from verl_mg.rollout.decoding import Completions, decode
+from verl_mg.rollout.engine import Finish, Request, Sample, Sampling
+from verl_mg.rollout.live_tensors import live_tensors
+from verl_mg.rollout.sampling import uniforms
+
+
+class EmbeddedEngine:
+    """A `RolloutEngine` that decodes in batches of at most `max_batch` rows.
+
+    model: a directory with config.json and safetensors, or a configuration, which has no weights to load.
+    load_weights: without it the weights are allocated and undefined until the first update.
+    Raises UserError if the directory holds no loadable model.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_batch: int = 256,
+        load_weights: bool = True,
+    ) -> None:
+        if max_batch < 1:
+            raise UserError(f"max_batch is {max_batch}: give at least 1")
+        config = model if isinstance(model, PreTrainedConfig) else _read_config(Path(model))
+        if not load_weights:
+            self.module = _allocate(config, dtype)
+        elif isinstance(model, PreTrainedConfig):
+            raise ValueError("a configuration has no weights: pass load_weights=False or a directory")
+        else:
+            self.module = _load(Path(model), dtype)
+        nn.Module.to(self.module, device)
+        self.module.eval().requires_grad_(False)
+        self.version = 0
+        self._max_batch = max_batch
+        self._defined = load_weights
+        self._updating = False
+        self._asleep: list[torch.Size] | None = None
+        self._abort = threading.Event()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+        """One sample a request, in the order of the requests.
+
+        Raises UserError if a prompt is empty, of another vocabulary, or too long with its response.
+        """
+        if not self.health():
+            raise RuntimeError("the engine has no weights: finish an update first")
+        for request in requests:
+            self._check(request, sampling)
+        self._abort.clear()
+        # Neighbours in this order have equal prompts, which share a prefill, or little padding between them.
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), requests[i].prompt))
+        samples: dict[int, Sample] = {}
+        for start in range(0, len(order), self._max_batch):
+            batch = order[start : start + self._max_batch]
+            samples.update(zip(batch, self._decode([requests[i] for i in batch], sampling), strict=True))
+        return [samples[i] for i in range(len(requests))]
+
+    def begin_update(self) -> None:
+        """Open the weights for writing."""
+        if self._asleep is not None:
+            raise RuntimeError("the weights are asleep: call wake(weights=True) before an update")
+        self._updating = True
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Name in the Hugging Face checkpoint -> live tensor of the module; a tied head is not listed."""
+        return live_tensors(self.module)
+
+    def end_update(self, version: int) -> None:
+        """Take the written tensors into use as weights number `version`."""
+        if not self._updating:
+            raise RuntimeError("end_update without begin_update")
+        self._updating, self._defined, self.version = False, True, version
+
+    def sleep(self, *, weights: bool = True, kv: bool = True) -> None:
+        """Free the weights. The key-value cache lives no longer than a call of `generate`."""
+        if weights and self._asleep is None:
+            self._asleep = [parameter.shape for parameter in self.module.parameters()]
+            for parameter in self.module.parameters():
+                parameter.data = parameter.new_empty(0)
+            self._defined = False
+
+    def wake(self, *, weights: bool = True, kv: bool = True) -> None:
+        """Allocate the weights again; an update has to write them."""
+        if weights and self._asleep is not None:
+            for parameter, shape in zip(self.module.parameters(), self._asleep, strict=True):
+                parameter.data = parameter.new_empty(shape)
+            self._asleep = None
+
+    def abort(self) -> None:
+        """Cut the generation in progress after the token it is at; without one, nothing happens."""
+        self._abort.set()
+
+    def health(self) -> bool:
+        """Whether the weights are there and no update is open."""
+        return self._defined and not self._updating
+
+    def _check(self, request: Request, sampling: Sampling) -> None:
+        config = self.module.config.get_text_config()
+        length, limit = len(request.prompt), config.max_position_embeddings
+        if length == 0:
+            raise UserError(f"the prompt of request {request.id} is empty: give at least one token")
+        if length + sampling.max_new_tokens > limit:
+            raise UserError(
+                f"request {request.id}: a prompt of {length} tokens plus {sampling.max_new_tokens} new ones exceeds "
+                f"the {limit} positions of the model: shorten the prompt or lower max_new_tokens"
+            )
+        if not 0 <= min(request.prompt) <= max(request.prompt) < config.vocab_size:
+            raise UserError(
+                f"request {request.id} has a token outside the {config.vocab_size} of the model: "
+                f"encode prompts with the tokenizer of this model"
+            )
+
+    @torch.inference_mode()
+    def _decode(self, requests: list[Request], sampling: Sampling) -> list[Sample]:
+        if self._abort.is_set():
+            return [Sample(request.id, (), (), "abort", self.version) for request in requests]
+        draws = torch.stack([uniforms(request.seed, sampling.max_new_tokens) for request in requests])
+        prompts = [request.prompt for request in requests]
+        completions = decode(self.module, prompts, draws, sampling, self._abort.is_set)
+        return _samples(requests, completions, sampling, self.version)
+
+
+def _samples(
+    requests: list[Request], completions: Completions, sampling: Sampling, version: int
+) -> list[Sample]:
+    """Cut each row of the completions at its length and name the reason why it ended."""
+    rows = zip(
+        requests,
+        completions.tokens.tolist(),
+        completions.logprobs.tolist(),
+        completions.lengths.tolist(),
+        strict=True,
+    )
+    return [
+        Sample(
+            id=request.id,
+            tokens=tuple(tokens[:length]),
+            logprobs=tuple(logprobs[:length]),
+            finish=_finish(tokens[length - 1], length, sampling),
+            version=version,
+        )
+        for request, tokens, logprobs, length in rows
+    ]
+
+
+def _finish(last: int, length: int, sampling: Sampling) -> Finish:
+    if last in sampling.stop_token_ids:
+        return "stop"
+    return "length" if length == sampling.max_new_tokens else "abort"
+
+
+def _read_config(directory: Path) -> PreTrainedConfig:
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory} has no config.json: give the directory of a Hugging Face model")
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory / 'config.json'} cannot be read: {error}") from error
+
+
+def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Read the checkpoint, from safetensors alone, since other formats can run code."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory} has no readable safetensors weights: {error}") from error
+    module, report = loaded
+    if report["missing_keys"]:
+        missing = min(report["missing_keys"])
+        raise UserError(f"{directory} lacks tensor {missing}: complete the checkpoint or correct config.json")
+    return module
+
+
+def _allocate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the module with undefined weights; ties, normally made by the initialisation, are made here."""
+    with no_init_weights():
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    module.tie_weights()
+    return module
