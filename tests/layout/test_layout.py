@@ -97,32 +97,32 @@ def test_fit_agrees_with_division(layout: Layout, ranks: int) -> None:
 
 def test_fit_names_what_would_work() -> None:
     with pytest.raises(
-        UserError, match="layout tp4-pp2 .* not on 12: start 8 or 16, or write tp3-pp2 or tp4"
+        UserError, match=r"layout tp4-pp2 .* not on 12: start 8 or 16, or write tp3-pp2 or tp4"
     ):
         Layout.parse("tp4-pp2").fit(12)
-    with pytest.raises(UserError, match="start 8, or write tp2-pp2 or tp4$"):
+    with pytest.raises(UserError, match=r"start 8, or write tp2-pp2 or tp4$"):
         Layout.parse("tp4-pp2").fit(4)
-    with pytest.raises(UserError, match="not on 2: start 4, or write ep2$"):
+    with pytest.raises(UserError, match=r"not on 2: start 4, or write ep2$"):
         Layout.parse("ep4").fit(2)
-    with pytest.raises(UserError, match="not on 0: start 2$"):
+    with pytest.raises(UserError, match=r"not on 0: start 2$"):
         Layout.parse("tp2").fit(0)
-    with pytest.raises(UserError, match="or write pp3-vpp2 or|or write pp3-vpp2$"):
+    with pytest.raises(UserError, match=r"or write pp3-vpp2 or|or write pp3-vpp2$"):
         Layout.parse("pp4-vpp2").fit(6)
 
 
 def test_a_given_dp_must_agree() -> None:
-    with pytest.raises(UserError, match="dp4 stands on 8 ranks, not on 6: start 8, or write dp3"):
+    with pytest.raises(UserError, match="given dp4, so 8 ranks, not 6: start 8, or write dp3"):
         Layout.parse("tp2-dp4").fit(6)
-    with pytest.raises(UserError, match="with dp1 stands on 2 ranks, not on 6"):
+    with pytest.raises(UserError, match="given dp1, so 2 ranks, not 6"):
         Layout.parse("tp2-dp1").fit(6)
-    with pytest.raises(UserError, match="not on 7: start 8, or write"):
+    with pytest.raises(UserError, match=r"not on 7: start 8, or write"):
         Layout.parse("tp2-dp4").fit(7)
 
 
 @settings(max_examples=60, deadline=None)
 @given(layouts())
 def test_coordinates_are_megatrons(layout: Layout) -> None:
-    from megatron.core.parallel_state import RankGenerator
+    from megatron.core.parallel_state import RankGenerator  # type: ignore[import-untyped]
 
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=layout.cp, order=order)

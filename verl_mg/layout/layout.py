@@ -124,7 +124,7 @@ class Layout:
         fitted = self._with(dp=ranks // (self.tp * self.pp * self.cp))
         if self.dp_given and fitted != self:
             raise UserError(
-                f"layout {self} with dp{self.dp} stands on {self.ranks} ranks, not on {ranks}: "
+                f"layout {self} was given dp{self.dp}, so {self.ranks} ranks, not {ranks}: "
                 f"start {self.ranks}, or write dp{fitted.dp}, or leave dp out"
             )
         return fitted
