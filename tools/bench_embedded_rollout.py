@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config
@@ -40,8 +41,10 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 64), ("layers", 2), ("rows", 128), ("prompt", 32), ("tokens", 48), ("rounds", 5)):
+    verbatim = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
+    defaults = {"hidden": 64, "layers": 2, "rows": 128, "prompt": 32, "tokens": 48, "rounds": 5}
+    for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 
@@ -105,7 +108,8 @@ def _generate(module: PreTrainedModel, requests: list[Request], sampling: Sampli
     ids = torch.tensor([[0] * (width - len(request.prompt)) + list(request.prompt) for request in requests])
     attend = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in requests])
     stops = list(sampling.stop_token_ids)
-    output = module.generate(
+    generate: Any = module.generate
+    output = generate(
         ids,
         attention_mask=attend,
         do_sample=True,
@@ -118,9 +122,9 @@ def _generate(module: PreTrainedModel, requests: list[Request], sampling: Sampli
     )
     tokens = output.sequences[:, width:]
     torch.stack(output.logits, dim=1).log_softmax(dim=-1).gather(-1, tokens[..., None])
-    stopped = torch.isin(tokens, torch.tensor(stops, dtype=tokens.dtype)).cumsum(dim=1)
-    after_stop = stopped - torch.isin(tokens, torch.tensor(stops, dtype=tokens.dtype)).long() > 0
-    return int((~after_stop).sum())
+    stopped = torch.isin(tokens, torch.tensor(stops, dtype=tokens.dtype)).long()
+    stopped_before = stopped.cumsum(dim=1) - stopped
+    return int((stopped_before == 0).sum())
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ class EmbeddedEngine:
             raise UserError(f"the prompt of request {request.id} is empty: give at least one token")
         if length + sampling.max_new_tokens > limit:
             raise UserError(
-                f"request {request.id}: a prompt of {length} tokens plus {sampling.max_new_tokens} new ones exceeds "
-                f"the {limit} positions of the model: shorten the prompt or lower max_new_tokens"
+                f"request {request.id}: a prompt of {length} tokens plus {sampling.max_new_tokens} new ones "
+                f"exceeds the {limit} positions of the model: shorten the prompt or lower max_new_tokens"
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < config.vocab_size:
             raise UserError(
