@@ -1,0 +1,43 @@
+"""Small messages between all ranks of the job: JSON and raw tensor bytes, never pickles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather_bytes(own: Tensor) -> list[Tensor]:
+    """Every rank's uint8 tensor, of any length, in rank order. One round for the lengths, one for the bytes."""
+    length = torch.tensor([own.numel()], dtype=torch.int64)
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, length)
+    longest = max(int(n) for n in lengths)
+    room = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(room, torch.nn.functional.pad(own, (0, longest - own.numel())))
+    return [buffer[: int(n)] for buffer, n in zip(room, lengths, strict=True)]
+
+
+def all_gather_json(own: Any) -> list[Any]:
+    """Every rank's JSON value, in rank order."""
+    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    return [json.loads(part.numpy().tobytes()) for part in all_gather_bytes(text)]
+
+
+def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) -> list[Tensor]:
+    """Send `outgoing[r]` (uint8) to rank r; receive `incoming_sizes[r]` bytes from rank r."""
+    received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
+    sizes = [part.numel() for part in outgoing]
+    dist.all_to_all_single(received, torch.cat(list(outgoing)), list(incoming_sizes), sizes)
+    return list(received.split(list(incoming_sizes)))
+
+
+def sum_over_ranks(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Add up scalars by name over the reports of all ranks; a rank without reports learns the names from the others."""
+    own = {name: sum(float(report[name]) for report in reports) for name in (reports[0] if reports else {})}
+    gathered = [part for part in all_gather_json(own) if part]
+    return {name: sum(part[name] for part in gathered) for name in (gathered[0] if gathered else {})}

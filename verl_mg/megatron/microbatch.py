@@ -1,0 +1,90 @@
+"""Rows of a `Batch` as the input of one forward pass, and what a loss sees of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_mg.batch import Batch, Kind
+from verl_mg.megatron.attention import PackedSequences, describe
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed rows on the device. Only the n tokens under the loss mask (never a row's first) are judged.
+
+    input_ids (1, T); where (n,): the token before each judged one; targets (n,): the judged tokens;
+    entries (n,) on the CPU: their places in the token columns of `rows`; sequence_ids (n,): their row.
+    T is the rows' tokens and, where sequence parallelism needs a multiple of tp, fewer than tp more.
+    """
+
+    rows: Batch
+    input_ids: Tensor
+    packed: PackedSequences
+    where: Tensor
+    targets: Tensor
+    entries: Tensor
+    sequence_ids: Tensor
+
+
+def make_micro_batch(
+    rows: Batch, inverse_frequencies: Tensor, attention_scaling: float, dtype: torch.dtype, tp: int
+) -> MicroBatch:
+    """Put rows side by side for a model whose sequence dimension is split over `tp` ranks."""
+    device = inverse_frequencies.device
+    total = rows.total_tokens
+    filler = -total % tp if total else tp
+    lengths = torch.cat([rows.lengths, torch.tensor([filler] if filler else [], dtype=torch.int64)])
+    tokens = torch.cat([rows["tokens"], torch.zeros(filler, dtype=torch.int64)])
+    entries = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
+    return MicroBatch(
+        rows=rows,
+        input_ids=tokens[None].to(device),
+        packed=describe(lengths, inverse_frequencies, attention_scaling, dtype),
+        where=(entries - 1).to(device),
+        targets=rows["tokens"][entries].to(device),
+        entries=entries,
+        sequence_ids=rows.sequence_ids[entries].to(device),
+    )
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """What a loss is a function of: the judged tokens of a micro-batch, flat, all (n,).
+
+    `logprobs` and `entropy` are the model's, with gradients, at the sampling temperature; `tokens[name]` is any
+    other column (a sequence column is spread over its tokens); `mask` is true everywhere.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    mask: Tensor
+    sequence_ids: Tensor
+    columns: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+
+def loss_tokens(micro: MicroBatch, output: Tensor) -> LossTokens:
+    """The loss's view of the model's `output` (2, n)."""
+    device = output.device
+    columns = {}
+    for name in micro.rows.names():
+        column = micro.rows[name]
+        if micro.rows.kind(name) is Kind.SEQUENCE:
+            column = micro.rows.spread(column)
+        columns[name] = column[micro.entries].to(device)
+    return LossTokens(
+        logprobs=output[0],
+        entropy=output[1],
+        mask=torch.ones_like(output[0], dtype=torch.bool),
+        sequence_ids=micro.sequence_ids,
+        columns=columns,
+    )

@@ -1,0 +1,116 @@
+"""One role's model on this rank: built, filled from a checkpoint, run over packed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from verl_mg.batch import Batch
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout
+from verl_mg.megatron import platform
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.microbatch import MicroBatch, make_micro_batch
+from verl_mg.megatron.model import build_chunks, parameters_by_name, rotary_frequencies
+from verl_mg.weights import HFConfig, Shard, read_config, table
+from verl_mg.weights.files import CheckpointReader, load_shards
+
+Report = dict[str, Tensor]
+Judge = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
+"""(micro-batch, output (2, n) of the last stage) -> (scalar to differentiate, what to report)."""
+
+
+class Network:
+    """A model under a layout. Every method that computes is called by all ranks of the layout at once."""
+
+    def __init__(
+        self, model_dir: Path, groups: ParallelGroups, dtype: torch.dtype, recompute: bool = False
+    ) -> None:
+        self.table = table(read_config(model_dir))
+        check_layout(self.table.config, groups.layout)
+        self.groups, self.dtype = groups, dtype
+        frequencies, self._attention_scaling = rotary_frequencies(model_dir)
+        self._frequencies = frequencies.to(platform.device())
+        with groups.active():
+            self.chunks = build_chunks(self.table, groups, dtype, recompute)
+        self.runnable: list[torch.nn.Module] = list(self.chunks)
+        with CheckpointReader(model_dir) as reader:
+            load_shards(reader, self.shards(), self.parameters(), self.table.huggingface())
+
+    @property
+    def layout(self) -> Layout:
+        """The layout the model stands on."""
+        return self.groups.layout
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank answers for its data-parallel index: the first of the last pipeline stage."""
+        at = self.groups.coordinates
+        return at.tp == 0 and at.cp == 0 and at.pp == self.layout.pp - 1
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters under the names of the weight table."""
+        return parameters_by_name(self.chunks)
+
+    def shards(self) -> dict[str, Shard]:
+        """What the weight table says this rank holds."""
+        return self.table.megatron(self.layout, torch.distributed.get_rank())
+
+    def logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """For each micro-batch (places in its token columns, log-probs of the tokens there), where `speaks`; else []."""
+
+        def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Report]:
+            return output.sum(), {"entries": micro.entries, "logprobs": output[0].cpu()}
+
+        with torch.no_grad():
+            reports = self.run(micro_batches, temperature, report, forward_only=True)
+        return [(r["entries"], r["logprobs"]) for r in reports] if self.speaks else []
+
+    def run(
+        self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, forward_only: bool
+    ) -> list[Report]:
+        """Megatron's pipeline schedule over the micro-batches; the reports in order, on the last stage alone."""
+        # Temperature 0 is greedy sampling, whose log-probs are those of the unscaled distribution.
+        scale = temperature if temperature > 0 else 1.0
+        prepared = [
+            make_micro_batch(rows, self._frequencies, self._attention_scaling, self.dtype, self.layout.tp)
+            for rows in micro_batches
+        ]
+
+        def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            micro = next(iterator)
+            output = model(micro.input_ids, micro.packed, micro.where, micro.targets, scale)
+            return output, partial(_judged, judge, micro)
+
+        iterators = [iter(prepared) for _ in self.runnable]
+        with self.groups.active():
+            reports = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.runnable,
+                num_microbatches=len(prepared),
+                seq_length=1,  # not read: each micro-batch has its own length
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        return list(reports)
+
+
+def _judged(judge: Judge, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Report]:
+    loss, report = judge(micro, output)
+    # megatron divides by this count of tokens; ours are normalised already, see Trainer.
+    return loss, torch.zeros((), dtype=torch.int, device=output.device), report
+
+
+def check_layout(config: HFConfig, layout: Layout) -> None:
+    """UserError where the model cannot stand on the layout."""
+    layout.check(attention_heads=config.heads, kv_heads=config.kv_heads, layers=config.layers, ffn=config.ffn)
+    for name, size in (("cp", layout.cp), ("ep", layout.ep), ("vpp", layout.vpp)):
+        if size > 1:
+            raise UserError(f"layout {layout}: {name}{size} is not supported for {config.architecture}; leave {name} out")

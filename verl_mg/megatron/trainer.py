@@ -1,0 +1,124 @@
+"""Updating a network: megatron-core's gradient buffers, distributed optimizer and schedule around our loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from verl_mg.algorithms.aggregation import aggregate
+from verl_mg.batch import Batch
+from verl_mg.config import OptimizerConfig
+from verl_mg.errors import UserError
+from verl_mg.megatron import platform
+from verl_mg.megatron.collectives import sum_over_ranks
+from verl_mg.megatron.microbatch import LossTokens, MicroBatch, loss_tokens
+from verl_mg.megatron.network import Network
+
+TokenLoss = Callable[[LossTokens], tuple[Tensor, Mapping[str, Tensor]]]
+"""(the judged tokens of a micro-batch) -> (loss of each (n,), metrics of each (n,) to be averaged over all tokens)."""
+
+
+class Trainer:
+    """A network with gradients and an optimizer."""
+
+    def __init__(self, network: Network, config: OptimizerConfig) -> None:
+        self.network = network
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        with network.groups.active():
+            network.runnable = [
+                DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(network.chunks)
+            ]
+            with platform.optimizer_construction():
+                self.optimizer = get_megatron_optimizer(
+                    _megatron_config(config, network.dtype), network.runnable, use_gloo_process_groups=False
+                )
+        self.scheduler = learning_rate_schedule(self.optimizer, config)
+        for chunk in network.chunks:
+            chunk.config.finalize_model_grads_func = _finalize_without_dividing
+            chunk.config.grad_scale_func = self.optimizer.scale_loss
+
+    def update(
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        loss: TokenLoss,
+        mode: str,
+        normalizer: float,
+        total_tokens: int,
+    ) -> dict[str, float]:
+        """One optimizer step over one mini-batch, whose micro-batches on this rank are given.
+
+        `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the loss and its gradient are those
+        of the mini-batch in one piece. Returns the same metrics on every rank: the loss, its metrics as means over all
+        judged tokens, `entropy`, `grad_norm`, `lr`.
+        """
+
+        def judge(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            tokens = loss_tokens(micro, output)
+            per_token, metrics = loss(tokens)
+            total = aggregate(per_token, tokens.mask, tokens.sequence_ids, mode, normalizer)
+            means = {"entropy": tokens.entropy, **metrics}
+            sums = {name: values.detach().double().sum() / max(total_tokens, 1) for name, values in means.items()}
+            return total, {"loss": total.detach().double(), **sums}
+
+        for chunk in self.network.runnable:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self.network.run(micro_batches, temperature, judge, forward_only=False)
+        self.scheduler.step(1)
+        with self.network.groups.active():
+            _, grad_norm, _ = self.optimizer.step()
+        metrics = sum_over_ranks(reports if self.network.speaks else [])
+        return metrics | {"grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+
+def _finalize_without_dividing(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """Sum gradients over ranks and leave them so: the loss was divided by its global normalizer before."""
+    finalize_model_grads(model, None, **groups)
+
+
+def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        use_distributed_optimizer=True,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+    )
+
+
+def learning_rate_schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
+    """megatron-core's schedule, to be stepped before each optimizer step: step k of a warm-up has k/warmup_steps."""
+    steps = config.decay_steps
+    if config.schedule != "constant" and steps is None:
+        raise UserError(
+            f"actor.optimizer.schedule is {config.schedule!r}: write actor.optimizer.decay_steps, the optimizer steps "
+            "over which the learning rate falls to min_lr"
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr if config.schedule != "constant" else 0.0,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=steps or config.warmup_steps + 1,
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

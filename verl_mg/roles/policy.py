@@ -1,0 +1,72 @@
+"""What actor and reference share: a network that judges the tokens of a batch, wherever its rows lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from verl_mg.batch import Batch
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.network import Network
+from verl_mg.megatron.packing import pack
+from verl_mg.roles.exchange import RowIndex, fetch_rows, index_rows, return_column
+
+Shares = list[list[list[int]]]
+"""shares[data-parallel index][micro-batch] = row numbers of a RowIndex."""
+
+
+class Policy:
+    """A frozen policy: log-probabilities, under its own layout and groups."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        groups: ParallelGroups,
+        *,
+        dtype: torch.dtype,
+        temperature: float,
+        tokens_per_micro_batch: int,
+        recompute: bool = False,
+    ) -> None:
+        self.network = Network(model_dir, groups, dtype, recompute)
+        self._temperature, self._budget = temperature, tokens_per_micro_batch
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """log p of every token under the loss mask, a float32 token column with 0 elsewhere.
+
+        Of the distribution that was sampled from: softmax(logits / temperature), without top-k and top-p.
+        """
+        index = index_rows(batch)
+        shares = self.share(index, range(len(index)))
+        micro_batches = self.fetch(batch, index, shares)
+        answers: dict[int, Tensor] = {}
+        own = shares[self.network.groups.coordinates.dp]
+        judged = self.network.logprobs(micro_batches, self._temperature)
+        for rows, micro, (entries, values) in zip(own, micro_batches, judged, strict=bool(judged)):
+            column = torch.zeros(micro.total_tokens)
+            column[entries] = values
+            answers |= dict(zip(rows, column.split(micro.lengths.tolist()), strict=True))
+        speakers = [(self._speaker(dp), [row for micro in share for row in micro]) for dp, share in enumerate(shares)]
+        return return_column("log-probs", batch, index, speakers, answers)
+
+    def share(self, index: RowIndex, rows: Sequence[int]) -> Shares:
+        """Pack the given rows into micro-batches and deal them to the data-parallel indices."""
+        hidden, ranks = self.network.table.config.hidden, self.network.layout.dp
+        packed = pack([index.lengths[row] for row in rows], ranks, self._budget, hidden)
+        return [[[rows[i] for i in micro] for micro in share] for share in packed]
+
+    def fetch(self, batch: Batch, index: RowIndex, shares: Shares) -> list[Batch]:
+        """This rank's micro-batches."""
+        layout = self.network.layout
+        wanted = [
+            [row for micro in shares[layout.coordinates(rank).dp] for row in micro] for rank in range(layout.ranks)
+        ]
+        rows = fetch_rows(batch, index, wanted)
+        return rows.split([len(micro) for micro in shares[self.network.groups.coordinates.dp]])
+
+    def _speaker(self, dp: int) -> int:
+        layout = self.network.layout
+        return layout.rank_of(dp=dp, pp=layout.pp - 1)
