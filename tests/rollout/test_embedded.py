@@ -39,10 +39,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**TINY, head_dim=8),
 }
 MOE: dict[str, Any] = {**TINY, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-LATENT: dict[str, Any] = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 GROUPS: dict[str, Any] = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MIXTURES: dict[str, PreTrainedConfig] = {
-    "qwen3-moe": Qwen3MoeConfig(**MOE, head_dim=8, num_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(**MOE, num_experts=4),
     "deepseek-v3": DeepseekV3Config(**{**MOE, "num_key_value_heads": 4}, **LATENT, **GROUPS),
 }
 
