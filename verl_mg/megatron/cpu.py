@@ -2,7 +2,7 @@
 
 megatron-core names CUDA devices, streams and generators unconditionally. `install` answers those calls so
 that its code runs as it is, over gloo. Every patch replaces something that would raise without a GPU, except
-`tensor_types_named_cuda`, which is therefore held only while an optimizer is built. With CUDA present this
+`tensor_types_named_cuda`, which is therefore held only around an optimizer's own calls. With CUDA present this
 module is never imported.
 """
 

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -95,8 +101,22 @@ def build_chunks(
             share_embeddings_and_output_weights=weights.config.tied,
             vp_stage=stage,
         )
+        _mark_tensor_parallel(model)
         chunks.append(model.to(platform.device()))
     return chunks
+
+
+def _mark_tensor_parallel(model: PackedModel) -> None:
+    """Tell megatron-core which weights are shards, or the gradient norm would count those of rank 0 alone.
+
+    It marks them while it initialises them, which we leave out because every weight comes from a checkpoint.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is None or not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            continue
+        dimension = 1 if isinstance(module, RowParallelLinear) else 0
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=1)
 
 
 def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:
@@ -132,6 +152,7 @@ def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recomput
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         sequence_parallel=layout.tp > 1,
         variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # checked against variable lengths, without experts too
         # With two stages the previous and the next rank are one: batched P2P would mix activations and gradients.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,

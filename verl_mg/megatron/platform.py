@@ -20,8 +20,8 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def optimizer_construction() -> AbstractContextManager[None]:
-    """Held while megatron-core builds an optimizer."""
+def optimizer_calls() -> AbstractContextManager[None]:
+    """Held around the building and the steps of a megatron-core optimizer."""
     if torch.cuda.is_available():
         return nullcontext()
     from verl_mg.megatron.cpu import tensor_types_named_cuda

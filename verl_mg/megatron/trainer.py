@@ -31,15 +31,14 @@ class Trainer:
     def __init__(self, network: Network, config: OptimizerConfig) -> None:
         self.network = network
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        with network.groups.active():
+        with network.groups.active(), platform.optimizer_calls():
             network.runnable = [
                 DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(network.chunks)
             ]
-            with platform.optimizer_construction():
-                self.optimizer = get_megatron_optimizer(
-                    _megatron_config(config, network.dtype), network.runnable, use_gloo_process_groups=False
-                )
+            self.optimizer = get_megatron_optimizer(
+                _megatron_config(config, network.dtype), network.runnable, use_gloo_process_groups=False
+            )
         self.scheduler = learning_rate_schedule(self.optimizer, config)
         for chunk in network.chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_dividing
@@ -74,7 +73,7 @@ class Trainer:
         self.optimizer.zero_grad()
         reports = self.network.run(micro_batches, temperature, judge, forward_only=False)
         self.scheduler.step(1)
-        with self.network.groups.active():
+        with self.network.groups.active(), platform.optimizer_calls():
             _, grad_norm, _ = self.optimizer.step()
         metrics = sum_over_ranks(reports if self.network.speaks else [])
         return metrics | {"grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}

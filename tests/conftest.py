@@ -1,0 +1,44 @@
+"""What all tests share: the pool of ranks, tiny models, the real GSM8K."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+torch.set_num_threads(1)
+
+_POOL = pytest.StashKey[RankPool]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the ranks when the test modules are known and nothing has run yet, so that no thread is copied."""
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        import verl_mg.job.job  # noqa: F401  (imported once here, not once a rank)
+
+        pool = session.config.stash[_POOL] = RankPool(8)
+        if not session.config.option.collectonly:
+            pool.start()
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = request.config.stash[_POOL]
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """The folder with the real GSM8K files, beside the checkout."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
+    if not (folder / "train.jsonl").exists():
+        pytest.skip(f"the real GSM8K is not at {folder}")
+    return folder
