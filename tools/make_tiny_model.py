@@ -1,0 +1,49 @@
+"""Write a tiny random model: python tools/make_tiny_model.py --architecture qwen3 --out DIR"""
+
+import argparse
+import json
+import string
+import sys
+
+from verl_mg.errors import UserError
+from verl_mg.tiny import ARCHITECTURES, make_tiny_model
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 for arguments that cannot be."""
+    options = vars(_parser().parse_args(arguments))
+    folder = options.pop("out")
+    try:
+        make_tiny_model(folder, **options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(folder)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Write a tiny random model in the Hugging Face layout, with a tokenizer of characters.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--architecture", required=True, help=f"one of: {', '.join(ARCHITECTURES)}")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--characters", default=string.printable, metavar="TEXT", help="one token each")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, help="hidden // heads unless given")
+    parser.add_argument("--ffn", type=int, default=128)
+    parser.add_argument("--tie-embeddings", action="store_true")
+    parser.add_argument("--rope-scaling", type=json.loads, metavar="JSON", help="as in a config.json")
+    parser.add_argument("--max-positions", type=int, default=1024)
+    parser.add_argument("--init-std", type=float, default=0.02)
+    parser.add_argument("--perturb", action="store_true", help="add small noise to norms and biases")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Reading a data file into plain records."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl_mg.errors import UserError
+
+Record = dict[str, Any]
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """The records of a data file in file order.
+
+    Args:
+        path: `.jsonl` or `.json` (one JSON object a line; blank lines are skipped) or `.parquet`.
+
+    Raises:
+        UserError: the file is missing, empty, of another kind, or a line is not a JSON object.
+    """
+    return [record for _, record in located_records(path)]
+
+
+def located_records(path: str | Path) -> list[tuple[str, Record]]:
+    """The records of a data file, each after its place `file:line` (for Parquet, `file:row`), from 1.
+
+    Raises:
+        UserError: as `read_records`.
+    """
+    path = Path(path)
+    reader = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows}.get(path.suffix)
+    if reader is None:
+        raise UserError(
+            f"{path}: a data file ends in .jsonl, .json (one object a line) or .parquet, not '{path.suffix}'"
+        )
+    if not path.is_file():
+        raise UserError(f"{path}: no such data file; give the path of a .jsonl, .json or .parquet file")
+    records = [(f"{path}:{line}", record) for line, record in reader(path)]
+    if not records:
+        raise UserError(f"{path}: no records in it; write one JSON object a line, or one row a prompt")
+    return records
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _json_object(line, f"{path}:{number}")
+
+
+def _json_object(line: bytes, place: str) -> Record:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 text ({error.reason}); save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{place}: not JSON ({error.msg} at column {error.colno}); "
+            'write one object a line, like {"prompt": "..."}'
+        ) from error
+    if not isinstance(record, dict):
+        raise UserError(
+            f"{place}: a JSON {type(record).__name__}, not an object; "
+            'write one object a line, like {"prompt": "..."}'
+        )
+    return record
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Record]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}: not a readable Parquet file ({reason}); write it anew") from error
+    yield from enumerate(rows, start=1)

@@ -1,0 +1,154 @@
+"""Tiny random models in the Hugging Face layout, for tests and first runs without a download."""
+
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_mg.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+ROLES = ("system", "user", "assistant")
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
+{{- raise_exception('unknown role ' + message['role'] + '; write system, user or assistant') -}}
+{%- endif -%}
+{{- '<' + message['role'] + '>' + message['content'] -}}
+{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<assistant>' -}}{%- endif -%}"""
+
+# Architecture (the model_type of transformers) -> what its config needs beyond the common fields.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"attention_bias": False, "use_sliding_window": False},
+}
+
+
+def character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
+    """A tokenizer of one token a character, with a chat template; text comes back exactly.
+
+    Token ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, the role markers `<system>` `<user>` `<assistant>` 3 to 5,
+    then the distinct characters in the order given; one beyond ASCII brings the bytes it is merged from.
+    Other characters become `<unk>`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # Byte-level BPE, not a word list: AutoTokenizer turns every tokenizer beside a Qwen2 model into that kind.
+    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    markers = [f"<{role}>" for role in ROLES]
+    words = [PAD, EOS, UNK, *markers]
+    merges: list[tuple[str, str]] = []
+    for character in dict.fromkeys(characters):
+        (spelled, _), *_ = spelling.pre_tokenize_str(character)
+        words += [*spelled, *(spelled[:end] for end in range(2, len(spelled) + 1))]
+        merges += [(spelled[:end], spelled[end]) for end in range(1, len(spelled))]
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(dict.fromkeys(merges)), unk_token=UNK))
+    tokenizer.pre_tokenizer = spelling
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        extra_special_tokens=markers,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_tiny_model(
+    folder: str | Path,
+    architecture: str,
+    *,
+    characters: str = string.printable,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    ffn: int = 128,
+    tie_embeddings: bool = False,
+    rope_scaling: dict[str, Any] | None = None,
+    max_positions: int = 1024,
+    init_std: float = 0.02,
+    perturb: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Write a randomly initialised causal language model and its character tokenizer into a folder.
+
+    The folder then holds config.json, generation_config.json, model.safetensors (float32) and the
+    tokenizer's files; the vocabulary is exactly the tokenizer's, unpadded. The same arguments give the
+    same bytes.
+
+    Args:
+        architecture: a key of `ARCHITECTURES`.
+        head_dim: width of one head; `hidden // heads` unless given.
+        rope_scaling: `rope_type` and its factors as Hugging Face writes them, for example of "llama3".
+        init_std: standard deviation of the initial matrices.
+        perturb: add small noise to norms and biases, which start at one and zero, so that a comparison
+            of two implementations sees them.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: unknown architecture, or heads that do not divide.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"unknown architecture '{architecture}'; write one of: {', '.join(ARCHITECTURES)}")
+    if heads % kv_heads or (head_dim is None and hidden % heads):
+        raise UserError(
+            f"heads={heads} must be a multiple of kv_heads={kv_heads}, and hidden={hidden} of heads "
+            "unless head_dim is given"
+        )
+    tokenizer = character_tokenizer(characters)
+    config = _config(
+        architecture,
+        tokenizer,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        tie_word_embeddings=tie_embeddings,
+        max_position_embeddings=max_positions,
+        initializer_range=init_std,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope_scaling or {}),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if perturb:
+            _perturb(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)
+
+
+def _config(architecture: str, tokenizer: "PreTrainedTokenizerFast", **fields: Any) -> Any:
+    from transformers import AutoConfig
+
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    return AutoConfig.for_model(
+        architecture, vocab_size=len(tokenizer), **ids, **fields, **ARCHITECTURES[architecture]
+    )
+
+
+@torch.no_grad()
+def _perturb(model: torch.nn.Module, std: float = 0.05) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=std)
