@@ -25,11 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Write a tiny random model in the Hugging Face layout, with a tokenizer of characters.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--architecture", required=True, help=f"one of: {', '.join(ARCHITECTURES)}")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
-    parser.add_argument("--characters", default=string.printable, metavar="TEXT", help="one token each")
+    parser.add_argument(
+        "--characters",
+        default=string.printable,
+        metavar="TEXT",
+        help="one token each; printable ASCII unless given",
+    )
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)

@@ -42,7 +42,7 @@ def character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # Byte-level BPE, not a word list: AutoTokenizer turns every tokenizer beside a Qwen2 model into that kind.
+    # Byte-level BPE, not a word list: AutoTokenizer reads any tokenizer beside a Qwen2 model as that kind.
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     markers = [f"<{role}>" for role in ROLES]
     words = [PAD, EOS, UNK, *markers]
@@ -141,9 +141,14 @@ def make_tiny_model(
 def _config(architecture: str, tokenizer: "PreTrainedTokenizerFast", **fields: Any) -> Any:
     from transformers import AutoConfig
 
-    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     return AutoConfig.for_model(
-        architecture, vocab_size=len(tokenizer), **ids, **fields, **ARCHITECTURES[architecture]
+        architecture,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        **fields,
+        **ARCHITECTURES[architecture],
     )
 
 

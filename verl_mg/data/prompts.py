@@ -78,27 +78,27 @@ class PromptSet:
         Raises:
             UserError: names `file:line` and the remedy.
         """
-        places, records = zip(*located_records(path), strict=True)
-        answers = [_answer(record, answer_field, place) for place, record in zip(places, records, strict=True)]
+        located = located_records(path)
+        answers = [_answer(record, answer_field, place) for place, record in located]
         rendered = [
             render(_field(record, prompt_field, place), tokenizer, chat_template, instruction, place)
-            for place, record in zip(places, records, strict=True)
+            for place, record in located
         ]
         rows = tokenise(rendered, tokenizer)
-        for place, row in zip(places, rows, strict=True):
+        for (place, _), row in zip(located, rows, strict=True):
             _check_length(len(row), max_prompt_tokens, too_long, place)
-        columns = zip(rows, rendered, answers, records, strict=True)
+        columns = zip(rows, rendered, answers, located, strict=True)
         prompts = [
             Prompt(i, tuple(row), text.text, answer, record)
-            for i, (row, text, answer, record) in enumerate(columns)
+            for i, (row, text, answer, (_, record)) in enumerate(columns)
             if len(row) <= max_prompt_tokens
         ]
         if not prompts:
             raise UserError(
-                f"{path}: all of its {len(records)} prompts are longer than {max_prompt_tokens} tokens; the "
+                f"{path}: all of its {len(located)} prompts are longer than {max_prompt_tokens} tokens; the "
                 f"shortest has {min(map(len, rows))}: raise data.max_prompt_tokens to that or more"
             )
-        return cls(prompts, seed=seed, dropped=len(records) - len(prompts))
+        return cls(prompts, seed=seed, dropped=len(located) - len(prompts))
 
     def __len__(self) -> int:
         return len(self._prompts)

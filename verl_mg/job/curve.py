@@ -27,6 +27,7 @@ def draw_curve(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     lines = _read(Path(metrics_jsonl_path))
     curves = {name: points for name in series if len(points := _points(lines, name))}
@@ -38,12 +39,13 @@ def draw_curve(
     for number, (name, points) in enumerate(curves.items()):
         color = f"C{number}"
         steps, values = points.T
-        axes.plot(steps, values, color=color, alpha=0.3, linewidth=1, marker="." if len(points) < 50 else None)
+        marker = "." if len(points) < 50 else None
+        axes.plot(steps, values, color=color, alpha=0.3, linewidth=1, marker=marker)
         axes.plot(steps, _running_mean(values), color=color, linewidth=2, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel(next(iter(curves)) if len(curves) == 1 else "value")
     axes.set_title(title)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -70,4 +72,5 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - width, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    means: np.ndarray = (sums[ends] - sums[starts]) / (ends - starts)
+    return means

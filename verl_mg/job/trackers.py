@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 # Label on the console -> the metrics that may stand behind it; the first one present is shown.
 HEADLINES: Mapping[str, tuple[str, ...]] = {
@@ -67,15 +74,15 @@ class TensorBoardTracker:
         """`first_step`: the step that is logged next; later ones already in the folder are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class ConsoleTracker:
@@ -113,7 +120,9 @@ class ConsoleTracker:
             TextColumn("{task.fields[headline]}", markup=False),
             console=self._console,
         )
-        self._task = self._progress.add_task(title, total=total_steps, completed=self._start_step, headline="")
+        self._task = self._progress.add_task(
+            title, total=total_steps, completed=self._start_step, headline=""
+        )
         if self._live:
             self._progress.start()
 
@@ -122,7 +131,8 @@ class ConsoleTracker:
         if self._live:
             self._progress.update(self._task, completed=step, headline=headline)
         else:
-            self._print(f"step {step:>{len(str(self._total))}}/{self._total}  {headline}  {self._times(step)}")
+            count = f"step {step:>{len(str(self._total))}}/{self._total}"
+            self._print("  ".join(filter(None, [count, headline, self._times(step)])))
 
     def close(self) -> None:
         if self._live:
@@ -147,7 +157,8 @@ class ConsoleTracker:
 
 def _keep_lines_before(path: Path, first_step: int | None) -> None:
     """Take out the lines from `first_step` on, and a last line that a killed run left half written."""
-    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
     kept = [line for line in whole if first_step is None or json.loads(line)["step"] < first_step]
     shorter = path.with_name(path.name + ".new")
     shorter.write_text("".join(kept), encoding="utf-8")

@@ -60,7 +60,8 @@ def load_reward(name: str) -> Callable[[Sample], Reward]:
     module = _imported(where, name)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UserError(f"reward '{name}': {where} has no function '{function_name}'{_near(function_name, module)}")
+        near = _near(function_name, module)
+        raise UserError(f"reward '{name}': {where} has no function '{function_name}'{near}")
 
     @functools.wraps(function)
     def checked(sample: Sample) -> Reward:
@@ -79,8 +80,10 @@ def _imported(where: str, name: str) -> ModuleType:
     try:
         return _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:  # a module runs the user's code: it raises what it likes
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"reward '{name}': {where} cannot be imported ({reason}); mend the name or it") from error
+        raise UserError(
+            f"reward '{name}': {where} cannot be imported ({type(error).__name__}: {error}); mend it, or the "
+            "name: an importable module, or the path of a file ending in .py"
+        ) from error
 
 
 def _from_file(path: Path) -> ModuleType:

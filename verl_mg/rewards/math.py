@@ -45,8 +45,8 @@ def score(sample: Sample) -> Reward:
     """
     if sample.answer is None:
         raise UserError(
-            f"rewards.math: no answer for the prompt {sample.prompt[:60]!r}; set data.answer_field to one of: "
-            + ", ".join(sample.record)
+            f"rewards.math: no answer for the prompt {sample.prompt[:60]!r}; "
+            f"set data.answer_field to one of: {', '.join(sample.record)}"
         )
     if threading.current_thread() is threading.main_thread():
         return _judge(sample.response, sample.answer)
@@ -63,7 +63,7 @@ def _judge(response: str, answer: str) -> Reward:
     gold = _final(answer) or answer.strip()
     final = _final(response)
     found = _parsed(response) if final is None else _parsed_answer(final)
-    correct = _plain(final or "") == _plain(gold) or verify(_parsed_answer(gold), found, timeout_seconds=SECONDS)
+    correct = _plain(final or "") == _plain(gold) or _equal(_parsed_answer(gold), found)
     return Reward(float(correct), {"correct": float(correct), "answered": float(bool(final or found))})
 
 
@@ -94,3 +94,7 @@ def _plain(text: str) -> str:
 def _parsed(text: str) -> list[Any]:
     found: list[Any] = parse(text, EXTRACTION, parsing_timeout=SECONDS)
     return found
+
+
+def _equal(gold: list[Any], found: list[Any]) -> bool:
+    return bool(verify(gold, found, timeout_seconds=SECONDS))
