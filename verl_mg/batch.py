@@ -20,6 +20,7 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | sample_id | sequence, int64 | unique over the run and over the ranks |
 | prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens of the row it takes |
 | version | sequence, int64 | the weights that wrote the row |
+| truncated | sequence, bool | the response was cut at the length limit |
 
 Inside a recipe a batch is spread over all ranks of the job: each row lies on exactly one of them. Roles
 fetch the rows that they work on and bring columns back, so a recipe never speaks of ranks.
@@ -46,7 +47,7 @@ TOKEN_COLUMNS = frozenset(
     {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"}
 )
 SEQUENCE_COLUMNS = frozenset(
-    {"reward", "group", "sample_id", "prompt_id", "prompt_length", "version"}
+    {"reward", "group", "sample_id", "prompt_id", "prompt_length", "version", "truncated"}
 )
 
 

@@ -62,7 +62,7 @@ class Actor(Policy):
             )
             self.updates += 1
             for name, value in metrics.items():
-                totals[name] += value / len(steps)
+                totals[f"actor/{name}"] += value / len(steps)
         return dict(totals)
 
     def holdings(self) -> Holdings:

@@ -1,0 +1,70 @@
+"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]` and `verl-mg quickstart`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from typing import NoReturn
+
+from verl_mg.errors import UserError
+
+EXIT_CODE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; a user's mistake ends in one line and exit code 2."""
+    try:
+        chosen = _parser().parse_args(arguments)
+        chosen.run(chosen)
+    except UserError as error:
+        # Every rank makes this mistake alike: one line is enough.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_CODE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="verl-mg", description="Reinforcement learning of language models over Megatron.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="run a recipe; start it with torchrun for more than one rank")
+    train.add_argument("recipe", help="a Python file with iteration(job, cfg), such as recipes/grpo.py")
+    train.add_argument("--config", help="a YAML file")
+    train.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    train.set_defaults(run=_train)
+    quickstart = commands.add_parser("quickstart", help="teach a tiny model to add, in minutes, on any machine")
+    quickstart.add_argument("--output", default="runs/quickstart", help="where the run goes (default: %(default)s)")
+    quickstart.set_defaults(run=_quickstart)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    # Both libraries tell every rank what they would rather have installed; the README says what is optional.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    from verl_mg.config import load_config
+    from verl_mg.job.recipe import load_recipe
+    from verl_mg.job.world import World
+
+    world = World.join()
+    try:
+        recipe = load_recipe(arguments.recipe)
+        config = load_config(arguments.config, arguments.overrides, recipe.config)
+        from verl_mg.job.loop import run
+
+        run(recipe, config, world)
+    except UserError as error:
+        world.leave_with(error)
+    else:
+        world.leave()
+
+
+def _quickstart(arguments: argparse.Namespace) -> None:
+    from verl_mg.quickstart import quickstart
+
+    quickstart(arguments.output)

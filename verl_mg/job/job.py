@@ -1,0 +1,177 @@
+"""`Job`: what a recipe is called with."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from verl_mg.batch import Batch
+from verl_mg.config import Config
+from verl_mg.data.demonstrations import demonstration
+from verl_mg.data.prompts import Prompt, PromptSet
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout
+from verl_mg.megatron import platform
+from verl_mg.megatron.collectives import sum_over_ranks
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.network import check_layout
+from verl_mg.rewards import load_reward
+from verl_mg.roles.actor import Actor
+from verl_mg.roles.policy import Policy
+from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.scorer import Scorer
+from verl_mg.rollout import Sampling
+from verl_mg.rollout.embedded import EmbeddedEngine
+from verl_mg.weights import read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Job:
+    """The roles that a recipe asked for and the data they work on; built by all ranks together.
+
+    `actor`, `reference`, `rollout`, `reward` are there when the recipe's `roles` names them; `prompts` always.
+    """
+
+    actor: Actor
+    reference: Policy
+    rollout: Rollout
+    reward: Scorer
+
+    def __init__(self, config: Config, roles: set[str]) -> None:
+        self.config = config
+        self._groups: dict[Layout, ParallelGroups] = {}
+        self._next_demonstration = 0
+        torch.manual_seed(config.job.seed)
+        self._check_layouts(roles)
+        self.tokenizer = _read_tokenizer(config.model.path)
+        self.prompts = self._read_prompts(config.data.train)
+        if "reward" in roles:
+            self.reward = Scorer(load_reward(config.reward.function), self.prompts, self.tokenizer)
+        if "actor" in roles:
+            self.actor = self._build_actor()
+        if "reference" in roles:
+            self.reference = self._build_reference()
+        if "rollout" in roles:
+            self.rollout = self._build_rollout()
+            self.rollout.sync(self.actor)
+
+    def demonstrations(self, prompts: list[Prompt]) -> Batch:
+        """Prompts with their answers as rows to imitate; this rank's share of them."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        mine = range(rank, len(prompts), ranks)
+        limit = self.actor.network.table.config.max_positions
+        rows = [demonstration(prompts[i], self.tokenizer, limit) for i in mine]
+        batch = Batch.from_rows(tokens for tokens, _ in rows)
+        batch["prompt_length"] = torch.tensor([length for _, length in rows], dtype=torch.int64)
+        batch["loss_mask"] = batch.positions >= batch.spread(batch["prompt_length"])
+        batch["prompt_id"] = torch.tensor([prompts[i].id for i in mine], dtype=torch.int64)
+        batch["sample_id"] = torch.tensor([self._next_demonstration + i for i in mine], dtype=torch.int64)
+        self._next_demonstration += len(prompts)
+        return batch
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean reward of greedy answers to the first `evaluation.prompts` prompts of `data.test`."""
+        if self._test_prompts is None:
+            return {}
+        prompts = list(self._test_prompts)[: self.config.evaluation.prompts]
+        batch = self.rollout.greedy(prompts)
+        scores = self._test_scorer(batch)
+        total = sum_over_ranks([{"eval/reward": scores.double().sum()}])
+        return {"eval/reward": total["eval/reward"] / len(prompts)}
+
+    # -- building
+
+    def _check_layouts(self, roles: set[str]) -> None:
+        """Before any group or model exists: each layout fits the ranks and the model."""
+        model = read_config(self.config.model.path)
+        for role in roles & {"actor", "reference"}:
+            layout: str = getattr(self.config, role).layout
+            try:
+                check_layout(model, Layout.parse(layout).fit(dist.get_world_size()))
+            except UserError as error:
+                raise UserError(f"{role}.layout={layout}: {error}") from None
+
+    def _groups_of(self, layout: str) -> ParallelGroups:
+        fitted = Layout.parse(layout).fit(dist.get_world_size())
+        if fitted not in self._groups:
+            self._groups[fitted] = ParallelGroups(fitted, self.config.job.seed)
+        return self._groups[fitted]
+
+    def _build_actor(self) -> Actor:
+        config = self.config
+        return Actor(
+            config.model.path,
+            self._groups_of(config.actor.layout),
+            dtype=self._dtype,
+            temperature=config.rollout.temperature,
+            tokens_per_micro_batch=config.actor.tokens_per_micro_batch,
+            recompute=config.actor.recompute,
+            optimizer=config.actor.optimizer,
+        )
+
+    def _build_reference(self) -> Policy:
+        config = self.config
+        return Policy(
+            config.model.path,
+            self._groups_of(config.reference.layout),
+            dtype=self._dtype,
+            temperature=config.rollout.temperature,
+            tokens_per_micro_batch=config.reference.tokens_per_micro_batch,
+        )
+
+    def _build_rollout(self) -> Rollout:
+        config = self.config.rollout
+        engine = EmbeddedEngine(
+            self.config.model.path, platform.device(), self._dtype, config.max_batch, load_weights=False
+        )
+        stops = {*read_config(self.config.model.path).eos_token_ids, self.tokenizer.eos_token_id} - {None}
+        sampling = Sampling(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_token_ids=tuple(sorted(stops)),
+        )
+        return Rollout(engine, sampling, self.config.job.seed)
+
+    def _read_prompts(self, path: Path) -> PromptSet:
+        data = self.config.data
+        return PromptSet.from_file(
+            path,
+            self.tokenizer,
+            prompt_field=data.prompt_field,
+            answer_field=data.answer_field,
+            chat_template=data.chat_template,
+            instruction=data.instruction,
+            max_prompt_tokens=data.max_prompt_tokens,
+            too_long=data.too_long,
+            seed=self.config.job.seed,
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.model.dtype == "bfloat16" else torch.float32
+
+    @cached_property
+    def _test_prompts(self) -> PromptSet | None:
+        return self._read_prompts(self.config.data.test) if self.config.data.test else None
+
+    @cached_property
+    def _test_scorer(self) -> Scorer:
+        assert self._test_prompts is not None
+        return Scorer(load_reward(self.config.reward.function), self._test_prompts, self.tokenizer)
+
+
+def _read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a broken folder
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{model_dir}: no readable tokenizer ({reason}); add tokenizer.json to it") from error

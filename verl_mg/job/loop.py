@@ -1,0 +1,85 @@
+"""The loop: a recipe's iteration, again and again, and what is written down around it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from verl_mg.config import Config, dump_config
+from verl_mg.errors import UserError
+from verl_mg.job.curve import draw_curve
+from verl_mg.job.job import Job
+from verl_mg.job.observe import rollout_metrics, sample_records
+from verl_mg.job.recipe import Recipe, wanted_roles
+from verl_mg.job.trace import SampleTrace
+from verl_mg.job.trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker, Tracker
+from verl_mg.job.world import World
+
+METRICS, CURVE, MODEL = "metrics.jsonl", "reward_curve.png", "model"
+
+
+def run(recipe: Recipe, config: Config, world: World) -> None:
+    """All iterations of a job, on every rank; see `JobConfig` for where its results go."""
+    job = Job(config, wanted_roles(recipe, config.algorithm))
+    output = config.job.output
+    if world.rank == 0:
+        _open_folder(output, config)
+    trackers = _trackers(recipe, config) if world.rank == 0 else []
+    trace = SampleTrace(output / "samples", world.rank) if hasattr(job, "rollout") else None
+    _log(trackers, 0, _evaluation(job, 0))
+    for iteration in range(1, config.job.iterations + 1):
+        metrics = one_iteration(recipe, job, iteration, trace)
+        _log(trackers, iteration, metrics | _evaluation(job, iteration))
+    for tracker in trackers:
+        tracker.close()
+    if config.job.save:
+        job.actor.save(output / MODEL, config.model.path)
+    if world.rank == 0:
+        _tell(output)
+
+
+def one_iteration(recipe: Recipe, job: Job, iteration: int, trace: SampleTrace | None) -> dict[str, float]:
+    """The recipe's iteration and its metrics, the same on every rank but for `time/`."""
+    started = time.perf_counter()
+    metrics = dict(recipe.iteration(job, job.config.algorithm))
+    if trace is not None:
+        produced, job.rollout.produced = job.rollout.produced, []
+        metrics |= rollout_metrics(produced) | job.rollout.metrics
+        for batch in produced:
+            trace.write(sample_records(iteration, batch, job.reward))
+    return metrics | {"time/iteration": time.perf_counter() - started}
+
+
+def _evaluation(job: Job, iteration: int) -> dict[str, float]:
+    every, last = job.config.evaluation.every, job.config.job.iterations
+    due = every and (iteration % every == 0 or iteration == last)
+    return job.evaluate() if due and hasattr(job, "rollout") else {}
+
+
+def _open_folder(output: Path, config: Config) -> None:
+    if (output / METRICS).exists():
+        raise UserError(f"{output}: holds an earlier run; choose another job.output or move the folder away")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{output}: job.output cannot be written ({error.strerror})") from None
+
+
+def _trackers(recipe: Recipe, config: Config) -> list[Tracker]:
+    output = config.job.output
+    trackers: list[Tracker] = [JsonlTracker(output / METRICS), TensorBoardTracker(output / "tensorboard")]
+    if config.job.console:
+        trackers.append(ConsoleTracker(config.job.iterations, recipe.name))
+    return trackers
+
+
+def _log(trackers: list[Tracker], step: int, metrics: dict[str, float]) -> None:
+    for tracker in trackers:
+        if metrics:
+            tracker.log(step, metrics)
+
+
+def _tell(output: Path) -> None:
+    curve = draw_curve(output / METRICS, output / CURVE)
+    print(f"metrics {output / METRICS}" + (f", curve {curve}, samples {output / 'samples'}" if curve else ""), flush=True)

@@ -1,0 +1,84 @@
+"""What the rollouts of an iteration were like: global numbers for the trackers, one record a sample for the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.batch import Batch
+from verl_mg.megatron.collectives import sum_over_ranks
+from verl_mg.roles.scorer import Scorer
+
+
+def rollout_metrics(batches: Sequence[Batch]) -> dict[str, float]:
+    """Means over all samples (or tokens) of all ranks; empty where nothing was generated.
+
+    `mismatch/mean_abs` is the mean |training log-prob - rollout log-prob| over the tokens that the policy wrote.
+    """
+    sums = sum_over_ranks([_sums(batch) for batch in batches])
+    if not sums.get("samples"):
+        return {}
+    samples, tokens = sums["samples"], max(sums["tokens"], 1.0)
+    metrics = {
+        "response/length": sums["tokens"] / samples,
+        "response/truncated": sums["truncated"] / samples,
+        "response/samples": samples,
+    }
+    if "reward" in sums:
+        mean = sums["reward"] / samples
+        metrics["reward/mean"] = mean
+        metrics["reward/std"] = max(sums["reward_squared"] / samples - mean**2, 0.0) ** 0.5
+    for name in sums:
+        if name.startswith("reward."):
+            metrics[f"reward/{name.removeprefix('reward.')}"] = sums[name] / samples
+    if "mismatch" in sums:
+        metrics["mismatch/mean_abs"] = sums["mismatch"] / tokens
+    return metrics
+
+
+def _sums(batch: Batch) -> dict[str, Tensor]:
+    mask = batch["loss_mask"]
+    sums = {
+        "samples": torch.tensor(float(len(batch))),
+        "tokens": mask.double().sum(),
+        "truncated": batch["truncated"].double().sum(),
+    }
+    if "reward" in batch:
+        reward = batch["reward"].double()
+        sums |= {"reward": reward.sum(), "reward_squared": reward.square().sum()}
+        sums |= {name: batch[name].double().nansum() for name in batch.names() if name.startswith("reward.")}
+    if "old_logprobs" in batch:
+        sums["mismatch"] = (batch["old_logprobs"] - batch["rollout_logprobs"])[mask].double().abs().sum()
+    return sums
+
+
+def sample_records(iteration: int, batch: Batch, scorer: Scorer) -> Iterator[dict[str, Any]]:
+    """One JSON-able record a row: what was asked and answered, and what the recipe made of it."""
+    for row in range(len(batch)):
+        sample = scorer.sample(batch, row)
+        yield {
+            "iteration": iteration,
+            "sample_id": int(batch["sample_id"][row]),
+            "group": int(batch["group"][row]),
+            "version": int(batch["version"][row]),
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "answer": sample.answer,
+            "finish": sample.finish,
+            **_scores(batch, row),
+        }
+
+
+def _scores(batch: Batch, row: int) -> dict[str, float]:
+    scores = {
+        name: float(batch[name][row])
+        for name in batch.names()
+        if name == "reward" or (name.startswith("reward.") and not batch[name][row].isnan())
+    }
+    if "advantages" in batch:
+        own = batch.row("loss_mask", row)
+        scores["advantage"] = float(batch.row("advantages", row)[own].mean()) if own.any() else 0.0
+    return scores

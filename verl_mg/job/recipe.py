@@ -1,0 +1,56 @@
+"""Recipes: plain modules with an `iteration(job, cfg)`, found by their path."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_mg.config import Section
+from verl_mg.errors import UserError
+
+ROLES = ("actor", "reference", "rollout", "reward")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe's module says: its name, its configuration section, the roles it uses, one iteration."""
+
+    name: str
+    config: type[Section]
+    roles: Callable[[Any], set[str]]
+    iteration: Callable[[Any, Any], dict[str, float]]
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Import the recipe at `path`; UserError naming it and what it lacks."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"{file}: no such recipe; give the path of a Python file such as recipes/grpo.py")
+    spec = importlib.util.spec_from_file_location(f"recipe_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{file}: a recipe is a Python file, with the ending .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{file}: the recipe cannot be imported ({type(error).__name__}: {error})") from error
+    config = getattr(module, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, Section)):
+        raise UserError(f"{file}: a recipe defines `class Config(Section)`, its own part of the configuration")
+    for name in ("roles", "iteration"):
+        if not callable(getattr(module, name, None)):
+            raise UserError(f"{file}: a recipe defines the function {name}({'job, cfg' if name == 'iteration' else 'cfg'})")
+    return Recipe(file.stem, config, module.roles, module.iteration)
+
+
+def wanted_roles(recipe: Recipe, cfg: Any) -> set[str]:
+    """The roles that the recipe asks for under this configuration."""
+    roles = set(recipe.roles(cfg))
+    if unknown := roles - set(ROLES):
+        raise UserError(f"recipe {recipe.name}: no role {sorted(unknown)}; there are {', '.join(ROLES)}")
+    return roles

@@ -1,0 +1,50 @@
+"""Joining the ranks of the job, and leaving together when a user's mistake ends it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl_mg.errors import UserError
+from verl_mg.megatron import platform
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks."""
+
+    rank: int
+    size: int
+    store: dist.Store
+
+    @classmethod
+    def join(cls) -> World:
+        """Meet the ranks that torchrun started, or be the only one; the default process group exists afterwards."""
+        if "RANK" in os.environ:
+            store, rank, size = next(dist.rendezvous("env://"))
+        else:
+            store, rank, size = dist.HashStore(), 0, 1
+        if torch.cuda.is_available():
+            torch.cuda.set_device(platform.device())
+        else:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+        dist.init_process_group(platform.backend(), store=dist.PrefixStore("job", store), rank=rank, world_size=size)
+        return cls(rank, size, store)
+
+    def leave(self) -> None:
+        """The regular end: all ranks together."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def leave_with(self, error: UserError) -> None:
+        """End this process with code 2; the first rank to come here prints the error. The launcher ends the others."""
+        if self.store.add("user errors", 1) == 1:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Threads of the process groups may still wait for ranks that have left.
+        os._exit(2)
