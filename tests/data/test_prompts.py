@@ -1,0 +1,158 @@
+"""Prompts are tokenised as the tokenizer says and visited once an epoch, whatever the interruptions."""
+
+import json
+import string
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from verl_mg.data import PromptSet
+from verl_mg.errors import UserError
+from verl_mg.tiny import character_tokenizer
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer(string.printable)
+
+
+def file_of(folder: Path, *records: dict[str, Any]) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def numbered(folder: Path, count: int, tokenizer: PreTrainedTokenizerFast, **options: Any) -> PromptSet:
+    path = file_of(folder, *({"prompt": "x" * (i + 1)} for i in range(count)))
+    return PromptSet.from_file(path, tokenizer, **{"max_prompt_tokens": 100} | options)
+
+
+def test_plain_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = file_of(tmp_path, {"q": "ab", "a": 7}, {"q": "c"})
+    prompts = PromptSet.from_file(
+        path, tokenizer, prompt_field="q", answer_field="a", instruction="!", max_prompt_tokens=3
+    )
+    first, second = prompts
+    assert first.tokens == tuple(tokenizer.convert_tokens_to_ids(list("ab!")))
+    assert (first.id, first.text, first.answer, first.record) == (0, "ab!", "7", {"q": "ab", "a": 7})
+    assert (second.id, second.text, second.answer) == (1, "c!", None)
+
+
+def test_special_tokens_once(tmp_path: Path) -> None:
+    """A tokenizer that begins every text with a token does so for strings, not after a template."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = character_tokenizer("ab")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", 0)]
+    )
+    messages = [{"role": "user", "content": "b"}]
+    prompts = PromptSet.from_file(
+        file_of(tmp_path, {"prompt": "a"}, {"prompt": messages}), tokenizer, max_prompt_tokens=9
+    )
+    assert tokenizer.convert_ids_to_tokens(prompts[0].tokens) == ["<pad>", "a"]
+    assert tokenizer.convert_ids_to_tokens(prompts[1].tokens) == ["<user>", "b", "<assistant>"]
+
+
+def test_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path = file_of(tmp_path, {"prompt": conversation}, {"prompt": "u"})
+    prompts = PromptSet.from_file(
+        path, tokenizer, chat_template=True, instruction="!", max_prompt_tokens=10
+    )
+    assert [prompt.text for prompt in prompts] == ["<system>s<user>u<assistant>", "<user>u!<assistant>"]
+    ours = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
+    assert prompts[0].tokens == tuple(ours["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"question": "a", "id": 1}, "no field 'prompt'; .* question, id"),
+        ({"prompt": 3}, "a string or a list of messages"),
+        ({"prompt": [{"role": "user"}]}, "a string or a list of messages"),
+        ({"prompt": [{"role": "tool", "content": ""}]}, "unknown role tool"),
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt": "abcdef"}, "6 tokens, data.max_prompt_tokens is 5; .*data.too_long=drop"),
+        ({"prompt": "a", "answer": ["b"]}, "'answer' is a list"),
+    ],
+)
+def test_bad_prompt_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str
+) -> None:
+    path = file_of(tmp_path, {"prompt": "a"}, record)
+    with pytest.raises(UserError, match=reason) as caught:
+        PromptSet.from_file(path, tokenizer, max_prompt_tokens=5)
+    assert str(caught.value).startswith(f"{path}:2: ")
+
+
+def test_no_template(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("a")
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template.*data.chat_template=false"):
+        PromptSet.from_file(
+            file_of(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5
+        )
+
+
+def test_dropping(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = file_of(tmp_path, {"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cc"})
+    prompts = PromptSet.from_file(path, tokenizer, max_prompt_tokens=2, too_long="drop")
+    assert (prompts.dropped, len(prompts), [prompt.id for prompt in prompts]) == (1, 2, [1, 2])
+    assert prompts[0] is prompts.by_id(1)
+    with pytest.raises(KeyError):
+        prompts.by_id(0)
+    with pytest.raises(UserError, match=r"the shortest has 1: .*max_prompt_tokens"):
+        PromptSet.from_file(path, tokenizer, max_prompt_tokens=0, too_long="drop")
+
+
+def test_every_epoch_visits_all_in_an_order_of_its_own(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    walk = [prompt.id for _ in range(7) for prompt in numbered_walk(tmp_path, tokenizer)]
+    assert walk == walk[:21] * 7
+    prompts = numbered(tmp_path, 7, tokenizer)
+    taken = [prompt.id for n in (3, 5, 0, 13) for prompt in prompts.take(n)]
+    assert taken == walk[:21]
+    epochs = [taken[:7], taken[7:14], taken[14:]]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [prompt.id for prompt in numbered(tmp_path, 7, tokenizer, seed=1).take(7)] != epochs[0]
+
+
+def numbered_walk(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[Any]:
+    return numbered(folder, 7, tokenizer).take(21)
+
+
+@pytest.mark.parametrize("before", [0, 4, 7, 9])
+def test_resuming(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, before: int) -> None:
+    prompts, resumed = (numbered(tmp_path, 7, tokenizer, seed=3) for _ in range(2))
+    prompts.take(before)
+    resumed.load_state(json.loads(json.dumps(prompts.state())))
+    assert resumed.take(20) == prompts.take(20)
+
+
+@pytest.mark.parametrize(("count", "seed", "named"), [(6, 3, "prompts=7, now prompts=6"), (7, 4, "seed=3")])
+def test_resuming_on_other_data(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, count: int, seed: int, named: str
+) -> None:
+    state = numbered(tmp_path, 7, tokenizer, seed=3).state()
+    with pytest.raises(UserError, match=named):
+        numbered(tmp_path, count, tokenizer, seed=seed).load_state(state)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")
+def test_gsm8k_as_published(tokenizer: PreTrainedTokenizerFast) -> None:
+    start = time.monotonic()
+    prompts = PromptSet.from_file(
+        GSM8K / "train.jsonl", tokenizer, prompt_field="question", max_prompt_tokens=2000
+    )
+    assert time.monotonic() - start < 10  # a slow machine included; one by one takes longer
+    assert len(prompts) == 7473
+    assert all("####" in (prompt.answer or "") for prompt in prompts)
+    assert tokenizer.decode(prompts[5].tokens) == prompts[5].record["question"]

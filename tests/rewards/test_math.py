@@ -1,0 +1,96 @@
+"""Equal mathematics scores 1, other mathematics 0, hard mathematics ends in time."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from verl_mg.errors import UserError
+from verl_mg.rewards import Reward, Sample, math
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+
+
+def score(answer: str | None, response: str) -> Reward:
+    return math.score(Sample("p", response, answer, {"solution": "5"}, "stop"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("long division\n#### 72", "#### 72"),
+        ("72", "first #### 71, no:\n#### 72 clips\nand so on 8"),
+        ("1,234", "#### $1234"),
+        ("#### 1234567", "#### 1,234,567."),
+        ("1234", r"\boxed{1,234}"),
+        ("-5", "#### -$5"),
+        ("10", "#### The answer is $10."),
+        ("72", r"$71$, no, \boxed{72}, with 5 left"),
+        ("72", "The answer is 72."),
+        (r"\frac{1}{2}", "#### 0.5"),
+        (r"$\frac12$", r"it is $\frac{2}{4}$"),
+        ("3/4", "#### 0.75"),
+        ("x+1", "#### 1+x"),
+        ("2^{10}", "#### 1024"),
+        ("18", "#### 18%"),
+        ("yes", "#### yes"),
+    ],
+)
+def test_equal(answer: str, response: str) -> None:
+    assert score(answer, response) == Reward(1.0, {"correct": 1.0, "answered": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("72", "#### 72\n#### 73"),
+        ("2,125", "#### 2,1251"),
+        ("2^{10}", "#### 2"),
+        ("2x", "#### 2"),
+        ("5", "#### -5"),
+        ("5", "#### 0.5"),
+        ("5", r"5, no, \boxed{6}"),
+        ("x+1", "#### x-1"),
+        ("5", "#### " + "the sum of its parts " * 20),
+    ],
+)
+def test_other(answer: str, response: str) -> None:
+    assert score(answer, response).value == 0.0
+
+
+@pytest.mark.parametrize("response", ["", "I do not know", "####", "####  \n5"])
+def test_no_answer_given(response: str) -> None:
+    assert score("5", response) == Reward(0.0, {"correct": 0.0, "answered": 0.0})
+
+
+def test_no_answer_known() -> None:
+    with pytest.raises(UserError, match="data.answer_field to one of: solution"):
+        score(None, "5")
+
+
+def test_hard_mathematics_ends_on_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "SECONDS", 1)  # here; the worker process keeps its own
+    hard = r"\boxed{9^{9^{9}}}"
+    start = time.monotonic()
+    assert score("5", hard) == Reward(0.0, {"correct": 0.0, "answered": 1.0})
+    assert time.monotonic() - start < 4
+    results: list[Reward] = []
+    thread = threading.Thread(target=lambda: results.extend([score("5", hard), score("1/2", "0.5")]))
+    thread.start()
+    thread.join(timeout=30)
+    assert [reward.value for reward in results] == [0.0, 1.0]
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")
+def test_gsm8k() -> None:
+    rows = [json.loads(line) for line in (GSM8K / "test.jsonl").open(encoding="utf-8")][:400]
+    for row in rows:
+        answer = row["answer"]
+        final = answer.split("####")[1].strip()
+        assert score(answer, answer).value == 1.0
+        assert score(answer, f"It comes to \\boxed{{{final}}}.").value == 1.0
+        assert score(answer, answer + "1").value == 0.0
+        wrong = str(int(final.replace(",", "")) + 1)
+        assert score(answer, answer.replace(f"#### {final}", f"#### {wrong}")).value == 0.0
