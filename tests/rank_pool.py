@@ -23,7 +23,7 @@ import torch.distributed as dist
 TIMEOUT_S = 180
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
@@ -62,7 +62,8 @@ class RankPool:
             ready = wait(waiting, timeout=max(0, deadline - time.monotonic()))
             if not ready:
                 self.stop()
-                raise RankFailed(f"ranks {[r for r in range(ranks) if r not in results]} did not finish in {TIMEOUT_S} s")
+                late = [r for r in range(ranks) if r not in results]
+                raise RankError(f"ranks {late} did not finish in {TIMEOUT_S} s")
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:
@@ -71,7 +72,7 @@ class RankPool:
                     ok, value = False, "the process died"
                 if not ok:
                     self.stop()
-                    raise RankFailed(f"rank {rank} of {ranks}: {value}")
+                    raise RankError(f"rank {rank} of {ranks}: {value}")
                 results[rank] = value
         return [results[rank] for rank in range(ranks)]
 

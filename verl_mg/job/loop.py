@@ -82,4 +82,5 @@ def _log(trackers: list[Tracker], step: int, metrics: dict[str, float]) -> None:
 
 def _tell(output: Path) -> None:
     curve = draw_curve(output / METRICS, output / CURVE)
-    print(f"metrics {output / METRICS}" + (f", curve {curve}, samples {output / 'samples'}" if curve else ""), flush=True)
+    pictures = f", curve {curve}, samples {output / 'samples'}" if curve else ""
+    print(f"metrics {output / METRICS}{pictures}", flush=True)

@@ -42,9 +42,9 @@ def load_recipe(path: str | Path) -> Recipe:
     config = getattr(module, "Config", None)
     if not (isinstance(config, type) and issubclass(config, Section)):
         raise UserError(f"{file}: a recipe defines `class Config(Section)`, its own part of the configuration")
-    for name in ("roles", "iteration"):
+    for name, arguments in (("roles", "cfg"), ("iteration", "job, cfg")):
         if not callable(getattr(module, name, None)):
-            raise UserError(f"{file}: a recipe defines the function {name}({'job, cfg' if name == 'iteration' else 'cfg'})")
+            raise UserError(f"{file}: a recipe defines the function {name}({arguments})")
     return Recipe(file.stem, config, module.roles, module.iteration)
 
 

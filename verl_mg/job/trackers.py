@@ -107,6 +107,7 @@ class ConsoleTracker:
         """
         self._console = console or Console()
         self._headlines = headlines
+        self._latest: dict[str, float] = {}
         self._total = total_steps
         self._start_time, self._start_step = time.monotonic(), first_step - 1
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
@@ -127,10 +128,13 @@ class ConsoleTracker:
             self._progress.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        headline = "  ".join(f"{label} {number}" for label, number in self._chosen(metrics))
         if self._live:
-            self._progress.update(self._task, completed=step, headline=headline)
+            # The bar keeps the last value of what is not measured every step.
+            self._latest |= metrics
+            headline = self._headline(self._latest)
+            self._progress.update(self._task, completed=step, headline=headline, refresh=True)
         else:
+            headline = self._headline(metrics)
             count = f"step {step:>{len(str(self._total))}}/{self._total}"
             self._print("  ".join(filter(None, [count, headline, self._times(step)])))
 
@@ -138,12 +142,14 @@ class ConsoleTracker:
         if self._live:
             self._progress.stop()
 
-    def _chosen(self, metrics: dict[str, float]) -> list[tuple[str, str]]:
+    def _headline(self, metrics: dict[str, float]) -> str:
         present = {
             label: next((name for name in names if name in metrics), None)
             for label, names in self._headlines.items()
         }
-        return [(label, f"{metrics[name]:.4g}") for label, name in present.items() if name is not None]
+        return "  ".join(
+            f"{label} {metrics[name]:.4g}" for label, name in present.items() if name is not None
+        )
 
     def _times(self, step: int) -> str:
         elapsed = time.monotonic() - self._start_time

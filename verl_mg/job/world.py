@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, rendezvous
 
 from verl_mg.errors import UserError
 from verl_mg.megatron import platform
@@ -19,21 +20,21 @@ class World:
 
     rank: int
     size: int
-    store: dist.Store
+    store: Store
 
     @classmethod
     def join(cls) -> World:
         """Meet the ranks that torchrun started, or be the only one; the default process group exists afterwards."""
         if "RANK" in os.environ:
-            store, rank, size = next(dist.rendezvous("env://"))
+            store, rank, size = next(rendezvous("env://"))
         else:
-            store, rank, size = dist.HashStore(), 0, 1
+            store, rank, size = HashStore(), 0, 1
         if torch.cuda.is_available():
             torch.cuda.set_device(platform.device())
         else:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
-        dist.init_process_group(platform.backend(), store=dist.PrefixStore("job", store), rank=rank, world_size=size)
+        dist.init_process_group(platform.backend(), store=PrefixStore("job", store), rank=rank, world_size=size)
         return cls(rank, size, store)
 
     def leave(self) -> None:

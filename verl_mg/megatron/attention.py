@@ -122,7 +122,9 @@ class PackedAttention(MegatronModule):
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
         cumulative, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         options: dict[str, Any] = {"scale": self.softmax_scale, "window_size": (-1, 0)}
-        return varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **options)
+        context = varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **options)
+        assert isinstance(context, Tensor)
+        return context
 
     def _length_by_length(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         assert packed.back is not None

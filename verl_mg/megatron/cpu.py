@@ -40,8 +40,7 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *_: Any) -> bool:
-        return False
+    def __exit__(self, *_: Any) -> None: ...
 
 
 def install() -> None:
@@ -100,7 +99,7 @@ def tensor_types_named_cuda() -> Iterator[None]:
         answer = original(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
-    torch.Tensor.type = named_cuda  # type: ignore[method-assign]
+    torch.Tensor.type = named_cuda  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

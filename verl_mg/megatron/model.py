@@ -121,7 +121,7 @@ def _mark_tensor_parallel(model: PackedModel) -> None:
 
 def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:
     """This rank's parameters under the names of the weight table."""
-    named = {}
+    named: dict[str, Tensor] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
         named |= {prefix + name: parameter for name, parameter in chunk.named_parameters()}

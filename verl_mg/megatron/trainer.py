@@ -69,7 +69,7 @@ class Trainer:
             return total, {"loss": total.detach().double(), **sums}
 
         for chunk in self.network.runnable:
-            chunk.zero_grad_buffer()
+            chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
         reports = self.network.run(micro_batches, temperature, judge, forward_only=False)
         self.scheduler.step(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def index_rows(batch: Batch) -> RowIndex:
     judged = torch.zeros(len(batch), dtype=torch.int64).index_add_(
         0, batch.sequence_ids, (batch["loss_mask"] & (batch.positions > 0)).long()
     )
-    own = {
+    own: dict[str, Any] = {
         "ids": batch["sample_id"].tolist(),
         "lengths": batch.lengths.tolist(),
         "judged": judged.tolist(),
@@ -113,7 +114,11 @@ def fetch_rows(batch: Batch, index: RowIndex, wanted: Sequence[Sequence[int]]) -
 
 
 def return_column(
-    name: str, batch: Batch, index: RowIndex, speakers: Sequence[tuple[int, Sequence[int]]], values: Mapping[int, Tensor]
+    name: str,
+    batch: Batch,
+    index: RowIndex,
+    speakers: Sequence[tuple[int, Sequence[int]]],
+    values: Mapping[int, Tensor],
 ) -> Tensor:
     """A float32 token column of `batch`, computed elsewhere.
 

@@ -36,8 +36,8 @@ class Scorer:
         prompt = self._prompts.by_id(int(batch["prompt_id"][row]))
         response = batch.row("tokens", row)[int(batch["prompt_length"][row]) :]
         text = self._tokenizer.decode(response, skip_special_tokens=True)
-        finish = "length" if batch["truncated"][row] else "stop"
-        return Sample(prompt.text, text, prompt.answer, prompt.record, finish)
+        truncated = bool(batch["truncated"][row])
+        return Sample(prompt.text, text, prompt.answer, prompt.record, "length" if truncated else "stop")
 
 
 def _column(values: Sequence[float]) -> Tensor:

@@ -46,7 +46,11 @@ def decoder_weights(c: HFConfig) -> ModelWeights:
 
     embedding = tensor("model.embed_tokens.weight", c.vocab, c.hidden)
     layer = [
-        Weight("input_layernorm.weight", (tensor("model.layers.{layer}.input_layernorm.weight", c.hidden),), replicated),
+        Weight(
+            "input_layernorm.weight",
+            (tensor("model.layers.{layer}.input_layernorm.weight", c.hidden),),
+            replicated,
+        ),
         Weight(
             "self_attention.linear_qkv.weight",
             (

@@ -19,7 +19,9 @@ class HFTensor:
 class Rule(Protocol):
     """The shard of tensor-parallel rank `rank` of `size`, made of the given tensors."""
 
-    def __call__(self, tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard: ...
+    def __call__(self, tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
+        """The shard; sizes that do not divide are our mistake, a layout is checked before."""
+        ...
 
 
 def replicated(tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
@@ -49,6 +51,7 @@ class FusedRows:
     units: int | None = None
 
     def __call__(self, tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
+        """See `Rule`; all tensors have the same dimensions after the first."""
         units = self.units or size
         mine = range(rank * units // size, (rank + 1) * units // size)
         pieces, row = [], 0
@@ -69,6 +72,7 @@ class VocabularyRows:
     multiple: int
 
     def __call__(self, tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
+        """See `Rule`; padding comes after the last token."""
         (tensor,) = tensors
         vocab, rest = tensor.shape[0], full_box(tensor.shape[1:])
         rows = padded_vocabulary(vocab, size, self.multiple) // size
