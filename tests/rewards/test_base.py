@@ -9,7 +9,7 @@ from verl_mg.rewards import Reward, Sample, exact, load_reward
 
 SAMPLE = Sample("1+1=", " 2\n", "2", {"level": 3}, "stop")
 
-REWARDS = '''\
+REWARDS = """\
 from __future__ import annotations
 from dataclasses import dataclass
 import numpy
@@ -27,7 +27,7 @@ def nothing(sample): pass
 def not_a_number(sample): return float("nan")
 def infinite_part(sample): return Reward(1.0, {"style": float("inf")})
 def failing(sample): return sample.record["missing"]
-'''
+"""
 
 
 @pytest.fixture

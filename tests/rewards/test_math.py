@@ -23,6 +23,7 @@ def score(answer: str | None, response: str) -> Reward:
         ("long division\n#### 72", "#### 72"),
         ("72", "first #### 71, no:\n#### 72 clips\nand so on 8"),
         ("1,234", "#### $1234"),
+        ("7", "####\n7"),
         ("#### 1234567", "#### 1,234,567."),
         ("1234", r"\boxed{1,234}"),
         ("-5", "#### -$5"),
@@ -60,7 +61,7 @@ def test_other(answer: str, response: str) -> None:
     assert score(answer, response).value == 0.0
 
 
-@pytest.mark.parametrize("response", ["", "I do not know", "####", "####  \n5"])
+@pytest.mark.parametrize("response", ["", "I do not know", "####", "5 ####  \n"])
 def test_no_answer_given(response: str) -> None:
     assert score("5", response) == Reward(0.0, {"correct": 0.0, "answered": 0.0})
 

@@ -68,7 +68,7 @@ def _judge(response: str, answer: str) -> Reward:
 
 
 def _final(text: str) -> str | None:
-    """The rest of the line after the last mark; None without a mark."""
+    """The first line with text after the last mark; None without a mark."""
     _, mark, rest = text.rpartition(MARK)
     return (rest.strip().splitlines() or [""])[0].strip() if mark else None
 
