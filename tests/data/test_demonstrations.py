@@ -25,16 +25,16 @@ def test_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
 
 @pytest.mark.parametrize("answer", [None, ""])
 def test_no_answer(tokenizer: PreTrainedTokenizerFast, answer: str | None) -> None:
-    with pytest.raises(UserError, match="data row 5 .*data.answer_field to one of: prompt, solution"):
+    with pytest.raises(UserError, match=r"data row 5 .*data.answer_field to one of: prompt, solution"):
         demonstration(prompt(answer), tokenizer, max_tokens=5)
 
 
 def test_too_long(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="data row 5 .*6 tokens .* limit is 5"):
+    with pytest.raises(UserError, match=r"data row 5 .*6 tokens .* limit is 5"):
         demonstration(prompt("abc"), tokenizer, max_tokens=5)
 
 
 def test_no_end(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.eos_token = None
-    with pytest.raises(UserError, match="no eos_token"):
+    tokenizer.eos_token = None  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"no eos_token"):
         demonstration(prompt("c"), tokenizer, max_tokens=5)

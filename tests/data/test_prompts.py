@@ -92,7 +92,7 @@ def test_bad_prompt_is_named(
 def test_no_template(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("a")
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template.*data.chat_template=false"):
+    with pytest.raises(UserError, match=r"no chat template.*data.chat_template=false"):
         PromptSet.from_file(
             file_of(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5
         )
@@ -147,4 +147,4 @@ def test_gsm8k_as_published(tokenizer: PreTrainedTokenizerFast) -> None:
     assert time.monotonic() - start < 10  # a slow machine included; one by one takes longer
     assert len(prompts) == 7473
     assert all("####" in (prompt.answer or "") for prompt in prompts)
-    assert tokenizer.decode(prompts[5].tokens) == prompts[5].record["question"]
+    assert tokenizer.decode(list(prompts[5].tokens)) == prompts[5].record["question"]

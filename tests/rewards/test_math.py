@@ -67,7 +67,7 @@ def test_no_answer_given(response: str) -> None:
 
 
 def test_no_answer_known() -> None:
-    with pytest.raises(UserError, match="data.answer_field to one of: solution"):
+    with pytest.raises(UserError, match=r"data.answer_field to one of: solution"):
         score(None, "5")
 
 
