@@ -216,14 +216,14 @@ def _first_problem(error: ValidationError, kind: type[Section]) -> str:
 def _nearest(location: tuple[int | str, ...], kind: type[Section]) -> str:
     """`; did you mean ...?` for an unknown key, looked for in its section first, then in the whole tree."""
     known = _known_keys(kind)
-    parent, name = ".".join(map(str, location[:-1])), str(location[-1])
-    siblings = [key for key in known if key.rpartition(".")[0] == parent]
-    close = difflib.get_close_matches(".".join(map(str, location)), siblings, 1, 0.6)
-    same_name = [key for key in known if key.rpartition(".")[2] == name]
-    best = close or same_name or difflib.get_close_matches(".".join(map(str, location)), known, 1, 0.6)
-    if best:
+    whole = ".".join(map(str, location))
+    parent, _, name = whole.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    beside = [siblings[close] for close in difflib.get_close_matches(name, siblings, 1)]
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    if best := beside or elsewhere or difflib.get_close_matches(whole, known, 1):
         return f"; did you mean {best[0]!r}?"
-    return f"; {parent or 'the top level'} has {', '.join(key.rpartition('.')[2] for key in siblings)}"
+    return f"; {parent or 'the top level'} has {', '.join(siblings)}"
 
 
 def _known_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:

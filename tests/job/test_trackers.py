@@ -66,7 +66,7 @@ def shown(terminal: bool) -> str:
     tracker: Tracker = ConsoleTracker(
         20, "grpo [x]", first_step=11, console=Console(file=screen, force_terminal=terminal, width=140)
     )
-    tracker.log(11, {"reward/mean": 0.12345, "reward/max": 7.5, "eval/accuracy": 0.5})
+    tracker.log(11, {"reward/mean": 0.12345, "reward/max": 7.5, "eval/reward": 0.5})
     tracker.log(12, {})
     tracker.close()
     return screen.getvalue()
@@ -74,14 +74,14 @@ def shown(terminal: bool) -> str:
 
 def test_plain_lines_beside_a_terminal() -> None:
     first, second = shown(terminal=False).splitlines()
-    assert first.startswith("step 11/20  reward 0.1235  accuracy 0.5  elapsed 0:00:0")
+    assert first.startswith("step 11/20  reward 0.1235  eval 0.5  elapsed 0:00:0")
     assert second.startswith("step 12/20  elapsed") and "eta 0:00:0" in second
     assert "\x1b" not in first + second
 
 
 def test_live_bar_on_a_terminal() -> None:
     text = shown(terminal=True)
-    assert "\x1b" in text and "12/20" in text and "reward 0.1235  accuracy 0.5" in text
+    assert "\x1b" in text and "12/20" in text and "reward 0.1235  eval 0.5" in text
 
 
 def test_curve(tmp_path: Path) -> None:

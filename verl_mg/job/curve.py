@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-SERIES = ("reward/mean", "eval/accuracy")
+SERIES = ("reward/mean", "eval/reward")
 
 
 def draw_curve(

@@ -21,10 +21,10 @@ from rich.progress import (
 
 # Label on the console -> the metrics that may stand behind it; the first one present is shown.
 HEADLINES: Mapping[str, tuple[str, ...]] = {
-    "reward": ("reward/mean", "reward"),
-    "loss": ("actor/loss", "loss/policy", "loss"),
-    "length": ("response/length", "response/length_mean", "response_length/mean", "length"),
-    "accuracy": ("eval/accuracy", "accuracy"),
+    "reward": ("reward/mean",),
+    "loss": ("actor/loss",),
+    "length": ("response/length",),
+    "eval": ("eval/reward",),
 }
 
 

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 _FACTORIES = (
-    "tensor zeros ones empty full rand randn arange zeros_like empty_like ones_like full_like empty_strided".split()
+    *("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange", "empty_strided"),
+    *("zeros_like", "ones_like", "empty_like", "full_like"),
 )
 
 
@@ -61,6 +63,8 @@ def _patch_torch() -> None:
     cuda._lazy_call = lambda call, **_: call()
     stay: Any = lambda self, *_, **__: self  # noqa: E731
     torch.Tensor.cuda = torch.nn.Module.cuda = stay  # type: ignore[method-assign]
+    # `with torch.device(...)` knows the factories by identity: it must see the originals, which ours call.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -114,9 +114,7 @@ def _pick(logits: Tensor, chosen: Tensor, here: Tensor) -> Tensor:
 
 
 def _highest(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if logits.shape[1] == 0:
-        highest = logits.new_full((len(logits),), -torch.inf)
-    else:
-        highest = logits.amax(-1)
+    # A shard of nothing but padding has no maximum of its own.
+    highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     return highest

@@ -62,7 +62,7 @@ class PackedModel(GPTModel):
         return torch.stack([logprobs, entropy])
 
     def whole_sequence(self, hidden: Tensor) -> Tensor:
-        """Hidden states (T / tp, 1, h) or (T, 1, h) -> (T, h); the gradient is summed over the group on its way back."""
+        """Hidden states (T or T / tp, 1, h) -> (T, h); the gradient is summed over the group on its way back."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
         return hidden.squeeze(1)

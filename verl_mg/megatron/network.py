@@ -63,7 +63,7 @@ class Network:
         return self.table.megatron(self.layout, torch.distributed.get_rank())
 
     def logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[tuple[Tensor, Tensor]]:
-        """For each micro-batch (places in its token columns, log-probs of the tokens there), where `speaks`; else []."""
+        """(places in the token columns, log-probs there) of each micro-batch, where `speaks`; elsewhere []."""
 
         def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Report]:
             return output.sum(), {"entries": micro.entries, "logprobs": output[0].cpu()}
@@ -113,4 +113,4 @@ def check_layout(config: HFConfig, layout: Layout) -> None:
     layout.check(attention_heads=config.heads, kv_heads=config.kv_heads, layers=config.layers, ffn=config.ffn)
     for name, size in (("cp", layout.cp), ("ep", layout.ep), ("vpp", layout.vpp)):
         if size > 1:
-            raise UserError(f"layout {layout}: {name}{size} is not supported for {config.architecture}; leave {name} out")
+            raise UserError(f"layout {layout}: no {name} for {config.architecture} here; leave {name}{size} out")

@@ -1,0 +1,140 @@
+"""The Megatron model against `transformers` on the same weights."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.tiny_models import VARIANTS, oracle, oracle_outputs, random_rows, tiny_model
+
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.microbatch import make_micro_batch
+from verl_mg.megatron.network import Network, check_layout
+from verl_mg.weights import read_config
+
+LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp2", 2), ("tp2-pp2", 4)]
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def model(request, tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+def network(model, layout, **options):
+    return Network(model, ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())), torch.float32, **options)
+
+
+def all_logits(model, layout):
+    """The logits of packed rows, every vocabulary shard gathered by hand; from the last stage's first rank."""
+    net = network(model, layout)
+    rows = random_rows(5, net.table.config.vocab)
+    rows["loss_mask"] = torch.zeros_like(rows["loss_mask"])
+    found = []
+
+    def judge(micro, hidden):
+        found.append(hidden)
+        return hidden.sum(), {}
+
+    (chunk,) = net.chunks
+    # With no vocabulary projection the last stage hands over its hidden states.
+    chunk.forward = lambda ids, packed, *_: type(chunk).__mro__[1].forward(chunk, ids, None, None, packed_seq_params=packed)
+    with torch.no_grad():
+        net.run([rows], 1.0, judge, forward_only=True)
+    if not chunk.post_process:
+        return None
+    with net.groups.active(), torch.no_grad():
+        shard = chunk.whole_sequence(found[0])[: rows.total_tokens] @ chunk.output_weight().T
+        parts = [torch.empty_like(shard) for _ in range(net.layout.tp)]
+        dist.all_gather(parts, shard, group=net.groups.collection.tp)
+    return torch.cat(parts, dim=1)[:, : net.table.config.vocab] if net.speaks else None
+
+
+@pytest.mark.parametrize("layout,count", LAYOUTS)
+def test_logits_equal_transformers(ranks, model, layout, count):
+    (logits,) = [part for part in ranks.run(count, all_logits, model, layout) if part is not None]
+    rows = random_rows(5, read_config(model).vocab)
+    with torch.no_grad():
+        expected = torch.cat([oracle(model)(rows.row("tokens", i)[None]).logits[0] for i in range(len(rows))])
+    assert expected.std() > 0.3
+    assert (logits - expected).abs().max() < 1e-4
+
+
+def logprobs_and_entropy(model, layout, recompute):
+    net = network(model, layout, recompute=recompute)
+    rows = random_rows(6, net.table.config.vocab)
+    with torch.no_grad():
+        reports = net.run(
+            rows.split([4, 2]),
+            0.7,
+            lambda micro, out: (out.sum(), {"entries": micro.entries, "out": out}),
+            forward_only=True,
+        )
+    return [(r["entries"], r["out"]) for r in reports] if net.speaks else None
+
+
+@pytest.mark.parametrize("layout,count,recompute", [("tp1", 1, False), ("tp2-pp2", 4, True)])
+def test_logprobs_and_entropy_are_those_at_the_sampling_temperature(ranks, model, layout, count, recompute):
+    answers = ranks.run(count, logprobs_and_entropy, model, layout, recompute)
+    (answer,) = [a for a in answers if a is not None]
+    rows = random_rows(6, read_config(model).vocab)
+    with torch.no_grad():
+        logprobs, entropy = oracle_outputs(oracle(model), rows, 0.7)
+    mask = rows["loss_mask"].split([int(rows.lengths[:4].sum()), int(rows.lengths[4:].sum())])
+    starts = [0, int(rows.lengths[:4].sum())]
+    for (entries, out), start, part in zip(answer, starts, mask, strict=True):
+        assert entries.tolist() == part.nonzero().flatten().tolist()
+        assert torch.allclose(out[0], logprobs[start + entries], atol=2e-5)
+        assert torch.allclose(out[1], entropy[start + entries], atol=2e-5)
+
+
+def read_counts(model, layout):
+    """How many elements of the files each rank reads, against what it holds."""
+    from verl_mg.weights.files import CheckpointReader
+
+    read = 0
+    original = CheckpointReader.read
+
+    def counting(self, tensor, box, shape):
+        nonlocal read
+        values = original(self, tensor, box, shape)
+        read += values.numel()
+        return values
+
+    CheckpointReader.read = counting
+    try:
+        net = network(model, layout)
+    finally:
+        CheckpointReader.read = original
+    padding = sum((stop - start) * s.shape[1] for s in net.shards().values() for ((start, stop), _) in s.padding)
+    return read, sum(p.numel() for p in net.parameters().values()) - padding
+
+
+def test_each_rank_reads_only_its_slices(ranks, model):
+    whole = ranks.run(1, read_counts, model, "tp1")[0][0]
+    for read, held in ranks.run(4, read_counts, model, "tp2-pp2"):
+        assert read == held < 0.6 * whole
+
+
+def empty_micro_batch(model):
+    net = network(model, "tp2")
+    rows = random_rows(3, net.table.config.vocab).select([])
+    reports = net.run([rows], 1.0, lambda micro, out: (out.sum(), {"n": out.shape[1]}), forward_only=True)
+    odd = random_rows(1, 9, longest=3)
+    micro = make_micro_batch(odd, torch.ones(4), 1.0, torch.float32, tp=2)
+    return reports, micro.input_ids.shape[1]
+
+
+def test_an_empty_micro_batch_runs_and_alignment_adds_less_than_tp_tokens(ranks, model):
+    for reports, length in ranks.run(2, empty_micro_batch, model):
+        assert reports == [{"n": 0}]
+        assert length == 4  # 3 tokens and 1 that makes the sequence divisible by tp
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [("tp3", "attention heads"), ("tp4", "key-value heads|kv"), ("pp3", "layers"), ("cp2", "no cp"), ("ep2", "ep")],
+)
+def test_a_layout_the_model_cannot_stand_on_is_refused(tmp_path, layout, message):
+    config = read_config(tiny_model(tmp_path / "m", "qwen3"))
+    with pytest.raises(UserError, match=message):
+        check_layout(config, Layout.parse(layout))

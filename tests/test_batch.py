@@ -1,0 +1,91 @@
+"""`Batch` against plain Python lists of rows."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_mg.batch import Batch, Kind
+
+rows_of_tokens = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=0, max_size=6)
+
+
+def batch_of(rows: list[list[int]]) -> Batch:
+    batch = Batch.from_rows(rows)
+    batch["sample_id"] = torch.arange(len(rows))
+    batch["values"] = torch.tensor([float(t) + 0.5 for row in rows for t in row])
+    return batch
+
+
+def as_rows(batch: Batch) -> list[list[int]]:
+    return [batch.row("tokens", i).tolist() for i in range(len(batch))]
+
+
+@given(rows_of_tokens, st.data())
+def test_select_takes_rows_in_the_given_order(rows, data):
+    order = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
+    chosen = batch_of(rows).select(order)
+    assert as_rows(chosen) == [rows[i] for i in order]
+    assert chosen["sample_id"].tolist() == order
+    assert chosen["values"].tolist() == [t + 0.5 for i in order for t in rows[i]]
+
+
+@given(rows_of_tokens, st.integers(0, 6))
+def test_split_and_concat_undo_each_other(rows, first):
+    first = min(first, len(rows))
+    batch = batch_of(rows)
+    again = Batch.concat(batch.split([first, len(rows) - first]))
+    assert as_rows(again) == rows
+    assert torch.equal(again["values"], batch["values"])
+
+
+@given(rows_of_tokens)
+def test_positions_ids_spread_and_padding(rows):
+    batch = batch_of(rows)
+    assert batch.positions.tolist() == [i for row in rows for i in range(len(row))]
+    assert batch.sequence_ids.tolist() == [n for n, row in enumerate(rows) for _ in row]
+    assert batch.spread(batch["sample_id"]).tolist() == [n for n, row in enumerate(rows) for _ in row]
+    table, mask = batch.padded("tokens", fill=-1)
+    width = max((len(row) for row in rows), default=0)
+    assert table.tolist() == [row + [-1] * (width - len(row)) for row in rows]
+    assert mask.tolist() == [[True] * len(row) + [False] * (width - len(row)) for row in rows]
+
+
+def test_repeat_puts_copies_side_by_side():
+    assert as_rows(batch_of([[1, 2], [3]]).repeat(2)) == [[1, 2], [1, 2], [3], [3]]
+
+
+def test_select_by_mask():
+    assert as_rows(batch_of([[1], [2, 3], [4]]).select(torch.tensor([True, False, True]))) == [[1], [4]]
+
+
+def test_a_column_of_the_wrong_size_is_refused():
+    batch = batch_of([[1, 2], [3]])
+    with pytest.raises(ValueError, match="'reward' has shape"):
+        batch["reward"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="'values' has shape"):
+        batch["values"] = torch.zeros(2)
+    with pytest.raises(KeyError, match="no column 'advantage'; it has sample_id, tokens, values"):
+        batch["advantage"]
+
+
+def test_unlisted_columns_take_the_kind_that_fits():
+    batch = batch_of([[1, 2], [3]])
+    batch["mine"], batch["ours"] = torch.zeros(3, 4), torch.zeros(2)
+    assert (batch.kind("mine"), batch.kind("ours")) == (Kind.TOKEN, Kind.SEQUENCE)
+    assert batch.select([1])["mine"].shape == (1, 4)
+
+
+def test_an_empty_batch_joins_any_other():
+    whole = Batch.concat([batch_of([]), batch_of([[1, 2]])])
+    assert as_rows(whole) == [[1, 2]]
+    assert whole.kind("values") is Kind.TOKEN
+
+
+def test_batches_with_different_columns_are_not_joined():
+    other = batch_of([[1]])
+    other["reward"] = torch.zeros(1)
+    with pytest.raises(ValueError, match="different columns"):
+        Batch.concat([batch_of([[1]]), other])
+    with pytest.raises(ValueError, match="add up to 3, the batch has 1"):
+        other.split([1, 2])

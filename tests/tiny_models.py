@@ -1,0 +1,73 @@
+"""Tiny models as Hugging Face directories, made once a test session, and `transformers` as the oracle for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from verl_mg.batch import Batch
+from verl_mg.tiny import make_tiny_model
+
+CHARACTERS = "0123456789+-*=() abcdefg"
+
+VARIANTS = {
+    "llama": {"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                               "original_max_position_embeddings": 16}},
+    "qwen2": {"tie_embeddings": True},
+    "qwen3": {"head_dim": 12},
+}  # fmt: skip
+
+
+def tiny_model(folder: Path, architecture: str) -> Path:
+    """Four layers, an odd vocabulary, weights large enough that every part of the network shows in the output."""
+    make_tiny_model(
+        folder,
+        architecture,
+        characters=CHARACTERS,
+        hidden=32,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        ffn=56,
+        max_positions=64,
+        init_std=0.2,
+        perturb=True,
+        seed=3,
+        **VARIANTS[architecture],
+    )
+    return folder
+
+
+@cache
+def oracle(folder: Path) -> torch.nn.Module:
+    """The model as `transformers` runs it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def random_rows(count: int, vocab: int, longest: int = 20, seed: int = 0) -> Batch:
+    """Rows of 3 to `longest` tokens with what a GRPO update needs; old log-probs near those of a random policy."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, longest + 1, (count,), generator=generator)
+    total = int(lengths.sum())
+    batch = Batch(lengths, {"tokens": torch.randint(0, vocab, (total,), generator=generator)})
+    batch["sample_id"] = torch.arange(count) * 7 % 1009
+    batch["prompt_length"] = torch.randint(1, 3, (count,), generator=generator)
+    batch["loss_mask"] = batch.positions >= batch.spread(batch["prompt_length"])
+    batch["advantages"] = batch.spread(torch.randn(count, generator=generator))
+    batch["noise"] = torch.randn(total, generator=generator) * 0.3
+    return batch
+
+
+def oracle_outputs(model: torch.nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of every token given those before it, as token columns, a row at a time; with gradients."""
+    logprobs, entropies = [], []
+    for row in range(len(batch)):
+        tokens = batch.row("tokens", row)
+        log_p = (model(tokens[None]).logits[0].float() / temperature).log_softmax(-1)[:-1]
+        logprobs.append(torch.cat([torch.zeros(1), log_p.gather(1, tokens[1:, None]).squeeze(1)]))
+        entropies.append(torch.cat([torch.zeros(1), -(log_p.exp() * log_p).sum(-1)]))
+    return torch.cat(logprobs), torch.cat(entropies)
