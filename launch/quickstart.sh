@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Teach a tiny model to add, on any machine with Python 3.11 or newer: bash launch/quickstart.sh [--output FOLDER]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+verl-mg quickstart "$@"

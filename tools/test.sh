@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Linter, type checker and tests, all three whatever fails; arguments go to pytest: tools/test.sh -k resume
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
+cd "$repository"
+
+failed=()
+# check NAME COMMAND...
+check() {
+    echo "== $1"
+    "${@:2}" || failed+=("$1")
+}
+
+check ruff ruff check --config tools/ruff.toml .
+check mypy mypy --config-file tools/mypy.ini
+check pytest python -m pytest -c tests/pytest.ini --rootdir . tests "$@"
+
+if ((${#failed[@]})); then
+    echo "failed: ${failed[*]}" >&2
+    exit 1
+fi
