@@ -49,11 +49,14 @@ def oracle(folder: Path) -> torch.nn.Module:
 
 
 def random_rows(count: int, vocab: int, longest: int = 20, seed: int = 0) -> Batch:
-    """Rows of 3 to `longest` tokens with what a GRPO update needs; old log-probs near those of a random policy."""
+    """Rows of 3 to `longest` tokens and what a GRPO update needs.
+
+    Token 0, the padding, does not occur: `transformers` keeps its embedding at zero and gives it no gradient.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, longest + 1, (count,), generator=generator)
     total = int(lengths.sum())
-    batch = Batch(lengths, {"tokens": torch.randint(0, vocab, (total,), generator=generator)})
+    batch = Batch(lengths, {"tokens": torch.randint(1, vocab, (total,), generator=generator)})
     batch["sample_id"] = torch.arange(count) * 7 % 1009
     batch["prompt_length"] = torch.randint(1, 3, (count,), generator=generator)
     batch["loss_mask"] = batch.positions >= batch.spread(batch["prompt_length"])

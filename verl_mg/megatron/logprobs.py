@@ -49,7 +49,7 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for chunk in _chunks(len(hidden), real_rows):
+        for chunk in _chunks(len(hidden), len(weight)):
             logits = _logits(hidden[chunk], weight, real_rows, temperature)
             chosen, here = _own_targets(targets[chunk], first_token, real_rows)
             highest = _highest(logits, group)
@@ -77,7 +77,7 @@ class _LogProbs(torch.autograd.Function):
         of_logprobs, of_entropy = gradients
         of_hidden = torch.zeros_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for chunk in _chunks(len(hidden), real_rows):
+        for chunk in _chunks(len(hidden), len(weight)):
             log_p = _logits(hidden[chunk], weight, real_rows, temperature).sub_(normalizer[chunk, None])
             p = log_p.exp()
             # d logp(y) / dz = [y] - p;  d H / dz = -p (log p + H)
@@ -92,7 +92,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _chunks(tokens: int, rows: int) -> list[slice]:
-    size = max(1, CHUNK_BYTES // (4 * max(rows, 1)))
+    # All ranks have equally many rows, padding included, so they meet in the same collectives.
+    size = max(1, CHUNK_BYTES // (4 * rows))
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 

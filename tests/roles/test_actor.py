@@ -1,0 +1,177 @@
+"""One GRPO update through Megatron under every layout, against one written in plain torch over `transformers`."""
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.tiny_models import VARIANTS, oracle, oracle_outputs, random_rows, tiny_model
+from transformers import AutoModelForCausalLM
+
+from verl_mg.config import OptimizerConfig
+from verl_mg.job.recipe import load_recipe
+from verl_mg.layout import Layout
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.roles.actor import Actor
+from verl_mg.weights import read_config
+
+GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
+TEMPERATURE, COUNT = 0.8, 13
+# A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
+OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
+LAYOUTS = [("tp1", 1), ("tp1", 2), ("tp2", 2), ("pp2", 2), ("tp2-pp2", 4), ("tp2", 4), ("pp4", 4)]
+MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def settings(mode):
+    return GRPO.config(kl_coefficient=0.05, entropy_coefficient=0.01, aggregation=mode, clip_high=0.3)
+
+
+def rows(model):
+    """Every rank can make all rows; old log-probs are the policy's own, shifted, so that some ratios are clipped."""
+    batch = random_rows(COUNT, read_config(model).vocab)
+    with torch.no_grad():
+        own, _ = oracle_outputs(oracle(model), batch, TEMPERATURE)
+    batch["old_logprobs"] = own + batch["noise"]
+    batch["ref_logprobs"] = own - batch["noise"]
+    return batch
+
+
+def update(model, layout, budget, mode, folder, minibatches=1):
+    """One call of `update` on rows that lie scattered over the ranks; saves the model, tells the metrics."""
+    actor = Actor(
+        model,
+        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
+        dtype=torch.float32,
+        temperature=TEMPERATURE,
+        tokens_per_micro_batch=budget,
+        optimizer=OPTIMIZER,
+    )
+    mine = rows(model).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    cfg = settings(mode)
+    loss = partial(load_recipe_module().policy_loss, cfg=cfg)
+    metrics = actor.update(mine, loss, aggregation=mode, max_length=16, minibatches=minibatches)
+    actor.save(folder, model)
+    return metrics
+
+
+def load_recipe_module():
+    import sys
+
+    load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
+    return sys.modules["recipe_grpo"]
+
+
+def oracle_update(model, mode, chunks=1):
+    """The same in plain torch: serial, padded by nothing, losses by their formulas."""
+    net = copy.deepcopy(oracle(model))
+    decay = dict(lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, betas=OPTIMIZER.betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(net.parameters(), **decay)
+    batch = rows(model)
+    batch = batch.select(batch["sample_id"].argsort())
+    cfg, losses, norms = settings(mode), [], []
+    for part in torch.arange(len(batch)).tensor_split(chunks):
+        mini = batch.select(part)
+        new, entropy = oracle_outputs(net, mini, TEMPERATURE)
+        total = torch.zeros(())
+        sequences = sum(bool(mini.row("loss_mask", i).any()) for i in range(len(mini)))
+        for i in range(len(mini)):
+            mask = mini.row("loss_mask", i)
+            start = int(mini.offsets[i])
+            lp, h = (x[start : start + len(mask)][mask] for x in (new, entropy))
+            old, ref, adv = (mini.row(n, i)[mask] for n in ("old_logprobs", "ref_logprobs", "advantages"))
+            ratio = (lp - old).exp()
+            policy = -torch.minimum(ratio * adv, ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv)
+            kl = (ref - lp).exp() - (ref - lp) - 1
+            per_token = policy + cfg.kl_coefficient * kl - cfg.entropy_coefficient * h
+            if mode == "token-mean":
+                total = total + per_token.sum() / mini["loss_mask"].sum()
+            elif mode == "seq-mean-token-mean":
+                total = total + per_token.mean() / sequences
+            else:
+                total = total + per_token.sum() / (sequences * 16)
+        optimizer.zero_grad()
+        total.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), OPTIMIZER.clip_grad).item())
+        optimizer.step()
+        losses.append(total.item())
+    return sum(losses) / chunks, sum(norms) / chunks, {n: p.detach() for n, p in net.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(folder / name, name) for name in VARIANTS}
+
+
+def compare(metrics, folder, model, expected):
+    loss, norm, weights = expected
+    assert metrics["actor/loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert norm > OPTIMIZER.clip_grad > 0 and metrics["actor/clip_fraction_low"] > 0
+    before = oracle(model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, value in weights.items():
+        moved = (value - before[name]).abs().max()
+        assert moved > 0, f"{name} has no gradient"
+        assert (after[name] - value).abs().max() < 1e-4 * moved + 1e-6, name
+
+
+@pytest.mark.parametrize("layout,count", LAYOUTS)
+@pytest.mark.parametrize("budget", [24, 4096])
+def test_one_update_is_the_same_under_every_layout_and_budget(ranks, models, tmp_path, layout, count, budget):
+    model, mode = models["qwen3"], "seq-mean-token-mean"
+    results = ranks.run(count, update, model, layout, budget, mode, tmp_path / "saved")
+    assert all(result == results[0] for result in results)
+    compare(results[0], tmp_path / "saved", model, oracle_update(model, mode))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_architecture_and_aggregation(ranks, models, tmp_path, architecture, mode):
+    model = models[architecture]
+    results = ranks.run(4, update, model, "tp2-pp2", 30, mode, tmp_path / "saved")
+    compare(results[0], tmp_path / "saved", model, oracle_update(model, mode))
+
+
+def test_minibatches_are_cut_by_sample_id_whatever_the_layout(ranks, models, tmp_path):
+    model, mode = models["qwen2"], "token-mean"
+    expected = oracle_update(model, mode, chunks=3)
+    for layout, count in (("tp1", 1), ("tp1", 4), ("tp2-pp2", 4)):
+        results = ranks.run(count, update, model, layout, 50, mode, tmp_path / "saved", 3)
+        assert results[0]["actor/loss"] == pytest.approx(expected[0], rel=3e-5)
+        assert results[0]["actor/grad_norm"] == pytest.approx(expected[1], rel=3e-5)
+
+
+def logprobs(model, layout, budget):
+    actor = Actor(
+        model,
+        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
+        dtype=torch.float32,
+        temperature=TEMPERATURE,
+        tokens_per_micro_batch=budget,
+        optimizer=OPTIMIZER,
+    )
+    # The last rank holds no rows at all.
+    holders = max(dist.get_world_size() - 1, 1)
+    mine = rows(model).select(range(dist.get_rank(), COUNT, holders) if dist.get_rank() < holders else [])
+    return mine["sample_id"].tolist(), mine.lengths.tolist(), actor.logprobs(mine)
+
+
+@pytest.mark.parametrize("layout,count", LAYOUTS)
+def test_log_probs_come_back_to_the_rows_they_are_of(ranks, models, layout, count):
+    model = models["llama"]
+    batch = rows(model)
+    with torch.no_grad():
+        expected, _ = oracle_outputs(oracle(model), batch, TEMPERATURE)
+    expected = torch.where(batch["loss_mask"], expected, 0)
+    place = {int(sample_id): i for i, sample_id in enumerate(batch["sample_id"])}
+    seen = 0
+    for ids, lengths, column in ranks.run(count, logprobs, model, layout, 40):
+        for sample_id, part in zip(ids, column.split(lengths), strict=True):
+            start, stop = batch.offsets[place[sample_id] : place[sample_id] + 2].tolist()
+            assert torch.allclose(part, expected[start:stop], atol=2e-5)
+            seen += 1
+    assert seen == COUNT
