@@ -1,0 +1,111 @@
+"""The quickstart: its data, its commands, and a short run of the whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_mg import quickstart as module
+from verl_mg.config import load_config
+from verl_mg.errors import UserError
+from verl_mg.job.recipe import load_recipe
+from verl_mg.quickstart import accuracies, grpo_command, quickstart, sft_command, write_sums
+
+CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
+
+SHORT_SFT = ["job.iterations=2", "algorithm.examples_per_iteration=8"]
+SHORT_GRPO = [
+    "job.iterations=2",
+    "algorithm.prompts_per_iteration=4",
+    "algorithm.group_size=2",
+    "evaluation.prompts=8",
+]
+
+
+def sums(file: Path) -> dict[str, str]:
+    lines = map(json.loads, file.read_text().splitlines())
+    return {line["prompt"]: line["answer"] for line in lines}
+
+
+def parsed(command: list[str]):
+    """The configuration that the ranks of a command would read."""
+    words = command[command.index("train") + 1 :]
+    config, recipe = words[words.index("--config") + 1], next(word for word in words if word.endswith(".py"))
+    return load_config(config, [word for word in words if "=" in word], load_recipe(recipe).config)
+
+
+def test_every_sum_is_in_training_or_held_out(tmp_path: Path) -> None:
+    write_sums(tmp_path)
+    train, test = sums(tmp_path / "train.jsonl"), sums(tmp_path / "test.jsonl")
+    assert len(test) == 500
+    assert not train.keys() & test.keys()
+    assert len(train) + len(test) == 100 * 100
+    assert (train | test)["17+25="] == "42"
+
+
+def test_the_sums_are_the_same_every_time(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_sums(tmp_path / name)
+    assert (tmp_path / "one/test.jsonl").read_bytes() == (tmp_path / "two/test.jsonl").read_bytes()
+
+
+def test_commands_name_files_of_the_folder_and_parse() -> None:
+    folder = Path("some/folder")
+    sft, grpo = parsed(sft_command(folder)), parsed(grpo_command(folder, ["job.iterations=7"]))
+    assert (sft.model.path, sft.job.output) == (folder / "model", folder / "sft")
+    assert (grpo.model.path, grpo.job.output) == (folder / "sft/model", folder / "grpo")
+    assert (grpo.data.train, grpo.data.test) == (folder / "data/train.jsonl", folder / "data/test.jsonl")
+    assert grpo.job.iterations == 7
+
+
+def test_the_learning_rate_falls_over_the_whole_run() -> None:
+    sft, grpo = parsed(sft_command(Path("x"))), parsed(grpo_command(Path("x")))
+    assert sft.actor.optimizer.decay_steps == sft.job.iterations
+    assert grpo.actor.optimizer.decay_steps == grpo.job.iterations * grpo.algorithm.minibatches
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [("sft", "quickstart_sft"), ("grpo", "quickstart_grpo"), ("grpo", "grpo_gsm8k_tiny")],
+)
+def test_the_configurations_stand_by_themselves(recipe: str, config: str) -> None:
+    read = load_config(CONFIGS / f"{config}.yaml", [], load_recipe(CONFIGS.parent / f"{recipe}.py").config)
+    assert read.model.path.parts[:2] == ("runs", "quickstart")
+
+
+def test_accuracies_are_the_first_and_the_last(tmp_path: Path) -> None:
+    steps = [{"eval/reward": 0.25}, {"reward/mean": 0.5}, {"eval/reward": 0.5}, {"eval/reward": 0.75}]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": i} | step) + "\n" for i, step in enumerate(steps)))
+    assert accuracies(file) == (0.25, 0.75)
+
+
+def test_without_recipes_one_error_and_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECIPES", tmp_path / "recipes")
+    with pytest.raises(UserError, match=r"sft\.py: no such file; .* checkout"):
+        quickstart(str(tmp_path / "output"))
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_failing_job_ends_it_with_its_code(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        quickstart(str(tmp_path), sft_overrides=["job.iterations=none"])
+    assert ended.value.code == 2
+    assert not (tmp_path / "grpo").exists()
+
+
+def test_a_short_run_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "metrics.jsonl").write_text("of an earlier quickstart\n")
+    (tmp_path / "notes.txt").write_text("of the user\n")
+    quickstart(str(tmp_path), sft_overrides=SHORT_SFT, grpo_overrides=SHORT_GRPO)
+    for file in ("model/config.json", "sft/model/model.safetensors", "grpo/reward_curve.png", "notes.txt"):
+        assert (tmp_path / file).is_file(), file
+    assert any((tmp_path / "grpo" / "samples").iterdir())
+    printed = capfd.readouterr().out
+    assert printed.count("$ ") == 2
+    accuracy, curve, samples, total = printed.splitlines()[-4:]
+    assert accuracy.startswith("accuracy on held-out sums: ") and "before GRPO" in accuracy and "after" in accuracy
+    assert str(tmp_path / "grpo" / "reward_curve.png") in curve
+    assert str(tmp_path / "grpo" / "samples") in samples
+    assert total.startswith("total time: ")
