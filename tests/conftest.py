@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
 from tests.rank_pool import RankPool
 
 torch.set_num_threads(1)

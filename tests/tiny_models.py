@@ -66,7 +66,7 @@ def random_rows(count: int, vocab: int, longest: int = 20, seed: int = 0) -> Bat
 
 
 def oracle_outputs(model: torch.nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of every token given those before it, as token columns, a row at a time; with gradients."""
+    """Log-probs and entropies of every token given those before it, as token columns, row by row, with gradients."""
     logprobs, entropies = [], []
     for row in range(len(batch)):
         tokens = batch.row("tokens", row)

@@ -21,7 +21,12 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; a user's mistake ends in one line and exit code 2."""
     try:
-        chosen = _parser().parse_args(arguments)
+        chosen, rest = _parser().parse_known_args(arguments)
+        # argparse takes no positional arguments after an option: overrides may stand on both sides of --config.
+        if unknown := [text for text in rest if text.startswith("-") or not hasattr(chosen, "overrides")]:
+            raise UserError(f"unknown argument {unknown[0]!r}; see verl-mg --help")
+        if rest:
+            chosen.overrides += rest
         chosen.run(chosen)
     except UserError as error:
         # Every rank makes this mistake alike: one line is enough.
@@ -60,8 +65,11 @@ def _train(arguments: argparse.Namespace) -> None:
         run(recipe, config, world)
     except UserError as error:
         world.leave_with(error)
-    else:
-        world.leave()
+    except Exception:
+        if world.someone_erred():
+            world.follow()
+        raise
+    world.leave()
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:

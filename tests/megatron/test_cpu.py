@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 import verl_mg.megatron  # noqa: F401
+from tests.tiny_models import tiny_model
 from verl_mg.megatron.cpu import tensor_types_named_cuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the CPU platform is never installed")

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tests.tiny_models import VARIANTS, oracle, oracle_outputs, random_rows, tiny_model
+from megatron.core.models.gpt import GPTModel
 
+from tests.tiny_models import VARIANTS, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.megatron.groups import ParallelGroups
@@ -37,7 +38,7 @@ def all_logits(model, layout):
 
     (chunk,) = net.chunks
     # With no vocabulary projection the last stage hands over its hidden states.
-    chunk.forward = lambda ids, packed, *_: type(chunk).__mro__[1].forward(chunk, ids, None, None, packed_seq_params=packed)
+    chunk.forward = lambda ids, packed, *_: GPTModel.forward(chunk, ids, None, None, packed_seq_params=packed)
     with torch.no_grad():
         net.run([rows], 1.0, judge, forward_only=True)
     if not chunk.post_process:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.tiny_models import VARIANTS, oracle, oracle_outputs, random_rows, tiny_model
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_models import VARIANTS, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
+from verl_mg import platform
 from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data.demonstrations import demonstration
 from verl_mg.data.prompts import Prompt, PromptSet
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
-from verl_mg.megatron import platform
 from verl_mg.megatron.collectives import sum_over_ranks
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.network import check_layout
@@ -128,6 +128,7 @@ class Job:
 
     def _build_rollout(self) -> Rollout:
         config = self.config.rollout
+        self._check_room_to_answer(read_config(self.config.model.path).max_positions)
         engine = EmbeddedEngine(
             self.config.model.path, platform.device(), self._dtype, config.max_batch, load_weights=False
         )
@@ -140,6 +141,15 @@ class Job:
             stop_token_ids=tuple(sorted(stops)),
         )
         return Rollout(engine, sampling, self.config.job.seed)
+
+    def _check_room_to_answer(self, positions: int) -> None:
+        longest = max(len(prompt.tokens) for prompt in self.prompts)
+        if longest + self.config.rollout.max_new_tokens > positions:
+            raise UserError(
+                f"{self.config.data.train}: its longest prompt has {longest} tokens, with rollout.max_new_tokens="
+                f"{self.config.rollout.max_new_tokens} that is more than the {positions} positions of the model; lower "
+                "it, or lower data.max_prompt_tokens with data.too_long=drop"
+            )
 
     def _read_prompts(self, path: Path) -> PromptSet:
         data = self.config.data

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous
 
+from verl_mg import platform
 from verl_mg.errors import UserError
-from verl_mg.megatron import platform
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,18 @@ class World:
         dist.barrier()
         dist.destroy_process_group()
 
-    def leave_with(self, error: UserError) -> None:
+    def leave_with(self, error: UserError) -> NoReturn:
         """End this process with code 2; the first rank to come here prints the error. The launcher ends the others."""
         if self.store.add("user errors", 1) == 1:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        self.follow()
+
+    def someone_erred(self) -> bool:
+        """Whether a rank has left with a user's mistake: what else goes wrong here is only its consequence."""
+        return self.store.add("user errors", 0) > 0
+
+    def follow(self) -> NoReturn:
+        """End this process with code 2 and say nothing."""
         sys.stdout.flush()
         # Threads of the process groups may still wait for ranks that have left.
         os._exit(2)

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from verl_mg import platform
 from verl_mg.layout import Layout
-from verl_mg.megatron import platform
 from verl_mg.megatron.attention import PackedAttention, PackedSequences
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.logprobs import vocab_parallel_logprobs

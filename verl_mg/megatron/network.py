@@ -11,10 +11,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from verl_mg import platform
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
-from verl_mg.megatron import platform
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import MicroBatch, make_micro_batch
 from verl_mg.megatron.model import build_chunks, parameters_by_name, rotary_frequencies

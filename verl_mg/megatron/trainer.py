@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from verl_mg.algorithms.aggregation import aggregate
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.megatron import platform
 from verl_mg.megatron.collectives import sum_over_ranks
 from verl_mg.megatron.microbatch import LossTokens, MicroBatch, loss_tokens
 from verl_mg.megatron.network import Network
@@ -31,7 +31,7 @@ class Trainer:
     def __init__(self, network: Network, config: OptimizerConfig) -> None:
         self.network = network
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        with network.groups.active(), platform.optimizer_calls():
+        with network.groups.active(), optimizer_calls():
             network.runnable = [
                 DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(network.chunks)
@@ -73,10 +73,19 @@ class Trainer:
         self.optimizer.zero_grad()
         reports = self.network.run(micro_batches, temperature, judge, forward_only=False)
         self.scheduler.step(1)
-        with self.network.groups.active(), platform.optimizer_calls():
+        with self.network.groups.active(), optimizer_calls():
             _, grad_norm, _ = self.optimizer.step()
         metrics = sum_over_ranks(reports if self.network.speaks else [])
         return metrics | {"grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+
+def optimizer_calls() -> AbstractContextManager[None]:
+    """Held around the building and the steps of a megatron-core optimizer."""
+    if torch.cuda.is_available():
+        return nullcontext()
+    from verl_mg.megatron.cpu import tensor_types_named_cuda
+
+    return tensor_types_named_cuda()
 
 
 def _finalize_without_dividing(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:

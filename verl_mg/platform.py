@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,12 +17,3 @@ def device() -> torch.device:
 def backend() -> str:
     """`nccl` for tensors on GPUs with gloo beside it for those on the host, or gloo alone."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def optimizer_calls() -> AbstractContextManager[None]:
-    """Held around the building and the steps of a megatron-core optimizer."""
-    if torch.cuda.is_available():
-        return nullcontext()
-    from verl_mg.megatron.cpu import tensor_types_named_cuda
-
-    return tensor_types_named_cuda()

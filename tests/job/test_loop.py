@@ -1,0 +1,126 @@
+"""Whole jobs on real ranks: GRPO and SFT run, twice the same is the same, and what they leave can be used."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny_models import tiny_model
+from verl_mg.config import load_config
+from verl_mg.errors import UserError
+from verl_mg.job.loop import run
+from verl_mg.job.recipe import load_recipe
+from verl_mg.job.world import World
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_model(folder / "model", "qwen3")
+    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(4)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # A random model never adds, so the reward is one that it can earn.
+    (folder / "reward.py").write_text("def digits(sample): return sum(c.isdigit() for c in sample.response)\n")
+    return folder
+
+
+def job(recipe: str, inputs: Path, output: Path, overrides: list[str]) -> None:
+    loaded = load_recipe(RECIPES / f"{recipe}.py")
+    common = [
+        f"model.path={inputs / 'model'}",
+        f"data.train={inputs / 'sums.jsonl'}",
+        f"job.output={output}",
+        "job.console=false",
+        "job.iterations=3",
+        "actor.optimizer.lr=1e-3",
+        "rollout.max_new_tokens=5",
+        f"reward.function={inputs / 'reward.py'}:digits",
+    ]
+    config = load_config(None, common + overrides, loaded.config)
+    run(loaded, config, World(dist.get_rank(), dist.get_world_size(), dist.HashStore()))
+
+
+GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorithm.kl_coefficient=0.01"]
+
+
+def metrics_of(output: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+@pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])
+def test_same_seed_and_layout_twice_is_bitwise_the_same(ranks, inputs, tmp_path, layout, count):
+    overrides = [*GRPO, f"actor.layout={layout}", f"reference.layout={layout}", "actor.tokens_per_micro_batch=64"]
+    for name in ("first", "second"):
+        ranks.run(count, job, "grpo", inputs, tmp_path / name, overrides)
+    first = metrics_of(tmp_path / "first")
+    assert first == metrics_of(tmp_path / "second")
+    assert len(first) == 3 and first[1]["actor/grad_norm"] > 0
+    ranks.run(count, job, "grpo", inputs, tmp_path / "other", [*overrides, "job.seed=1"])
+    assert first != metrics_of(tmp_path / "other")
+
+
+def test_actor_and_reference_may_stand_on_different_layouts(ranks, inputs, tmp_path):
+    for name, actor, reference in (("one", "tp1", "tp1"), ("two", "tp2", "pp2")):
+        layouts = [f"actor.layout={actor}", f"reference.layout={reference}"]
+        ranks.run(2, job, "grpo", inputs, tmp_path / name, [*GRPO, *layouts])
+    one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
+    for name in ("actor/loss", "actor/kl", "reward/mean", "response/length", "actor/grad_norm"):
+        assert one[0][name] == pytest.approx(two[0][name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_grpo_job_leaves_metrics_curve_samples_and_a_model(ranks, inputs, tmp_path):
+    evaluation = [f"data.test={inputs / 'sums.jsonl'}", "evaluation.every=2", "evaluation.prompts=7"]
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", [*GRPO, *evaluation])
+    metrics = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+    assert ["eval/reward" in line for line in metrics] == [True, False, True, True]
+    assert all(line["mismatch/mean_abs"] < 1e-4 for line in metrics[1:])
+    assert metrics[1]["response/samples"] == 24
+    assert (tmp_path / "run" / "reward_curve.png").stat().st_size > 5000
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert "kl_coefficient: 0.01" in (tmp_path / "run" / "config.yaml").read_text()
+    records = []
+    for rank in (0, 1):
+        lines = (tmp_path / "run" / "samples" / f"rank-{rank}.jsonl").read_text().splitlines()
+        records += [json.loads(line) for line in lines]
+    assert sorted(r["sample_id"] for r in records) == list(range(72))
+    assert all({"prompt", "response", "answer", "reward", "advantage", "iteration"} <= r.keys() for r in records)
+    by_group: dict[int, list[float]] = {}
+    for record in records:
+        by_group.setdefault(record["group"], []).append(record["advantage"])
+    assert all(len(group) == 4 and abs(sum(group)) < 1e-5 for group in by_group.values())
+    AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(inputs / "model").state_dict()
+    assert trained.keys() == start.keys() and any(not torch.equal(trained[k], start[k]) for k in start)
+
+
+def test_sft_lowers_its_loss(ranks, inputs, tmp_path):
+    overrides = ["algorithm.examples_per_iteration=40", "job.iterations=25", "actor.optimizer.lr=3e-3"]
+    ranks.run(2, job, "sft", inputs, tmp_path / "run", overrides)
+    losses = [line["actor/loss"] for line in metrics_of(tmp_path / "run")]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_an_earlier_run_is_not_overwritten(ranks, inputs, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(AssertionError, match=r"UserError.*holds an earlier run; choose another job\.output"):
+        ranks.run(1, job, "sft", inputs, tmp_path, [])
+
+
+def too_large(inputs: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        job("grpo", inputs, Path(os.devnull), ["actor.layout=tp4"])
+    return str(caught.value)
+
+
+def test_a_layout_is_refused_with_the_role_it_is_of(ranks, inputs):
+    for message in ranks.run(2, too_large, inputs):
+        assert message.startswith("actor.layout=tp4: ") and "2" in message

@@ -1,0 +1,130 @@
+"""Rollouts after a weight sync: the trainer and the engine agree, whatever the layout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from tests.tiny_models import VARIANTS, tiny_model
+from verl_mg.config import OptimizerConfig
+from verl_mg.data.prompts import Prompt
+from verl_mg.layout import Layout
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.rewards import Reward
+from verl_mg.roles.actor import Actor
+from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.scorer import Scorer
+from verl_mg.rollout import Sampling
+from verl_mg.rollout.embedded import EmbeddedEngine
+
+TEXTS = ["12+3=", "7*(8-2)=", "a b c", "(1)", "99-98+97="]
+
+
+def prompts(model: Path) -> list[Prompt]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [Prompt(10 + i, tuple(tokenizer(t)["input_ids"]), t, str(i), {"n": i}) for i, t in enumerate(TEXTS)]
+
+
+def roles(model: Path, layout: str) -> tuple[Actor, Rollout]:
+    actor = Actor(
+        model,
+        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
+        dtype=torch.float32,
+        temperature=0.9,
+        tokens_per_micro_batch=60,
+        optimizer=OptimizerConfig(lr=3e-3),
+    )
+    engine = EmbeddedEngine(model, "cpu", torch.float32, load_weights=False)
+    return actor, Rollout(engine, Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,)), seed=5)
+
+
+def three_iterations(model: Path, layout: str) -> dict[str, object]:
+    actor, rollout = roles(model, layout)
+    rollout.sync(actor)
+    differences, drifts, samples, versions = [], [], {}, []
+    for _ in range(3):
+        batch = rollout.generate(prompts(model), samples=3)
+        old = actor.logprobs(batch)
+        differences.append((old - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
+        batch["advantages"] = batch.spread((batch["sample_id"] % 3 - 1).float())
+        actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}))
+        # Before the sync the engine is an update behind: the difference shows that it measures anything.
+        drifts.append((actor.logprobs(batch) - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
+        rollout.sync(actor)
+        versions += batch["version"].tolist()
+        samples |= {int(s): batch.row("tokens", i).tolist() for i, s in enumerate(batch["sample_id"])}
+    return {"differences": differences, "drifts": drifts, "samples": samples, "versions": versions}
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def model(request, tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+@pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])
+def test_rollout_and_training_log_probs_agree_right_after_a_sync(ranks, model, layout, count):
+    results = ranks.run(count, three_iterations, model, layout)
+    for iteration in range(3):
+        found = [x for result in results for x in result["differences"][iteration]]
+        assert found and sum(found) / len(found) < 1e-5
+    drift = [x for result in results for per in result["drifts"] for x in per]
+    assert sum(drift) / len(drift) > 1e-3
+    assert {v for result in results for v in result["versions"]} == {0, 1, 2}
+
+
+def test_samples_do_not_depend_on_the_number_of_ranks(ranks, model):
+    runs = [ranks.run(count, three_iterations, model, layout) for count, layout in ((1, "tp1"), (3, "tp1"))]
+    alone, shared = ({k: v for result in run for k, v in result["samples"].items()} for run in runs)
+    assert len(alone) == 45 and alone.keys() == shared.keys()
+    # The first iteration is before any update: its samples are bitwise the same.
+    assert {i: alone[i] for i in range(15)} == {i: shared[i] for i in range(15)}
+
+
+def generated(model: Path) -> dict[str, object]:
+    actor, rollout = roles(model, "tp1")
+    rollout.sync(actor)
+    greedy = rollout.greedy(prompts(model))
+    batch = rollout.generate(prompts(model), samples=2)
+    scorer = Scorer(_lengths, _ById(prompts(model)), AutoTokenizer.from_pretrained(model))
+    reward = scorer(batch)
+    texts = [scorer.sample(batch, row) for row in range(len(batch))]
+    return {
+        "groups": batch["group"].tolist(),
+        "ids": batch["sample_id"].tolist(),
+        "prompts": batch["prompt_id"].tolist(),
+        "greedy": greedy["prompt_id"].tolist(),
+        "reward": reward.tolist(),
+        "part": batch["reward.letters"].tolist() if len(batch) else [],
+        "texts": [(s.prompt, s.response, s.answer, s.finish) for s in texts],
+        "masked": [int(batch.row("loss_mask", i).sum()) for i in range(len(batch))],
+        "truncated": batch["truncated"].tolist(),
+        "logprobs_outside": batch["rollout_logprobs"][~batch["loss_mask"]].abs().sum().item(),
+    }
+
+
+class _ById:
+    def __init__(self, found: list[Prompt]) -> None:
+        self.by_id = {prompt.id: prompt for prompt in found}.__getitem__
+
+
+def _lengths(sample) -> Reward:
+    return Reward(len(sample.response) / 4, {"letters": sum(c.isalpha() for c in sample.response)})
+
+
+def test_rows_are_spread_and_scored_where_they_lie(ranks, model):
+    results = ranks.run(2, generated, model)
+    ids = [i for result in results for i in result["ids"]]
+    assert ids == list(range(10))
+    assert [g for result in results for g in result["groups"]] == [i // 2 * 2 for i in ids]
+    assert [p for result in results for p in result["prompts"]] == [10 + i // 2 for i in ids]
+    assert [p for result in results for p in result["greedy"]] == [10, 11, 12, 13, 14]
+    for result in results:
+        assert result["logprobs_outside"] == 0
+        columns = ("prompts", "texts", "masked", "truncated", "reward", "part")
+        for prompt_id, text, masked, truncated, reward, part in zip(*(result[c] for c in columns), strict=True):
+            prompt, response, answer, finish = text
+            assert (prompt, answer) == (TEXTS[prompt_id - 10], str(prompt_id - 10))
+            assert truncated == (finish == "length") and (not truncated or masked == 9)
+            assert reward == len(response) / 4 and part == sum(c.isalpha() for c in response)

@@ -1,0 +1,134 @@
+"""What a user meets: one clear line and exit code 2 for every mistake, from real ranks under a real launcher."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_models import tiny_model
+
+ROOT = Path(__file__).parents[1]
+GRPO = "recipes/grpo.py"
+SMALL = ["job.iterations=1", "rollout.max_new_tokens=4", "algorithm.prompts_per_iteration=2", "job.console=false"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_model(folder / "model", "qwen3")
+    lines = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(9)]
+    (folder / "good.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2=",\n')
+    (folder / "long.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "' + "1+" * 40 + '1="}\n')
+    broken = folder / "broken"
+    tiny_model(broken, "qwen3")
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def start(arguments: list[str], ranks: int) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "verl_mg", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def train(inputs: Path, output: Path, ranks: int, *overrides: str, recipe: str = GRPO):
+    common = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'good.jsonl'}", f"job.output={output}", *SMALL]
+    return start(["train", recipe, *common, *overrides], ranks)
+
+
+def assert_one_clear_line(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert result.returncode == 2, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    for word in words:
+        assert word in lines[0]
+    assert "Traceback" not in result.stderr + result.stdout
+
+
+MISTAKES = {
+    "missing model": (["model.path=nowhere/model"], ["nowhere/model: no such model directory", "model.path"]),
+    "layout and ranks": (["actor.layout=tp4"], ["actor.layout=tp4", "2"]),
+    "layout and heads": (["actor.layout=tp3"], ["actor.layout=tp3"]),
+    "malformed line": (["data.train={inputs}/bad.jsonl"], ["bad.jsonl:2"]),
+    "unknown key": (["actor.layuot=tp2"], ["'actor.layuot'", "did you mean 'actor.layout'?"]),
+    "long prompt": (["data.train={inputs}/long.jsonl", "data.max_prompt_tokens=20"], ["long.jsonl:2", "20"]),
+    "missing tensor": (["model.path={inputs}/broken"], ["broken", "model.layers.2.mlp.up_proj.weight"]),
+    "no room to answer": (["rollout.max_new_tokens=64"], ["64"]),
+    "unknown reward": (["reward.function=verl_mg.rewards.exact:scoer"], ["scoer", "score"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_code_2_on_two_ranks(inputs, tmp_path, mistake):
+    overrides, words = MISTAKES[mistake]
+    result = train(inputs, tmp_path / "run", 2, *(o.format(inputs=inputs) for o in overrides))
+    assert_one_clear_line(result, *words)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_mistake_of_one_rank_alone_ends_the_others(inputs, tmp_path):
+    """The reward fails where rank 1 scores: rank 0 waits in a collective and must not hang."""
+    (tmp_path / "reward.py").write_text(
+        "import os\ndef score(sample):\n    if os.environ['RANK'] == '1': raise OSError('no ruler')\n    return 0\n"
+    )
+    result = train(inputs, tmp_path / "run", 2, f"reward.function={tmp_path / 'reward.py'}:score")
+    assert_one_clear_line(result, "reward.py:score", "OSError: no ruler")
+
+
+def test_without_torchrun_there_is_one_rank(inputs, tmp_path):
+    assert_one_clear_line(train(inputs, tmp_path / "run", 1, "algorithm.group_size=1"), "'algorithm.group_size' is 1")
+    assert_one_clear_line(start(["train"], 1), "recipe")
+    assert_one_clear_line(start(["trian"], 1), "trian")
+    result = train(inputs, tmp_path / "run", 1)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert_one_clear_line(train(inputs, tmp_path / "run", 1), "holds an earlier run")
+
+
+def test_a_bug_keeps_its_traceback(inputs, tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "from verl_mg.config import Section\nclass Config(Section):\n    prompts_per_iteration: int = 1\n"
+        "def roles(cfg): return {'actor'}\ndef iteration(job, cfg): raise KeyError('oh')\n"
+    )
+    result = train(inputs, tmp_path / "run", 1, recipe=str(recipe))
+    assert result.returncode == 1 and "KeyError: 'oh'" in result.stderr
+
+
+def test_the_launcher_passes_on_a_signal(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text("import os\nos.kill(os.getpid(), 9)\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "verl_mg.launch", "--nproc-per-node", "2", str(script)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 128 + signal.SIGKILL
+    assert "Traceback" not in result.stderr
+
+
+def test_grpo_over_the_real_gsm8k(gsm8k, tmp_path):
+    from verl_mg.tiny import make_tiny_model
+
+    make_tiny_model(tmp_path / "model", "qwen3", max_positions=2048)
+    config = "recipes/configs/grpo_gsm8k_tiny.yaml"
+    paths = {"data.train": gsm8k / "train.jsonl", "model.path": tmp_path / "model", "job.output": tmp_path / "run"}
+    overrides = [f"{key}={path}" for key, path in paths.items()]
+    result = start(["train", GRPO, "--config", config, *overrides], 2)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all("reward/answered" in line and line["mismatch/mean_abs"] < 1e-4 for line in lines)
