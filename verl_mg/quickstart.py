@@ -99,7 +99,7 @@ def _train_command(recipe: str, model: Path, folder: Path, overrides: Iterable[s
             raise UserError(f"{path}: no such file; quickstart needs the recipes of a checkout, so run it from one")
     return [
         *(_short(sys.executable), "-m", "verl_mg.launch", "--nproc-per-node", str(RANKS)),
-        *("-m", "verl_mg", "train", "--config", _short(config), _short(file)),
+        *("-m", "verl_mg", "train", _short(file), "--config", _short(config)),
         f"model.path={model}",
         f"data.train={folder / 'data' / 'train.jsonl'}",
         f"job.output={folder / recipe}",
