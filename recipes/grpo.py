@@ -1,19 +1,22 @@
 """GRPO: group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300).
 
-Sample a group of responses to each prompt, score them, and push up the tokens of those that did better than
-their group's mean. The defaults are the paper's but for the KL term, which is off; `normalize_std=false` with
-`aggregation=seq-mean-token-sum-norm` is Dr.GRPO (arXiv:2503.20783).
+Sample a group of responses to each prompt and push up the tokens of those that did better than their group's
+mean. The KL term is off unless asked for; `normalize_std=false` with `aggregation=seq-mean-token-sum-norm` is
+Dr.GRPO (arXiv:2503.20783).
 """
 
 from functools import partial
 from typing import Literal
 
 from pydantic import Field, PositiveInt
+from torch import Tensor
 
 from verl_mg.algorithms import kl
 from verl_mg.algorithms.advantages import group_relative
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.config import Section
+from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossTokens
 
 
 class Config(Section):
@@ -23,26 +26,24 @@ class Config(Section):
     clip_low: float = Field(0.2, gt=0)
     clip_high: float = Field(0.2, gt=0)
     kl_coefficient: float = Field(0.0, ge=0)
-    entropy_coefficient: float = 0.0
     normalize_std: bool = True
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-mean"
 
 
-def roles(cfg):
+def roles(cfg: Config) -> set[str]:
     return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl_coefficient else set())
 
 
-def policy_loss(tokens, cfg):
-    loss, metrics = clipped_policy_loss(
-        tokens.logprobs, tokens["old_logprobs"], tokens["advantages"], tokens.mask, cfg.clip_low, cfg.clip_high
-    )
+def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+    old, advantages = tokens["old_logprobs"], tokens["advantages"]
+    loss, metrics = clipped_policy_loss(tokens.logprobs, old, advantages, tokens.mask, cfg.clip_low, cfg.clip_high)
     if cfg.kl_coefficient:
         divergence = kl.penalty(tokens.logprobs, tokens["ref_logprobs"], "k3")
-        loss, metrics = loss + cfg.kl_coefficient * divergence, metrics | {"kl": divergence.detach()}
-    return loss - cfg.entropy_coefficient * tokens.entropy, metrics
+        loss, metrics = loss + cfg.kl_coefficient * divergence, metrics | {"kl": divergence}
+    return loss, metrics
 
 
-def iteration(job, cfg):
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
     prompts = job.prompts.take(cfg.prompts_per_iteration)
     batch = job.rollout.generate(prompts, samples=cfg.group_size)
     batch["reward"] = job.reward(batch)
@@ -50,12 +51,7 @@ def iteration(job, cfg):
     if cfg.kl_coefficient:
         batch["ref_logprobs"] = job.reference.logprobs(batch)
     batch["advantages"] = batch.spread(group_relative(batch["reward"], batch["group"], cfg.normalize_std))
-    metrics = job.actor.update(
-        batch,
-        partial(policy_loss, cfg=cfg),
-        aggregation=cfg.aggregation,
-        minibatches=cfg.minibatches,
-        max_length=job.config.rollout.max_new_tokens,
-    )
+    loss, length = partial(policy_loss, cfg=cfg), job.config.rollout.max_new_tokens
+    metrics = job.actor.update(batch, loss, cfg.aggregation, minibatches=cfg.minibatches, max_length=length)
     job.rollout.sync(job.actor)
     return metrics

@@ -1,23 +1,26 @@
 """Supervised fine-tuning: raise the log-probability of given answers, each token weighing the same."""
 
 from pydantic import PositiveInt
+from torch import Tensor
 
 from verl_mg.algorithms.losses import sft_loss
 from verl_mg.config import Section
+from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossTokens
 
 
 class Config(Section):
     examples_per_iteration: PositiveInt = 64
 
 
-def roles(cfg):
+def roles(cfg: Config) -> set[str]:
     return {"actor"}
 
 
-def imitation_loss(tokens):
+def imitation_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
     return sft_loss(tokens.logprobs, tokens.mask)
 
 
-def iteration(job, cfg):
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch = job.demonstrations(job.prompts.take(cfg.examples_per_iteration))
-    return job.actor.update(batch, imitation_loss, aggregation="token-mean")
+    return job.actor.update(batch, imitation_loss, "token-mean")

@@ -13,7 +13,7 @@ check() {
 
 check ruff ruff check --config tools/ruff.toml .
 check mypy mypy --config-file tools/mypy.ini
-check pytest python -m pytest -c tests/pytest.ini --rootdir . tests "$@"
+check pytest python -m pytest tests "$@"
 
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}" >&2

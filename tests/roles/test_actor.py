@@ -1,6 +1,7 @@
 """One GRPO update through Megatron under every layout, against one written in plain torch over `transformers`."""
 
 import copy
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def settings(mode):
-    return GRPO.config(kl_coefficient=0.05, entropy_coefficient=0.01, aggregation=mode, clip_high=0.3)
+    return GRPO.config(kl_coefficient=0.05, aggregation=mode, clip_high=0.3)
 
 
 def rows(model):
@@ -51,17 +52,15 @@ def update(model, layout, budget, mode, folder, minibatches=1):
     )
     mine = rows(model).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
     cfg = settings(mode)
-    loss = partial(load_recipe_module().policy_loss, cfg=cfg)
-    metrics = actor.update(mine, loss, aggregation=mode, max_length=16, minibatches=minibatches)
+    metrics = actor.update(mine, partial(with_entropy, cfg), mode, max_length=16, minibatches=minibatches)
     actor.save(folder, model)
     return metrics
 
 
-def load_recipe_module():
-    import sys
-
-    load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
-    return sys.modules["recipe_grpo"]
+def with_entropy(cfg, tokens):
+    """The recipe's loss with an entropy bonus, so that the entropy's gradient is compared too."""
+    loss, metrics = sys.modules["recipe_grpo"].policy_loss(tokens, cfg)
+    return loss - 0.01 * tokens.entropy, metrics
 
 
 def oracle_update(model, mode, chunks=1):
@@ -85,7 +84,7 @@ def oracle_update(model, mode, chunks=1):
             ratio = (lp - old).exp()
             policy = -torch.minimum(ratio * adv, ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv)
             kl = (ref - lp).exp() - (ref - lp) - 1
-            per_token = policy + cfg.kl_coefficient * kl - cfg.entropy_coefficient * h
+            per_token = policy + cfg.kl_coefficient * kl - 0.01 * h
             if mode == "token-mean":
                 total = total + per_token.sum() / mini["loss_mask"].sum()
             elif mode == "seq-mean-token-mean":

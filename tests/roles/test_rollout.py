@@ -49,7 +49,7 @@ def three_iterations(model: Path, layout: str) -> dict[str, object]:
         old = actor.logprobs(batch)
         differences.append((old - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
         batch["advantages"] = batch.spread((batch["sample_id"] % 3 - 1).float())
-        actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}))
+        actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}), "token-mean")
         # Before the sync the engine is an update behind: the difference shows that it measures anything.
         drifts.append((actor.logprobs(batch) - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
         rollout.sync(actor)

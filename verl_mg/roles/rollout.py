@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
+from verl_mg.megatron.collectives import sum_over_ranks
 from verl_mg.reshard import Plan, execute, plan
 from verl_mg.roles.actor import Actor
 from verl_mg.rollout import Request, RolloutEngine, Sample, Sampling
@@ -53,7 +54,7 @@ class Rollout:
             self._plan, dist.get_rank(), actor.network.parameters(), self._engine.parameters(), actor.network.dtype
         )
         self._engine.end_update(actor.updates)
-        self.metrics = {"sync/bytes_received": float(traffic.bytes_received)}
+        self.metrics = sum_over_ranks([{"sync/bytes_received": traffic.bytes_received}])
 
     def _answer(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling) -> Batch:
         rank, ranks = dist.get_rank(), dist.get_world_size()
