@@ -20,6 +20,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; a user's mistake ends in one line and exit code 2."""
+    # Libraries draw bars over each other's lines on every rank; ours is the one that counts iterations.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         chosen, rest = _parser().parse_known_args(arguments)
         # argparse takes no positional arguments after an option: overrides may stand on both sides of --config.

@@ -8,6 +8,7 @@ takes torchrun's arguments. A rank has already said what was wrong; torchrun wou
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from torch.distributed import run
@@ -16,6 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 def main(arguments: list[str] | None = None) -> None:
     """Run torchrun with the given arguments (those of the process otherwise)."""
+    # What torchrun sets itself, with a warning, where a rank is not alone; a rank then chooses by its cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run.main(arguments)
