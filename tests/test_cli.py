@@ -40,7 +40,7 @@ def start(arguments: list[str], ranks: int) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 

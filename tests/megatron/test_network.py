@@ -133,7 +133,14 @@ def test_an_empty_micro_batch_runs_and_alignment_adds_less_than_tp_tokens(ranks,
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [("tp3", "attention heads"), ("tp4", "key-value heads|kv"), ("pp3", "layers"), ("cp2", "no cp"), ("ep2", "ep")],
+    [
+        ("tp3", "tp3 does not divide the 4 attention heads; tp 1, 2, 4 would"),
+        ("tp4", "tp4 does not divide the 2 key-value heads"),
+        ("pp3", "pp3 does not divide the 4 layers"),
+        ("ep2", "ep2 spreads experts, and the model has none"),
+        ("cp2", "context parallelism is not supported yet"),
+        ("pp2-vpp2", "interleaving is not supported yet"),
+    ],
 )
 def test_a_layout_the_model_cannot_stand_on_is_refused(tmp_path, layout, message):
     config = read_config(tiny_model(tmp_path / "m", "qwen3"))

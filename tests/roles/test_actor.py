@@ -40,9 +40,8 @@ def rows(model):
     return batch
 
 
-def update(model, layout, budget, mode, folder, minibatches=1):
-    """One call of `update` on rows that lie scattered over the ranks; saves the model, tells the metrics."""
-    actor = Actor(
+def actor_on(model, layout, budget):
+    return Actor(
         model,
         ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
         dtype=torch.float32,
@@ -50,6 +49,11 @@ def update(model, layout, budget, mode, folder, minibatches=1):
         tokens_per_micro_batch=budget,
         optimizer=OPTIMIZER,
     )
+
+
+def update(model, layout, budget, mode, folder, minibatches=1):
+    """One call of `update` on rows that lie scattered over the ranks; saves the model, tells the metrics."""
+    actor = actor_on(model, layout, budget)
     mine = rows(model).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
     cfg = settings(mode)
     metrics = actor.update(mine, partial(with_entropy, cfg), mode, max_length=16, minibatches=minibatches)
@@ -145,14 +149,7 @@ def test_minibatches_are_cut_by_sample_id_whatever_the_layout(ranks, models, tmp
 
 
 def logprobs(model, layout, budget):
-    actor = Actor(
-        model,
-        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
-        dtype=torch.float32,
-        temperature=TEMPERATURE,
-        tokens_per_micro_batch=budget,
-        optimizer=OPTIMIZER,
-    )
+    actor = actor_on(model, layout, budget)
     # The last rank holds no rows at all.
     holders = max(dist.get_world_size() - 1, 1)
     mine = rows(model).select(range(dist.get_rank(), COUNT, holders) if dist.get_rank() < holders else [])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
 from verl_mg.config import Config, dump_config
 from verl_mg.errors import UserError
 from verl_mg.job.curve import draw_curve
@@ -24,6 +26,7 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
     output = config.job.output
     if world.rank == 0:
         _open_folder(output, config)
+    dist.barrier()  # the other ranks write nothing until the folder is known to be free
     trackers = _trackers(recipe, config) if world.rank == 0 else []
     trace = SampleTrace(output / "samples", world.rank) if hasattr(job, "rollout") else None
     _log(trackers, 0, _evaluation(job, 0))

@@ -111,6 +111,6 @@ def _judged(judge: Judge, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Te
 def check_layout(config: HFConfig, layout: Layout) -> None:
     """UserError where the model cannot stand on the layout."""
     layout.check(attention_heads=config.heads, kv_heads=config.kv_heads, layers=config.layers, ffn=config.ffn)
-    for name, size in (("cp", layout.cp), ("ep", layout.ep), ("vpp", layout.vpp)):
+    for size, written, what in ((layout.cp, "cp", "context parallelism"), (layout.vpp, "vpp", "interleaving")):
         if size > 1:
-            raise UserError(f"layout {layout}: no {name} for {config.architecture} here; leave {name}{size} out")
+            raise UserError(f"layout {layout}: {what} is not supported yet; leave {written}{size} out")
