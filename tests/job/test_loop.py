@@ -102,6 +102,17 @@ def test_a_grpo_job_leaves_metrics_curve_samples_and_a_model(ranks, inputs, tmp_
     assert trained.keys() == start.keys() and any(not torch.equal(trained[k], start[k]) for k in start)
 
 
+def test_bf16_with_recomputation_stays_close_to_fp32(ranks, inputs, tmp_path):
+    for name, extra in (("full", []), ("half", ["model.dtype=bfloat16", "actor.recompute=true"])):
+        ranks.run(2, job, "grpo", inputs, tmp_path / name, [*GRPO, "actor.layout=tp2", *extra])
+    full, half = metrics_of(tmp_path / "full"), metrics_of(tmp_path / "half")
+    assert 1e-5 < half[0]["mismatch/mean_abs"] < 0.05
+    assert half[0]["actor/entropy"] == pytest.approx(full[0]["actor/entropy"], rel=0.1)
+    assert all(line["actor/grad_norm"] > 0 for line in half)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "half" / "model")
+    assert saved.dtype is torch.bfloat16
+
+
 def test_sft_lowers_its_loss(ranks, inputs, tmp_path):
     overrides = ["algorithm.examples_per_iteration=40", "job.iterations=25", "actor.optimizer.lr=3e-3"]
     ranks.run(2, job, "sft", inputs, tmp_path / "run", overrides)

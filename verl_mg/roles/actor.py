@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections import defaultdict
@@ -81,6 +82,7 @@ class Actor(Policy):
             shutil.rmtree(partial, ignore_errors=True)
             writer.create()
             _copy_small_files(model_dir, partial)
+            _tell_dtype(partial / "config.json", self.network.dtype)
         dist.barrier()
         parameters = self.network.parameters()
         for tensor, box, parameter, own_box in owners(self.holdings()).get(dist.get_rank(), []):
@@ -97,3 +99,11 @@ def _copy_small_files(source: Path, target: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
             shutil.copy2(file, target / file.name)
+
+
+def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
+    """The copied configuration names the type of the weights that it came with; ours may have another."""
+    tree = json.loads(config.read_text(encoding="utf-8"))
+    name = "torch_dtype" if "torch_dtype" in tree else "dtype"
+    tree[name] = str(dtype).removeprefix("torch.")
+    config.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
