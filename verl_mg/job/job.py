@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from verl_mg import platform
 from verl_mg.batch import Batch
-from verl_mg.config import Config
+from verl_mg.config import ActorConfig, Config, ReferenceConfig
 from verl_mg.data.demonstrations import demonstration
 from verl_mg.data.prompts import Prompt, PromptSet
 from verl_mg.errors import UserError
@@ -31,6 +31,8 @@ from verl_mg.weights import read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+P = TypeVar("P", bound=Policy)
 
 
 class Job:
@@ -55,9 +57,10 @@ class Job:
         if "reward" in roles:
             self.reward = Scorer(load_reward(config.reward.function), self.prompts, self.tokenizer)
         if "actor" in roles:
-            self.actor = self._build_actor()
+            actor = config.actor
+            self.actor = self._build_policy(Actor, actor, recompute=actor.recompute, optimizer=actor.optimizer)
         if "reference" in roles:
-            self.reference = self._build_reference()
+            self.reference = self._build_policy(Policy, config.reference)
         if "rollout" in roles:
             self.rollout = self._build_rollout()
             self.rollout.sync(self.actor)
@@ -104,26 +107,14 @@ class Job:
             self._groups[fitted] = ParallelGroups(fitted, self.config.job.seed)
         return self._groups[fitted]
 
-    def _build_actor(self) -> Actor:
-        config = self.config
-        return Actor(
-            config.model.path,
-            self._groups_of(config.actor.layout),
+    def _build_policy(self, kind: type[P], section: ActorConfig | ReferenceConfig, **options: Any) -> P:
+        return kind(
+            self.config.model.path,
+            self._groups_of(section.layout),
             dtype=self._dtype,
-            temperature=config.rollout.temperature,
-            tokens_per_micro_batch=config.actor.tokens_per_micro_batch,
-            recompute=config.actor.recompute,
-            optimizer=config.actor.optimizer,
-        )
-
-    def _build_reference(self) -> Policy:
-        config = self.config
-        return Policy(
-            config.model.path,
-            self._groups_of(config.reference.layout),
-            dtype=self._dtype,
-            temperature=config.rollout.temperature,
-            tokens_per_micro_batch=config.reference.tokens_per_micro_batch,
+            temperature=self.config.rollout.temperature,
+            tokens_per_micro_batch=section.tokens_per_micro_batch,
+            **options,
         )
 
     def _build_rollout(self) -> Rollout:
