@@ -50,7 +50,7 @@ def elements_of(shards: dict[str, Shard]) -> set[tuple[str, int]]:
 
 
 @given(st.sampled_from(LAYOUTS), st.sampled_from([*LAYOUTS, "whole"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_each_target_element_is_written_once_and_only_what_is_lacking_travels(source, target):
     have, want = megatron(source), huggingface() if target == "whole" else megatron(target)
     moves = plan(have, want)

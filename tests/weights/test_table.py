@@ -80,7 +80,7 @@ def megatron_reference(config: HFConfig, tensors: dict[str, torch.Tensor], layer
 
 
 @given(configs, st.sampled_from([1, 2]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_megatron_shards_equal_the_cut_of_the_gathered_weights(config_and_tp, pp):
     config, tp = config_and_tp
     tensors = checkpoint(config)
@@ -97,7 +97,7 @@ def test_megatron_shards_equal_the_cut_of_the_gathered_weights(config_and_tp, pp
 
 
 @given(configs)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_vocabulary_shards_put_together_are_the_vocabulary(config_and_tp):
     config, tp = config_and_tp
     tensors = checkpoint(config)
