@@ -23,7 +23,7 @@ def by_hand(rows: list[tuple[float, int]], normalize_std: bool) -> list[float]:
     return advantages
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ROWS, st.booleans())
 def test_against_loops(rows: list[tuple[float, int]], normalize_std: bool) -> None:
     scores = torch.tensor([score for score, _ in rows], dtype=torch.float64)

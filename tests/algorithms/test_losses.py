@@ -34,7 +34,7 @@ def columns(rows: list[tuple[float, float, float, bool]]) -> tuple[Tensor, Tenso
     return numbers[0].requires_grad_(), numbers[1], numbers[2], torch.tensor(mask)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(TOKEN, min_size=1, max_size=12), st.sampled_from([None, 1.5, 3.0]))
 def test_policy_loss_against_a_loop(rows: list[tuple[float, float, float, bool]], dual: float | None) -> None:
     new, old, advantages, mask = columns(rows)

@@ -119,7 +119,7 @@ def test_a_given_dp_must_agree() -> None:
         Layout.parse("tp2-dp4").fit(7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts())
 def test_coordinates_are_megatrons(layout: Layout) -> None:
     from megatron.core.parallel_state import RankGenerator  # type: ignore[import-untyped]
