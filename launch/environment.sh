@@ -31,7 +31,7 @@ make_environment() {
     echo "environment: installing $torch"
     "${install[@]}" "$torch" || return
     echo "environment: installing the other requirements"
-    "${install[@]}" -r "$requirements" 'setuptools>=77' || return
+    "${install[@]}" -r "$requirements" || return
     echo "environment: installing the project"
     "${install[@]}" --no-deps --no-build-isolation -e "$root" || return
     # Last, so that an interrupted installation is done again.

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import tiny_model
+from verl_mg.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 GRPO = "recipes/grpo.py"
@@ -21,6 +22,10 @@ SMALL = ["job.iterations=1", "rollout.max_new_tokens=4", "algorithm.prompts_per_
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     tiny_model(folder / "model", "qwen3")
+    make_tiny_model(folder / "odd", "qwen3", hidden=24, heads=3, kv_heads=3)
+    tiny_model(folder / "rope", "llama")
+    config = json.loads((folder / "rope" / "config.json").read_text())
+    (folder / "rope" / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "spiral"}}))
     lines = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(9)]
     (folder / "good.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2=",\n')
@@ -62,7 +67,12 @@ def assert_one_clear_line(result: subprocess.CompletedProcess[str], *words: str)
 MISTAKES = {
     "missing model": (["model.path=nowhere/model"], ["nowhere/model: no such model directory", "model.path"]),
     "layout and ranks": (["actor.layout=tp4"], ["actor.layout=tp4", "2"]),
-    "layout and heads": (["actor.layout=tp3"], ["actor.layout=tp3"]),
+    "layout and heads": (
+        ["actor.layout=tp2", "model.path={inputs}/odd"],
+        ["actor.layout=tp2", "does not divide the 3 attention heads; tp 1, 3 would"],
+    ),
+    "unknown rope": (["model.path={inputs}/rope"], ["config.json", "spiral"]),
+    "missing test file": (["data.test=nowhere.jsonl", "evaluation.every=1"], ["nowhere.jsonl: no such data file"]),
     "malformed line": (["data.train={inputs}/bad.jsonl"], ["bad.jsonl:2"]),
     "unknown key": (["actor.layuot=tp2"], ["'actor.layuot'", "did you mean 'actor.layout'?"]),
     "long prompt": (["data.train={inputs}/long.jsonl", "data.max_prompt_tokens=20"], ["long.jsonl:2", "20"]),
@@ -80,13 +90,15 @@ def test_a_mistake_is_one_line_and_code_2_on_two_ranks(inputs, tmp_path, mistake
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_mistake_of_one_rank_alone_ends_the_others(inputs, tmp_path):
+def test_a_mistake_of_one_rank_alone_ends_the_others_and_can_be_mended(inputs, tmp_path):
     """The reward fails where rank 1 scores: rank 0 waits in a collective and must not hang."""
     (tmp_path / "reward.py").write_text(
         "import os\ndef score(sample):\n    if os.environ['RANK'] == '1': raise OSError('no ruler')\n    return 0\n"
     )
     result = train(inputs, tmp_path / "run", 2, f"reward.function={tmp_path / 'reward.py'}:score")
     assert_one_clear_line(result, "reward.py:score", "OSError: no ruler")
+    (tmp_path / "reward.py").write_text("def score(sample): return 0\n")
+    assert train(inputs, tmp_path / "run", 2, f"reward.function={tmp_path / 'reward.py'}:score").returncode == 0
 
 
 def test_without_torchrun_there_is_one_rank(inputs, tmp_path):
@@ -121,8 +133,6 @@ def test_the_launcher_passes_on_a_signal(tmp_path):
 
 
 def test_grpo_over_the_real_gsm8k(gsm8k, tmp_path):
-    from verl_mg.tiny import make_tiny_model
-
     make_tiny_model(tmp_path / "model", "qwen3", max_positions=2048)
     config = "recipes/configs/grpo_gsm8k_tiny.yaml"
     paths = {"data.train": gsm8k / "train.jsonl", "model.path": tmp_path / "model", "job.output": tmp_path / "run"}

@@ -8,9 +8,7 @@ import sys
 import warnings
 from typing import NoReturn
 
-from verl_mg.errors import UserError
-
-EXIT_CODE = 2
+from verl_mg.errors import EXIT_CODE, UserError
 
 
 class _Parser(argparse.ArgumentParser):

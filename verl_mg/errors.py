@@ -1,6 +1,10 @@
 """The one exception for input that its writer can mend."""
 
 
+EXIT_CODE = 2
+"""With which every rank leaves after a `UserError`."""
+
+
 class UserError(Exception):
     """Bad configuration, layout, data or model directory: one line that names it and the remedy.
 

@@ -102,6 +102,19 @@ def test_a_grpo_job_leaves_metrics_curve_samples_and_a_model(ranks, inputs, tmp_
     assert trained.keys() == start.keys() and any(not torch.equal(trained[k], start[k]) for k in start)
 
 
+def test_ranks_may_hold_no_rows_and_rewards_may_lack_parts(ranks, inputs, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "from verl_mg.rewards import Reward\n"
+        "def score(s): return Reward(len(s.response), {'even': 1.0} if int(s.answer) % 2 == 0 else {})\n"
+    )
+    overrides = ["algorithm.prompts_per_iteration=1", "algorithm.group_size=4", "job.iterations=6"]
+    ranks.run(3, job, "grpo", inputs, tmp_path / "run", [*overrides, f"reward.function={tmp_path}/reward.py:score"])
+    metrics = metrics_of(tmp_path / "run")
+    assert [line["response/samples"] for line in metrics] == [4] * 6
+    seen = [line.get("reward/even") for line in metrics]
+    assert set(seen) == {None, 1.0}  # the mean over the rewards that have the part
+
+
 def test_bf16_with_recomputation_stays_close_to_fp32(ranks, inputs, tmp_path):
     for name, extra in (("full", []), ("half", ["model.dtype=bfloat16", "actor.recompute=true"])):
         ranks.run(2, job, "grpo", inputs, tmp_path / name, [*GRPO, "actor.layout=tp2", *extra])

@@ -66,9 +66,14 @@ def test_no_answer_given(response: str) -> None:
     assert score("5", response) == Reward(0.0, {"correct": 0.0, "answered": 0.0})
 
 
-def test_no_answer_known() -> None:
+@pytest.mark.parametrize("answer", [None, "", " \n"])
+def test_no_answer_known(answer: str | None) -> None:
     with pytest.raises(UserError, match=r"data.answer_field to one of: solution"):
-        score(None, "5")
+        score(answer, "5")
+
+
+def test_a_gold_answer_that_is_only_a_mark_matches_nothing() -> None:
+    assert score("####", "anything").value == 0.0
 
 
 def test_hard_mathematics_ends_on_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

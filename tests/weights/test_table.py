@@ -169,3 +169,6 @@ def test_a_missing_or_broken_directory_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not a readable JSON file"):
         read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match="a list, not an object"):
+        read_config(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +53,7 @@ class Job:
         self._check_layouts(roles)
         self.tokenizer = _read_tokenizer(config.model.path)
         self.prompts = self._read_prompts(config.data.train)
+        self.test_prompts = self._read_prompts(config.data.test) if config.data.test else None
         if "reward" in roles:
             self.reward = Scorer(load_reward(config.reward.function), self.prompts, self.tokenizer)
         if "actor" in roles:
@@ -81,11 +81,11 @@ class Job:
 
     def evaluate(self) -> dict[str, float]:
         """The mean reward of greedy answers to the first `evaluation.prompts` prompts of `data.test`."""
-        if self._test_prompts is None:
+        if self.test_prompts is None:
             return {}
-        prompts = list(self._test_prompts)[: self.config.evaluation.prompts]
+        prompts = list(self.test_prompts)[: self.config.evaluation.prompts]
         batch = self.rollout.greedy(prompts)
-        scores = self._test_scorer(batch)
+        scores = self.reward.over(self.test_prompts)(batch)
         total = sum_over_ranks([{"eval/reward": scores.double().sum()}])
         return {"eval/reward": total["eval/reward"] / len(prompts)}
 
@@ -118,12 +118,14 @@ class Job:
         )
 
     def _build_rollout(self) -> Rollout:
-        config = self.config.rollout
-        self._check_room_to_answer(read_config(self.config.model.path).max_positions)
+        config, model = self.config.rollout, read_config(self.config.model.path)
+        for path, prompts in ((self.config.data.train, self.prompts), (self.config.data.test, self.test_prompts)):
+            if path is not None and prompts is not None:
+                self._check_room_to_answer(path, prompts, model.max_positions)
         engine = EmbeddedEngine(
             self.config.model.path, platform.device(), self._dtype, config.max_batch, load_weights=False
         )
-        stops = {*read_config(self.config.model.path).eos_token_ids, self.tokenizer.eos_token_id} - {None}
+        stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -133,11 +135,11 @@ class Job:
         )
         return Rollout(engine, sampling, self.config.job.seed)
 
-    def _check_room_to_answer(self, positions: int) -> None:
-        longest = max(len(prompt.tokens) for prompt in self.prompts)
+    def _check_room_to_answer(self, path: Path, prompts: PromptSet, positions: int) -> None:
+        longest = max(len(prompt.tokens) for prompt in prompts)
         if longest + self.config.rollout.max_new_tokens > positions:
             raise UserError(
-                f"{self.config.data.train}: its longest prompt has {longest} tokens, with rollout.max_new_tokens="
+                f"{path}: its longest prompt has {longest} tokens, with rollout.max_new_tokens="
                 f"{self.config.rollout.max_new_tokens} that is more than the {positions} positions of the model; lower "
                 "it, or lower data.max_prompt_tokens with data.too_long=drop"
             )
@@ -159,15 +161,6 @@ class Job:
     @property
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.config.model.dtype == "bfloat16" else torch.float32
-
-    @cached_property
-    def _test_prompts(self) -> PromptSet | None:
-        return self._read_prompts(self.config.data.test) if self.config.data.test else None
-
-    @cached_property
-    def _test_scorer(self) -> Scorer:
-        assert self._test_prompts is not None
-        return Scorer(load_reward(self.config.reward.function), self._test_prompts, self.tokenizer)
 
 
 def _read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:

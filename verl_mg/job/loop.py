@@ -35,6 +35,8 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
         _log(trackers, iteration, metrics | _evaluation(job, iteration))
     for tracker in trackers:
         tracker.close()
+    if trace is not None:
+        trace.close()
     if config.job.save:
         job.actor.save(output / MODEL, config.model.path)
     if world.rank == 0:
@@ -60,7 +62,8 @@ def _evaluation(job: Job, iteration: int) -> dict[str, float]:
 
 
 def _open_folder(output: Path, config: Config) -> None:
-    if (output / METRICS).exists():
+    # A start that failed before its first iteration leaves nothing worth keeping.
+    if (output / METRICS).exists() and (output / METRICS).stat().st_size:
         raise UserError(f"{output}: holds an earlier run; choose another job.output or move the folder away")
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,8 @@ def rollout_metrics(batches: Sequence[Batch]) -> dict[str, float]:
         metrics["reward/std"] = max(sums["reward_squared"] / samples - mean**2, 0.0) ** 0.5
     for name in sums:
         if name.startswith("reward."):
-            metrics[f"reward/{name.removeprefix('reward.')}"] = sums[name] / samples
+            # A reward may lack a part: the mean is over those that have it.
+            metrics[f"reward/{name.removeprefix('reward.')}"] = sums[name] / max(sums[f"count.{name}"], 1.0)
     if "mismatch" in sums:
         metrics["mismatch/mean_abs"] = sums["mismatch"] / tokens
     return metrics
@@ -49,7 +50,8 @@ def _sums(batch: Batch) -> dict[str, Tensor]:
     if "reward" in batch:
         reward = batch["reward"].double()
         sums |= {"reward": reward.sum(), "reward_squared": reward.square().sum()}
-        sums |= {name: batch[name].double().nansum() for name in batch.names() if name.startswith("reward.")}
+        for name in (name for name in batch.names() if name.startswith("reward.")):
+            sums |= {name: batch[name].double().nansum(), f"count.{name}": (~batch[name].isnan()).sum()}
     if "old_logprobs" in batch:
         sums["mismatch"] = (batch["old_logprobs"] - batch["rollout_logprobs"])[mask].double().abs().sum()
     return sums

@@ -53,4 +53,6 @@ def wanted_roles(recipe: Recipe, cfg: Any) -> set[str]:
     roles = set(recipe.roles(cfg))
     if unknown := roles - set(ROLES):
         raise UserError(f"recipe {recipe.name}: no role {sorted(unknown)}; there are {', '.join(ROLES)}")
+    if "rollout" in roles and (missing := {"actor", "reward"} - roles):
+        raise UserError(f"recipe {recipe.name}: the role rollout needs {' and '.join(sorted(missing))} beside it")
     return roles

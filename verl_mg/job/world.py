@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous
 
 from verl_mg import platform
-from verl_mg.errors import UserError
+from verl_mg.errors import EXIT_CODE, UserError
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,4 @@ class World:
         """End this process with code 2 and say nothing."""
         sys.stdout.flush()
         # Threads of the process groups may still wait for ranks that have left.
-        os._exit(2)
+        os._exit(EXIT_CODE)

@@ -37,7 +37,10 @@ def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) 
 
 
 def sum_over_ranks(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Add up scalars by name over the reports of all ranks; a rank without reports learns the names from the others."""
-    own = {name: sum(float(report[name]) for report in reports) for name in (reports[0] if reports else {})}
-    gathered = [part for part in all_gather_json(own) if part]
-    return {name: sum(part[name] for part in gathered) for name in (gathered[0] if gathered else {})}
+    """Add up scalars by name over the reports of all ranks; a name that a report lacks counts as 0 there."""
+    return _added(all_gather_json(_added(reports)))
+
+
+def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    names = dict.fromkeys(name for report in reports for name in report)
+    return {name: sum(float(report.get(name, 0.0)) for report in reports) for name in names}

@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl_mg import platform
+from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.megatron.attention import PackedAttention, PackedSequences
 from verl_mg.megatron.groups import ParallelGroups
@@ -186,10 +187,17 @@ def _block_spec(c: HFConfig, layers: int) -> TransformerBlockSubmodules:
 
 def rotary_frequencies(model_dir: Path) -> tuple[Tensor, float]:
     """(head_dim / 2,) float32 inverse frequencies and the scaling of cos and sin, as `transformers` computes them."""
-    config = AutoConfig.from_pretrained(model_dir)
-    kind = config.rope_parameters["rope_type"]
-    if kind != "default":
-        return ROPE_INIT_FUNCTIONS[kind](config)
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+        kind = config.rope_parameters["rope_type"]
+        if kind != "default":
+            return ROPE_INIT_FUNCTIONS[kind](config)
+        theta = float(config.rope_parameters["rope_theta"])
+    except Exception as error:  # transformers raises many kinds for a field it cannot read
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise UserError(
+            f"{model_dir / 'config.json'}: transformers cannot read it ({type(error).__name__}: {reason}); "
+            "correct rope_parameters or the field it names"
+        ) from error
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0

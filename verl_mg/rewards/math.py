@@ -43,7 +43,7 @@ def score(sample: Sample) -> Reward:
     Raises:
         UserError: the record has no answer.
     """
-    if sample.answer is None:
+    if sample.answer is None or not sample.answer.strip():
         raise UserError(
             f"rewards.math: no answer for the prompt {sample.prompt[:60]!r}; "
             f"set data.answer_field to one of: {', '.join(sample.record)}"
@@ -63,7 +63,7 @@ def _judge(response: str, answer: str) -> Reward:
     gold = _final(answer) or answer.strip()
     final = _final(response)
     found = _parsed(response) if final is None else _parsed_answer(final)
-    correct = _plain(final or "") == _plain(gold) or _equal(_parsed_answer(gold), found)
+    correct = (final is not None and _plain(final) == _plain(gold)) or _equal(_parsed_answer(gold), found)
     return Reward(float(correct), {"correct": float(correct), "answered": float(bool(final or found))})
 
 

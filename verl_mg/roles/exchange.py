@@ -148,8 +148,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 def _to_bytes(rows: Batch, schema: Mapping[str, Column]) -> Tensor:
     """The columns in the schema's order, each contiguous."""
-    parts = [rows[name].contiguous().view(torch.uint8).reshape(-1) for name in schema]
-    return torch.cat(parts) if len(rows) else torch.empty(0, dtype=torch.uint8)
+    if not len(rows):  # a rank without rows need not know the columns
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.cat([rows[name].contiguous().view(torch.uint8).reshape(-1) for name in schema])
 
 
 def _byte_count(lengths: Sequence[int], schema: Mapping[str, Column]) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import PromptSet
+from verl_mg.megatron.collectives import all_gather_json
 from verl_mg.rewards import Reward, Sample
 
 if TYPE_CHECKING:
@@ -25,11 +26,20 @@ class Scorer:
         self._function, self._prompts, self._tokenizer = function, prompts, tokenizer
 
     def __call__(self, batch: Batch) -> Tensor:
-        """(n,) float32. The parts of the rewards become sequence columns `reward.PART` of the batch."""
+        """(n,) float32; all ranks call it together.
+
+        The parts of the rewards become sequence columns `reward.PART` of the batch, NaN where a reward lacks the part.
+        """
         rewards = [self._function(self.sample(batch, row)) for row in range(len(batch))]
-        for part in sorted({name for reward in rewards for name in reward.parts}):
+        own = sorted({name for reward in rewards for name in reward.parts})
+        # A part that only some ranks have seen is a column on all, or batches would not fit together.
+        for part in sorted({name for names in all_gather_json(own) for name in names}):
             batch[f"reward.{part}"] = _column([reward.parts.get(part, float("nan")) for reward in rewards])
         return _column([reward.value for reward in rewards])
+
+    def over(self, prompts: PromptSet) -> Scorer:
+        """The same reward for answers to other prompts."""
+        return Scorer(self._function, prompts, self._tokenizer)
 
     def sample(self, batch: Batch, row: int) -> Sample:
         """A row as a reward function and a reader see it."""

@@ -38,7 +38,7 @@ class CheckpointReader:
         if index.exists():
             try:
                 return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{index}: not a safetensors index ({error})") from None
         if not (self.folder / SINGLE).exists():
             raise UserError(f"{self.folder}: no {SINGLE} and no {INDEX}; weights must be safetensors files")

@@ -60,8 +60,10 @@ def read_config(model_dir: str | Path) -> HFConfig:
     return parse_config(raw, str(path))
 
 
-def parse_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig:
+def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
     """The same from the decoded JSON; `where` names it in errors."""
+    if not isinstance(raw, dict):
+        raise UserError(f"{where}: a {type(raw).__name__}, not an object with the fields of a model")
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         raise UserError(f"{where}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
@@ -87,7 +89,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> HFConfig:
         )
     except KeyError as error:
         raise UserError(f"{where}: the field {error.args[0]!r} is missing") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{where}: a size is not a number ({error})") from None
 
 
