@@ -17,3 +17,11 @@ def device() -> torch.device:
 def backend() -> str:
     """`nccl` for tensors on GPUs with gloo beside it for those on the host, or gloo alone."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def ranks_of_a_node(ranks: int) -> int:
+    """How many of the job's `ranks` stand on one machine, as torchrun or mpirun tell it; all of them, if neither does."""
+    for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        if variable in os.environ:
+            return min(int(os.environ[variable]), ranks)
+    return ranks

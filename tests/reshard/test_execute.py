@@ -1,65 +1,197 @@
-"""Plans carried out between real ranks, against a gather of everything."""
+"""Plans carried out between 8 real ranks, against the cut of the whole model, and against the lower bound."""
+
+from __future__ import annotations
+
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from verl_mg.layout import Layout
-from verl_mg.reshard import execute, plan
-from verl_mg.weights import Shard, table
+from tests.random_models import assemble, checkpoint, config
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.reshard import execute, plan, schedule
+from verl_mg.weights import HFConfig, Holdings, table
 from verl_mg.weights.boxes import slices
-from verl_mg.weights.model_config import parse_config
 
-CONFIG = parse_config(
-    {
-        "model_type": "qwen2",
-        "num_hidden_layers": 4,
-        "hidden_size": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 12,
-        "vocab_size": 37,
-    }
-)
+RANKS = 8
+
+# (source, target): "megatron", "engine" and "module", what follows is the layout; "@4" is a stride, "+4" the ranks
+# from 4 on, on which the other side does not stand.
+DENSE = [
+    ("megatron tp4-pp2", "engine tp4"),
+    ("megatron tp4-pp2", "engine tp2@2"),
+    ("megatron tp2-pp2-vpp2", "engine tp8"),
+    ("megatron pp4", "engine tp2-pp2"),
+    ("megatron tp1", "engine tp4"),
+    ("megatron tp2-cp2", "engine tp4-adp2"),
+    ("megatron tp2-pp2", "module"),
+    ("megatron tp4-pp2", "megatron tp1-pp4"),
+    ("megatron pp3 +0", "megatron tp2-pp2 +4"),
+    ("megatron tp2-pp2 +0", "engine tp4 +4"),
+    ("module +0", "megatron tp4-pp2"),
+]
+MIXTURE = [
+    ("megatron tp1-ep4", "engine tp4-ep2"),
+    ("megatron tp2-ep4-etp1", "engine tp8-ep8"),
+    ("megatron tp2-ep2-etp2", "engine tp8-ep2-adp4"),
+    ("megatron pp2-ep4", "engine tp2-ep2@4"),
+    ("megatron pp2-vpp2-ep2", "module"),
+    ("megatron tp4-pp2-ep2-etp1", "megatron tp1-ep8"),
+    ("megatron tp1-ep4 +0", "engine tp4-ep4 +4"),
+]
+LATENT = [
+    ("megatron tp4-pp2-ep4-etp1", "engine tp8-ep8-adp8"),
+    ("megatron tp2-ep8-etp1", "engine tp4-ep2-adp2"),
+    ("megatron pp4-ep2", "engine tp8"),
+    ("megatron tp2-pp2-ep2-etp2", "module"),
+    ("megatron tp2-ep4-etp1", "megatron tp4-pp2-ep4-etp1"),
+    ("megatron te-tp2-ep2-etp2", "engine tp4-pp2-ep4"),
+]
+CASES = {
+    "qwen3": (config("qwen3", num_hidden_layers=5), DENSE),
+    "qwen2": (config("qwen2", tie_word_embeddings=True), DENSE[:1] + DENSE[3:4] + DENSE[6:10]),
+    "qwen3_moe": (config("qwen3_moe"), MIXTURE),
+    "mixtral": (config("mixtral"), MIXTURE[4:6]),
+    "deepseek_v3": (config("deepseek_v3", num_hidden_layers=6), LATENT),
+    "deepseek_v2": (config("deepseek_v2", q_lora_rank=None), LATENT[:4]),
+    "gemma2": (config("gemma2"), DENSE[:2]),
+}
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(s.shape, generator=generator) for name, s in table(CONFIG).huggingface().items()}
+def stand(c: HFConfig, text: str) -> Holdings:
+    """The holdings that a line of the tables above means."""
+    kind, *rest = text.split()
+    first = next((int(word) for word in rest if word.startswith("+")), None)
+    ranks = tuple(range(RANKS)) if first is None else tuple(range(first, first + 4))
+    if kind == "module":
+        return table(c).on_modules(ranks)
+    written, _, stride = rest[0].partition("@")
+    if kind == "engine":
+        return table(c).on_sglang(EnginePlacement(EngineLayout.parse(written), ranks, int(stride or 1)))
+    layout = Layout.parse(written.removeprefix("te-"))
+    fitted = layout.fit(len(ranks)) if len(ranks) % layout.ranks == 0 else layout
+    modules = "transformer_engine" if written.startswith("te-") else "local"
+    return table(c).on_megatron(Placement(fitted, ranks[: fitted.ranks]), modules)
 
 
-def cut(shards: dict[str, Shard]) -> dict[str, torch.Tensor]:
-    whole, parameters = tensors(), {}
-    for name, shard in shards.items():
-        parameters[name] = torch.zeros(shard.shape)
-        for piece in shard.pieces:
-            parameters[name][slices(piece.target)] = whole[piece.tensor][slices(piece.source)]
+def hold(held: Holdings, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: assemble(shard, tensors) for name, shard in held.shards(dist.get_rank()).items()}
+
+
+def room_for(held: Holdings, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Unwritten parameters; what is declared padding is 0 already."""
+    parameters = {}
+    for name, shard in held.shards(dist.get_rank()).items():
+        parameters[name] = torch.full(shard.shape, torch.nan, dtype=dtype)
+        for box in shard.padding:
+            parameters[name][slices(box)] = 0
     return parameters
 
 
-def reshard(source: str, target: str, bucket: int, dtype: torch.dtype) -> tuple[int, int]:
-    rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    weights = table(CONFIG)
-    have, want = Layout.parse(source).fit(len(ranks)), Layout.parse(target).fit(len(ranks))
-    moves = plan({r: weights.megatron(have, r) for r in ranks}, {r: weights.megatron(want, r) for r in ranks})
-    expected = cut(weights.megatron(want, rank))
-    got = {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in expected.items()}
-    traffic = execute(moves, rank, cut(weights.megatron(have, rank)), got, dtype, bucket)
-    for name, tensor in expected.items():
-        assert torch.equal(got[name], tensor.to(dtype)), name
-    return traffic.bytes_received, moves.elements_received(rank) * dtype.itemsize
+def move_all(family: str, node: int, bucket_bytes: int) -> list[str]:
+    """Each pair of layouts in turn; what went wrong on this rank."""
+    c, cases = CASES[family]
+    tensors, rank, wrong = checkpoint(c, torch.float32), dist.get_rank(), []
+    for case in cases:
+        source, target = (stand(c, side) for side in case)
+        moved = plan(source, target, node)
+        got, expected = room_for(target, torch.float32), hold(target, tensors)
+        traffic = execute(schedule(moved, rank, torch.float32, bucket_bytes), hold(source, tensors), got)
+        wrong += [f"{case}: {name}" for name in expected if not torch.equal(got[name], expected[name])]
+        counted = (traffic.bytes_received, moved.lower_bound(rank, 4), moved.traffic(4).get(rank))
+        if counted[0] != counted[1] or (counted[2] and counted[2].received != counted[0]):
+            wrong.append(f"{case}: bytes {counted}")
+    return wrong
 
 
-@pytest.mark.parametrize("source,target", [("tp4", "tp1"), ("pp4", "tp2"), ("tp2-pp2", "pp4"), ("tp1", "tp4")])
-@pytest.mark.parametrize("bucket", [50, 10**6])
-def test_weights_arrive_bit_for_bit_and_the_bytes_are_the_plan(ranks, source, target, bucket):
-    for received, planned in ranks.run(4, reshard, source, target, bucket, torch.float32):
-        assert received == planned
-    if source == "tp1":
-        assert received == 0
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("node,bucket_bytes", [(8, 10**6), (2, 4000)])
+def test_weights_arrive_bit_for_bit_and_the_bytes_are_the_lower_bound(ranks, family, node, bucket_bytes):
+    assert len(DENSE + MIXTURE + LATENT) >= 20
+    assert ranks.run(RANKS, move_all, family, node, bucket_bytes) == [[]] * RANKS
 
 
-def test_values_are_cast_before_they_travel(ranks):
-    full = ranks.run(4, reshard, "tp4", "pp2", 10**6, torch.float32)
-    half = ranks.run(4, reshard, "tp4", "pp2", 10**6, torch.bfloat16)
-    assert [2 * received for received, _ in half] == [received for received, _ in full]
+def cast() -> tuple[int, int, bool, bool]:
+    c = config("deepseek_v3")
+    source, target = stand(c, "megatron tp2-ep4-etp1"), stand(c, "engine tp8-ep2")
+    tensors = {name: tensor / 7 for name, tensor in checkpoint(c, torch.float32).items()}
+    rank, received = dist.get_rank(), []
+    for dtype in (torch.float32, torch.bfloat16):
+        moved = plan(source, target, 8)
+        got = room_for(target, dtype)
+        bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+        got[bias] = got[bias].float()
+        traffic = execute(schedule(moved, rank, dtype), hold(source, tensors), got)
+        expected = hold(target, tensors)
+        same = all(torch.equal(got[name], expected[name].to(got[name].dtype)) for name in got)
+        assert traffic.bytes_received == moved.lower_bound(rank, dtype.itemsize)
+        received.append(traffic.bytes_received)
+    return *received, same, torch.equal(got[bias], expected[bias])
+
+
+def test_values_are_cast_before_they_travel_but_a_router_bias_keeps_its_bits(ranks):
+    for full, half, same, exact in ranks.run(RANKS, cast):
+        assert full == 2 * half and same and exact  # every rank has the biases: none travels
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of storages that are made inside, and the most that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in given | self._known:
+                    self._known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return result
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+def peaks(hidden: int, layers: int, bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """(most extra bytes, bytes of the model's share, bytes of the largest piece) for some pairs."""
+    c = config("qwen3_moe", hidden_size=hidden, num_hidden_layers=layers)
+    tensors, rank, found = checkpoint(c, torch.float32), dist.get_rank(), []
+    for case in (MIXTURE[0], MIXTURE[1], MIXTURE[5]):
+        source, target = (stand(c, side) for side in case)
+        have, got = hold(source, tensors), room_for(target, torch.bfloat16)
+        own = schedule(plan(source, target, 2), rank, torch.bfloat16, bucket_bytes)
+        with Allocations() as allocations:
+            execute(own, have, got)
+        largest = max(2 * t.numel() for t in tensors.values())
+        found.append((allocations.peak, sum(t.nbytes for t in got.values()), largest))
+    return found
+
+
+def test_memory_is_two_buckets_whatever_the_model(ranks):
+    bucket = 12 * 1024
+    for hidden, layers in ((64, 4), (256, 8)):
+        for found in ranks.run(RANKS, peaks, hidden, layers, bucket):
+            for peak, share, largest in found:
+                assert 0 < peak <= 2 * bucket + largest
+                if hidden == 256:
+                    assert share > 5 * peak
+
+
+def test_the_counter_of_memory_counts():
+    with Allocations() as allocations:
+        kept = torch.empty(1000, dtype=torch.uint8)
+        for _ in range(3):
+            torch.ones(500, dtype=torch.uint8)
+        kept.view(10, 100)[0].add_(1)
+    assert allocations.peak == 1500

@@ -7,89 +7,209 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mg.layout import Layout
-from verl_mg.reshard import Holdings, owners, plan
-from verl_mg.weights import Piece, Shard, table
+from tests.random_models import RANKS, checkpoint, config, configs, engines, holdings, layouts, sources
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.reshard import best_stride, plan
+from verl_mg.reshard.owners import duties
+from verl_mg.weights import Holdings, ListedHoldings, Piece, Shard, TensorInfo, table
 from verl_mg.weights.boxes import slices
-from verl_mg.weights.model_config import parse_config
 
-CONFIG = parse_config(
-    {
-        "model_type": "qwen3",
-        "num_hidden_layers": 4,
-        "hidden_size": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 2,
-        "intermediate_size": 12,
-        "vocab_size": 37,
+
+def elements_of(held: Holdings, rank: int, tensors: dict[str, torch.Tensor]) -> set[int]:
+    """Every element of the model that a rank holds."""
+    return {
+        number
+        for shard in held.shards(rank).values()
+        for piece in shard.pieces
+        for number in tensors[piece.tensor][slices(piece.source)].flatten().tolist()
     }
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[Holdings, Holdings, int, dict[str, torch.Tensor]]:
+    """Source, target, node size and the numbered model; at times on disjoint ranks."""
+    c = draw(configs())
+    source, target = draw(sources(c)), draw(holdings(c))
+    if draw(st.booleans()):
+        weights, apart = table(c), tuple(range(RANKS, 2 * RANKS))
+        to_engines = st.builds(lambda found: EnginePlacement(found.layout, apart, found.stride), engines(c))
+        to_megatron = st.builds(lambda layout: Placement(layout, apart), layouts(c))
+        target = draw(to_engines.map(weights.on_sglang) | to_megatron.map(weights.on_megatron))
+    return source, target, draw(st.sampled_from([2, 4, 8, 16])), checkpoint(c)
+
+
+@given(moves())
+@settings(max_examples=60)
+def test_each_target_element_is_written_once_with_what_the_gather_would_give_it(case):
+    source, target, node, tensors = case
+    moved = plan(source, target, node)
+    plans = {rank: moved.of(rank) for rank in sorted({*source.ranks, *target.ranks})}
+    sent = {
+        (rank, send.peer, send.tensor, send.box, send.relayed) for rank, part in plans.items() for send in part.sends
+    }
+    assert len(sent) == sum(len(part.sends) for part in plans.values())
+    received = set()
+    for rank, part in plans.items():
+        written = {name: torch.zeros(shard.shape, dtype=torch.int64) for name, shard in target.shards(rank).items()}
+        wanted = {name: torch.zeros_like(tensor) for name, tensor in written.items()}
+        for name, shard in target.shards(rank).items():
+            for piece in shard.pieces:
+                room = wanted[name][slices(piece.target)]
+                room += tensors[piece.tensor][slices(piece.source)].reshape(room.shape)
+        for move in part.receives:
+            room = written[move.parameter][slices(move.at)]
+            room += tensors[move.tensor][slices(move.box)].reshape(room.shape)
+            received.add((move.peer, rank, move.tensor, move.box, move.relayed))
+        own = {name: torch.zeros(shard.shape, dtype=torch.int64) for name, shard in source.shards(rank).items()}
+        for name, shard in source.shards(rank).items():
+            for piece in shard.pieces:
+                room = own[name][slices(piece.target)]
+                room += tensors[piece.tensor][slices(piece.source)].reshape(room.shape)
+        for copy in sorted(part.copies, key=lambda copy: copy.of_target):
+            here = (written if copy.of_target else own)[copy.source][slices(copy.source_at)]
+            room = written[copy.target][slices(copy.target_at)]
+            room += here.reshape(room.shape)
+        for name in written:
+            assert torch.equal(written[name], wanted[name]), name
+    assert received == sent
+
+
+@given(moves(), st.sampled_from([2, 4]))
+@settings(max_examples=60)
+def test_a_rank_receives_exactly_what_it_lacks_and_the_totals_say_so(case, itemsize):
+    source, target, node, tensors = case
+    moved = plan(source, target, node)
+    traffic = moved.traffic(itemsize)
+    float32 = {n for name, i in source.tensors.items() if i.float32 for n in tensors[name].flatten().tolist()}
+    sent, entered = 0, 0
+    for rank in traffic:
+        lacking = elements_of(target, rank, tensors) - elements_of(source, rank, tensors)
+        expected = sum(4 if element in float32 else itemsize for element in lacking)
+        assert moved.bytes_received(rank, itemsize) == moved.lower_bound(rank, itemsize) == expected
+        assert traffic[rank].received == traffic[rank].lower_bound == expected
+        sent += traffic[rank].sent
+        entered += traffic[rank].entered
+    assert sent == pytest.approx(sum(rank.received for rank in traffic.values()))
+    # A byte enters a node once: the node lacks it, however many of its ranks want it.
+    lacking_at = 0
+    for place in {rank // node for rank in traffic}:
+        inside = [rank for rank in traffic if rank // node == place]
+        wanted = set().union(*(elements_of(target, rank, tensors) for rank in inside))
+        there = set().union(*(elements_of(source, rank, tensors) for rank in inside))
+        lacking_at += sum(4 if element in float32 else itemsize for element in wanted - there)
+    assert entered == pytest.approx(lacking_at)
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_all_ranks_together_save_every_element_once(data):
+    c = data.draw(configs())
+    held, tensors = data.draw(sources(c)), checkpoint(c)
+    written: Counter[int] = Counter()
+    for rank in held.ranks:
+        for duty in duties(held, rank):
+            written.update(tensors[duty.tensor][slices(duty.box)].flatten().tolist())
+    assert written == Counter(range(1, 1 + sum(tensor.numel() for tensor in tensors.values())))
+
+
+def test_replicas_share_the_work_of_saving():
+    c = config("llama", num_hidden_layers=64)
+    held = table(c).on_megatron(Placement.on(Layout(), RANKS))
+    work = [sum((duty.box[0][1] - duty.box[0][0]) for duty in duties(held, rank)) for rank in range(RANKS)]
+    assert max(work) < 1.5 * min(work)
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "stride", "fraction"),
+    [
+        # HybridFlow, table 2: (tp - tg pg) / (tg pg tp) of the model, with the best grouping.
+        ("tp4-pp2", "tp4", 1, 1 / 8),
+        ("tp8", "tp2", 4, 3 / 8),
+        ("tp4", "tp4", 1, 0),
+        ("tp8", "tp4", 2, 1 / 8),
+    ],
 )
-LAYOUTS = ["tp1", "tp2", "tp4", "pp2", "tp2-pp2", "pp4"]
+def test_the_best_stride_moves_what_hybridflow_says(train, rollout, stride, fraction):
+    c = config("llama", num_key_value_heads=8, vocab_size=512)
+    weights = table(c)
+    source = weights.on_megatron(Placement.on(Layout.parse(train), RANKS))
+    engines_ = EnginePlacement(EngineLayout.parse(rollout), tuple(range(RANKS)))
+    best = best_stride(source, weights, engines_, node=RANKS)
+    assert best.stride == stride
+    matrices = sum(t.numel() for t in checkpoint(c).values() if t.dim() > 1)
+    norms = sum(t.numel() for t in checkpoint(c).values() if t.dim() == 1)
+    for rank, traffic in plan(source, weights.on_sglang(best), RANKS).traffic(2).items():
+        assert abs(traffic.received - 2 * fraction * matrices) <= 2 * norms, rank
 
 
-def megatron(layout: str, ranks: int = 4) -> Holdings:
-    fitted = Layout.parse(layout).fit(ranks)
-    return {rank: table(CONFIG).megatron(fitted, rank) for rank in range(ranks)}
+def listed(shards: dict[str, Shard], shapes: dict[str, tuple[int, ...]]) -> ListedHoldings:
+    return ListedHoldings({0: shards}, {name: TensorInfo(i, shape) for i, (name, shape) in enumerate(shapes.items())})
 
 
-def huggingface(ranks: int = 4) -> Holdings:
-    return {rank: table(CONFIG).huggingface() for rank in range(ranks)}
+def run(tensor: str, start: int, stop: int, at: int = 0) -> Piece:
+    return Piece(tensor, ((start, stop),), ((at, at + stop - start),))
 
 
-def elements_of(shards: dict[str, Shard]) -> set[tuple[str, int]]:
-    """Every element of the model that a rank holds, as (tensor, flat index)."""
-    held = set()
-    shapes = {name: shard.shape for name, shard in table(CONFIG).huggingface().items()}
-    for shard in shards.values():
-        for piece in shard.pieces:
-            shape = shapes[piece.tensor]
-            numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)[slices(piece.source)]
-            held |= {(piece.tensor, int(i)) for i in numbers.flatten()}
-    return held
+WHOLE = {"q": Shard((3,), (run("t", 0, 3),))}
 
 
-@given(st.sampled_from(LAYOUTS), st.sampled_from([*LAYOUTS, "whole"]))
-@settings(max_examples=20)
-def test_each_target_element_is_written_once_and_only_what_is_lacking_travels(source, target):
-    have, want = megatron(source), huggingface() if target == "whole" else megatron(target)
-    moves = plan(have, want)
-    for rank, shards in want.items():
-        for parameter, shard in shards.items():
-            writes = torch.zeros(shard.shape, dtype=torch.int64)
-            for move in moves.moves:
-                if (move.target_rank, move.target) == (rank, parameter):
-                    writes[slices(move.target_box)] += 1
-            for box in shard.padding:
-                writes[slices(box)] += 1
-            assert (writes == 1).all(), parameter
-        lacking = elements_of(shards) - elements_of(have[rank])
-        assert moves.elements_received(rank) == len(lacking)
+@pytest.mark.parametrize(
+    ("source", "shapes", "message"),
+    [
+        ({"p": Shard((2,), (run("t", 0, 2),))}, {"t": (3,)}, r"t: the box \(\(2, 3\),\), which rank 0 needs for q, is now"),
+        ({"p": Shard((1,), (run("u", 0, 1),))}, {"u": (1,)}, r"t: the box \(\(0, 3\),\), which rank 0 needs for q"),
+        (
+            {"p": Shard((2,), (run("t", 0, 2),)), "r": Shard((2,), (run("t", 1, 3),))},
+            {"t": (3,)},
+            r"t: the box \(\(1, 2\),\) is in the source twice",
+        ),
+        ({"p": Shard((4,), (run("t", 0, 4),))}, {"t": (4,)}, r"t: shape \(4,\) in the source, \(3,\) in the target"),
+    ],
+)
+def test_what_the_source_lacks_or_doubles_is_named_before_anything_moves(source, shapes, message):
+    with pytest.raises(UserError, match=message):
+        plan(listed(source, shapes), listed(WHOLE, {"t": (3,)}))
 
 
-def test_the_load_of_senders_is_even():
-    moves = plan(megatron("tp1"), {4: table(CONFIG).huggingface()}).moves
-    sent: Counter[int] = Counter()
-    for move in moves:
-        sent[move.source_rank] += move.elements
-    assert set(sent) == {0, 1, 2, 3}
-    assert max(sent.values()) - min(sent.values()) <= max(move.elements for move in moves)
+def test_a_target_that_wants_an_element_in_two_boxes_or_beyond_the_tensor_is_refused():
+    source = listed(WHOLE, {"t": (3,)})
+    twice = listed({"q": Shard((2,), (run("t", 0, 2),)), "r": Shard((2,), (run("t", 1, 3),))}, {"t": (3,)})
+    with pytest.raises(UserError, match="in the target twice"):
+        plan(source, twice)
+    beyond = listed({"q": Shard((4,), (run("t", 0, 4),))}, {"t": (3,)})
+    with pytest.raises(UserError, match=r"the box \(\(0, 4\),\) is not inside its shape \(3,\)"):
+        plan(source, beyond)
 
 
-def test_owners_write_every_element_once():
-    for layout in LAYOUTS:
-        written: Counter[tuple[str, int]] = Counter()
-        whole = table(CONFIG).huggingface()
-        for duties in owners(megatron(layout)).values():
-            for tensor, box, *_ in duties:
-                shape = whole[tensor].shape
-                numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)[slices(box)]
-                written.update((tensor, int(i)) for i in numbers.flatten())
-        assert set(written) == elements_of(whole) and set(written.values()) == {1}
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        (Shard((3,), (run("t", 0, 2),)), r"q: 1 of its 3 elements come from nowhere"),
+        (Shard((3,), (run("t", 0, 2), run("t", 2, 3, at=1), run("t", 0, 1, at=2))), r"q: the box \(\(1, 2\),\) is written twice"),
+        (Shard((3,), (Piece("t", ((0, 2),), ((0, 3),)),)), r"q: a box of \(2,\) of t stands in one of \(3,\)"),
+        (Shard((2,), (run("t", 0, 3),)), r"q: the box \(\(0, 3\),\) is not inside its shape \(2,\)"),
+    ],
+)
+def test_a_listed_shard_that_is_not_put_together_right_is_refused(shard, message):
+    with pytest.raises(UserError, match=message):
+        listed({"q": shard}, {"t": (3,)})
 
 
-def test_what_no_source_holds_is_named():
-    part = {0: {"p": Shard((2,), (Piece("t", ((0, 2),), ((0, 2),)),))}}
-    whole = {0: {"q": Shard((3,), (Piece("t", ((0, 3),), ((0, 3),)),))}}
-    with pytest.raises(ValueError, match=r"t: 1 elements of the box \(\(0, 3\),\) that rank 0 needs for q"):
-        plan(part, whole)
+def test_the_same_box_in_two_parameters_travels_once():
+    source = listed(WHOLE, {"t": (3,)})
+    target = ListedHoldings({1: {"a": WHOLE["q"], "b": WHOLE["q"]}}, source.tensors)
+    part = plan(source, target).of(1)
+    assert [move.parameter for move in part.receives] == ["a"]
+    assert [(copy.source, copy.target, copy.of_target) for copy in part.copies] == [("a", "b", True)]
+
+
+def test_a_critic_starts_from_an_actor_but_for_its_head():
+    c = config("qwen3")
+    actor = table(c).on_megatron(Placement.on(Layout(tp=2), 4))
+    critic = table(c, head="value").on_megatron(Placement.on(Layout(pp=2), 4))
+    with pytest.raises(UserError, match=r"score.weight: the box .* is nowhere in the source"):
+        plan(actor, critic)
+    moved = plan(actor, critic, leave=frozenset({"score.weight"}))
+    assert "output_layer.weight" not in {move.parameter for move in moved.of(3).receives}
+    assert moved.bytes_received(3, 2) == moved.lower_bound(3, 2) > 0

@@ -1,5 +1,6 @@
 """The embedded engine against `transformers` itself: greedy `generate`, and a forward without a cache."""
 
+import json
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -8,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -20,6 +20,9 @@ from transformers import (
 )
 
 from verl_mg.errors import UserError
+from verl_mg.weights import table
+from verl_mg.weights.files import CheckpointReader, load_shards
+from verl_mg.weights.model_config import parse_config
 from verl_mg.rollout.embedded import EmbeddedEngine
 from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
 
@@ -194,12 +197,11 @@ def test_an_engine_without_weights_is_filled_by_the_checkpoint(name: str, tmp_pa
 
 
 def fill(engine: EmbeddedEngine, directory: Path) -> None:
-    """Write every tensor of the checkpoint; its names have to be exactly those of the engine."""
-    parameters = engine.parameters()
-    with safe_open(directory / "model.safetensors", "pt") as checkpoint:
-        assert set(checkpoint.keys()) == set(parameters)
-        for name, tensor in parameters.items():
-            tensor.copy_(checkpoint.get_tensor(name))
+    """Write every tensor of the checkpoint where the weight table says; its names have to be those of the engine."""
+    fields = json.loads((directory / "config.json").read_text())
+    fields.pop("use_sliding_window", None)  # no matter of the weights, and refused for training
+    with CheckpointReader(directory) as reader:
+        load_shards(reader, table(parse_config(fields)).transformers(), engine.parameters())
 
 
 def test_sleep_frees_the_weights_and_an_update_after_wake_restores_them(qwen3: Path) -> None:

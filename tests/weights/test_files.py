@@ -40,7 +40,7 @@ def test_boxes_written_apart_make_the_tensors(tmp_path, tensors, dtype, file_byt
         assert torch.equal(read[name], tensor.to(dtype))
     with CheckpointReader(tmp_path) as reader:
         box = ((1, 3), (2, 4))
-        assert torch.equal(reader.read("a", box, (6, 4)), tensors["a"].to(dtype)[1:3, 2:4])
+        assert torch.equal(reader.read("a", box), tensors["a"].to(dtype)[1:3, 2:4])
 
 
 def test_only_the_asked_slices_are_filled_in_and_padding_is_zero(tmp_path, tensors):
@@ -48,7 +48,7 @@ def test_only_the_asked_slices_are_filled_in_and_padding_is_zero(tmp_path, tenso
     shard = Shard((4, 2), (Piece("a", ((2, 5), (1, 3)), ((0, 3), (0, 2))),), padding=(((3, 4), (0, 2)),))
     parameter = torch.full((4, 2), torch.nan)
     with CheckpointReader(tmp_path) as reader:
-        load_shards(reader, {"p": shard}, {"p": parameter}, WHOLE)
+        load_shards(reader, {"p": shard}, {"p": parameter})
     assert torch.equal(parameter, torch.cat([tensors["a"][2:5, 1:3], torch.zeros(1, 2)]))
 
 
@@ -57,13 +57,34 @@ def test_what_is_missing_or_different_is_named(tmp_path, tensors):
         CheckpointReader(tmp_path)
     save_file(tensors, tmp_path / SINGLE)
     with CheckpointReader(tmp_path) as reader:
+        reader.check(WHOLE)
         with pytest.raises(UserError, match="has no tensor 'x'"):
-            reader.read("x", ((0, 1),), (1,))
+            reader.check(WHOLE | {"x": WHOLE["a"]})
         with pytest.raises(UserError, match=r"'a' has shape \(6, 4\), config.json says \(6, 5\)"):
-            reader.read("a", ((0, 1), (0, 1)), (6, 5))
+            reader.check(WHOLE | {"a": Shard((6, 5), ())})
     (tmp_path / SINGLE).write_bytes(b"\x10" * 20)
     with pytest.raises(UserError, match="not a readable safetensors file"):
         CheckpointReader(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
-    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match="gone.safetensors: missing"):
-        reader.read("a", ((0, 1), (0, 1)), (6, 4))
+
+
+def test_a_damaged_part_of_a_checkpoint_is_named_with_the_tensor_in_it(tmp_path, tensors):
+    writer = CheckpointWriter(tmp_path, WHOLE, torch.float32, file_bytes=100)
+    writer.create()
+    parts = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    part = tmp_path / parts["c"]
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-4])
+    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match=rf"{parts['c']}: not a readable.*'c'"):
+        reader.check(WHOLE)
+    part.unlink()
+    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match=rf"{parts['c']}: missing.*'c'"):
+        reader.check(WHOLE)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**parts, "c": parts["a"]}}))
+    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match="no tensor 'c', although"):
+        reader.check(WHOLE)
+
+
+def test_weights_of_a_type_that_is_not_floating_point_are_refused(tmp_path, tensors):
+    save_file(tensors | {"a": tensors["a"].to(torch.float8_e4m3fn)}, tmp_path / SINGLE)
+    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match="'a' is F8_E4M3"):
+        reader.check(WHOLE)

@@ -1,158 +1,281 @@
-"""The weight table against an independent reading of Megatron's layouts, by gathering everything and cutting it."""
+"""The weight table against independent readings of each dialect, by gathering everything and cutting it."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.random_models import LATENT, MIXTURES, assemble, checkpoint, config, configs, engines, fields, holdings, layouts
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout
-from verl_mg.weights import HFConfig, Shard, table
-from verl_mg.weights.boxes import slices
-from verl_mg.weights.model_config import parse_config, read_config
+from verl_mg.layout import EngineLayout, Layout, Placement
+from verl_mg.weights import table
+from verl_mg.weights.model_config import FAMILIES, parse_config, read_config
 
 
-def config_of(architecture: str, tp: int, layers: int, groups: int, per_group: int, vocab: int, tied: bool) -> HFConfig:
-    return parse_config(
-        {
-            "model_type": architecture,
-            "num_hidden_layers": layers,
-            "hidden_size": 6,
-            "num_attention_heads": tp * groups * per_group,
-            "num_key_value_heads": tp * groups,
-            "head_dim": 4,
-            "intermediate_size": 5 * tp,
-            "vocab_size": vocab,
-            "tie_word_embeddings": tied,
-        }
-    )
+@given(st.data())
+@settings(max_examples=150)
+def test_every_rank_holds_what_it_says_and_together_they_hold_the_model(data):
+    c = data.draw(configs())
+    held = data.draw(holdings(c))
+    tensors = checkpoint(c)
+    seen: set[int] = set()
+    for rank in held.ranks:
+        for name, shard in held.shards(rank).items():
+            values = assemble(shard, tensors)
+            assert tuple(values.shape) == shard.shape, name
+            seen.update(values.flatten().tolist())
+    seen.discard(0)  # padding
+    assert len(seen) == sum(tensor.numel() for tensor in tensors.values())
 
 
-configs = st.builds(
-    lambda **sizes: (config_of(**sizes), sizes["tp"]),
-    architecture=st.sampled_from(["llama", "qwen2", "qwen3"]),
-    tp=st.sampled_from([1, 2, 4]),
-    layers=st.sampled_from([2, 4]),
-    groups=st.integers(1, 2),
-    per_group=st.integers(1, 3),
-    vocab=st.integers(1, 70),
-    tied=st.booleans(),
-)
-
-
-def checkpoint(config: HFConfig) -> dict[str, torch.Tensor]:
-    """Every element of the model is another number."""
-    tensors, start = {}, 1
-    for name, shard in table(config).huggingface().items():
-        count = torch.Size(shard.shape).numel()
-        tensors[name] = torch.arange(start, start + count).reshape(shard.shape)
-        start += count
-    return tensors
-
-
-def assemble(shard: Shard, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The shard as loading fills it; asserts that each element is written exactly once, declared padding aside."""
-    values, writes = torch.zeros(shard.shape, dtype=torch.int64), torch.zeros(shard.shape, dtype=torch.int64)
-    for piece in shard.pieces:
-        values[slices(piece.target)] = tensors[piece.tensor][slices(piece.source)]
-        writes[slices(piece.target)] += 1
-    for box in shard.padding:
-        writes[slices(box)] += 1
-    assert (writes == 1).all()
-    return values
-
-
-def megatron_reference(config: HFConfig, tensors: dict[str, torch.Tensor], layer: int, tp: int, rank: int):
-    """One layer's fused weights as Megatron documents them, written with views of the whole tensors."""
-    prefix, h = f"model.layers.{layer}.", config.hidden
-    groups, d = config.kv_heads, config.head_dim
-    q, k, v = (tensors[f"{prefix}self_attn.{x}_proj.weight"] for x in "qkv")
-    qkv = torch.cat([q.view(groups, -1, d, h), k.view(groups, 1, d, h), v.view(groups, 1, d, h)], dim=1)
-    gate, up = (tensors[f"{prefix}mlp.{x}_proj.weight"].chunk(tp)[rank] for x in ("gate", "up"))
-    return {
-        "self_attention.linear_qkv.weight": qkv.reshape(-1, h).chunk(tp)[rank],
-        "self_attention.linear_proj.weight": tensors[f"{prefix}self_attn.o_proj.weight"].chunk(tp, dim=1)[rank],
-        "mlp.linear_fc1.weight": torch.cat([gate, up]),
-        "mlp.linear_fc2.weight": tensors[f"{prefix}mlp.down_proj.weight"].chunk(tp, dim=1)[rank],
-        "input_layernorm.weight": tensors[f"{prefix}input_layernorm.weight"],
-        "pre_mlp_layernorm.weight": tensors[f"{prefix}post_attention_layernorm.weight"],
+@given(st.data())
+@settings(max_examples=100)
+def test_places_are_the_shards_seen_from_the_tensors(data):
+    held = data.draw(holdings(data.draw(configs())))
+    from_shards = {
+        (rank, piece.tensor, piece.source, parameter, piece.target)
+        for rank in held.ranks
+        for parameter, shard in held.shards(rank).items()
+        for piece in shard.pieces
     }
+    from_places = {
+        (rank, tensor, place.box, spot.parameter, spot.at)
+        for tensor in held.tensors
+        for place in held.places(tensor)
+        for spot in place.spots
+        for rank in spot.ranks
+    }
+    assert from_places == from_shards
+    for tensor in held.tensors:
+        for place in held.places(tensor):
+            assert place.ranks == tuple(sorted({rank for spot in place.spots for rank in spot.ranks}))
 
 
-@given(configs, st.sampled_from([1, 2]))
+@given(st.data())
+@settings(max_examples=50)
+def test_tensors_of_one_kind_lie_in_the_same_boxes_on_the_same_ranks(data):
+    held = data.draw(holdings(data.draw(configs())))
+    kinds: dict[object, list[object]] = {}
+    for tensor in held.tensors:
+        where = [(place.box, place.ranks) for place in held.places(tensor)]
+        assert kinds.setdefault(held.kind(tensor), where) == where
+
+
+def megatron_reference(c, tensors, layer, tp, rank):
+    """One layer's weights as Megatron documents them, written with views of the whole tensors."""
+    p, h = f"model.layers.{layer}.", c.hidden
+
+    def fused(gate, up, size, index):
+        return torch.cat([tensors[p + gate].chunk(size)[index], tensors[p + up].chunk(size)[index]])
+
+    found = {
+        "input_layernorm.weight": tensors[p + "input_layernorm.weight"],
+        "self_attention.linear_proj.weight": tensors[p + "self_attn.o_proj.weight"].chunk(tp, dim=1)[rank],
+    }
+    if c.latent:
+        a = p + "self_attn."
+        found["self_attention.linear_kv_down_proj.weight"] = tensors[a + "kv_a_proj_with_mqa.weight"].chunk(tp)[rank]
+        found["self_attention.linear_kv_up_proj.weight"] = tensors[a + "kv_b_proj.weight"].chunk(tp)[rank]
+        found["self_attention.kv_layernorm.weight"] = tensors[a + "kv_a_layernorm.weight"]
+        if c.latent.q_rank:
+            found["self_attention.linear_q_up_proj.weight"] = tensors[a + "q_b_proj.weight"].chunk(tp)[rank]
+        else:
+            found["self_attention.linear_q_proj.weight"] = tensors[a + "q_proj.weight"].chunk(tp)[rank]
+    else:
+        q, k, v = (tensors[f"{p}self_attn.{x}_proj.weight"] for x in "qkv")
+        parts = [x.view(c.kv_heads, -1, c.head_dim, h) for x in (q, k, v)]
+        found["self_attention.linear_qkv.weight"] = torch.cat(parts, dim=1).reshape(-1, h).chunk(tp)[rank]
+    if not c.has_experts(layer):
+        found["mlp.linear_fc1.weight"] = fused("mlp.gate_proj.weight", "mlp.up_proj.weight", tp, rank)
+        found["mlp.linear_fc2.weight"] = tensors[p + "mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
+    return found
+
+
+def expert_reference(c, tensors, layer, expert, etp, rank):
+    """(fc1, fc2) of one expert."""
+    p = f"model.layers.{layer}."
+    names = ("block_sparse_moe", "w1", "w3", "w2") if c.architecture == "mixtral" else (
+        "mlp", "gate_proj", "up_proj", "down_proj"
+    )  # fmt: skip
+    gate, up, down = (tensors[f"{p}{names[0]}.experts.{expert}.{name}.weight"] for name in names[1:])
+    return torch.cat([gate.chunk(etp)[rank], up.chunk(etp)[rank]]), down.chunk(etp, dim=1)[rank]
+
+
+@given(st.data())
 @settings(max_examples=60)
-def test_megatron_shards_equal_the_cut_of_the_gathered_weights(config_and_tp, pp):
-    config, tp = config_and_tp
-    tensors = checkpoint(config)
-    layout = Layout(tp=tp, pp=pp, dp=2)
+def test_megatron_shards_equal_the_cut_of_the_gathered_weights(data):
+    c = data.draw(configs())
+    layout = data.draw(layouts(c))
+    tensors = checkpoint(c)
     for rank in range(layout.ranks):
         at = layout.coordinates(rank)
-        shards = table(config).megatron(layout, rank)
-        values = {name: assemble(shard, tensors) for name, shard in shards.items()}
-        per_stage = config.layers // pp
-        for local in range(per_stage):
-            reference = megatron_reference(config, tensors, at.pp * per_stage + local, tp, at.tp)
-            for name, expected in reference.items():
-                assert torch.equal(values[f"decoder.layers.{local}.{name}"], expected), name
+        values = {name: assemble(shard, tensors) for name, shard in table(c).megatron(layout, rank).items()}
+        for chunk in range(layout.vpp):
+            prefix = f"chunk{chunk}." if layout.vpp > 1 else ""
+            for local, layer in enumerate(layout.layers(c.layers, at.pp, chunk)):
+                here = f"{prefix}decoder.layers.{local}."
+                for name, expected in megatron_reference(c, tensors, layer, layout.tp, at.tp).items():
+                    assert torch.equal(values[here + name], expected), name
+                if not c.has_experts(layer):
+                    continue
+                each = c.experts.count // layout.ep
+                for own in range(each):
+                    fc1, fc2 = expert_reference(c, tensors, layer, at.ep * each + own, layout.etp, at.etp)
+                    expert = f"{here}mlp.experts.local_experts.{own}."
+                    assert torch.equal(values[expert + "linear_fc1.weight"], fc1)
+                    assert torch.equal(values[expert + "linear_fc2.weight"], fc2)
 
 
-@given(configs)
+@given(st.data())
 @settings(max_examples=60)
-def test_vocabulary_shards_put_together_are_the_vocabulary(config_and_tp):
-    config, tp = config_and_tp
-    tensors = checkpoint(config)
-    layout = Layout(tp=tp)
-    parts = [
-        assemble(table(config).megatron(layout, r)["embedding.word_embeddings.weight"], tensors) for r in range(tp)
-    ]
-    whole = torch.cat(parts)
-    assert torch.equal(whole[: config.vocab], tensors["model.embed_tokens.weight"])
-    assert not whole[config.vocab :].any()
-    assert len(whole) == table(config).padded_vocab(tp) and len(parts[0]) % 8 == 0
+def test_sglang_shards_equal_the_cut_of_the_gathered_weights(data):
+    c = data.draw(configs())
+    placement = data.draw(engines(c))
+    layout, tensors = placement.layout, checkpoint(c)
+    held = table(c).on_sglang(placement)
+    for rank in placement.ranks:
+        at = placement.coordinates(rank)
+        values = {name: assemble(shard, tensors) for name, shard in held.shards(rank).items()}
+        for layer in layout.layers(c.layers, at.pp):
+            p = f"model.layers.{layer}."
+            if not c.latent:
+                heads = c.kv_heads // min(layout.attention_tp, c.kv_heads) * c.head_dim
+                first = at.attention_tp * c.kv_heads // layout.attention_tp * c.head_dim
+                q = tensors[p + "self_attn.q_proj.weight"].chunk(layout.attention_tp)[at.attention_tp]
+                k, v = (tensors[f"{p}self_attn.{x}_proj.weight"][first : first + heads] for x in "kv")
+                assert torch.equal(values[p + "self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
+            if c.has_experts(layer):
+                each = c.experts.count // layout.ep
+                block = "block_sparse_moe" if c.architecture == "mixtral" else "mlp"
+                for own in range(each):
+                    fc1, fc2 = expert_reference(c, tensors, layer, at.ep * each + own, layout.expert_tp, at.expert_tp)
+                    assert torch.equal(values[f"{p}{block}.experts.w13_weight"][own], fc1)
+                    assert torch.equal(values[f"{p}{block}.experts.w2_weight"][own], fc2)
+            else:
+                gate, up = (tensors[f"{p}mlp.{x}_proj.weight"].chunk(layout.tp)[at.tp] for x in ("gate", "up"))
+                assert torch.equal(values[p + "mlp.gate_up_proj.weight"], torch.cat([gate, up]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("vocab", [5, 64, 101, 150])
+def test_vocabulary_shards_put_together_are_the_vocabulary(tp, vocab):
+    c = config("llama", vocab_size=vocab)
+    tensors, model = checkpoint(c), table(c)
+    megatron = [model.megatron(Layout(tp=tp), rank)["embedding.word_embeddings.weight"] for rank in range(tp)]
+    sglang = [model.sglang(EngineLayout(tp=tp), rank)["model.embed_tokens.weight"] for rank in range(tp)]
+    for parts, rows in ((megatron, model.padded_vocab(tp)), (sglang, -(-vocab // 64) * 64)):
+        whole = torch.cat([assemble(shard, tensors) for shard in parts])
+        assert torch.equal(whole[:vocab], tensors["model.embed_tokens.weight"])
+        assert not whole[vocab:].any()
+        assert len(whole) == rows and rows % (8 * tp) == 0
+
+
+def test_sglang_pads_the_vocabulary_further_where_the_ranks_do_not_divide_it():
+    c = config("llama", num_attention_heads=6, num_key_value_heads=6, intermediate_size=12, vocab_size=65)
+    assert table(c).sglang(EngineLayout(tp=3), 0)["lm_head.weight"].shape[0] == 64
 
 
 def test_biases_follow_the_query_groups():
-    config = config_of("qwen2", tp=2, layers=2, groups=1, per_group=2, vocab=5, tied=False)
-    tensors = checkpoint(config)
+    c = config("qwen2", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    tensors = checkpoint(c)
     q, k, v = (tensors[f"model.layers.1.self_attn.{x}_proj.bias"] for x in "qkv")
-    shard = table(config).megatron(Layout(tp=2), 1)["decoder.layers.1.self_attention.linear_qkv.bias"]
+    shard = table(c).megatron(Layout(tp=2), 1)["decoder.layers.1.self_attention.linear_qkv.bias"]
     assert torch.equal(assemble(shard, tensors), torch.cat([q[8:], k[4:], v[4:]]))
 
 
 def test_a_tied_output_layer_is_a_parameter_only_away_from_the_embedding():
-    tied = config_of("qwen3", tp=1, layers=2, groups=1, per_group=1, vocab=5, tied=True)
-    assert "lm_head.weight" not in table(tied).huggingface()
-    assert "output_layer.weight" not in table(tied).megatron(Layout(), 0)
-    last = table(tied).megatron(Layout(pp=2), 1)
-    assert last["output_layer.weight"].pieces[0].tensor == "model.embed_tokens.weight"
+    tied = table(config("qwen3", tie_word_embeddings=True))
+    assert "lm_head.weight" not in tied.huggingface()
+    assert "output_layer.weight" not in tied.megatron(Layout(), 0)
+    assert "lm_head.weight" not in tied.sglang(EngineLayout(), 0)
+    for last, name in (
+        (tied.megatron(Layout(pp=2), 1), "output_layer.weight"),
+        (tied.sglang(EngineLayout(pp=2), 1), "lm_head.weight"),
+    ):
+        assert last[name].pieces[0].tensor == "model.embed_tokens.weight"
 
 
 def test_interleaved_chunks_hold_their_layers():
-    config = config_of("llama", tp=1, layers=4, groups=1, per_group=1, vocab=5, tied=False)
-    shards = table(config).megatron(Layout(pp=2, vpp=2), 1)
+    shards = table(config("llama")).megatron(Layout(pp=2, vpp=2), 1)
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     layers = [shards[f"chunk{chunk}.{name}"].pieces[0].tensor for chunk in (0, 1)]
     assert layers == ["model.layers.1.mlp.down_proj.weight", "model.layers.3.mlp.down_proj.weight"]
 
 
+def test_a_value_head_takes_the_place_of_the_output_layer():
+    critic = table(config("llama"), head="value")
+    for rank in range(4):
+        output = critic.megatron(Layout(tp=2, pp=2), rank).get("output_layer.weight")
+        assert (output is None) == (rank < 2)
+        if output:
+            assert (output.shape, output.pieces[0].tensor) == ((1, 8), "score.weight")
+
+
+def test_transformer_engine_names_fuse_norms_and_group_experts():
+    moe = table(config("qwen3_moe")).megatron(Layout(ep=2), 1, "transformer_engine")
+    assert moe["decoder.layers.0.mlp.experts.linear_fc1.weight3"].pieces[0].tensor.endswith("experts.7.gate_proj.weight")
+    assert {"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.0.pre_mlp_layernorm.weight"} <= moe.keys()
+    dense = table(config("qwen3")).megatron(Layout(), 0, "transformer_engine")
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in dense
+    latent = table(config("deepseek_v3")).megatron(Layout(tp=4), 0, "transformer_engine")
+    assert latent["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape == (16, 8)
+
+
+def test_only_the_router_bias_stays_float32():
+    tensors = table(config("deepseek_v3")).catalogue.tensors
+    names = {name for name, info in tensors.items() if info.float32}
+    assert names == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_dense_layers_come_first_where_the_configuration_says_so(family):
+    c = config(family, first_k_dense_replace=2)
+    assert [c.has_experts(layer) for layer in range(4)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("tp3", "tp3 does not divide the 8 attention heads; tp 1, 2, 4, 8 would"),
+        ("pp8", "8 pipeline chunks are more than the model's 4 layers"),
+        ("ep3-dp3", "ep3 does not divide the 8 experts"),
+    ],
+)
+def test_a_layout_that_cannot_hold_the_model_is_refused(family, layout, message):
+    fitted = Layout.parse(layout)
+    with pytest.raises(UserError, match=message):
+        table(config(family)).on_megatron(Placement(fitted, tuple(range(fitted.ranks))))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout", "message"),
+    [
+        ("llama", {}, "tp8-adp2", "no data-parallel attention for llama"),
+        ("gemma2", {}, "pp2", "no pipeline parallelism for gemma2"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "tp2", "this model has dense ones"),
+        ("qwen3", {}, "tp2-ep2", "ep2 spreads experts, and the model has none"),
+        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "tp6", "tp / adp = 6 does not divide the 4 key"),
+        ("qwen3_moe", {}, "tp4-ep3", "ep divides the tp4 ranks"),
+    ],
+)
+def test_what_sglang_cannot_do_is_refused(family, changes, layout, message):
+    with pytest.raises(UserError, match=message):
+        table(config(family, **changes)).sglang(EngineLayout.parse(layout), 0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported are llama, qwen2, qwen3"),
+        ({"model_type": "mamba"}, f"model_type 'mamba' is not supported; supported are {', '.join(FAMILIES)}"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"hidden_size": None}, "a size is not a number"),
+        ({"model_type": "qwen3_moe"}, "field 'num_experts' is missing"),
     ],
 )
 def test_a_model_that_is_not_built_is_refused(change, message):
-    raw = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-        "vocab_size": 9,
-    }
+    raw = fields("llama")
     parse_config(raw)
     with pytest.raises(UserError, match=message):
         parse_config(raw | change)

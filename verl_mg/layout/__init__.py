@@ -1,6 +1,10 @@
-"""How a model is cut over ranks: its `Layout`, the `Coordinates` of a rank, its `Placement` in a job."""
+"""How a model is cut over ranks: its `Layout`, the `Coordinates` of a rank, its `Placement` in a job.
 
+`EngineLayout` and `EnginePlacement` are the same for a rollout engine.
+"""
+
+from verl_mg.layout.engine import EngineCoordinates, EngineLayout, EnginePlacement
 from verl_mg.layout.layout import Coordinates, Layout
 from verl_mg.layout.placement import Placement
 
-__all__ = ["Coordinates", "Layout", "Placement"]
+__all__ = ["Coordinates", "EngineCoordinates", "EngineLayout", "EnginePlacement", "Layout", "Placement"]

@@ -72,20 +72,7 @@ class Layout:
 
         Raises UserError naming the part that is not understood.
         """
-        sizes: dict[str, int] = {}
-        for token in text.split("-"):
-            match = re.fullmatch(r"([a-z]+)([0-9]+)", token)
-            if match is None:
-                raise _unreadable(text, f"{token!r} is not a key and a number")
-            key, size = match[1], int(match[2])
-            if key not in KEYS:
-                raise _unreadable(text, f"{token!r} has an unknown key")
-            if key in sizes:
-                raise _unreadable(text, f"{token!r} gives {key} a second time")
-            if size == 0:
-                raise _unreadable(text, f"{token!r} is not a size, sizes start at 1")
-            sizes[key] = size
-        return cls(**sizes)
+        return cls(**parse_sizes(text, KEYS, EXAMPLE))
 
     def __str__(self) -> str:
         """The shortest text that `parse` reads back as an equal layout; `tp1` when every size is 1."""
@@ -151,15 +138,21 @@ class Layout:
     def layers(self, num_layers: int, pp_rank: int, vpp_rank: int = 0) -> range:
         """Global indices of the layers that chunk `vpp_rank` of pipeline stage `pp_rank` holds.
 
-        Even split in Megatron's interleaved order: chunk v of stage p is the (v * pp + p)-th run of layers.
-        Raises UserError when pp * vpp does not divide the layers, IndexError for a chunk that is not there.
+        Chunk v of stage p is the (v * pp + p)-th run of layers, Megatron's interleaved order. Where the chunks do not
+        divide the layers, some have one layer fewer: the last chunk and the first, which carry the output and the
+        embedding, then their neighbours inwards. Raises UserError when there are fewer layers than chunks, IndexError
+        for a chunk that is not there.
         """
         if not (0 <= pp_rank < self.pp and 0 <= vpp_rank < self.vpp):
             raise IndexError(f"chunk {vpp_rank} of pipeline stage {pp_rank} of layout {self}")
-        self._divide(num_layers, "layers", "pp", "vpp")
-        length = num_layers // (self.pp * self.vpp)
-        start = (vpp_rank * self.pp + pp_rank) * length
-        return range(start, start + length)
+        chunks, number = self.pp * self.vpp, vpp_rank * self.pp + pp_rank
+        if num_layers < chunks:
+            raise UserError(f"layout {self}: {chunks} pipeline chunks are more than the model's {num_layers} layers")
+        each, fewer = -(-num_layers // chunks), -num_layers % chunks
+        # Chunk n from the left is the (2n + 1)-th to go short, chunk n from the right the 2n-th.
+        short = [min(2 * chunk + 1, 2 * (chunks - 1 - chunk)) < fewer for chunk in range(number + 1)]
+        start = number * each - sum(short[:number])
+        return range(start, start + each - short[number])
 
     def check(
         self,
@@ -170,20 +163,25 @@ class Layout:
         ffn: int,
         experts: int = 0,
         expert_ffn: int = 0,
+        shared_ffn: int = 0,
+        low_ranks: Iterable[int] = (),
     ) -> None:
         """Raise UserError naming the first dimension of a model that this layout does not divide.
 
         Megatron would replicate KV heads for a tp that is a multiple of them; here each rank holds its own.
-        A model without experts leaves `experts` and `expert_ffn` at 0.
+        A model leaves what it has not at 0; `low_ranks` are the widths of latent attention's down projections.
         """
         self._divide(attention_heads, "attention heads", "tp")
         self._divide(kv_heads, "key-value heads", "tp")
         self._divide(ffn, "columns of the feed-forward layer", "tp")
-        self._divide(layers, "layers", "pp", "vpp")
+        self.layers(layers, 0)
         if experts == 0 and self.ep > 1:
             raise UserError(f"layout {self}: ep{self.ep} spreads experts, and the model has none; drop ep")
         self._divide(experts, "experts", "ep")
         self._divide(expert_ffn, "columns of an expert", "etp")
+        self._divide(shared_ffn, "columns of the shared experts", "tp")
+        for width in low_ranks:
+            self._divide(width, "rows of a down projection of latent attention", "tp")
 
     def _divide(self, dimension: int, what: str, *keys: str) -> None:
         size = math.prod(getattr(self, key) for key in keys)
@@ -217,8 +215,24 @@ class Layout:
         return f", or write {_or(found)}" if found else ""
 
 
-def _unreadable(text: str, reason: str) -> UserError:
-    return UserError(f"layout {text!r}: {reason}; keys are {', '.join(KEYS)}, each once, as in {EXAMPLE}")
+def parse_sizes(text: str, keys: tuple[str, ...], example: str) -> dict[str, int]:
+    """Read `tp2-pp2`: {key: size}. Raises UserError naming the part that is not understood."""
+    sizes: dict[str, int] = {}
+    for token in text.split("-"):
+        match = re.fullmatch(r"([a-z]+)([0-9]+)", token)
+        if match is None:
+            reason = f"{token!r} is not a key and a number"
+        elif match[1] not in keys:
+            reason = f"{token!r} has an unknown key"
+        elif match[1] in sizes:
+            reason = f"{token!r} gives {match[1]} a second time"
+        elif int(match[2]) == 0:
+            reason = f"{token!r} is not a size, sizes start at 1"
+        else:
+            sizes[match[1]] = int(match[2])
+            continue
+        raise UserError(f"layout {text!r}: {reason}; keys are {', '.join(keys)}, each once, as in {example}")
+    return sizes
 
 
 def _multiples_around(unit: int, ranks: int) -> list[int]:

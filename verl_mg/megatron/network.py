@@ -14,11 +14,11 @@ from torch import Tensor
 from verl_mg import platform
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import MicroBatch, make_micro_batch
 from verl_mg.megatron.model import build_chunks, parameters_by_name, rotary_frequencies
-from verl_mg.weights import HFConfig, Shard, read_config, table
+from verl_mg.weights import HFConfig, Holdings, read_config, table
 from verl_mg.weights.files import CheckpointReader, load_shards
 
 Report = dict[str, Tensor]
@@ -41,7 +41,8 @@ class Network:
             self.chunks = build_chunks(self.table, groups, dtype, recompute)
         self.runnable: list[torch.nn.Module] = list(self.chunks)
         with CheckpointReader(model_dir) as reader:
-            load_shards(reader, self.shards(), self.parameters(), self.table.huggingface())
+            reader.check(self.table.huggingface())
+            load_shards(reader, self.holdings().shards(torch.distributed.get_rank()), self.parameters())
 
     @property
     def layout(self) -> Layout:
@@ -58,9 +59,9 @@ class Network:
         """This rank's parameters under the names of the weight table."""
         return parameters_by_name(self.chunks)
 
-    def shards(self) -> dict[str, Shard]:
-        """What the weight table says this rank holds."""
-        return self.table.megatron(self.layout, torch.distributed.get_rank())
+    def holdings(self) -> Holdings:
+        """What every rank holds, by the weight table."""
+        return self.table.on_megatron(Placement(self.layout, tuple(range(self.layout.ranks))))
 
     def logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[tuple[Tensor, Tensor]]:
         """(places in the token columns, log-probs there) of each micro-batch, where `speaks`; elsewhere []."""
@@ -109,7 +110,17 @@ def _judged(judge: Judge, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Te
 
 
 def check_layout(config: HFConfig, layout: Layout) -> None:
-    """UserError where the model cannot stand on the layout."""
+    """UserError where the model cannot be trained on the layout."""
+    untrained = {
+        "a mixture of experts is": config.experts,
+        "latent attention is": config.latent,
+        "the norms behind attention and feed-forward are": config.four_norms,
+    }
+    for what, present in untrained.items():
+        if present:
+            raise UserError(
+                f"model_type {config.architecture!r}: {what} not trained yet; name a model of llama, qwen2, qwen3"
+            )
     layout.check(attention_heads=config.heads, kv_heads=config.kv_heads, layers=config.layers, ffn=config.ffn)
     for size, written, what in ((layout.cp, "cp", "context parallelism"), (layout.vpp, "vpp", "interleaving")):
         if size > 1:

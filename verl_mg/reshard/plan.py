@@ -3,122 +3,222 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
-from verl_mg.weights.boxes import Box, Shard, carry, extents, intersect, volume
+from verl_mg.reshard.check import check
+from verl_mg.reshard.relation import Ranks, Relation
+from verl_mg.weights import Holdings, Place
+from verl_mg.weights.boxes import Box, carry, intersect, volume
+from verl_mg.weights.holdings import Spot
 
-Holdings = Mapping[int, Mapping[str, Shard]]
-"""What each global rank holds: {rank: {parameter: Shard}}."""
+FLOAT32_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Move:
-    """One box of a Hugging Face tensor, from a parameter of one rank to a parameter of another (or the same)."""
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A box that a rank sends to `peer` or receives from it, and where it stands on the rank itself.
+
+    A relayed box comes from a rank that received it for its own target, and is sent out of that target.
+    """
+
+    peer: int
+    tensor: str
+    box: Box
+    parameter: str
+    at: Box
+    relayed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A box that a rank takes from itself: of its source, or, where it needs it twice, of its own target."""
 
     tensor: str
-    source_rank: int
     source: str
-    source_box: Box
-    target_rank: int
+    source_at: Box
     target: str
-    target_box: Box
-
-    @property
-    def elements(self) -> int:
-        """How many elements are moved."""
-        return volume(self.target_box)
-
-    @property
-    def local(self) -> bool:
-        """Source and target are one rank: nothing goes over the wire."""
-        return self.source_rank == self.target_rank
+    target_at: Box
+    of_target: bool = False
 
 
 @dataclass(frozen=True)
+class RankPlan:
+    """What one rank does: copies, sends and receives in the order of the tensors."""
+
+    copies: tuple[Copy, ...]
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+@dataclass
+class RankTraffic:
+    """Bytes of one rank in one sync: received, of these from other nodes, sent (the mean over turns), lower bound."""
+
+    received: int = 0
+    entered: float = 0.0
+    sent: float = 0.0
+    lower_bound: int = 0
+
+
 class Plan:
-    """All moves of one sync, in an order that every rank derives alike."""
+    """All moves from `source` to `target`; each rank derives its own part, and none needs to speak for that.
 
-    moves: tuple[Move, ...]
-
-    def elements_received(self, rank: int) -> int:
-        """Elements that come to `rank` over the wire."""
-        return sum(move.elements for move in self.moves if move.target_rank == rank and not move.local)
-
-
-@dataclass(frozen=True)
-class _Place:
-    rank: int
-    parameter: str
-    box: Box
-
-
-def plan(source: Holdings, target: Holdings) -> Plan:
-    """The moves that fill every element of `target`: from the rank itself where it holds the box, else from the
-    rank that has sent least so far. Each element arrives once.
-
-    Raises ValueError naming the tensor and the box when the source does not cover the target.
+    A rank receives exactly what it needs and does not hold, once. Sources are the rank itself, then its node, then
+    the holders in rotation; between nodes a byte enters a node once (see `Relation`).
     """
-    held = _index(source)
-    sent: dict[int, int] = defaultdict(int)
-    moves: list[Move] = []
-    for rank, shards in sorted(target.items()):
-        for parameter, shard in shards.items():
+
+    def __init__(self, source: Holdings, target: Holdings, node: int, leave: frozenset[str]) -> None:
+        self.source, self.target, self.node, self._leave = source, target, node, leave
+        self._relations: dict[tuple[int, int], Relation] = {}
+        self._parts: dict[int, RankPlan] = {}
+        check(source, target, [names[0] for names in self._kinds.values()])
+
+    def of(self, rank: int) -> RankPlan:
+        """The part of one rank."""
+        if rank not in self._parts:
+            copies, receives = self._incoming(rank)
+            self._parts[rank] = RankPlan(copies, tuple(self._outgoing(rank)), receives)
+        return self._parts[rank]
+
+    def bytes_received(self, rank: int, itemsize: int) -> int:
+        """Bytes that come to a rank over the wire, with `itemsize` bytes an element that need not stay float32."""
+        return sum(volume(move.box) * self.itemsize(move.tensor, itemsize) for move in self.of(rank).receives)
+
+    def lower_bound(self, rank: int, itemsize: int) -> int:
+        """Bytes that a rank needs and does not hold: no way to move the weights can bring it less."""
+        held: dict[str, set[Box]] = defaultdict(set)
+        needed: dict[str, set[Box]] = defaultdict(set)
+        for found, holdings in ((held, self.source), (needed, self.target)):
+            for shard in holdings.shards(rank).values():
+                for piece in shard.pieces:
+                    found[piece.tensor].add(piece.source)
+        total = 0
+        for tensor in needed.keys() - self._leave:
+            for box in needed[tensor]:
+                own = sum(volume(common) for b in held.get(tensor, ()) if (common := intersect(b, box)))
+                total += (volume(box) - own) * self.itemsize(tensor, itemsize)
+        return total
+
+    def traffic(self, itemsize: int) -> dict[int, RankTraffic]:
+        """Bytes of every rank of source and target in one sync."""
+        moved: dict[Relation, int] = defaultdict(int)
+        needed: dict[Ranks, int] = defaultdict(int)
+        held: dict[tuple[Ranks, Ranks], int] = defaultdict(int)
+        for names in self._kinds.values():
+            scale = len(names) * self.itemsize(names[0], itemsize)
+            sources, targets = self.source.places(names[0]), self.target.places(names[0])
+            for there in targets:
+                needed[there.ranks] += volume(there.box) * scale
+                for here in sources:
+                    if common := intersect(here.box, there.box):
+                        moved[self._relation(here.ranks, there.ranks)] += volume(common) * scale
+                        held[here.ranks, there.ranks] += volume(common) * scale
+        ranks = {rank: RankTraffic() for rank in sorted({*self.source.ranks, *self.target.ranks})}
+        for relation, size in moved.items():
+            for rank, received, entered in relation.shares():
+                ranks[rank].received += int(received) * size
+                ranks[rank].entered += entered * size
+            for rank, sent in relation.work():
+                ranks[rank].sent += sent * size
+        for needers, size in needed.items():
+            for rank in needers:
+                ranks[rank].lower_bound += size
+        for (holders, needers), size in held.items():
+            for rank in set(holders).intersection(needers):
+                ranks[rank].lower_bound -= size
+        return ranks
+
+    def itemsize(self, tensor: str, itemsize: int) -> int:
+        """Bytes of an element of a tensor, `itemsize` unless it stays float32."""
+        return FLOAT32_BYTES if self.source.tensors[tensor].float32 else itemsize
+
+    def position(self, tensor: str) -> int:
+        """The place of a tensor in the order in which tensors are moved."""
+        return self.source.tensors[tensor].position
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[Hashable, Hashable], list[str]]:
+        """The target's tensors, those together that lie on the same ranks in the same boxes on both sides."""
+        kinds: dict[tuple[Hashable, Hashable], list[str]] = defaultdict(list)
+        for name in self.target.tensors:
+            if name not in self._leave:
+                known = name in self.source.tensors
+                kinds[self.source.kind(name) if known else name, self.target.kind(name)].append(name)
+        return kinds
+
+    def _incoming(self, rank: int) -> tuple[tuple[Copy, ...], tuple[Transfer, ...]]:
+        copies: list[Copy] = []
+        receives: list[Transfer] = []
+        for parameter, shard in self.target.shards(rank).items():
             for piece in shard.pieces:
-                missing = volume(piece.source)
-                for box, places in held.get(piece.tensor, {}).items():
-                    common = intersect(box, piece.source)
-                    if common is None:
-                        continue
-                    place = _choose(places, rank, sent)
-                    moves.append(
-                        Move(
-                            piece.tensor,
-                            place.rank,
-                            place.parameter,
-                            carry(common, box, place.box),
-                            rank,
-                            parameter,
-                            carry(common, piece.source, piece.target),
-                        )
-                    )
-                    missing -= volume(common)
-                    if place.rank != rank:
-                        sent[place.rank] += volume(common)
-                if missing:
-                    raise ValueError(
-                        f"{piece.tensor}: {missing} elements of the box {piece.source} that rank {rank} needs for "
-                        f"{parameter} are {'nowhere in the source' if missing > 0 else 'in overlapping source boxes'}"
-                    )
-    return Plan(tuple(moves))
+                if piece.tensor in self._leave:
+                    continue
+                there = next(place for place in self.target.places(piece.tensor) if place.box == piece.source)
+                spot = there.on(rank)
+                if (spot.parameter, spot.at) != (parameter, piece.target):
+                    copies.append(Copy(piece.tensor, spot.parameter, spot.at, parameter, piece.target, of_target=True))
+                    continue
+                for here, common in self._overlaps(self.source, piece.tensor, piece.source):
+                    at = carry(common, piece.source, piece.target)
+                    relation, turn = self._relation(here.ranks, there.ranks), self.position(piece.tensor)
+                    sender = relation.source_of(rank, turn)
+                    if sender == rank:
+                        own = here.on(rank)
+                        source_at = carry(common, here.box, own.at)
+                        copies.append(Copy(piece.tensor, own.parameter, source_at, parameter, at))
+                    else:
+                        relayed = relation.relayed(rank, turn)
+                        receives.append(Transfer(sender, piece.tensor, common, parameter, at, relayed))
+        return tuple(copies), self._ordered(receives)
+
+    def _outgoing(self, rank: int) -> tuple[Transfer, ...]:
+        sends: list[Transfer] = []
+        for here, spot, tensor in self._own(self.source, rank):
+            for there, common in self._overlaps(self.target, tensor, here.box):
+                relation, at = self._relation(here.ranks, there.ranks), carry(common, here.box, spot.at)
+                for peer in relation.served_by(rank, self.position(tensor)):
+                    sends.append(Transfer(peer, tensor, common, spot.parameter, at, relayed=False))
+        for there, spot, tensor in self._own(self.target, rank):
+            for here, common in self._overlaps(self.source, tensor, there.box):
+                relation, at = self._relation(here.ranks, there.ranks), carry(common, there.box, spot.at)
+                if rank not in here.ranks:
+                    for peer in relation.relayed_by(rank, self.position(tensor)):
+                        sends.append(Transfer(peer, tensor, common, spot.parameter, at, relayed=True))
+        return self._ordered(sends)
+
+    def _own(self, holdings: Holdings, rank: int) -> Iterator[tuple[Place, Spot, str]]:
+        """The boxes that a rank holds, each once, at the spot that all plans speak of."""
+        for parameter, shard in holdings.shards(rank).items():
+            for piece in shard.pieces:
+                if piece.tensor in self._leave:
+                    continue
+                place = next(place for place in holdings.places(piece.tensor) if place.box == piece.source)
+                spot = place.on(rank)
+                if (spot.parameter, spot.at) == (parameter, piece.target):
+                    yield place, spot, piece.tensor
+
+    def _overlaps(self, holdings: Holdings, tensor: str, box: Box) -> Iterator[tuple[Place, Box]]:
+        for place in holdings.places(tensor):
+            if common := intersect(place.box, box):
+                yield place, common
+
+    def _relation(self, holders: Ranks, needers: Ranks) -> Relation:
+        key = (id(holders), id(needers))  # holdings hand out one object for equal ranks, and keep it
+        if key not in self._relations:
+            self._relations[key] = Relation(holders, needers, self.node)
+        return self._relations[key]
+
+    def _ordered(self, moves: list[Transfer]) -> tuple[Transfer, ...]:
+        return tuple(sorted(moves, key=lambda move: (self.position(move.tensor), move.box)))
 
 
-def owners(source: Holdings) -> dict[int, list[tuple[str, Box, str, Box]]]:
-    """Who writes which box when `source` is saved: each distinct box once, spread over the ranks that hold it.
+def plan(source: Holdings, target: Holdings, node: int | None = None, leave: frozenset[str] = frozenset()) -> Plan:
+    """How every element of `target` comes from `source`, but for the tensors in `leave`, which keep their values.
 
-    {rank: [(tensor, box in it, parameter, box in the parameter)]}
+    `node` is the number of ranks of a node; None: all ranks are on one.
+    Raises UserError naming tensor and box where the source lacks elements, has them twice, or is of another shape.
     """
-    load: dict[int, int] = defaultdict(int)
-    duties: dict[int, list[tuple[str, Box, str, Box]]] = defaultdict(list)
-    for tensor, boxes in _index(source).items():
-        for box, places in boxes.items():
-            place = min(places, key=lambda p: (load[p.rank], p.rank))
-            load[place.rank] += volume(box)
-            duties[place.rank].append((tensor, box, place.parameter, place.box))
-    return dict(duties)
-
-
-def _index(source: Holdings) -> dict[str, dict[Box, list[_Place]]]:
-    """{tensor: {box: the places that hold it}}"""
-    held: dict[str, dict[Box, list[_Place]]] = defaultdict(lambda: defaultdict(list))
-    for rank, shards in sorted(source.items()):
-        for parameter, shard in shards.items():
-            for piece in shard.pieces:
-                assert extents(piece.source) == extents(piece.target)
-                held[piece.tensor][piece.source].append(_Place(rank, parameter, piece.target))
-    return held
-
-
-def _choose(places: list[_Place], rank: int, sent: Mapping[int, int]) -> _Place:
-    own = [place for place in places if place.rank == rank]
-    return own[0] if own else min(places, key=lambda place: (sent[place.rank], place.rank))
+    ranks = max((*source.ranks, *target.ranks)) + 1
+    return Plan(source, target, node or ranks, leave)

@@ -16,7 +16,7 @@ from verl_mg.algorithms.aggregation import normalizer
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.megatron.trainer import TokenLoss, Trainer
-from verl_mg.reshard import Holdings, owners
+from verl_mg.reshard.owners import duties
 from verl_mg.roles.exchange import index_rows
 from verl_mg.roles.policy import Policy
 from verl_mg.weights.boxes import slices
@@ -66,11 +66,6 @@ class Actor(Policy):
                 totals[f"actor/{name}"] += value / len(steps)
         return dict(totals)
 
-    def holdings(self) -> Holdings:
-        """What every rank holds of the model, by the weight table."""
-        layout = self.network.layout
-        return {rank: self.network.table.megatron(layout, rank) for rank in range(layout.ranks)}
-
     def save(self, folder: Path, model_dir: Path) -> None:
         """Write a Hugging Face directory: each rank its own boxes, the small files copied from `model_dir`.
 
@@ -85,8 +80,8 @@ class Actor(Policy):
             _tell_dtype(partial / "config.json", self.network.dtype)
         dist.barrier()
         parameters = self.network.parameters()
-        for tensor, box, parameter, own_box in owners(self.holdings()).get(dist.get_rank(), []):
-            writer.write(tensor, box, parameters[parameter].detach()[slices(own_box)])
+        for duty in duties(self.network.holdings(), dist.get_rank()):
+            writer.write(duty.tensor, duty.box, parameters[duty.parameter].detach()[slices(duty.at)])
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from verl_mg import platform
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.megatron.collectives import sum_over_ranks
-from verl_mg.reshard import Plan, execute, plan
+from verl_mg.reshard import Schedule, execute, plan, schedule
 from verl_mg.roles.actor import Actor
 from verl_mg.rollout import Request, RolloutEngine, Sample, Sampling
 
@@ -23,7 +24,8 @@ class Rollout:
     def __init__(self, engine: RolloutEngine, sampling: Sampling, seed: int) -> None:
         self._engine, self._sampling, self._seed = engine, sampling, seed
         self._next_id = 0
-        self._plan: Plan | None = None
+        self._schedule: Schedule | None = None
+        self._lower_bound = 0
         self.produced: list[Batch] = []
         self.metrics: dict[str, float] = {}
 
@@ -45,16 +47,25 @@ class Rollout:
 
     def sync(self, actor: Actor) -> None:
         """Bring the actor's weights into the engine, each byte that a rank lacks once."""
-        table, ranks = actor.network.table, range(dist.get_world_size())
-        if self._plan is None:
-            whole = table.huggingface()
-            self._plan = plan(actor.holdings(), {rank: whole for rank in ranks})
+        if self._schedule is None:
+            self._schedule = self._plan_sync(actor)
         self._engine.begin_update()
-        traffic = execute(
-            self._plan, dist.get_rank(), actor.network.parameters(), self._engine.parameters(), actor.network.dtype
-        )
+        traffic = execute(self._schedule, actor.network.parameters(), self._engine.parameters())
         self._engine.end_update(actor.updates)
-        self.metrics = sum_over_ranks([{"sync/bytes_received": traffic.bytes_received}])
+        moved = {"sync/bytes_received": traffic.bytes_received, "sync/bytes_lower_bound": self._lower_bound}
+        self.metrics = sum_over_ranks([moved]) | {
+            "time/sync": traffic.seconds,
+            "time/sync_packing": traffic.seconds_packing,
+            "time/sync_waiting": traffic.seconds_waiting,
+        }
+
+    def _plan_sync(self, actor: Actor) -> Schedule:
+        """Made once: layouts do not change between iterations."""
+        rank, ranks, dtype = dist.get_rank(), range(dist.get_world_size()), actor.network.dtype
+        target = actor.network.table.on_modules(ranks)
+        moves = plan(actor.network.holdings(), target, platform.ranks_of_a_node(len(ranks)))
+        self._lower_bound = moves.lower_bound(rank, dtype.itemsize)
+        return schedule(moves, rank, dtype)
 
     def _answer(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling) -> Batch:
         rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -13,7 +13,6 @@ from transformers.initialization import no_init_weights
 from verl_mg.errors import UserError
 from verl_mg.rollout.decoding import Completions, decode
 from verl_mg.rollout.engine import Finish, Request, Sample, Sampling
-from verl_mg.rollout.live_tensors import live_tensors
 from verl_mg.rollout.sampling import uniforms
 
 
@@ -76,8 +75,12 @@ class EmbeddedEngine:
         self._updating = True
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Name in the Hugging Face checkpoint -> live tensor of the module; a tied head is not listed."""
-        return live_tensors(self.module)
+        """Name in the module -> its live tensor, buffers that are saved included; a tied head is not listed."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            if all(tensor is not other for other in tensors.values()):
+                tensors[name] = tensor
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def end_update(self, version: int) -> None:
         """Take the written tensors into use as weights number `version`."""

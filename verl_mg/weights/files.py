@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,28 +46,52 @@ class CheckpointReader:
         with self._handle(SINGLE) as file:
             return dict.fromkeys(file.keys(), SINGLE)
 
-    def _handle(self, name: str) -> safe_open:
-        path = self.folder / name
+    def _handle(self, name: str, wanted: str = "") -> safe_open:
+        path, why = self.folder / name, f"; it should hold {wanted!r}" if wanted else ""
         try:
             return safe_open(path, framework="pt")
         except FileNotFoundError:
-            raise UserError(f"{path}: missing, although {INDEX} names it") from None
+            raise UserError(f"{path}: missing, although {INDEX} names it{why}") from None
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+            raise UserError(f"{path}: not a readable safetensors file ({error}){why}") from None
 
-    def read(self, tensor: str, box: Box, shape: tuple[int, ...]) -> Tensor:
-        """One box of a tensor whose whole shape must be `shape`; UserError where it is missing or different."""
+    def check(self, shapes: Mapping[str, Shard]) -> None:
+        """UserError for the first tensor that the files lack or hold in another shape, and for a damaged file.
+
+        `shapes` is the table's `huggingface()` view. Only the heads of the files are read.
+        """
+        for tensor, shard in shapes.items():
+            view = self._slice(tensor)
+            if tuple(view.get_shape()) != shard.shape:
+                raise UserError(
+                    f"{self.folder / self._files[tensor]}: tensor {tensor!r} has shape {tuple(view.get_shape())}, "
+                    f"config.json says {shard.shape}"
+                )
+            if view.get_dtype() not in _DTYPE_NAMES.values():
+                raise UserError(
+                    f"{self.folder / self._files[tensor]}: tensor {tensor!r} is {view.get_dtype()}; "
+                    f"weights must be {', '.join(_DTYPE_NAMES.values())}, so convert the checkpoint first"
+                )
+
+    def read(self, tensor: str, box: Box) -> Tensor:
+        """One box of a tensor; UserError where it is missing."""
+        try:
+            return self._slice(tensor)[slices(box)]
+        except SafetensorError as error:
+            raise UserError(
+                f"{self.folder / self._files[tensor]}: the box {box} of {tensor!r} cannot be read ({error})"
+            ) from None
+
+    def _slice(self, tensor: str) -> Any:
         name = self._files.get(tensor)
         if name is None:
             raise UserError(f"{self.folder}: the checkpoint has no tensor {tensor!r}, which config.json asks for")
         if name not in self._open:
-            self._open[name] = self._handle(name)
-        view = self._open[name].get_slice(tensor)
-        if tuple(view.get_shape()) != shape:
-            raise UserError(
-                f"{self.folder / name}: tensor {tensor!r} has shape {tuple(view.get_shape())}, config.json says {shape}"
-            )
-        return view[slices(box)]
+            self._open[name] = self._handle(name, tensor)
+        try:
+            return self._open[name].get_slice(tensor)
+        except SafetensorError:
+            raise UserError(f"{self.folder / name}: no tensor {tensor!r}, although {INDEX} says so") from None
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -75,12 +100,10 @@ class CheckpointReader:
         self._open.clear()
 
 
-def load_shards(
-    reader: CheckpointReader, shards: Mapping[str, Shard], parameters: Mapping[str, Tensor], shapes: Mapping[str, Shard]
-) -> None:
+def load_shards(reader: CheckpointReader, shards: Mapping[str, Shard], parameters: Mapping[str, Tensor]) -> None:
     """Fill the parameters of one rank in place, reading only its boxes; declared padding becomes 0.
 
-    `shapes` is the table's `huggingface()` view. Parameters without a shard, or shards without one, are our mistake.
+    Parameters without a shard, or shards without one, are our mistake.
     """
     if shards.keys() != parameters.keys():
         raise ValueError(f"table and model name different parameters: {sorted(shards.keys() ^ parameters.keys())}")
@@ -89,9 +112,8 @@ def load_shards(
         if tuple(parameter.shape) != shard.shape:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the weight table says {shard.shape}")
         for piece in shard.pieces:
-            parameter[slices(piece.target)] = reader.read(piece.tensor, piece.source, shapes[piece.tensor].shape).to(
-                parameter.dtype
-            )
+            room = parameter[slices(piece.target)]
+            room.copy_(reader.read(piece.tensor, piece.source).view(room.shape))
         for box in shard.padding:
             parameter[slices(box)] = 0
 

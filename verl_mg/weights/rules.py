@@ -1,42 +1,38 @@
-"""How Hugging Face tensors are cut and fused into the shard of one tensor-parallel rank."""
+"""How Hugging Face tensors are cut and fused into the shard of one rank of a parallel axis."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from verl_mg.weights.anatomy import HFTensor
 from verl_mg.weights.boxes import Box, Piece, Shard, full_box
 
 
-@dataclass(frozen=True)
-class HFTensor:
-    """A tensor of the checkpoint: its name and global shape."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
 class Rule(Protocol):
-    """The shard of tensor-parallel rank `rank` of `size`, made of the given tensors."""
+    """The shard of rank `rank` of `size` on the axis that cuts the parameter, made of the given tensors."""
 
     def __call__(self, tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
         """The shard; sizes that do not divide are our mistake, a layout is checked before."""
         ...
 
 
-def replicated(tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
-    """Every rank holds the whole of the one tensor."""
-    (tensor,) = tensors
-    box = full_box(tensor.shape)
-    return Shard(tensor.shape, (Piece(tensor.name, box, box),))
+def whole(tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
+    """Every rank holds the whole of the tensors, one after the other along their first dimension."""
+    return FusedRows(1)(tensors, 0, 1)
+
+
+def rows(tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
+    """Each tensor cut along its first dimension: a rank holds its slab of every tensor in turn."""
+    return FusedRows(size)(tensors, rank, size)
 
 
 def columns(tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
     """The one tensor, cut along its second dimension."""
     (tensor,) = tensors
-    rows, width = tensor.shape[0], tensor.shape[1] // size
-    source: Box = ((0, rows), (rank * width, (rank + 1) * width))
-    return Shard((rows, width), (Piece(tensor.name, source, full_box((rows, width))),))
+    height, width = tensor.shape[0], tensor.shape[1] // size
+    source: Box = ((0, height), (rank * width, (rank + 1) * width))
+    return Shard((height, width), (Piece(tensor.name, source, full_box((height, width))),))
 
 
 @dataclass(frozen=True)
@@ -44,46 +40,67 @@ class FusedRows:
     """Several tensors fused along their first dimension, and cut along it.
 
     The tensors are divided into `units`; the fused parameter is unit after unit, in each unit one slab of
-    every tensor in turn, and a rank holds a run of whole units. With `units` None there is one a rank.
-    Megatron's fused QKV has a unit for each query group, its gate and up projections one a rank.
+    every tensor in turn, and a rank holds a run of whole units. Megatron's fused QKV has a unit for each
+    query group.
     """
 
-    units: int | None = None
+    units: int
 
     def __call__(self, tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
         """See `Rule`; all tensors have the same dimensions after the first."""
-        units = self.units or size
-        mine = range(rank * units // size, (rank + 1) * units // size)
-        pieces, row = [], 0
-        for unit in mine:
-            for tensor in tensors:
-                slab = tensor.shape[0] // units
-                rest = full_box(tensor.shape[1:])
-                source = ((unit * slab, (unit + 1) * slab), *rest)
-                pieces.append(Piece(tensor.name, source, ((row, row + slab), *rest)))
-                row += slab
-        return Shard((row, *tensors[0].shape[1:]), tuple(pieces))
+        mine = range(rank * self.units // size, (rank + 1) * self.units // size)
+        return _slabs([(tensor, self.units, unit) for unit in mine for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """q, k and v, a slab of each in turn; a rank has at least one of the `kv_heads`, which ranks may share.
+
+    With more ranks than heads, `size / kv_heads` neighbours hold the same key-value head.
+    """
+
+    kv_heads: int
+
+    def __call__(self, tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
+        """See `Rule`; the tensors are q, k and v."""
+        q, *kv = tensors
+        parts = min(size, self.kv_heads)
+        return _slabs([(q, size, rank), *((tensor, parts, rank * parts // size) for tensor in kv)])
 
 
 @dataclass(frozen=True)
 class VocabularyRows:
-    """The rows of a vocabulary, padded so that every rank holds the same multiple of `multiple` rows."""
+    """The rows of a vocabulary, padded to a multiple of `multiple` rows, on each rank or over all ranks."""
 
     multiple: int
+    on_each_rank: bool = True
 
     def __call__(self, tensors: tuple[HFTensor, ...], rank: int, size: int) -> Shard:
         """See `Rule`; padding comes after the last token."""
         (tensor,) = tensors
         vocab, rest = tensor.shape[0], full_box(tensor.shape[1:])
-        rows = padded_vocabulary(vocab, size, self.multiple) // size
-        start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)
+        height = self.padded(vocab, size) // size
+        start, stop = min(rank * height, vocab), min((rank + 1) * height, vocab)
         real = stop - start
         pieces = (Piece(tensor.name, ((start, stop), *rest), ((0, real), *rest)),) if real else ()
-        padding = (((real, rows), *rest),) if real < rows else ()
-        return Shard((rows, *tensor.shape[1:]), pieces, padding)
+        padding = (((real, height), *rest),) if real < height else ()
+        return Shard((height, *tensor.shape[1:]), pieces, padding)
+
+    def padded(self, vocab: int, size: int) -> int:
+        """Rows of the vocabulary over all ranks, padding included."""
+        over_all = -(-vocab // self.multiple) * self.multiple
+        if not self.on_each_rank and over_all % size == 0:
+            return over_all
+        return -(-vocab // (size * self.multiple)) * size * self.multiple
 
 
-def padded_vocabulary(vocab: int, size: int, multiple: int) -> int:
-    """The smallest vocabulary from `vocab` on that gives each of `size` ranks a multiple of `multiple` rows."""
-    step = size * multiple
-    return -(-vocab // step) * step
+def _slabs(parts: list[tuple[HFTensor, int, int]]) -> Shard:
+    """(tensor, in how many slabs it is cut, which of them), one after the other along the first dimension."""
+    pieces, row = [], 0
+    rest = parts[0][0].shape[1:]
+    for tensor, count, index in parts:
+        height = tensor.shape[0] // count
+        source = ((index * height, (index + 1) * height), *full_box(rest))
+        pieces.append(Piece(tensor.name, source, ((row, row + height), *full_box(rest))))
+        row += height
+    return Shard((row, *rest), tuple(pieces))

@@ -1,75 +1,207 @@
-"""The weight table of a model, and its views in the dialects of Megatron and Hugging Face."""
+"""The weight table of a model, and its views in the dialects of Megatron, SGLang and `transformers`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Literal
 
-from verl_mg.layout import Layout
-from verl_mg.weights.architectures import ARCHITECTURES, VOCABULARY_MULTIPLE, ModelWeights, Weight
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.weights import megatron, sglang, transformers
+from verl_mg.weights.anatomy import Block, HFTensor, Model, anatomy
 from verl_mg.weights.boxes import Piece, Shard, full_box
+from verl_mg.weights.catalogue import Catalogue
+from verl_mg.weights.dialect import Axis, Section, Weight
+from verl_mg.weights.holdings import Seat, TableHoldings
 from verl_mg.weights.model_config import HFConfig
-from verl_mg.weights.rules import padded_vocabulary
+
+Head = Literal["language", "value"]
+SCORE = "score.weight"
+"""The value head's tensor, as `transformers` names it in models for token classification."""
 
 
 @dataclass(frozen=True)
 class WeightTable:
-    """All weights of one model; pure functions of its configuration."""
+    """All weights of one model; pure functions of its configuration.
+
+    With the head "value" a single row takes the place of the language model's output layer.
+    """
 
     config: HFConfig
-    weights: ModelWeights
+    head: Head = "language"
 
-    def megatron(self, layout: Layout, rank: int) -> dict[str, Shard]:
+    @cached_property
+    def model(self) -> Model:
+        """The tensors of the checkpoint."""
+        model = anatomy(self.config)
+        if self.head == "language":
+            return model
+        return Model(model.embedding, model.blocks, model.final_norm, HFTensor(SCORE, (1, self.config.hidden)))
+
+    @cached_property
+    def catalogue(self) -> Catalogue:
+        """The tensors of the checkpoint by name, in order."""
+        return Catalogue(self.model)
+
+    def megatron(self, layout: Layout, rank: int, modules: megatron.Modules = "local") -> dict[str, Shard]:
         """The parameters of `rank` (0 <= rank < layout.ranks), by their name in Megatron's state dict.
 
         With virtual pipeline stages a rank has several model chunks: the names of chunk v begin with `chunk{v}.`.
         """
-        at = layout.coordinates(rank)
-        shards: dict[str, Shard] = {}
-        for chunk in range(layout.vpp):
-            prefix = f"chunk{chunk}." if layout.vpp > 1 else ""
-            first = at.pp == 0 and chunk == 0
-            last = at.pp == layout.pp - 1 and chunk == layout.vpp - 1
-            for name, weight, layer in self._chunk(layout, at.pp, chunk, first, last):
-                shards[prefix + name] = _at_layer(weight.rule(weight.sources, at.tp, layout.tp), layer)
-        return shards
+        layout.coordinates(rank)  # IndexError beyond the layout
+        return self.on_megatron(Placement(layout, tuple(range(layout.ranks))), modules).shards(rank)
 
-    def _chunk(
-        self, layout: Layout, pp_rank: int, chunk: int, first: bool, last: bool
-    ) -> list[tuple[str, Weight, int]]:
-        entries: list[tuple[str, Weight, int]] = []
-        if first:
-            entries.append((self.weights.embedding.megatron, self.weights.embedding, 0))
-        for local, layer in enumerate(layout.layers(self.config.layers, pp_rank, chunk)):
-            entries += [(f"decoder.layers.{local}.{w.megatron}", w, layer) for w in self.weights.layer]
-        if last:
-            entries.append((self.weights.final_norm.megatron, self.weights.final_norm, 0))
-            # A tied output layer is a parameter of its own only where the embedding is on another stage.
-            if not (self.config.tied and first):
-                entries.append((self.weights.output.megatron, self.weights.output, 0))
-        return entries
+    def sglang(self, layout: EngineLayout, rank: int) -> dict[str, Shard]:
+        """The parameters of `rank` of an engine (0 <= rank < layout.ranks), by their name in SGLang's model class."""
+        return self.on_sglang(EnginePlacement(layout, tuple(range(layout.ranks)))).shards(rank)
+
+    def transformers(self) -> dict[str, Shard]:
+        """The parameters of the module of `transformers` 5, whole."""
+        return self.on_modules((0,)).shards(0)
 
     def huggingface(self) -> dict[str, Shard]:
         """The tensors of the checkpoint, each whole; a tied output layer is not among them."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        w = self.weights
-        once = [w.embedding, w.final_norm, w.output]
-        for weight, layers in [(w.embedding, 1), *((x, self.config.layers) for x in w.layer), *((x, 1) for x in once)]:
-            for layer in range(layers):
-                shapes |= {t.name.format(layer=layer): t.shape for t in weight.sources}
+        shapes = {name: entry.tensor.shape for name, entry in self.catalogue.entries.items()}
         return {
             name: Shard(shape, (Piece(name, full_box(shape), full_box(shape)),)) for name, shape in shapes.items()
         }
 
+    def on_megatron(self, placement: Placement, modules: megatron.Modules = "local") -> TableHoldings:
+        """What Megatron's ranks hold. UserError where the layout does not divide the model."""
+        layout, c = placement.layout, self.config
+        self.check(layout, modules)
+        block = cache(lambda b: megatron.block(b, c, modules))
+        embedding, head = megatron.embedding(self.model), self._head(megatron.head(self.model))
+        stages = []
+        for stage in range(layout.pp):
+            sections: list[Section] = []
+            for chunk in range(layout.vpp):
+                prefix = f"chunk{chunk}." if layout.vpp > 1 else ""
+                first = stage == 0 and chunk == 0
+                if first:
+                    sections.append(Section(prefix, (embedding,)))
+                for local, layer in enumerate(layout.layers(c.layers, stage, chunk)):
+                    weights = block(self.model.blocks[layer])
+                    sections.append(Section(f"{prefix}decoder.layers.{local}.", weights, layer))
+                if stage == layout.pp - 1 and chunk == layout.vpp - 1:
+                    # A tied output layer is a parameter of its own only where the embedding is on another stage.
+                    sections.append(Section(prefix, head[:1] if self._tied and first else head))
+            stages.append(sections)
+        sizes: dict[Axis, int] = {"whole": 1, "tensor": layout.tp, "vocabulary": layout.tp, "expert": layout.etp}
+        seats = {}
+        for index, rank in enumerate(placement.ranks):
+            at = layout.coordinates(index)
+            on_axis: dict[Axis, int] = {"whole": 0, "tensor": at.tp, "vocabulary": at.tp, "expert": at.etp}
+            seats[rank] = Seat(at.pp, at.ep, on_axis)
+        return self._holdings(stages, sizes, layout.ep, seats)
+
+    def on_sglang(self, placement: EnginePlacement) -> TableHoldings:
+        """What the ranks of SGLang's engines hold. UserError where SGLang cannot cut the model so."""
+        layout, c = placement.layout, self.config
+        self.check_engine(layout)
+        block = cache(lambda b: sglang.block(b, c))
+        stages = [
+            self._sglang_stage(layout.layers(c.layers, stage), stage == 0, stage == layout.pp - 1, block)
+            for stage in range(layout.pp)
+        ]
+        sizes: dict[Axis, int] = {
+            "whole": 1,
+            "tensor": layout.tp,
+            "attention": layout.attention_tp,
+            "vocabulary": layout.attention_tp,
+            "expert": layout.expert_tp,
+        }
+        seats = {}
+        for rank in placement.ranks:
+            at = placement.coordinates(rank)
+            on_axis: dict[Axis, int] = {
+                "whole": 0,
+                "tensor": at.tp,
+                "attention": at.attention_tp,
+                "vocabulary": at.attention_tp,
+                "expert": at.expert_tp,
+            }
+            seats[rank] = Seat(at.pp, at.ep, on_axis)
+        return self._holdings(stages, sizes, layout.ep, seats)
+
+    def on_modules(self, ranks: Sequence[int]) -> TableHoldings:
+        """What ranks hold that each have the whole module of `transformers`."""
+        c = self.config
+        block = cache(lambda b: transformers.block(b, c))
+        layers = [
+            Section(f"model.layers.{layer}.", block(b), layer) for layer, b in enumerate(self.model.blocks)
+        ]
+        sections = [
+            Section("", (transformers.embedding(self.model),)),
+            *layers,
+            Section("", transformers.head(self.model)),
+        ]
+        return self._holdings([sections], {"whole": 1}, 1, {rank: Seat(0, 0, {"whole": 0}) for rank in ranks})
+
+    def check(self, layout: Layout, modules: megatron.Modules = "local") -> None:
+        """UserError where Megatron's layout does not divide the model."""
+        latent = self.config.latent
+        # Transformer Engine's modules leave the down projections whole.
+        cut = latent is not None and modules == "local"
+        layout.check(
+            **self._sizes, low_ranks=(latent.q_rank, latent.kv_rank + latent.rope_dim) if latent and cut else ()
+        )
+
+    def check_engine(self, layout: EngineLayout) -> None:
+        """UserError where SGLang cannot cut the model so."""
+        sglang.check(self.config, layout)
+        layout.check(**self._sizes)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        c = self.config
+        experts = c.experts
+        return {
+            "attention_heads": c.heads,
+            "kv_heads": c.kv_heads,
+            "layers": c.layers,
+            "ffn": c.ffn,
+            "experts": experts.count if experts else 0,
+            "expert_ffn": experts.ffn if experts else 0,
+            "shared_ffn": experts.shared_ffn if experts else 0,
+        }
+
+    @property
+    def _tied(self) -> bool:
+        return self.model.output is self.model.embedding
+
+    def _head(self, weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+        """The final norm and the output layer; every rank has a value head whole."""
+        norm, output = weights
+        return (norm, Weight(output.name, output.sources)) if self.head == "value" else weights
+
+    def _sglang_stage(
+        self, layers: range, first: bool, last: bool, block: Callable[[Block], tuple[Weight, ...]]
+    ) -> list[Section]:
+        final_norm, output = sglang.head(self.model)
+        sections = [Section(f"model.layers.{layer}.", block(self.model.blocks[layer]), layer) for layer in layers]
+        if first:
+            sections.insert(0, Section("", (sglang.embedding(self.model),)))
+        if last:
+            sections.append(Section("", (final_norm,)))
+        # A tied output layer is the embedding, where that stands on the same stage.
+        everywhere = self.config.architecture in sglang.OUTPUT_ON_EVERY_STAGE
+        if (last or everywhere) and not (self._tied and first):
+            sections.append(Section("", (output,)))
+        return sections
+
+    def _holdings(
+        self, stages: list[list[Section]], sizes: dict[Axis, int], expert_groups: int, seats: dict[int, Seat]
+    ) -> TableHoldings:
+        experts = self.config.experts.count if self.config.experts else 0
+        return TableHoldings(self.catalogue, stages, sizes, experts // expert_groups, seats)
+
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the vocabulary over all tensor-parallel ranks, padding included."""
-        return padded_vocabulary(self.config.vocab, tp, VOCABULARY_MULTIPLE)
+        """Rows of the vocabulary over all tensor-parallel ranks of Megatron, padding included."""
+        return megatron.VOCABULARY.padded(self.config.vocab, tp)
 
 
-def table(config: HFConfig) -> WeightTable:
+def table(config: HFConfig, head: Head = "language") -> WeightTable:
     """The weight table of a model."""
-    return WeightTable(config, ARCHITECTURES[config.architecture](config))
-
-
-def _at_layer(shard: Shard, layer: int) -> Shard:
-    pieces = tuple(Piece(p.tensor.format(layer=layer), p.source, p.target) for p in shard.pieces)
-    return Shard(shard.shape, pieces, shard.padding)
+    return WeightTable(config, head)

@@ -1,0 +1,154 @@
+"""Random architectures and layouts that fit them, and models in which every element is another number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.weights import HFConfig, Holdings, Shard, table
+from verl_mg.weights.boxes import slices
+from verl_mg.weights.model_config import FAMILIES, parse_config
+
+RANKS = 8
+LATENT = ("deepseek_v2", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "mixtral", *LATENT)
+
+
+def fields(family: str, **changes: Any) -> dict[str, Any]:
+    """The `config.json` of a small model that 8 ranks can hold in many ways."""
+    common = {
+        "model_type": family,
+        "num_hidden_layers": 4,
+        "hidden_size": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 2,
+        "intermediate_size": 16,
+        "vocab_size": 101,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    latent = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 2,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 3,
+    }
+    own = {
+        "qwen3_moe": experts,
+        "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+        "deepseek_v2": latent,
+        "deepseek_v3": latent,
+        "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
+    }
+    return common | own.get(family, {}) | changes
+
+
+def config(family: str, **changes: Any) -> HFConfig:
+    """The same, parsed."""
+    return parse_config(fields(family, **changes))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> HFConfig:
+    """Any family, with sizes that tensor parallelism up to 4 divides."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    kv_heads = draw(st.sampled_from([4, 8]))
+    changes: dict[str, Any] = {
+        "num_hidden_layers": draw(st.integers(4, 6)),
+        "hidden_size": draw(st.integers(3, 7)),
+        "num_attention_heads": kv_heads * draw(st.integers(1, 2)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw(st.integers(1, 3)),
+        "intermediate_size": 8 * draw(st.integers(1, 2)),
+        "vocab_size": draw(st.integers(5, 150)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    if family in LATENT:
+        changes["q_lora_rank"] = draw(st.sampled_from([None, 4, 8]))
+        changes["n_shared_experts"] = draw(st.integers(0, 2))
+    return config(family, **changes)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> Layout:
+    """A layout of Megatron on `ranks` ranks that holds the model."""
+    tp = draw(st.sampled_from([1, 2, 4]))
+    pp = draw(st.sampled_from([size for size in (1, 2, 4) if tp * size <= ranks]))
+    cp = draw(st.sampled_from([size for size in (1, 2) if tp * pp * size <= ranks]))
+    vpp = draw(st.sampled_from([1, 2])) if pp == 2 else 1
+    if c.experts is None:
+        return Layout(tp=tp, pp=pp, vpp=vpp, cp=cp).fit(ranks)
+    etp = draw(st.sampled_from([1, 2, 4]))
+    fitting = [ep for ep in (1, 2, 4, 8) if (ranks // pp) % (etp * ep) == 0]
+    if not fitting:
+        etp, fitting = 1, [1]
+    return Layout(tp=tp, pp=pp, vpp=vpp, cp=cp, etp=etp, ep=draw(st.sampled_from(fitting))).fit(ranks)
+
+
+@st.composite
+def engines(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> EnginePlacement:
+    """Engines of SGLang on `ranks` ranks, at any stride."""
+    tp = draw(st.sampled_from([1, 2, 4, 8]))
+    if c.kv_heads < tp and tp % c.kv_heads or c.heads % tp:
+        tp = 4
+    pp = draw(st.sampled_from([1, 2])) if tp * 2 <= ranks and c.architecture != "gemma2" else 1
+    divisors = [size for size in (1, 2, 4, 8) if tp % size == 0]
+    ep = draw(st.sampled_from(divisors)) if c.experts else 1
+    adp = draw(st.sampled_from(divisors)) if c.architecture in ("qwen3", "qwen3_moe", *LATENT) else 1
+    stride = draw(st.sampled_from([size for size in (1, 2, 4) if ranks % (tp * pp * size) == 0]))
+    return EnginePlacement(EngineLayout(tp=tp, pp=pp, ep=ep, adp=adp), tuple(range(ranks)), stride)
+
+
+def holdings(c: HFConfig) -> st.SearchStrategy[Holdings]:
+    """The model in any dialect, on all ranks."""
+    return sources(c) | engines(c).map(table(c).on_sglang)
+
+
+@st.composite
+def sources(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> Holdings:
+    """The model in any dialect that weights come from, on `ranks` ranks."""
+    dialect = draw(st.sampled_from(["megatron", "megatron", "transformer_engine", "modules"]))
+    if dialect == "modules":
+        return table(c).on_modules(range(ranks))
+    placement = Placement(draw(layouts(c, ranks)), tuple(range(ranks)))
+    return table(c).on_megatron(placement, "transformer_engine" if dialect == "transformer_engine" else "local")
+
+
+def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.int64) -> dict[str, Tensor]:
+    """Every element of the model is another number, from 1 on."""
+    tensors, start = {}, 1
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel()
+        tensors[name] = torch.arange(start, start + count).reshape(shape).to(dtype)
+        start += count
+    return tensors
+
+
+def checkpoint(c: HFConfig, dtype: torch.dtype = torch.int64) -> dict[str, Tensor]:
+    """The model's tensors, numbered."""
+    return numbered({name: shard.shape for name, shard in table(c).huggingface().items()}, dtype)
+
+
+def assemble(shard: Shard, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The shard as loading fills it; asserts that each element is written exactly once, declared padding aside."""
+    some = next(iter(tensors.values()))
+    values, writes = torch.zeros(shard.shape, dtype=some.dtype), torch.zeros(shard.shape, dtype=torch.int64)
+    for piece in shard.pieces:
+        room = values[slices(piece.target)]
+        room.copy_(tensors[piece.tensor][slices(piece.source)].reshape(room.shape))
+        writes[slices(piece.target)] += 1
+    for box in shard.padding:
+        writes[slices(box)] += 1
+    assert (writes == 1).all()
+    return values

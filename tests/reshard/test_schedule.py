@@ -1,0 +1,97 @@
+"""Messages and buckets: the same at both ends, of bounded size, in an order in which nobody waits in a circle."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.random_models import config, configs, holdings, sources
+from verl_mg.layout import Layout, Placement
+from verl_mg.reshard import Schedule, plan, schedule
+from verl_mg.weights import table
+
+
+def simulate(schedules: dict[int, Schedule]) -> list[str]:
+    """Runs all ranks with two buckets in flight; what is left over if they come to a standstill."""
+    started = dict.fromkeys(schedules, 0)
+    landed = dict.fromkeys(schedules, 0)
+
+    def ends(rank: int, bucket: int) -> set[tuple[object, ...]]:
+        return {
+            (*((rank, m.peer) if m.outgoing else (m.peer, rank)), m.relayed, tuple((p.tensor, p.box) for p in m.parts))
+            for m in schedules[rank].buckets[bucket].messages
+        }
+
+    posted: dict[int, set[tuple[object, ...]]] = {rank: set() for rank in schedules}
+    moving = True
+    while moving:
+        moving = False
+        for rank, own in schedules.items():
+            following = started[rank] < len(own.buckets) and own.buckets[started[rank]].follows
+            if started[rank] < len(own.buckets) and started[rank] - landed[rank] < (1 if following else 2):
+                posted[rank] |= ends(rank, started[rank])
+                started[rank] += 1
+                moving = True
+            if landed[rank] < started[rank] and all(
+                key in posted[key[1] if key[0] == rank else key[0]] for key in ends(rank, landed[rank])
+            ):
+                landed[rank] += 1
+                moving = True
+    return [f"{rank}: {landed[rank]} of {len(own.buckets)}" for rank, own in schedules.items()
+            if landed[rank] < len(own.buckets)]  # fmt: skip
+
+
+@given(st.data(), st.sampled_from([200, 2000, 10**6]), st.sampled_from([2, 4, 8]))
+@settings(max_examples=40)
+def test_every_schedule_comes_to_its_end(data, bucket_bytes, node):
+    c = data.draw(configs())
+    moved = plan(data.draw(sources(c)), data.draw(holdings(c)), node)
+    schedules = {rank: schedule(moved, rank, torch.bfloat16, bucket_bytes) for rank in range(8)}
+    assert simulate(schedules) == []
+    for rank, own in schedules.items():
+        assert own.bytes_received == moved.lower_bound(rank, 2)
+        for bucket in own.buckets:
+            assert bucket.nbytes <= bucket_bytes
+            # What is passed on has arrived in an earlier bucket.
+            arriving = {(p.tensor, p.box) for m in bucket.messages if not m.outgoing for p in m.parts}
+            leaving = {(p.tensor, p.box) for m in bucket.messages if m.outgoing and m.relayed for p in m.parts}
+            assert not arriving & leaving
+
+
+@given(st.data(), st.sampled_from([200, 10**6]))
+@settings(max_examples=20)
+def test_both_ends_cut_and_merge_alike(data, bucket_bytes):
+    c = data.draw(configs())
+    moved = plan(data.draw(sources(c)), data.draw(holdings(c)), 4)
+    streams: dict[tuple[int, int], dict[bool, list[object]]] = {}
+    for rank in range(8):
+        for bucket in schedule(moved, rank, torch.float32, bucket_bytes).buckets:
+            for m in bucket.messages:
+                pair = (rank, m.peer) if m.outgoing else (m.peer, rank)
+                own = streams.setdefault(pair, {True: [], False: []})[m.outgoing]
+                own.append((m.dtype, m.relayed, [(p.tensor, p.box) for p in m.parts]))
+    for pair, own in streams.items():
+        assert own[True] == own[False], pair
+
+
+def test_small_tensors_travel_together_and_large_ones_alone():
+
+    weights = table(config("llama", hidden_size=1024, intermediate_size=1024, num_hidden_layers=8))
+    moved = plan(
+        weights.on_megatron(Placement(Layout(), (0,))), weights.on_megatron(Placement(Layout(), (1,)))
+    )
+    (bucket,) = schedule(moved, 1, torch.float32, 2**28).buckets
+    sizes = [message.nbytes for message in bucket.messages]
+    alone = [message for message in bucket.messages if message.nbytes >= 2**20]
+    assert len(alone) == 8 * 3 and all(len(message.parts) == 1 for message in alone)
+    assert len(sizes) - len(alone) < len(moved.of(1).receives) / 3
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 256])
+def test_a_piece_larger_than_a_message_is_cut(bucket_bytes):
+
+    weights = table(config("llama"))
+    moved = plan(weights.on_megatron(Placement(Layout(), (0,))), weights.on_modules((1,)))
+    own = schedule(moved, 1, torch.float32, bucket_bytes)
+    sizes = [m.nbytes for bucket in own.buckets for m in bucket.messages]
+    assert max(sizes) <= bucket_bytes // 4 and sum(sizes) == moved.lower_bound(1, 4)

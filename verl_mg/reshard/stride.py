@@ -1,0 +1,21 @@
+"""Which ranks form an engine: the stride at which the least has to be moved."""
+
+from __future__ import annotations
+
+from verl_mg.layout import EnginePlacement
+from verl_mg.reshard.plan import plan
+from verl_mg.weights import Holdings, WeightTable
+
+
+def best_stride(source: Holdings, table: WeightTable, placement: EnginePlacement, node: int) -> EnginePlacement:
+    """The placement at the admissible stride with the fewest bytes received; the smallest of equally good ones.
+
+    HybridFlow (arXiv:2409.19256, section 5.3) groups ranks so that each finds its generation shard among its own
+    training shards; engines of SGLang allow that by `base_gpu_id` and `gpu_id_step`.
+    """
+
+    def received(candidate: EnginePlacement) -> int:
+        traffic = plan(source, table.on_sglang(candidate), node).traffic(itemsize=2)
+        return sum(rank.received for rank in traffic.values())
+
+    return min(placement.strides(node), key=received)
