@@ -20,7 +20,7 @@ def backend() -> str:
 
 
 def ranks_of_a_node(ranks: int) -> int:
-    """How many of the job's `ranks` stand on one machine, as torchrun or mpirun tell it; all of them, if neither does."""
+    """How many of the job's `ranks` stand on one machine, as torchrun or mpirun tell it; all, if neither does."""
     for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         if variable in os.environ:
             return min(int(os.environ[variable]), ranks)

@@ -178,9 +178,27 @@ def test_chunks_cover_the_layers_once_and_in_order(pp: int, vpp: int, length: in
             assert layout.layers(total, p, v).start == v * (total // layout.vpp) + p * length
 
 
-def test_layers_must_divide() -> None:
-    with pytest.raises(UserError, match=r"pp2-vpp2 does not divide the 6 layers; pp\*vpp 1, 2, 3, 6 would"):
-        Layout(pp=2, vpp=2).layers(6, 0)
+@given(SIZES, SIZES, st.integers(0, 30))
+def test_layers_that_are_left_over_go_to_the_middle(pp: int, vpp: int, more: int) -> None:
+    layout = Layout(pp=pp, vpp=vpp if pp > 1 else 1)
+    chunks = layout.pp * layout.vpp
+    runs = [layout.layers(chunks + more, p, v) for v in range(layout.vpp) for p in range(pp)]
+    assert [layer for run in runs for layer in run] == list(range(chunks + more))
+    lengths = [len(run) for run in runs]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths[-1] == min(lengths)
+    short = [n for n, length in enumerate(lengths) if length < max(lengths)]
+    from_an_end = sorted(min(n, chunks - 1 - n) for n in short)
+    assert from_an_end == sorted(k // 2 for k in range(len(short)))
+
+
+def test_the_61_layers_of_deepseek_on_16_stages() -> None:
+    assert [len(Layout(pp=16).layers(61, stage)) for stage in range(16)] == [3, *[4] * 13, 3, 3]
+
+
+def test_every_chunk_has_a_layer() -> None:
+    with pytest.raises(UserError, match="pp2-vpp2: 4 pipeline chunks are more than the model's 3 layers"):
+        Layout(pp=2, vpp=2).layers(3, 0)
 
 
 QWEN3_30B = {
@@ -198,7 +216,7 @@ QWEN3_30B = {
     [
         ("tp4", {"attention_heads": 6}, "tp4 does not divide the 6 attention heads; tp 1, 2, 3, 6 would"),
         ("tp8", {}, "tp8 does not divide the 4 key-value heads; tp 1, 2, 4 would"),
-        ("pp5", {}, "pp5 does not divide the 48 layers; pp 1, 2, 3, 4, 6, 8 would"),
+        ("pp49", {}, "49 pipeline chunks are more than the model's 48 layers"),
         ("tp4", {"ffn": 6}, "columns of the feed-forward"),
         ("ep3", {}, "ep3 does not divide the 128 experts"),
         ("etp5", {}, "etp5 does not divide the 768 columns of an expert"),

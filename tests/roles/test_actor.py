@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import VARIANTS, oracle, oracle_outputs, random_rows, tiny_model
+from tests.tiny_models import TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout
@@ -106,7 +106,7 @@ def oracle_update(model, mode, chunks=1):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, name) for name in VARIANTS}
+    return {name: tiny_model(folder / name, name) for name in TRAINED}
 
 
 def compare(metrics, folder, model, expected):

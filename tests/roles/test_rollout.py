@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from tests.tiny_models import VARIANTS, tiny_model
+from tests.tiny_models import TRAINED, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.layout import Layout
@@ -58,7 +58,7 @@ def three_iterations(model: Path, layout: str) -> dict[str, object]:
     return {"differences": differences, "drifts": drifts, "samples": samples, "versions": versions}
 
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
+@pytest.fixture(scope="module", params=TRAINED)
 def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
@@ -72,6 +72,24 @@ def test_rollout_and_training_log_probs_agree_right_after_a_sync(ranks, model, l
     drift = [x for result in results for per in result["drifts"] for x in per]
     assert sum(drift) / len(drift) > 1e-3
     assert {v for result in results for v in result["versions"]} == {0, 1, 2}
+
+
+def shared_bytes(model: Path, layout: str) -> tuple[float, float]:
+    """Which part of the engine's weights is the actor's memory, and what the sync says that it moved."""
+    actor, rollout = roles(model, layout)
+    rollout.sync(actor)
+    own = {tensor.untyped_storage().data_ptr() for tensor in actor.network.parameters().values()}
+    held = rollout._engine.parameters().values()
+    inside = sum(tensor.nbytes for tensor in held if tensor.untyped_storage().data_ptr() in own)
+    assert rollout.metrics["sync/bytes_received"] == rollout.metrics["sync/bytes_lower_bound"]
+    return inside / sum(tensor.nbytes for tensor in held), rollout.metrics["sync/bytes_received"]
+
+
+def test_an_engine_beside_the_whole_model_shares_its_memory(ranks, model):
+    for part, received in ranks.run(2, shared_bytes, model, "tp1"):
+        assert part > 0.6 and received == 0
+    for part, received in ranks.run(2, shared_bytes, model, "tp2"):
+        assert part < 0.1 and received > 0
 
 
 def test_samples_do_not_depend_on_the_number_of_ranks(ranks, model):

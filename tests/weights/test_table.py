@@ -5,7 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_models import LATENT, MIXTURES, assemble, checkpoint, config, configs, engines, fields, holdings, layouts
+from tests.random_models import (
+    LATENT,
+    MIXTURES,
+    assemble,
+    checkpoint,
+    config,
+    configs,
+    engines,
+    fields,
+    holdings,
+    layouts,
+)
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout, Placement
 from verl_mg.weights import table
@@ -213,8 +224,10 @@ def test_a_value_head_takes_the_place_of_the_output_layer():
 
 def test_transformer_engine_names_fuse_norms_and_group_experts():
     moe = table(config("qwen3_moe")).megatron(Layout(ep=2), 1, "transformer_engine")
-    assert moe["decoder.layers.0.mlp.experts.linear_fc1.weight3"].pieces[0].tensor.endswith("experts.7.gate_proj.weight")
-    assert {"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.0.pre_mlp_layernorm.weight"} <= moe.keys()
+    last = moe["decoder.layers.0.mlp.experts.linear_fc1.weight3"]
+    assert last.pieces[0].tensor.endswith("experts.7.gate_proj.weight")
+    norms = {"self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"}
+    assert {f"decoder.layers.0.{norm}" for norm in norms} <= moe.keys()
     dense = table(config("qwen3")).megatron(Layout(), 0, "transformer_engine")
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in dense
     latent = table(config("deepseek_v3")).megatron(Layout(tp=4), 0, "transformer_engine")
@@ -255,7 +268,7 @@ def test_a_layout_that_cannot_hold_the_model_is_refused(family, layout, message)
         ("gemma2", {}, "pp2", "no pipeline parallelism for gemma2"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "tp2", "this model has dense ones"),
         ("qwen3", {}, "tp2-ep2", "ep2 spreads experts, and the model has none"),
-        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "tp6", "tp / adp = 6 does not divide the 4 key"),
+        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "tp6", "does not divide the 4 key"),
         ("qwen3_moe", {}, "tp4-ep3", "ep divides the tp4 ranks"),
     ],
 )

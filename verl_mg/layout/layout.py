@@ -164,12 +164,11 @@ class Layout:
         experts: int = 0,
         expert_ffn: int = 0,
         shared_ffn: int = 0,
-        low_ranks: Iterable[int] = (),
     ) -> None:
         """Raise UserError naming the first dimension of a model that this layout does not divide.
 
         Megatron would replicate KV heads for a tp that is a multiple of them; here each rank holds its own.
-        A model leaves what it has not at 0; `low_ranks` are the widths of latent attention's down projections.
+        A model leaves what it has not at 0.
         """
         self._divide(attention_heads, "attention heads", "tp")
         self._divide(kv_heads, "key-value heads", "tp")
@@ -180,7 +179,10 @@ class Layout:
         self._divide(experts, "experts", "ep")
         self._divide(expert_ffn, "columns of an expert", "etp")
         self._divide(shared_ffn, "columns of the shared experts", "tp")
-        for width in low_ranks:
+
+    def check_down_projections(self, *widths: int) -> None:
+        """Raise UserError for a down projection of latent attention that tp does not divide."""
+        for width in widths:
             self._divide(width, "rows of a down projection of latent attention", "tp")
 
     def _divide(self, dimension: int, what: str, *keys: str) -> None:

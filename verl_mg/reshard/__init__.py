@@ -8,6 +8,7 @@
 from verl_mg.reshard.execute import Traffic, execute
 from verl_mg.reshard.plan import Plan, RankPlan, RankTraffic, plan
 from verl_mg.reshard.schedule import BUCKET_BYTES, Schedule, schedule
+from verl_mg.reshard.share import aliases, shared
 from verl_mg.reshard.stride import best_stride
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "RankTraffic",
     "Schedule",
     "Traffic",
+    "aliases",
     "best_stride",
     "execute",
     "plan",
     "schedule",
+    "shared",
 ]

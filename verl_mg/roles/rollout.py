@@ -13,7 +13,7 @@ from verl_mg import platform
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.megatron.collectives import sum_over_ranks
-from verl_mg.reshard import Schedule, execute, plan, schedule
+from verl_mg.reshard import Schedule, aliases, execute, plan, schedule, shared
 from verl_mg.roles.actor import Actor
 from verl_mg.rollout import Request, RolloutEngine, Sample, Sampling
 
@@ -47,9 +47,9 @@ class Rollout:
 
     def sync(self, actor: Actor) -> None:
         """Bring the actor's weights into the engine, each byte that a rank lacks once."""
+        self._engine.begin_update()
         if self._schedule is None:
             self._schedule = self._plan_sync(actor)
-        self._engine.begin_update()
         traffic = execute(self._schedule, actor.network.parameters(), self._engine.parameters())
         self._engine.end_update(actor.updates)
         moved = {"sync/bytes_received": traffic.bytes_received, "sync/bytes_lower_bound": self._lower_bound}
@@ -65,6 +65,7 @@ class Rollout:
         target = actor.network.table.on_modules(ranks)
         moves = plan(actor.network.holdings(), target, platform.ranks_of_a_node(len(ranks)))
         self._lower_bound = moves.lower_bound(rank, dtype.itemsize)
+        self._engine.share(shared(aliases(moves, rank), actor.network.parameters()))
         return schedule(moves, rank, dtype)
 
     def _answer(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling) -> Batch:

@@ -1,7 +1,7 @@
 """The engine without a service: a `transformers` model in the process of the rank, one replica a rank."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,12 @@ class EmbeddedEngine:
             if all(tensor is not other for other in tensors.values()):
                 tensors[name] = tensor
         return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def share(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take these tensors' memory as the weights of those names, in place of the engine's own."""
+        parameters = dict(self.module.named_parameters())
+        for name in tensors.keys() & parameters.keys():
+            parameters[name].data = tensors[name]
 
     def end_update(self, version: int) -> None:
         """Take the written tensors into use as weights number `version`."""

@@ -5,7 +5,7 @@ The life of an engine between two iterations, as its caller drives it:
     generate, [sleep, (training), wake,] begin_update, write parameters(), end_update(version), generate, ...
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -83,6 +83,13 @@ class RolloutEngine(Protocol):
         """The tensors to write in place between `begin_update` and `end_update`, in the engine's own names.
 
         Ask again after `wake`: the tensors of before are gone.
+        """
+        ...
+
+    def share(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Use this memory for the weights of those names, for which no copy is then needed; an engine may decline.
+
+        What the trainer writes there shows at once: to be called between `begin_update` and `end_update`.
         """
         ...
 

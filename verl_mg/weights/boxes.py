@@ -90,7 +90,8 @@ def check_shard(parameter: str, shard: Shard) -> None:
         stacked = len(piece.target) - len(piece.source)
         if stacked < 0 or extents(piece.target)[stacked:] != extents(piece.source):
             raise UserError(
-                f"{parameter}: a box of {extents(piece.source)} of {piece.tensor} stands in one of {extents(piece.target)}"
+                f"{parameter}: a box of {extents(piece.source)} of {piece.tensor} "
+                f"stands in one of {extents(piece.target)}"
             )
     boxes = sorted([piece.target for piece in shard.pieces] + list(shard.padding))
     for number, box in enumerate(boxes):

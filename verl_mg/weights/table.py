@@ -14,6 +14,7 @@ from verl_mg.weights.boxes import Piece, Shard, full_box
 from verl_mg.weights.catalogue import Catalogue
 from verl_mg.weights.dialect import Axis, Section, Weight
 from verl_mg.weights.holdings import Seat, TableHoldings
+from verl_mg.weights.megatron import Modules
 from verl_mg.weights.model_config import HFConfig
 
 Head = Literal["language", "value"]
@@ -44,7 +45,7 @@ class WeightTable:
         """The tensors of the checkpoint by name, in order."""
         return Catalogue(self.model)
 
-    def megatron(self, layout: Layout, rank: int, modules: megatron.Modules = "local") -> dict[str, Shard]:
+    def megatron(self, layout: Layout, rank: int, modules: Modules = "local") -> dict[str, Shard]:
         """The parameters of `rank` (0 <= rank < layout.ranks), by their name in Megatron's state dict.
 
         With virtual pipeline stages a rank has several model chunks: the names of chunk v begin with `chunk{v}.`.
@@ -67,7 +68,7 @@ class WeightTable:
             name: Shard(shape, (Piece(name, full_box(shape), full_box(shape)),)) for name, shape in shapes.items()
         }
 
-    def on_megatron(self, placement: Placement, modules: megatron.Modules = "local") -> TableHoldings:
+    def on_megatron(self, placement: Placement, modules: Modules = "local") -> TableHoldings:
         """What Megatron's ranks hold. UserError where the layout does not divide the model."""
         layout, c = placement.layout, self.config
         self.check(layout, modules)
@@ -139,14 +140,12 @@ class WeightTable:
         ]
         return self._holdings([sections], {"whole": 1}, 1, {rank: Seat(0, 0, {"whole": 0}) for rank in ranks})
 
-    def check(self, layout: Layout, modules: megatron.Modules = "local") -> None:
+    def check(self, layout: Layout, modules: Modules = "local") -> None:
         """UserError where Megatron's layout does not divide the model."""
-        latent = self.config.latent
-        # Transformer Engine's modules leave the down projections whole.
-        cut = latent is not None and modules == "local"
-        layout.check(
-            **self._sizes, low_ranks=(latent.q_rank, latent.kv_rank + latent.rope_dim) if latent and cut else ()
-        )
+        layout.check(**self._sizes)
+        if self.config.latent and modules == "local":  # Transformer Engine's leave the down projections whole
+            latent = self.config.latent
+            layout.check_down_projections(latent.q_rank, latent.kv_rank + latent.rope_dim)
 
     def check_engine(self, layout: EngineLayout) -> None:
         """UserError where SGLang cannot cut the model so."""
