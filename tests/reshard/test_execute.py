@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.random_models import assemble, checkpoint, config
+from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.reshard import execute, plan, schedule
 from verl_mg.weights import HFConfig, Holdings, table
@@ -135,6 +136,29 @@ def cast() -> tuple[int, int, bool, bool]:
 def test_values_are_cast_before_they_travel_but_a_router_bias_keeps_its_bits(ranks):
     for full, half, same, exact in ranks.run(RANKS, cast):
         assert full == 2 * half and same and exact  # every rank has the biases: none travels
+
+
+@pytest.mark.parametrize(
+    ("side", "shape", "message"),
+    [
+        ("source", None, "source: the parameter 'output_layer.weight' of the plan is missing"),
+        ("target", (3, 4), r"target: 'lm_head.weight' has shape \(3, 4\), the plan says \(101, 8\)"),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_plan_are_named_and_nothing_is_written(side, shape, message):
+    weights = table(config("llama"))
+    source, target = weights.on_megatron(Placement.on(Layout(), 1)), weights.on_modules((0,))
+    tensors = checkpoint(config("llama"), torch.float32)
+    have = {name: assemble(shard, tensors) for name, shard in source.shards(0).items()}
+    got = {name: torch.zeros(shard.shape) for name, shard in target.shards(0).items()}
+    wrong, name = (have, "output_layer.weight") if side == "source" else (got, "lm_head.weight")
+    if shape is None:
+        del wrong[name]
+    else:
+        wrong[name] = torch.zeros(shape)
+    with pytest.raises(UserError, match=message):
+        execute(schedule(plan(source, target), 0, torch.float32), have, got)
+    assert not any(tensor.any() for tensor in got.values())
 
 
 class Allocations(TorchDispatchMode):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_mg.errors import UserError
 from verl_mg.reshard.plan import Copy
 from verl_mg.reshard.schedule import Bucket, Message, Part, Schedule, aligned
 from verl_mg.weights.boxes import extents, slices
@@ -45,7 +46,10 @@ def execute(
     A target that shares the storage of its source is left as it is. Beyond the tensors themselves two buffers of the
     bucket size are allocated. On CUDA everything is ordered behind the current stream's work on the sources, and the
     targets are whole when the call returns.
+    Raises UserError, before anything is written, for a parameter that is missing or not of the planned shape.
     """
+    _check_shapes("source", schedule.source_shapes, source)
+    _check_shapes("target", schedule.target_shapes, target)
     return _Execution(schedule, source, target, group).run()
 
 
@@ -138,6 +142,14 @@ class _Execution:
             if copy.of_target == of_target:
                 _copy_box(copy, self._target if of_target else self._source, self._target)
         self._traffic.seconds_packing += time.perf_counter() - begin
+
+
+def _check_shapes(side: str, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors) -> None:
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise UserError(f"{side}: the parameter {name!r} of the plan is missing")
+        if tuple(tensors[name].shape) != shape:
+            raise UserError(f"{side}: {name!r} has shape {tuple(tensors[name].shape)}, the plan says {shape}")
 
 
 def _direct(message: Message, tensors: Tensors) -> Tensor | None:

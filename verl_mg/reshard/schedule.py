@@ -10,7 +10,7 @@ the common order has both its ends at the front of their ranks' buckets.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,9 +74,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All that one rank does in a sync."""
+    """All that one rank does in a sync, and the shapes of the parameters that it does it with."""
 
     rank: int
+    source_shapes: Mapping[str, tuple[int, ...]]
+    target_shapes: Mapping[str, tuple[int, ...]]
     copies: tuple[Copy, ...]
     buckets: tuple[Bucket, ...]
 
@@ -103,7 +105,10 @@ def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCK
         for item in _messages(plan, rank, outgoing, transfers, dtype, bucket_bytes // MESSAGES_A_BUCKET)
     ]
     keyed.sort(key=lambda item: item[0])
-    return Schedule(rank, part.copies, tuple(_buckets([message for _, message in keyed], bucket_bytes)))
+    shapes = [
+        {name: shard.shape for name, shard in side.shards(rank).items()} for side in (plan.source, plan.target)
+    ]
+    return Schedule(rank, *shapes, part.copies, tuple(_buckets([message for _, message in keyed], bucket_bytes)))
 
 
 Key = tuple[int, bool, int, int, int]
