@@ -105,10 +105,13 @@ def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCK
         for item in _messages(plan, rank, outgoing, transfers, dtype, bucket_bytes // MESSAGES_A_BUCKET)
     ]
     keyed.sort(key=lambda item: item[0])
-    shapes = [
-        {name: shard.shape for name, shard in side.shards(rank).items()} for side in (plan.source, plan.target)
-    ]
-    return Schedule(rank, *shapes, part.copies, tuple(_buckets([message for _, message in keyed], bucket_bytes)))
+    return Schedule(
+        rank,
+        {name: shard.shape for name, shard in plan.source.shards(rank).items()},
+        {name: shard.shape for name, shard in plan.target.shards(rank).items()},
+        part.copies,
+        tuple(_buckets([message for _, message in keyed], bucket_bytes)),
+    )
 
 
 Key = tuple[int, bool, int, int, int]
