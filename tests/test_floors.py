@@ -16,7 +16,7 @@ FLOORS = {
     **dict.fromkeys(("layout", "batch", "config", "errors", "platform"), 0),
     **dict.fromkeys(("weights",), 1),
     **dict.fromkeys(("reshard", "algorithms", "rewards", "data", "tiny"), 2),
-    **dict.fromkeys(("megatron", "rollout"), 3),
+    **dict.fromkeys(("megatron", "rollout", "paper"), 3),
     **dict.fromkeys(("roles",), 4),
     **dict.fromkeys(("job",), 5),
     **dict.fromkeys(("cli", "__main__", "launch", "quickstart"), 6),

@@ -1,4 +1,4 @@
-"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]` and `verl-mg quickstart`."""
+"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, `plan`, `trace` and `quickstart`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,44 @@ def _parser() -> argparse.ArgumentParser:
     quickstart = commands.add_parser("quickstart", help="teach a tiny model to add, in minutes, on any machine")
     quickstart.add_argument("--output", default="runs/quickstart", help="where the run goes (default: %(default)s)")
     quickstart.set_defaults(run=_quickstart)
+    _add_plan(commands)
+    _add_trace(commands)
     return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    plan = commands.add_parser("plan", help="memory, weight sync and predicted seconds of a job's layouts, on paper")
+    plan.add_argument("--model", required=True, help="a Hugging Face model directory, or a config.json")
+    plan.add_argument("--ranks", required=True, type=int, help="how many GPUs the job has")
+    plan.add_argument("--train", metavar="LAYOUT", help="Megatron's layout, such as tp4-pp4-ep8")
+    plan.add_argument("--rollout", metavar="LAYOUT", help="the layout of an SGLang engine, such as tp8-ep8")
+    plan.add_argument("--search", action="store_true", help="rank the layouts that fit, of the sides not given")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    numbers: dict[str, tuple[float, str]] = {
+        "--top": (5, "how many layouts a search shows"),
+        "--node": (8, "ranks of a node"),
+        "--memory": (80.0, "GiB of a device"),
+        "--reserve": (6.0, "GiB of a device that are kept free"),
+        "--intra-node": (400.0, "GB/s of a rank to others of its node"),
+        "--inter-node": (50.0, "GB/s of a rank to other nodes"),
+        "--sequence": (8192, "tokens of a sample, prompt and response"),
+        "--micro-batch": (8192, "tokens of a micro-batch"),
+        "--batch": (4 * 2**20, "tokens of an iteration, over all ranks"),
+    }
+    for name, (default, meaning) in numbers.items():
+        what = f"{meaning} (default: %(default)s)"
+        plan.add_argument(name, type=type(default), default=default, metavar="N", help=what)
+    recompute = "the layers of which only inputs are kept, or attention's matrix alone (default: %(default)s)"
+    plan.add_argument("--recompute", choices=("full", "selective"), default="full", help=recompute)
+    plan.set_defaults(run=_plan)
+
+
+def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
+    trace = commands.add_parser("trace", help="read off SGLang's own loader what each of its ranks holds of a model")
+    trace.add_argument("model", help="a Hugging Face model directory; config.json is enough")
+    trace.add_argument("--rollout", metavar="LAYOUT", default="tp2", help="of the engine (default: %(default)s)")
+    trace.add_argument("--output", metavar="FILE", default="dialect.json", help="(default: %(default)s)")
+    trace.set_defaults(run=_trace)
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -76,3 +113,17 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     from verl_mg.quickstart import quickstart
 
     quickstart(arguments.output)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from verl_mg.paper.command import run
+
+    run(arguments)
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    from verl_mg.layout import EngineLayout
+    from verl_mg.rollout.tracer import write_trace
+
+    write_trace(arguments.model, arguments.output, EngineLayout.parse(arguments.rollout))
+    print(f"dialect {arguments.output}")

@@ -104,7 +104,10 @@ class EngineLayout:
 
     def _divide(self, dimension: int, what: str, size: int, written: str) -> None:
         if dimension % size:
-            raise UserError(f"rollout layout {self}: {written} = {size} does not divide the {dimension} {what}")
+            fitting = ", ".join(str(n) for n in range(1, size) if dimension % n == 0)
+            raise UserError(
+                f"rollout layout {self}: {written} = {size} does not divide the {dimension} {what}; {fitting} would"
+            )
 
     def layers(self, num_layers: int, pp_rank: int) -> range:
         """Global indices of the layers of a stage: SGLang gives the layers that are left over to the last stages."""

@@ -18,4 +18,5 @@ def best_stride(source: Holdings, table: WeightTable, placement: EnginePlacement
         traffic = plan(source, table.on_sglang(candidate), node).traffic(itemsize=2)
         return sum(rank.received for rank in traffic.values())
 
-    return min(placement.strides(node), key=received)
+    candidates = list(placement.strides(node))
+    return min(candidates, key=received) if len(candidates) > 1 else placement

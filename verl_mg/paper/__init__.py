@@ -1,0 +1,11 @@
+"""A job on paper: the memory, the bytes of a weight sync and the seconds of its layouts, before anything is started.
+
+    setting.py       what a layout is judged by: model, ranks, device, links, tokens
+    memory.py        GiB of one rank: weights, gradients, optimizer states, KV cache; activations.py the activations
+    sync.py          bytes and seconds of a weight sync
+    cost.py          predicted seconds of training and of generation, by which a search ranks layouts
+    search.py        all admissible layouts, those nearest to a given one, the best ones
+    report.py        the numbers as a table and as JSON
+
+Nothing here needs a device, a process or a checkpoint. Sizes are in bytes and elements unless a name says GiB.
+"""

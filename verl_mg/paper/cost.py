@@ -1,0 +1,128 @@
+"""Predicted seconds of an iteration's training and generation: a score that ranks layouts, not a promise.
+
+Rates are those that an H100 reaches in practice. Attention's own FLOPs, uneven experts, kernels' launch times and
+overlap of computing with communication are left out, because they hardly tell one layout from another.
+"""
+
+from __future__ import annotations
+
+from verl_mg.layout import EngineLayout, Layout
+from verl_mg.paper.activations import micro_batches
+from verl_mg.paper.memory import GRADIENT_BYTES, RolloutMemory
+from verl_mg.paper.setting import GIGA, WEIGHT_BYTES, Setting
+
+FLOPS = 400e12  # bf16 matrix products, a second
+READ_BYTES = 2.4e12  # device memory, a second
+ALL_REDUCE_SECONDS = {True: 1e-5, False: 4e-5}  # of a small message, within a node and across nodes
+
+
+def bubble_share(setting: Setting, layout: Layout) -> float:
+    """Share of a step in which a pipeline stage waits: (pp - 1) / (vpp m + pp - 1), m micro-batches.
+
+    Narayanan et al. (arXiv:2104.04473), section 2.2, as a share of the whole step.
+    """
+    idle = layout.pp - 1
+    return idle / (layout.vpp * micro_batches(setting, layout) + idle)
+
+
+def train_seconds(setting: Setting, layout: Layout) -> float:
+    """Forward, backward and the optimizer's collectives over one iteration's tokens.
+
+    fullest stage * ((6 FLOPs a token and active weight, 8 with recomputation, + tensor-parallel and expert traffic)
+    / (1 - bubble) + gradients and weights through the distributed optimizer).
+    """
+    passes = 8 if setting.recompute else 6
+    compute = passes * setting.active_elements * setting.batch / (setting.ranks * FLOPS)
+    exchange = _tensor_parallel(setting, layout) + _expert_parallel(setting, layout)
+    step = (compute + exchange) / (1 - bubble_share(setting, layout)) + _optimizer(setting, layout)
+    return step * fullest_stage(setting, layout)
+
+
+def fullest_stage(setting: Setting, layout: Layout) -> float:
+    """Layers of the pipeline stage with the most, over the mean: the others wait for it."""
+    layers = setting.weights.config.layers
+    most = max(
+        sum(len(layout.layers(layers, stage, chunk)) for chunk in range(layout.vpp)) for stage in range(layout.pp)
+    )
+    return most * layout.pp / layers
+
+
+def _tensor_parallel(setting: Setting, layout: Layout) -> float:
+    """Gathers and scatters of hidden states around attention and each dense feed-forward layer.
+
+    Two in the forward pass, three in the backward pass (Korthikanti et al., arXiv:2205.05198, section 4.2.2), two
+    more where the forward pass is repeated; a rank receives (tp - 1) / tp of a micro-batch's hidden states in each.
+    """
+    c = setting.weights.config
+    mixtures = len(c.experts.layers) if c.experts else 0
+    blocks = 2 * c.layers - mixtures
+    rounds = 7 if setting.recompute else 5
+    tokens = setting.batch / (layout.dp * layout.cp)
+    received = rounds * blocks / layout.pp * tokens * c.hidden * WEIGHT_BYTES * (1 - 1 / layout.tp)
+    return received / _rate(setting, layout.tp)
+
+
+def _expert_parallel(setting: Setting, layout: Layout) -> float:
+    """Dispatch and combine of every token's top_k copies: forward, backward, and forward again if it is repeated.
+
+    Copies go to their expert's rank over ep, and from there to the other etp - 1 ranks that cut it.
+    """
+    c = setting.weights.config
+    if c.experts is None:
+        return 0.0
+    rounds = 6 if setting.recompute else 4
+    tokens = setting.batch / (layout.dp * layout.cp * layout.tp)
+    copies = rounds * len(c.experts.layers) / layout.pp * tokens * c.experts.top_k
+    outside = max(0.0, 1 - setting.node / (layout.ep * layout.etp))
+    inside = 1 - 1 / layout.ep - outside
+    seconds = outside / (GIGA * setting.inter_node) + inside / (GIGA * setting.intra_node)
+    return copies * c.hidden * WEIGHT_BYTES * (seconds + (layout.etp - 1) / _rate(setting, layout.etp))
+
+
+def _optimizer(setting: Setting, layout: Layout) -> float:
+    """Float32 gradients are reduced and scattered, bf16 weights gathered, over dp*cp and over edp."""
+    dense = (setting.elements - setting.expert_elements) / (layout.pp * layout.tp)
+    experts = setting.expert_elements / (layout.pp * layout.ep * layout.etp)
+    seconds = 0.0
+    for size, group, apart in (
+        (dense, layout.dp * layout.cp, layout.tp),
+        (experts, layout.edp, layout.ep * layout.etp),
+    ):
+        seconds += size * (GRADIENT_BYTES + WEIGHT_BYTES) * (1 - 1 / group) / _rate(setting, group * apart)
+    return seconds
+
+
+def rollout_seconds(setting: Setting, layout: EngineLayout, memory: RolloutMemory) -> float:
+    """Generation of one iteration's samples, all of full length, token after token.
+
+    Samples run together as far as the KV cache has room for them; a decoding step reads the weights that they meet
+    and half of their cache (Pope et al., arXiv:2211.05102, section 2), or computes for longer than that, and waits
+    for two all-reduces a layer of the samples' hidden states. With pipeline parallelism each stage reads its weights
+    pp times a step, for a pp-th of the samples each.
+    """
+    c = setting.weights.config
+    samples = setting.batch / setting.sequence * layout.ranks / setting.ranks
+    running = max(1.0, min(samples, memory.tokens // setting.sequence * layout.adp))
+    cached = running / layout.adp * setting.sequence / 2
+    share = c.experts.top_k / c.experts.count if c.experts else 1.0
+    met = 1 - (1 - share) ** (running / layout.pp)  # the share of experts that any of the tokens is routed to
+    reads = [
+        layout.pp * WEIGHT_BYTES * (e.dense + met * e.experts) + cached * each
+        for e, each in zip(memory.elements, memory.per_token, strict=True)
+    ]
+    compute = 2 * setting.active_elements * running / (layout.ranks * FLOPS)
+    step = max(max(reads) / READ_BYTES, compute) + 2 * c.layers * _all_reduce(setting, layout.tp, running)
+    return max(1.0, samples / running) * setting.sequence * step
+
+
+def _all_reduce(setting: Setting, tp: int, tokens: float) -> float:
+    """Seconds to sum the hidden states of so many tokens: latency and 2 (tp - 1) / tp of their bytes."""
+    if tp == 1:
+        return 0.0
+    size = tokens * setting.weights.config.hidden * WEIGHT_BYTES
+    return ALL_REDUCE_SECONDS[tp <= setting.node] + 2 * (1 - 1 / tp) * size / _rate(setting, tp)
+
+
+def _rate(setting: Setting, reach: int) -> float:
+    """Bytes a second between ranks of a group that spans `reach` consecutive ranks."""
+    return GIGA * (setting.intra_node if reach <= setting.node else setting.inter_node)

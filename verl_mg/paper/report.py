@@ -1,0 +1,204 @@
+"""What `verl-mg plan` shows: plain numbers, the same for the tables and for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from verl_mg.layout import EnginePlacement
+from verl_mg.paper.activations import micro_batches
+from verl_mg.paper.cost import bubble_share
+from verl_mg.paper.memory import problem
+from verl_mg.paper.search import Pair, RolloutSide, TrainSide, written
+from verl_mg.paper.setting import GIB, Setting
+from verl_mg.paper.sync import gathered_bytes
+
+Numbers = dict[str, Any]
+"""What JSON can say: texts, numbers, lists, and dictionaries of them."""
+
+PLAIN_WIDTH = 130
+"""Characters of a line where the output is no terminal."""
+
+
+def pair_numbers(setting: Setting, pair: Pair) -> Numbers:
+    """Everything about two given layouts; `gib` are GiB of a rank, the worst and the mean of all."""
+    return _frame(setting) | {
+        "problem": problem(setting, pair.train.memory, pair.rollout.memory),
+        "train": _train(setting, pair.train),
+        "rollout": _rollout(setting, pair.rollout, pair.sync.stride),
+        "sync": _sync(setting, pair),
+    }
+
+
+def search_numbers(setting: Setting, pairs: Sequence[Pair]) -> Numbers:
+    """The layouts that a search found, best first."""
+    return _frame(setting) | {
+        "score": "predicted seconds of training + generation + weight sync of an iteration",
+        "found": [
+            {
+                "train": written(pair.train.layout),
+                "rollout": written(pair.rollout.layout),
+                "stride": pair.sync.stride,
+                "train_gib": _gib(max(pair.train.memory.totals)),
+                "kv_tokens": pair.rollout.memory.tokens_per_engine,
+                "bubble_share": round(bubble_share(setting, pair.train.layout), 3),
+                "train_seconds": round(pair.train.seconds, 3),
+                "rollout_seconds": round(pair.rollout.seconds, 3),
+                "sync_seconds": round(pair.sync.seconds, 3),
+                "seconds": round(pair.seconds, 3),
+            }
+            for pair in pairs
+        ],
+    }
+
+
+def _frame(setting: Setting) -> Numbers:
+    return {
+        "model": setting.weights.config.architecture,
+        "parameters": setting.elements,
+        "ranks": setting.ranks,
+        "node": setting.node,
+        "assumptions": setting.assumptions(),
+    }
+
+
+def _train(setting: Setting, side: TrainSide) -> Numbers:
+    parts = {name: _spread(sizes) for name, sizes in side.memory.parts.items()}
+    return {
+        "layout": written(side.layout),
+        "dp": side.layout.dp,
+        "edp": side.layout.edp,
+        "micro_batches": micro_batches(setting, side.layout),
+        "bubble_share": round(bubble_share(setting, side.layout), 3),
+        "seconds": round(side.seconds, 3),
+        "gib": parts | {"all": _spread(side.memory.totals)},
+    }
+
+
+def _rollout(setting: Setting, side: RolloutSide, stride: int) -> Numbers:
+    memory, layout = side.memory, side.layout
+    return {
+        "layout": written(layout),
+        "stride": stride,
+        "engines": EnginePlacement(layout, tuple(range(setting.ranks)), stride).engines,
+        "kv_bytes_per_token": max(memory.per_token),
+        "kv_tokens": memory.tokens_per_engine,
+        "samples_at_once": memory.tokens // setting.sequence * layout.adp,
+        "seconds": round(side.seconds, 3),
+        "gib": {
+            "weights": _spread(memory.weights),
+            "room for the KV cache": {"worst": _gib(min(memory.room)), "mean": _gib(_mean(memory.room))},
+        },
+    }
+
+
+def _sync(setting: Setting, pair: Pair) -> Numbers:
+    sync, gathered = pair.sync, gathered_bytes(setting, pair.train.memory)
+    return {
+        "seconds": round(sync.seconds, 3),
+        "gib": {
+            "received by a rank": _spread(sync.received),
+            "the lower bound of that": _spread(sync.lower_bound),
+            "received if full tensors were gathered": _spread(gathered),
+            "entering a node from others": _spread(sync.entered),
+        },
+    }
+
+
+def _spread(sizes: Sequence[float]) -> dict[str, float]:
+    return {"worst": _gib(max(sizes)), "mean": _gib(_mean(sizes))}
+
+
+def _mean(sizes: Sequence[float]) -> float:
+    return sum(sizes) / len(sizes)
+
+
+def _gib(size: float) -> float:
+    return round(size / GIB, 3)
+
+
+def show(numbers: Numbers) -> None:
+    """Print the tables of a report or of a search."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(render(numbers))
+
+
+def render(numbers: Numbers) -> RenderableType:
+    """The same numbers, for a terminal."""
+    ranks, size = numbers["ranks"], numbers["parameters"] / 1e9
+    head = f"{numbers['model']}, {size:.1f}B parameters, {ranks} ranks on {-(-ranks // numbers['node'])} nodes"
+    tables = [_ranking(numbers)] if "found" in numbers else [_sizes(numbers), _facts(numbers)]
+    return Group(head, *tables, "Assumptions", _bullets(numbers["assumptions"]))
+
+
+def _bullets(lines: Sequence[str]) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    for line in lines:
+        grid.add_row("-", line)
+    return grid
+
+
+def _sizes(numbers: Numbers) -> Table:
+    table = Table("", "")
+    for heading in ("GiB, worst", "mean"):
+        table.add_column(heading, justify="right")
+    for side in ("train", "rollout", "sync"):
+        name = f"{side} {numbers[side].get('layout', '')}".strip()
+        for row, (what, sizes) in enumerate(numbers[side]["gib"].items()):
+            table.add_row("" if row else name, what, f"{sizes['worst']:,.3f}", f"{sizes['mean']:,.3f}")
+        table.add_section()
+    return table
+
+
+def _facts(numbers: Numbers) -> Table:
+    table = Table("", "", show_header=False)
+    for name, value in _facts_of(numbers):
+        table.add_row(name, value)
+    return table
+
+
+def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
+    train, rollout, sync = numbers["train"], numbers["rollout"], numbers["sync"]
+    yield "data parallel, of experts", f"dp{train['dp']}, edp{train['edp']}"
+    yield "micro-batches, pipeline bubble", f"{train['micro_batches']}, {train['bubble_share']:.1%} of a step"
+    yield "engines, stride of their ranks", f"{rollout['engines']}, {rollout['stride']}"
+    yield (
+        "KV cache of an engine",
+        f"{rollout['kv_tokens']:,} tokens of {rollout['kv_bytes_per_token']:,} bytes a rank, "
+        f"{rollout['samples_at_once']:,} samples at once",
+    )
+    yield (
+        "predicted seconds",
+        f"training {train['seconds']:,.3f}, generation {rollout['seconds']:,.3f}, weight sync {sync['seconds']:,.3f}",
+    )
+    yield "memory", numbers["problem"] or "fits"
+
+
+def _ranking(numbers: Numbers) -> Table:
+    columns = {
+        "train": "train",
+        "rollout": "rollout",
+        "stride": "stride",
+        "train_gib": "GiB in training",
+        "kv_tokens": "KV tokens",
+        "bubble_share": "bubble",
+        "train_seconds": "train s",
+        "rollout_seconds": "rollout s",
+        "sync_seconds": "sync s",
+        "seconds": "all s",
+    }
+    table = Table(title=f"Best first by {numbers['score']}", title_justify="left")
+    for key, heading in columns.items():
+        table.add_column(heading, justify="left" if key in ("train", "rollout") else "right")
+    for found in numbers["found"]:
+        table.add_row(*(_text(found[key]) for key in columns))
+    return table
+
+
+def _text(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
