@@ -100,7 +100,7 @@ def layouts(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> Layout:
 def engines(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> EnginePlacement:
     """Engines of SGLang on `ranks` ranks, at any stride."""
     tp = draw(st.sampled_from([1, 2, 4, 8]))
-    if c.kv_heads < tp and tp % c.kv_heads or c.heads % tp:
+    if (c.kv_heads < tp and tp % c.kv_heads) or c.heads % tp:
         tp = 4
     pp = draw(st.sampled_from([1, 2])) if tp * 2 <= ranks and c.architecture != "gemma2" else 1
     divisors = [size for size in (1, 2, 4, 8) if tp % size == 0]

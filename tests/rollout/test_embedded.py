@@ -1,7 +1,7 @@
 """The embedded engine against `transformers` itself: greedy `generate`, and a forward without a cache."""
 
-import json
 import dataclasses
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from verl_mg.errors import UserError
+from verl_mg.rollout.embedded import EmbeddedEngine
+from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.weights import table
 from verl_mg.weights.files import CheckpointReader, load_shards
 from verl_mg.weights.model_config import parse_config
-from verl_mg.rollout.embedded import EmbeddedEngine
-from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

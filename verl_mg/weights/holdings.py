@@ -10,7 +10,7 @@ from typing import Protocol
 
 from verl_mg.weights.boxes import Box, Piece, Shard, check_shard
 from verl_mg.weights.catalogue import Catalogue, Entry, TensorInfo
-from verl_mg.weights.dialect import Axis, Section, Weight
+from verl_mg.weights.dialects.weight import Axis, Section, Weight
 
 Ranks = tuple[int, ...]
 

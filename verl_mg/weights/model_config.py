@@ -155,9 +155,8 @@ def _latent(raw: Fields) -> LatentConfig:
 
 
 def _experts(raw: Fields, layers: int) -> ExpertsConfig | None:
-    count = next((raw[field] for field in ("num_experts", "num_local_experts", "n_routed_experts") if field in raw), None)
-    if count is None:
-        raise KeyError("num_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = raw[next((name for name in names if name in raw), names[0])]
     width = int(raw.get("moe_intermediate_size") or raw["intermediate_size"])  # Mixtral has no dense layers
     with_experts = frozenset(
         layer

@@ -8,13 +8,13 @@ from functools import cache, cached_property
 from typing import Literal
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.weights import megatron, sglang, transformers
 from verl_mg.weights.anatomy import Block, HFTensor, Model, anatomy
 from verl_mg.weights.boxes import Piece, Shard, full_box
 from verl_mg.weights.catalogue import Catalogue
-from verl_mg.weights.dialect import Axis, Section, Weight
+from verl_mg.weights.dialects import megatron, sglang, transformers
+from verl_mg.weights.dialects.megatron import Modules
+from verl_mg.weights.dialects.weight import Axis, Section, Weight
 from verl_mg.weights.holdings import Seat, TableHoldings
-from verl_mg.weights.megatron import Modules
 from verl_mg.weights.model_config import HFConfig
 
 Head = Literal["language", "value"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from verl_mg.weights.anatomy import MLP, Block, Experts, GroupedAttention, HFTensor, LatentAttention, Model
-from verl_mg.weights.dialect import Weight
+from verl_mg.weights.dialects.weight import Weight
 from verl_mg.weights.model_config import HFConfig
 from verl_mg.weights.rules import FusedRows, VocabularyRows, columns, rows
 

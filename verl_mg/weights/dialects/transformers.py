@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl_mg.weights.anatomy import MIXTURE_NAMES, Block, Experts, HFTensor, Model, tensors_of
-from verl_mg.weights.dialect import Weight
+from verl_mg.weights.dialects.weight import Weight
 from verl_mg.weights.model_config import HFConfig
 
 LAYER = "model.layers.{layer}."

@@ -1,4 +1,4 @@
-"""A dialect: the parameters of one framework, each a line that names its tensors, its rule and what cuts it."""
+"""A line of a dialect: one parameter of a framework, its tensors, its rule and what cuts it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.weights.anatomy import MLP, Block, Experts, GroupedAttention, HFTensor, LatentAttention, Model
-from verl_mg.weights.dialect import Axis, Weight
+from verl_mg.weights.dialects.weight import Axis, Weight
 from verl_mg.weights.model_config import HFConfig
 from verl_mg.weights.rules import HeadRows, VocabularyRows, columns, rows
 
@@ -26,9 +26,9 @@ MIXTURE = {"mixtral": "block_sparse_moe."}
 def check(c: HFConfig, layout: EngineLayout) -> None:
     """UserError for what SGLang's model class of this family does not do."""
     if layout.adp > 1 and c.architecture not in DATA_PARALLEL_ATTENTION:
-        raise UserError(f"rollout layout {layout}: SGLang has no data-parallel attention for {c.architecture}; drop adp")
+        raise UserError(f"rollout layout {layout}: SGLang has no data-parallel attention for {c.architecture}")
     if layout.pp > 1 and c.architecture in WITHOUT_PIPELINE:
-        raise UserError(f"rollout layout {layout}: SGLang has no pipeline parallelism for {c.architecture}; drop pp")
+        raise UserError(f"rollout layout {layout}: SGLang has no pipeline parallelism for {c.architecture}")
     if c.architecture == "qwen3_moe" and c.experts and len(c.experts.layers) < c.layers:
         raise UserError("SGLang gives experts to every layer of qwen3_moe, and this model has dense ones among them")
 

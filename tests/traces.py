@@ -1,0 +1,135 @@
+"""Tiny models of every family that is traced, and what SGLang's and transformers' own loaders make of them.
+
+    sglang_trace("qwen3", EngineLayout(tp=2))[rank] -> {parameter: Shard}
+
+The first call traces all `FAMILIES` at all `layouts_of` them with one set of processes, under a minute; the others
+only look up. A folder of one's own: `verl_mg.rollout.tracer.trace_sglang_many`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_mg.layout import EngineLayout
+from verl_mg.rollout.tracer import trace_sglang_many
+from verl_mg.weights.boxes import Shard
+
+needs_sglang = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed; run bash tools/install_sglang_cpu.sh"
+)
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# What the published configurations have and SGLang asks for, but transformers does not write by itself, comes too.
+DEEPSEEK = EXPERTS | {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+    },
+}
+V2 = DEEPSEEK | {"topk_method": "greedy", "scoring_func": "softmax"}
+V3 = DEEPSEEK | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "num_experts": 8, "mlp_only_layers": []}),
+    "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("deepseek_v2", V2),
+    "deepseek_v2_lite": ("deepseek_v2", V2 | {"q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", V3),
+    "uneven": ("llama", {"vocab_size": 200, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 32, "hidden_act": "gelu_pytorch_tanh"}),
+}
+"""Family -> the model type of transformers, and what its configuration has beyond `COMMON`."""
+
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+ATTENTION_DP = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+
+
+def layouts_of(family: str) -> list[EngineLayout]:
+    """The layouts in which a family is traced; at tp4 there are fewer key-value heads than ranks."""
+    if family == "uneven":  # a vocabulary of which the last rank has none
+        return [EngineLayout(tp=3)]
+    layouts = [EngineLayout(), EngineLayout(tp=2), EngineLayout(tp=4)]
+    if family != "gemma2":  # which SGLang does not cut into stages
+        layouts += [EngineLayout(pp=2), EngineLayout(tp=2, pp=2)]
+    if family in MIXTURES:
+        layouts += [EngineLayout(tp=2, ep=2), EngineLayout(tp=4, ep=2)]
+    if family in ATTENTION_DP:
+        layouts += [EngineLayout(tp=2, adp=2), EngineLayout(tp=4, adp=2)]
+    if family in MIXTURES and family in ATTENTION_DP:
+        layouts += [EngineLayout(tp=4, ep=4, adp=2)]
+    return layouts
+
+
+@cache
+def folder_of(family: str) -> Path:
+    """A directory with the family's config.json and no weights: shapes are all that a trace needs."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_type, own = FAMILIES[family]
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
+    config = AutoConfig.for_model(model_type, **(COMMON | own))
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.save_pretrained(folder)
+    return folder
+
+
+def change_config(source: Path, folder: Path, **fields: Any) -> Path:
+    """A copy of a directory's config.json with other fields; None takes one out."""
+    config = json.loads((source / "config.json").read_text()) | fields
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def sglang_trace(family: str, layout: EngineLayout) -> list[dict[str, Shard]]:
+    """What each rank holds, as SGLang loads it."""
+    return _all_traces()[family, layout]
+
+
+@cache
+def _all_traces() -> dict[tuple[str, EngineLayout], list[dict[str, Shard]]]:
+    keys = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
+    traces = trace_sglang_many([(folder_of(family), layout) for family, layout in keys])
+    return dict(zip(keys, traces, strict=True))
