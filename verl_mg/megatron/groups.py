@@ -54,7 +54,13 @@ class ParallelGroups:
 
 
 def _globals() -> dict[str, Any]:
-    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+    # Left in place, its list of all groups would keep those of every layout, and their threads, for ever.
+    every_group = "_global_process_group_list"
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if (name.startswith("_") and name.isupper()) or name == every_group
+    }
 
 
 def _set_globals(values: dict[str, Any]) -> None:
