@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_mg.errors import UserError
 from verl_mg.tiny import ARCHITECTURES, character_tokenizer, make_tiny_model
+from verl_mg.weights import read_config, table
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -72,6 +73,9 @@ def test_model_loads_and_computes(tmp_path: Path, architecture: str) -> None:
         ("llama", {}, (64, 64), (32, 64), set()),
         ("qwen2", {"kv_heads": 1}, (64, 64), (16, 64), {"q_proj.bias", "v_proj.bias"}),
         ("qwen3", {"head_dim": 24}, (96, 64), (48, 64), {"q_norm.weight", "k_norm.weight"}),
+        ("qwen3_moe", {}, (64, 64), (32, 64), {"q_norm.weight", "k_norm.weight"}),
+        ("mixtral", {}, (64, 64), (32, 64), set()),
+        ("gemma2", {}, (64, 64), (32, 64), set()),
     ],
 )
 def test_shapes(
@@ -90,6 +94,51 @@ def test_shapes(
     assert {attention + name for name in names} <= tensors.keys()
     assert tensors["model.embed_tokens.weight"].shape == (9, 64)
     assert "lm_head.weight" in tensors
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "shapes"),
+    [
+        (
+            "qwen3_moe",
+            {"experts": 3},
+            {EXPERTS + ".2.gate_proj.weight": (64, 64), EXPERTS + ".3.gate_proj.weight": None},
+        ),
+        ("mixtral", {}, {"model.layers.1.block_sparse_moe.experts.3.w1.weight": (128, 64)}),
+        (
+            "deepseek_v2",
+            {"shared_experts": 3},
+            {
+                EXPERTS + ".3.down_proj.weight": (64, 64),
+                "model.layers.1.mlp.shared_experts.up_proj.weight": (192, 64),
+                "model.layers.1.self_attn.q_proj.weight": (96, 64),
+                "model.layers.1.self_attn.kv_a_proj_with_mqa.weight": (40, 64),
+            },
+        ),
+        (
+            "deepseek_v3",
+            {"dense_layers": 1, "q_rank": 24},
+            {
+                EXPERTS + ".0.up_proj.weight": (64, 64),
+                "model.layers.0.mlp.up_proj.weight": (128, 64),
+                "model.layers.1.self_attn.q_a_proj.weight": (24, 64),
+                "model.layers.1.mlp.gate.e_score_correction_bias": (4,),
+            },
+        ),
+        ("gemma2", {}, {"model.layers.1.post_feedforward_layernorm.weight": (64,)}),
+    ],
+)
+def test_checkpoints_have_the_names_that_are_published(
+    tmp_path: Path, architecture: str, options: dict[str, Any], shapes: dict[str, tuple[int, ...] | None]
+) -> None:
+    make_tiny_model(tmp_path, architecture, characters="abc", **options)
+    found = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert {name: found.get(name) for name in shapes} == shapes
+    expected = table(read_config(tmp_path)).huggingface()
+    assert found == {name: shard.shape for name, shard in expected.items()}
 
 
 def test_options_reach_the_config(tmp_path: Path) -> None:

@@ -19,7 +19,14 @@ VARIANTS = {
                                "original_max_position_embeddings": 16}},
     "qwen2": {"tie_embeddings": True},
     "qwen3": {"head_dim": 12},
+    "qwen3_moe": {"head_dim": 12},
+    "mixtral": {},
+    "deepseek_v2": {"shared_experts": 2, "dense_layers": 1},
+    "deepseek_v3": {"shared_experts": 2, "dense_layers": 2, "q_rank": 12},
+    "gemma2": {"tie_embeddings": True, "head_dim": 12},
 }  # fmt: skip
+TRAINED = ("llama", "qwen2", "qwen3")
+"""Those that have a forward pass in Megatron; of the others only the weights."""
 
 
 def tiny_model(folder: Path, architecture: str) -> Path:

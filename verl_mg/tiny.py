@@ -29,7 +29,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"attention_bias": False, "use_sliding_window": False},
+    "qwen3_moe": {"attention_bias": False, "use_sliding_window": False, "norm_topk_prob": True},
+    "mixtral": {},
+    "deepseek_v2": {"attention_bias": False, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {"attention_bias": False, "n_group": 1, "topk_group": 1},
+    "gemma2": {},
 }
+LATENT = ("deepseek_v2", "deepseek_v3")
+COUNT_OF_EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"} | dict.fromkeys(
+    LATENT, "n_routed_experts"
+)
 
 
 def character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
@@ -77,6 +86,10 @@ def make_tiny_model(
     kv_heads: int = 2,
     head_dim: int | None = None,
     ffn: int = 128,
+    experts: int = 4,
+    shared_experts: int = 1,
+    dense_layers: int = 0,
+    q_rank: int = 0,
     tie_embeddings: bool = False,
     rope_scaling: dict[str, Any] | None = None,
     max_positions: int = 1024,
@@ -92,7 +105,13 @@ def make_tiny_model(
 
     Args:
         architecture: a key of `ARCHITECTURES`.
-        head_dim: width of one head; `hidden // heads` unless given.
+        head_dim: width of one head; `hidden // heads` unless given. Latent attention (DeepSeek) rotates half as
+            many elements beside them, and compresses keys and values to `hidden // 2`; it has no `kv_heads`.
+        experts: experts a layer, of which 2 take a token, where the architecture has any. They are half as wide as
+            `ffn`, those of Mixtral as wide.
+        shared_experts: shared experts a layer (DeepSeek).
+        dense_layers: how many of the first layers have no experts (DeepSeek).
+        q_rank: width to which queries are compressed (DeepSeek); 0: they are not.
         rope_scaling: `rope_type` and its factors as Hugging Face writes them, for example of "llama3".
         init_std: standard deviation of the initial matrices.
         perturb: add small noise to norms and biases, which start at one and zero, so that a comparison
@@ -114,6 +133,10 @@ def make_tiny_model(
             "unless head_dim is given"
         )
     tokenizer = character_tokenizer(characters)
+    width = head_dim or hidden // heads
+    attention = {"num_key_value_heads": kv_heads, "head_dim": width}
+    if architecture in LATENT:
+        attention = _latent_attention(heads, width, kv_rank=hidden // 2, q_rank=q_rank)
     config = _config(
         architecture,
         tokenizer,
@@ -121,12 +144,12 @@ def make_tiny_model(
         intermediate_size=ffn,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim or hidden // heads,
         tie_word_embeddings=tie_embeddings,
         max_position_embeddings=max_positions,
         initializer_range=init_std,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope_scaling or {}),
+        **attention,
+        **_mixture(architecture, experts, ffn // 2, shared_experts, dense_layers),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -136,6 +159,28 @@ def make_tiny_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+def _latent_attention(heads: int, width: int, kv_rank: int, q_rank: int) -> dict[str, Any]:
+    return {
+        "num_key_value_heads": heads,
+        "kv_lora_rank": kv_rank,
+        "q_lora_rank": q_rank or None,
+        "qk_nope_head_dim": width,
+        "qk_rope_head_dim": width // 2,
+        "v_head_dim": width,
+    }
+
+
+def _mixture(architecture: str, experts: int, width: int, shared: int, dense_layers: int) -> dict[str, Any]:
+    if architecture not in COUNT_OF_EXPERTS:
+        return {}
+    fields = {COUNT_OF_EXPERTS[architecture]: experts, "num_experts_per_tok": 2}
+    if architecture != "mixtral":
+        fields["moe_intermediate_size"] = width
+    if architecture in LATENT:
+        fields |= {"n_shared_experts": shared, "first_k_dense_replace": dense_layers}
+    return fields
 
 
 def _config(architecture: str, tokenizer: "PreTrainedTokenizerFast", **fields: Any) -> Any:

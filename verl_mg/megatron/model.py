@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -15,21 +14,19 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl_mg import platform
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout
-from verl_mg.megatron.attention import PackedAttention, PackedSequences
+from verl_mg.megatron.attention import PackedSequences
+from verl_mg.megatron.configuration import block_spec, transformer_config
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.logprobs import vocab_parallel_logprobs
-from verl_mg.megatron.norm import RMSNorm
-from verl_mg.weights import HFConfig, WeightTable
+from verl_mg.weights import WeightTable
+
+ROUTER_BIAS = "router.expert_bias"
 
 
 class PackedModel(GPTModel):
@@ -89,12 +86,12 @@ def build_chunks(
         stage = chunk if layout.vpp > 1 else None
         first = groups.coordinates.pp == 0 and chunk == 0
         last = groups.coordinates.pp == layout.pp - 1 and chunk == layout.vpp - 1
-        layers = len(layout.layers(weights.config.layers, groups.coordinates.pp, chunk))
+        layers = layout.layers(weights.config.layers, groups.coordinates.pp, chunk)
         model = PackedModel(
             weights,
             groups,
             config=config,
-            transformer_layer_spec=_block_spec(weights.config, layers),
+            transformer_layer_spec=block_spec(weights.config, layers),
             vocab_size=weights.padded_vocab(layout.tp),
             max_sequence_length=weights.config.max_positions,
             pre_process=first,
@@ -112,77 +109,23 @@ def _mark_tensor_parallel(model: PackedModel) -> None:
 
     It marks them while it initialises them, which we leave out because every weight comes from a checkpoint.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if weight is None or not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
             continue
         dimension = 1 if isinstance(module, RowParallelLinear) else 0
-        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=1)
+        stride = 2 if name.endswith("linear_fc1") else 1  # a shard is its part of gate, then its part of up
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=stride)
 
 
 def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:
-    """This rank's parameters under the names of the weight table."""
+    """This rank's parameters under the names of the weight table, and the biases of routers, which are buffers."""
     named: dict[str, Tensor] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
         named |= {prefix + name: parameter for name, parameter in chunk.named_parameters()}
+        named |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)}
     return named
-
-
-def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recompute: bool) -> TransformerConfig:
-    """megatron-core's configuration of the model under a layout."""
-    on_gpu = torch.cuda.is_available()
-    return TransformerConfig(
-        num_layers=c.layers,
-        hidden_size=c.hidden,
-        num_attention_heads=c.heads,
-        num_query_groups=c.kv_heads,
-        kv_channels=c.head_dim,
-        ffn_hidden_size=c.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=c.norm_eps,
-        qk_layernorm=c.qk_norm,
-        add_bias_linear=False,
-        add_qkv_bias=c.qkv_bias,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        sequence_parallel=layout.tp > 1,
-        variable_seq_lengths=layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",  # checked against variable lengths, without experts too
-        # With two stages the previous and the next rank are one: batched P2P would mix activations and gradients.
-        overlap_p2p_comm=layout.vpp > 1,
-        batch_p2p_comm=layout.vpp == 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        # Losses come normalised by the whole mini-batch: gradients are summed, never divided again.
-        calculate_per_token_loss=True,
-        perform_initialization=False,
-        use_cpu_initialization=not on_gpu,
-        bias_dropout_fusion=on_gpu,
-        bias_activation_fusion=on_gpu,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
-    )
-
-
-def _block_spec(c: HFConfig, layers: int) -> TransformerBlockSubmodules:
-    layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=c.qk_norm)
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if c.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
 def rotary_frequencies(model_dir: Path) -> tuple[Tensor, float]:

@@ -121,7 +121,7 @@ def check_layout(config: HFConfig, layout: Layout) -> None:
             raise UserError(
                 f"model_type {config.architecture!r}: {what} not trained yet; name a model of llama, qwen2, qwen3"
             )
-    layout.check(attention_heads=config.heads, kv_heads=config.kv_heads, layers=config.layers, ffn=config.ffn)
+    table(config).check(layout)
     for size, written, what in ((layout.cp, "cp", "context parallelism"), (layout.vpp, "vpp", "interleaving")):
         if size > 1:
             raise UserError(f"layout {layout}: {what} is not supported yet; leave {written}{size} out")

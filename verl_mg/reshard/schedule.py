@@ -18,7 +18,7 @@ import torch
 from verl_mg.reshard.plan import Copy, Plan, Transfer
 from verl_mg.weights.boxes import Box, carry, split, volume
 
-BUCKET_BYTES = 128 * 2**20
+BUCKET_BYTES = 32 * 2**20
 MESSAGES_A_BUCKET = 4  # a message fills at most this part of a bucket, so that several peers are served at once
 ALONE_BYTES = 2**20  # a box of this size is a message of its own: where it is contiguous it needs no packing
 
