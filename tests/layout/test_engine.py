@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.layout import Dimensions, EngineLayout, EnginePlacement
 
 SIZES = st.sampled_from([1, 2, 4])
 
@@ -87,6 +87,6 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
 )
 def test_check_names_the_dimension(text: str, change: dict[str, int], message: str) -> None:
     model = {"attention_heads": 8, "kv_heads": 2, "layers": 8, "ffn": 16, "experts": 4, "expert_ffn": 8}
-    EngineLayout.parse("tp8-ep2").check(**model)  # more ranks than key-value heads: they share
+    EngineLayout.parse("tp8-ep2").check(Dimensions(**model))  # more ranks than key-value heads: they share
     with pytest.raises(UserError, match=message):
-        EngineLayout.parse(text).check(**model | change)
+        EngineLayout.parse(text).check(Dimensions(**model | change))

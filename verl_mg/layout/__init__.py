@@ -3,8 +3,9 @@
 `EngineLayout` and `EnginePlacement` are the same for a rollout engine.
 """
 
+from verl_mg.layout.dimensions import Dimensions
 from verl_mg.layout.engine import EngineCoordinates, EngineLayout, EnginePlacement
 from verl_mg.layout.layout import Coordinates, Layout
 from verl_mg.layout.placement import Placement
 
-__all__ = ["Coordinates", "EngineCoordinates", "EngineLayout", "EnginePlacement", "Layout", "Placement"]
+__all__ = ["Coordinates", "Dimensions", "EngineCoordinates", "EngineLayout", "EnginePlacement", "Layout", "Placement"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
+from verl_mg.layout.dimensions import Dimensions
 from verl_mg.layout.layout import parse_sizes
 
 KEYS = ("tp", "pp", "ep", "adp")
@@ -74,33 +75,22 @@ class EngineLayout:
         """Ranks that cut an expert."""
         return self.tp // self.ep
 
-    def check(
-        self,
-        *,
-        attention_heads: int,
-        kv_heads: int,
-        layers: int,
-        ffn: int,
-        experts: int = 0,
-        expert_ffn: int = 0,
-        shared_ffn: int = 0,
-    ) -> None:
+    def check(self, model: Dimensions) -> None:
         """Raise UserError naming the first dimension of a model that this layout does not divide.
 
-        Key-value heads may be fewer than ranks: SGLang then gives neighbours the same head. A model leaves what it
-        has not at 0.
+        Key-value heads may be fewer than ranks: SGLang then gives neighbours the same head.
         """
-        self._divide(attention_heads, "attention heads", self.attention_tp, "tp / adp")
-        if self.attention_tp % kv_heads:
-            self._divide(kv_heads, "key-value heads", self.attention_tp, "tp / adp")
-        self._divide(ffn, "columns of the feed-forward layer", self.tp, "tp")
-        if self.ep > 1 and not experts:
+        self._divide(model.attention_heads, "attention heads", self.attention_tp, "tp / adp")
+        if self.attention_tp % model.kv_heads:
+            self._divide(model.kv_heads, "key-value heads", self.attention_tp, "tp / adp")
+        self._divide(model.ffn, "columns of the feed-forward layer", self.tp, "tp")
+        if self.ep > 1 and not model.experts:
             raise UserError(f"rollout layout {self}: ep{self.ep} spreads experts, and the model has none; drop ep")
-        self._divide(experts, "experts", self.ep, "ep")
-        self._divide(expert_ffn, "columns of an expert", self.expert_tp, "tp / ep")
-        self._divide(shared_ffn, "columns of the shared experts", self.tp, "tp")
-        if layers < self.pp:
-            raise UserError(f"rollout layout {self}: pp{self.pp} has more stages than the model's {layers} layers")
+        self._divide(model.experts, "experts", self.ep, "ep")
+        self._divide(model.expert_ffn, "columns of an expert", self.expert_tp, "tp / ep")
+        self._divide(model.shared_ffn, "columns of the shared experts", self.tp, "tp")
+        if model.layers < self.pp:
+            raise UserError(f"rollout layout {self}: pp{self.pp} is more stages than the model's {model.layers} layers")
 
     def _divide(self, dimension: int, what: str, size: int, written: str) -> None:
         if dimension % size:

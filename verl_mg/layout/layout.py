@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
+from verl_mg.layout.dimensions import Dimensions
 
 KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 EXAMPLE = "tp4-pp2-ep8"
@@ -154,31 +155,20 @@ class Layout:
         start = number * each - sum(short[:number])
         return range(start, start + each - short[number])
 
-    def check(
-        self,
-        *,
-        attention_heads: int,
-        kv_heads: int,
-        layers: int,
-        ffn: int,
-        experts: int = 0,
-        expert_ffn: int = 0,
-        shared_ffn: int = 0,
-    ) -> None:
+    def check(self, model: Dimensions) -> None:
         """Raise UserError naming the first dimension of a model that this layout does not divide.
 
         Megatron would replicate KV heads for a tp that is a multiple of them; here each rank holds its own.
-        A model leaves what it has not at 0.
         """
-        self._divide(attention_heads, "attention heads", "tp")
-        self._divide(kv_heads, "key-value heads", "tp")
-        self._divide(ffn, "columns of the feed-forward layer", "tp")
-        self.layers(layers, 0)
-        if experts == 0 and self.ep > 1:
+        self._divide(model.attention_heads, "attention heads", "tp")
+        self._divide(model.kv_heads, "key-value heads", "tp")
+        self._divide(model.ffn, "columns of the feed-forward layer", "tp")
+        self.layers(model.layers, 0)
+        if model.experts == 0 and self.ep > 1:
             raise UserError(f"layout {self}: ep{self.ep} spreads experts, and the model has none; drop ep")
-        self._divide(experts, "experts", "ep")
-        self._divide(expert_ffn, "columns of an expert", "etp")
-        self._divide(shared_ffn, "columns of the shared experts", "tp")
+        self._divide(model.experts, "experts", "ep")
+        self._divide(model.expert_ffn, "columns of an expert", "etp")
+        self._divide(model.shared_ffn, "columns of the shared experts", "tp")
 
     def check_down_projections(self, *widths: int) -> None:
         """Raise UserError for a down projection of latent attention that tp does not divide."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
-from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.layout import Dimensions, EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.weights.anatomy import Block, HFTensor, Model, anatomy
 from verl_mg.weights.boxes import Piece, Shard, full_box
 from verl_mg.weights.catalogue import Catalogue
@@ -142,7 +142,7 @@ class WeightTable:
 
     def check(self, layout: Layout, modules: Modules = "local") -> None:
         """UserError where Megatron's layout does not divide the model."""
-        layout.check(**self._sizes)
+        layout.check(self.dimensions)
         if self.config.latent and modules == "local":  # Transformer Engine's leave the down projections whole
             latent = self.config.latent
             layout.check_down_projections(latent.q_rank, latent.kv_rank + latent.rope_dim)
@@ -150,21 +150,16 @@ class WeightTable:
     def check_engine(self, layout: EngineLayout) -> None:
         """UserError where SGLang cannot cut the model so."""
         sglang.check(self.config, layout)
-        layout.check(**self._sizes)
+        layout.check(self.dimensions)
 
     @property
-    def _sizes(self) -> dict[str, int]:
-        c = self.config
-        experts = c.experts
-        return {
-            "attention_heads": c.heads,
-            "kv_heads": c.kv_heads,
-            "layers": c.layers,
-            "ffn": c.ffn,
-            "experts": experts.count if experts else 0,
-            "expert_ffn": experts.ffn if experts else 0,
-            "shared_ffn": experts.shared_ffn if experts else 0,
-        }
+    def dimensions(self) -> Dimensions:
+        """What layouts divide."""
+        c, experts = self.config, self.config.experts
+        dense = Dimensions(attention_heads=c.heads, kv_heads=c.kv_heads, layers=c.layers, ffn=c.ffn)
+        if experts is None:
+            return dense
+        return replace(dense, experts=experts.count, expert_ffn=experts.ffn, shared_ffn=experts.shared_ffn)
 
     @property
     def _tied(self) -> bool:
