@@ -81,6 +81,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Family -> the model type of transformers, and what its configuration has beyond `COMMON`."""
 
+WITHOUT_TABLE: dict[str, tuple[str, dict[str, Any]]] = {"olmo2": ("olmo2", {})}
+"""The same for models that the weight tables do not know."""
+
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 ATTENTION_DP = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 
@@ -107,7 +110,7 @@ def folder_of(family: str) -> Path:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model_type, own = FAMILIES[family]
+    model_type, own = (FAMILIES | WITHOUT_TABLE)[family]
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     config = AutoConfig.for_model(model_type, **(COMMON | own))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]

@@ -176,6 +176,21 @@ def test_the_command_writes_a_dialect_that_a_plan_can_move_to(tmp_path, capsys):
 
 
 @needs_sglang
+def test_an_architecture_without_a_table_has_a_dialect_all_the_same():
+    with pytest.raises(UserError, match="model_type 'olmo2' is not supported"):
+        read_config(folder_of("olmo2"))
+    for rank, shards in enumerate(trace_sglang(folder_of("olmo2"), TP2)):
+        q, k, v = (f"{LAYER}self_attn.{kind}_proj.weight" for kind in "qkv")
+        one, four = (8 * rank, 8 * rank + 8), (32 * rank, 32 * rank + 32)
+        assert shards[f"{LAYER}self_attn.qkv_proj.weight"] == fused((q, *four), (k, *one), (v, *one))
+        assert shards[f"{LAYER}self_attn.o_proj.weight"] == columns(f"{LAYER}self_attn.o_proj.weight", 64, *four)
+        norms = {"self_attn.q_norm": 64, "self_attn.k_norm": 16, "post_feedforward_layernorm": 64}
+        for norm, width in norms.items():
+            assert shards[f"{LAYER}{norm}.weight"] == whole(f"{LAYER}{norm}.weight", (width,))
+        assert f"{LAYER}input_layernorm.weight" not in shards  # OLMo 2 has none
+
+
+@needs_sglang
 @pytest.mark.parametrize("layout", [TP2, EP2])
 def test_experts_of_qwen3_moe(layout):
     prefix = f"{LAYER}mlp.experts."
