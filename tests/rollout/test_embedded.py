@@ -196,6 +196,21 @@ def test_an_engine_without_weights_is_filled_by_the_checkpoint(name: str, tmp_pa
     assert by_id(engine.generate(asked, sampling)) == by_id(engine_of(directory).generate(asked, sampling))
 
 
+def test_memory_is_shared_where_it_is_of_the_same_type(qwen3: Path) -> None:
+    engine = engine_of(qwen3)
+    asked, sampling = requests(), Sampling(max_new_tokens=6)
+    before = by_id(engine.generate(asked, sampling))
+    names = ["model.norm.weight", "lm_head.weight"]
+    offered = {name: engine.parameters()[name].clone() for name in names}
+    offered["lm_head.weight"] = offered["lm_head.weight"].bfloat16()
+    engine.begin_update()
+    engine.share(offered)
+    engine.end_update(1)
+    taken = [engine.parameters()[name].data_ptr() == offered[name].data_ptr() for name in names]
+    assert taken == [True, False]
+    assert by_id(engine.generate(asked, sampling)) == before
+
+
 def fill(engine: EmbeddedEngine, directory: Path) -> None:
     """Write every tensor of the checkpoint where the weight table says; its names have to be those of the engine."""
     fields = json.loads((directory / "config.json").read_text())

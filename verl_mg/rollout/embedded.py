@@ -83,10 +83,11 @@ class EmbeddedEngine:
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def share(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take these tensors' memory as the weights of those names, in place of the engine's own."""
-        parameters = dict(self.module.named_parameters())
-        for name in tensors.keys() & parameters.keys():
-            parameters[name].data = tensors[name]
+        """Take these tensors' memory as the weights of those names, where dtype and device are the engine's own."""
+        for name, parameter in self.module.named_parameters():
+            tensor = tensors.get(name)
+            if tensor is not None and (tensor.dtype, tensor.device) == (parameter.dtype, parameter.device):
+                parameter.data = tensor
 
     def end_update(self, version: int) -> None:
         """Take the written tensors into use as weights number `version`."""
