@@ -95,12 +95,12 @@ def read_config(model: str | Path) -> HFConfig:
     path = Path(model)
     if not path.is_file():
         if not path.is_dir():
-            raise UserError(f"{path}: no such model directory; model.path (or --model) must be a Hugging Face directory")
+            raise UserError(f"{path}: no such model directory; model.path or --model must be a Hugging Face one")
         path = path / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: missing; model.path (or --model) must be a folder with one") from None
+        raise UserError(f"{path}: missing; model.path or --model must be a Hugging Face directory") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable JSON file ({error})") from None
     return parse_config(raw, str(path))
