@@ -47,7 +47,7 @@ class CheckpointReader:
             return dict.fromkeys(file.keys(), SINGLE)
 
     def _handle(self, name: str, wanted: str = "") -> safe_open:
-        path, why = self.folder / name, f"; it should hold {wanted!r}" if wanted else ""
+        path, why = self.folder / name, f"; it should hold {wanted}" if wanted else ""
         try:
             return safe_open(path, framework="pt")
         except FileNotFoundError:
@@ -61,7 +61,7 @@ class CheckpointReader:
         `shapes` is the table's `huggingface()` view. Only the heads of the files are read.
         """
         for tensor, shard in shapes.items():
-            view = self._slice(tensor)
+            view = self._slice(tensor, full_box(shard.shape))
             if tuple(view.get_shape()) != shard.shape:
                 raise UserError(
                     f"{self.folder / self._files[tensor]}: tensor {tensor!r} has shape {tuple(view.get_shape())}, "
@@ -76,22 +76,26 @@ class CheckpointReader:
     def read(self, tensor: str, box: Box) -> Tensor:
         """One box of a tensor; UserError where it is missing."""
         try:
-            return self._slice(tensor)[slices(box)]
+            return self._slice(tensor, box)[slices(box)]
         except SafetensorError as error:
             raise UserError(
                 f"{self.folder / self._files[tensor]}: the box {box} of {tensor!r} cannot be read ({error})"
             ) from None
 
-    def _slice(self, tensor: str) -> Any:
+    def _slice(self, tensor: str, box: Box) -> Any:
         name = self._files.get(tensor)
         if name is None:
-            raise UserError(f"{self.folder}: the checkpoint has no tensor {tensor!r}, which config.json asks for")
+            raise UserError(
+                f"{self.folder}: the checkpoint has no tensor {tensor!r}, of which config.json asks for the box {box}"
+            )
         if name not in self._open:
-            self._open[name] = self._handle(name, tensor)
+            self._open[name] = self._handle(name, f"the box {box} of {tensor!r}")
         try:
             return self._open[name].get_slice(tensor)
         except SafetensorError:
-            raise UserError(f"{self.folder / name}: no tensor {tensor!r}, although {INDEX} says so") from None
+            raise UserError(
+                f"{self.folder / name}: no tensor {tensor!r} with the box {box}, although {INDEX} says so"
+            ) from None
 
     def __enter__(self) -> CheckpointReader:
         return self
