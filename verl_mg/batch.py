@@ -14,12 +14,16 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | tokens | token, int64 | prompt, response and observations of a row, in order |
 | loss_mask | token, bool | true on the tokens that the policy wrote |
 | rollout_logprobs, old_logprobs, ref_logprobs | token | log-prob of token t at entry t; 0 outside the mask |
+| versions | token, int64 | the weights that wrote the token; -1 where none did |
 | values, advantages, returns | token | of token t at entry t |
+| correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
+| correction_below, correction_above | token | 1 where the ratio behind that weight is out of its bounds |
+| routed_experts | token, int16 | (layers, k) a token: the experts that took it in the rollout; -1 where not known |
 | reward | sequence | the scalar score of the row |
 | group | sequence, int64 | rows of one prompt share it |
 | sample_id | sequence, int64 | unique over the run and over the ranks |
 | prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens of the row it takes |
-| version | sequence, int64 | the weights that wrote the row |
+| version | sequence, int64 | the oldest weights that wrote of the row |
 | truncated | sequence, bool | the response was cut at the length limit |
 
 Inside a recipe a batch is spread over all ranks of the job: each row lies on exactly one of them. Roles
@@ -44,7 +48,8 @@ class Kind(IntEnum):
 
 
 TOKEN_COLUMNS = frozenset(
-    {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"}
+    {"tokens", "loss_mask", "versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
+    | {"values", "advantages", "returns", "correction", "correction_below", "correction_above", "routed_experts"}
 )
 SEQUENCE_COLUMNS = frozenset(
     {"reward", "group", "sample_id", "prompt_id", "prompt_length", "version", "truncated"}

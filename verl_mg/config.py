@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, create_model, field_validator
 
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout
+from verl_mg.layout import EngineLayout, Layout
 
 
 class Section(BaseModel):
@@ -64,6 +64,14 @@ class OptimizerConfig(Section):
         return steps
 
 
+def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
+    try:
+        kind.parse(text)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
 class LayoutSection(Section):
     """A section with a parallel layout such as tp2-pp2."""
 
@@ -72,11 +80,7 @@ class LayoutSection(Section):
     @field_validator("layout")
     @classmethod
     def _can_be_parsed(cls, text: str) -> str:
-        try:
-            Layout.parse(text)
-        except UserError as error:
-            raise ValueError(str(error)) from None
-        return text
+        return _parsed(Layout, text)
 
 
 class ActorConfig(LayoutSection):
@@ -94,14 +98,39 @@ class ReferenceConfig(LayoutSection):
 
 
 class RolloutConfig(Section):
-    """Generation. `temperature` 0 is greedy; `top_k` 0 is off."""
+    """Generation. `temperature` 0 is greedy; `top_k` 0 is off; `max_batch`: samples that an engine works on at once.
 
-    engine: Literal["embedded"] = "embedded"
+    Of the engine `sglang` alone: `layout`, that of one engine, such as tp8-ep8; `memory_fraction` of a GPU for weights
+    and key-value cache; `sleep`: release both while training; `replay_routing`: train with the experts that SGLang
+    chose; `request_timeout` in seconds; `ranks`: so many of the job's last ranks hold engines and no actor (0: engines
+    and actor share all); `sglang`: further server arguments by SGLang's own names.
+    `partial`: samples that were cut go on in the next iteration. `tools`: functions as `package.module:name` or
+    `file.py:name`, called for at most `max_turns` turns in the format of SGLang's tool-call parser `tool_format`.
+    """
+
+    engine: Literal["embedded", "sglang"] = "embedded"
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     max_new_tokens: PositiveInt = 256
     max_batch: PositiveInt = 256
+    partial: bool = False
+    layout: str = "tp1"
+    ranks: int = Field(0, ge=0)
+    memory_fraction: float = Field(0.6, gt=0, lt=1)
+    sleep: bool = True
+    replay_routing: bool = False
+    request_timeout: float = Field(3600.0, gt=0)
+    sglang: dict[str, Any] = {}
+    tools: list[str] = []
+    max_turns: PositiveInt = 1
+    tool_timeout: float = Field(30.0, gt=0)
+    tool_format: str = "qwen25"
+
+    @field_validator("layout")
+    @classmethod
+    def _can_be_parsed(cls, text: str) -> str:
+        return _parsed(EngineLayout, text)
 
 
 class RewardConfig(Section):

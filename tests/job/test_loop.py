@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.rank_pool import job_store
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
@@ -43,7 +44,7 @@ def job(recipe: str, inputs: Path, output: Path, overrides: list[str]) -> None:
         f"reward.function={inputs / 'reward.py'}:digits",
     ]
     config = load_config(None, common + overrides, loaded.config)
-    run(loaded, config, World(dist.get_rank(), dist.get_world_size(), dist.HashStore()))
+    run(loaded, config, World(dist.get_rank(), dist.get_world_size(), job_store()))
 
 
 GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorithm.kl_coefficient=0.01"]
@@ -100,6 +101,19 @@ def test_a_grpo_job_leaves_metrics_curve_samples_and_a_model(ranks, inputs, tmp_
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
     start = AutoModelForCausalLM.from_pretrained(inputs / "model").state_dict()
     assert trained.keys() == start.keys() and any(not torch.equal(trained[k], start[k]) for k in start)
+
+
+def test_a_correction_of_rollouts_that_agree_changes_nothing(ranks, inputs, tmp_path):
+    overrides = ["algorithm.prompts_per_iteration=3", "algorithm.group_size=2", "job.iterations=1"]
+    for kind in ("none", "sequence-tis", "icepop"):
+        ranks.run(2, job, "grpo", inputs, tmp_path / kind, [*overrides, f"algorithm.correction={kind}"])
+    plain = metrics_of(tmp_path / "none")[0]
+    assert "actor/correction" not in plain
+    for kind in ("sequence-tis", "icepop"):
+        found = metrics_of(tmp_path / kind)[0]
+        assert found.pop("actor/correction") == pytest.approx(1, abs=1e-3)
+        assert found.pop("actor/correction_below") == found.pop("actor/correction_above") == 0
+        assert found == pytest.approx(plain, rel=1e-3, abs=1e-6)
 
 
 def test_ranks_may_hold_no_rows_and_rewards_may_lack_parts(ranks, inputs, tmp_path):

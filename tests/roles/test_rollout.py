@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
+from tests.rank_pool import job_store
 from tests.tiny_models import TRAINED, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.data.prompts import Prompt
@@ -14,6 +15,7 @@ from verl_mg.layout import Layout
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.rewards import Reward
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.fleet import EmbeddedFleet
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.scorer import Scorer
 from verl_mg.rollout import Sampling
@@ -37,7 +39,8 @@ def roles(model: Path, layout: str) -> tuple[Actor, Rollout]:
         optimizer=OptimizerConfig(lr=3e-3),
     )
     engine = EmbeddedEngine(model, "cpu", torch.float32, load_weights=False)
-    return actor, Rollout(engine, Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,)), seed=5)
+    sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))
+    return actor, Rollout(EmbeddedFleet(engine), sampling, seed=5, store=job_store())
 
 
 def three_iterations(model: Path, layout: str) -> dict[str, object]:
@@ -79,7 +82,7 @@ def shared_bytes(model: Path, layout: str) -> tuple[float, float]:
     actor, rollout = roles(model, layout)
     rollout.sync(actor)
     own = {tensor.untyped_storage().data_ptr() for tensor in actor.network.parameters().values()}
-    held = rollout._engine.parameters().values()
+    held = rollout._fleet.engine.parameters().values()
     inside = sum(tensor.nbytes for tensor in held if tensor.untyped_storage().data_ptr() in own)
     assert rollout.metrics["sync/bytes_received"] == rollout.metrics["sync/bytes_lower_bound"]
     return inside / sum(tensor.nbytes for tensor in held), rollout.metrics["sync/bytes_received"]

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
 from transformers import AutoTokenizer
 
-from verl_mg import platform
 from verl_mg.batch import Batch
 from verl_mg.config import ActorConfig, Config, ReferenceConfig
 from verl_mg.data.demonstrations import demonstration
 from verl_mg.data.prompts import Prompt, PromptSet
 from verl_mg.errors import UserError
+from verl_mg.job.engines import build_fleet, check_engines
 from verl_mg.layout import Layout
 from verl_mg.megatron.collectives import sum_over_ranks
 from verl_mg.megatron.groups import ParallelGroups
@@ -25,8 +26,7 @@ from verl_mg.roles.policy import Policy
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.scorer import Scorer
 from verl_mg.rollout import Sampling
-from verl_mg.rollout.embedded import EmbeddedEngine
-from verl_mg.weights import read_config
+from verl_mg.weights import read_config, table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +45,8 @@ class Job:
     rollout: Rollout
     reward: Scorer
 
-    def __init__(self, config: Config, roles: set[str]) -> None:
-        self.config = config
+    def __init__(self, config: Config, roles: set[str], store: Store) -> None:
+        self.config, self._store = config, store
         self._groups: dict[Layout, ParallelGroups] = {}
         self._next_demonstration = 0
         torch.manual_seed(config.job.seed)
@@ -57,13 +57,17 @@ class Job:
         if "reward" in roles:
             self.reward = Scorer(load_reward(config.reward.function), self.prompts, self.tokenizer)
         if "actor" in roles:
-            actor = config.actor
-            self.actor = self._build_policy(Actor, actor, recompute=actor.recompute, optimizer=actor.optimizer)
+            self.actor = self.build_actor()
         if "reference" in roles:
             self.reference = self._build_policy(Policy, config.reference)
         if "rollout" in roles:
             self.rollout = self._build_rollout()
             self.rollout.sync(self.actor)
+
+    def build_actor(self) -> Actor:
+        """The policy under the layout of the configuration, with the weights of the model's directory."""
+        actor = self.config.actor
+        return self._build_policy(Actor, actor, recompute=actor.recompute, optimizer=actor.optimizer)
 
     def demonstrations(self, prompts: list[Prompt]) -> Batch:
         """Prompts with their answers as rows to imitate; this rank's share of them."""
@@ -100,6 +104,8 @@ class Job:
                 check_layout(model, Layout.parse(layout).fit(dist.get_world_size()))
             except UserError as error:
                 raise UserError(f"{role}.layout={layout}: {error}") from None
+        if "rollout" in roles:
+            check_engines(self.config, table(model), dist.get_world_size())
 
     def _groups_of(self, layout: str) -> ParallelGroups:
         fitted = Layout.parse(layout).fit(dist.get_world_size())
@@ -122,9 +128,6 @@ class Job:
         for path, prompts in ((self.config.data.train, self.prompts), (self.config.data.test, self.test_prompts)):
             if path is not None and prompts is not None:
                 self._check_room_to_answer(path, prompts, model.max_positions)
-        engine = EmbeddedEngine(
-            self.config.model.path, platform.device(), self._dtype, config.max_batch, load_weights=False
-        )
         stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -133,7 +136,9 @@ class Job:
             top_k=config.top_k,
             stop_token_ids=tuple(sorted(stops)),
         )
-        return Rollout(engine, sampling, self.config.job.seed)
+        store = PrefixStore("rollout", self._store)
+        fleet = build_fleet(self.config, self._dtype, self.actor, store, lambda engine: engine)
+        return Rollout(fleet, sampling, self.config.job.seed, store, config.partial)
 
     def _check_room_to_answer(self, path: Path, prompts: PromptSet, positions: int) -> None:
         longest = max(len(prompt.tokens) for prompt in prompts)

@@ -22,7 +22,7 @@ METRICS, CURVE, MODEL = "metrics.jsonl", "reward_curve.png", "model"
 
 def run(recipe: Recipe, config: Config, world: World) -> None:
     """All iterations of a job, on every rank; see `JobConfig` for where its results go."""
-    job = Job(config, wanted_roles(recipe, config.algorithm))
+    job = Job(config, wanted_roles(recipe, config.algorithm), world.store)
     output = config.job.output
     if world.rank == 0:
         _open_folder(output, config)

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_mg.algorithms import mismatch
 from verl_mg.batch import Batch
-from verl_mg.megatron.collectives import sum_over_ranks
+from verl_mg.megatron.collectives import all_gather_json, sum_over_ranks
 from verl_mg.roles.scorer import Scorer
 
 
 def rollout_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     """Means over all samples (or tokens) of all ranks; empty where nothing was generated.
 
-    `mismatch/mean_abs` is the mean |training log-prob - rollout log-prob| over the tokens that the policy wrote.
+    `mismatch/` tells how far `old_logprobs` are from `rollout_logprobs`, see `mismatch.summarize`.
     """
     sums = sum_over_ranks([_sums(batch) for batch in batches])
     if not sums.get("samples"):
         return {}
-    samples, tokens = sums["samples"], max(sums["tokens"], 1.0)
+    samples = sums["samples"]
     metrics = {
         "response/length": sums["tokens"] / samples,
         "response/truncated": sums["truncated"] / samples,
@@ -35,9 +36,7 @@ def rollout_metrics(batches: Sequence[Batch]) -> dict[str, float]:
         if name.startswith("reward."):
             # A reward may lack a part: the mean is over those that have it.
             metrics[f"reward/{name.removeprefix('reward.')}"] = sums[name] / max(sums[f"count.{name}"], 1.0)
-    if "mismatch" in sums:
-        metrics["mismatch/mean_abs"] = sums["mismatch"] / tokens
-    return metrics
+    return metrics | _mismatch(batches)
 
 
 def _sums(batch: Batch) -> dict[str, Tensor]:
@@ -52,9 +51,17 @@ def _sums(batch: Batch) -> dict[str, Tensor]:
         sums |= {"reward": reward.sum(), "reward_squared": reward.square().sum()}
         for name in (name for name in batch.names() if name.startswith("reward.")):
             sums |= {name: batch[name].double().nansum(), f"count.{name}": (~batch[name].isnan()).sum()}
-    if "old_logprobs" in batch:
-        sums["mismatch"] = (batch["old_logprobs"] - batch["rollout_logprobs"])[mask].double().abs().sum()
     return sums
+
+
+def _mismatch(batches: Sequence[Batch]) -> dict[str, float]:
+    parts = [
+        mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
+        for batch in batches
+        if "old_logprobs" in batch
+    ]
+    whole = mismatch.merge(all_gather_json(mismatch.merge(parts)))
+    return {f"mismatch/{name}": value for name, value in mismatch.summarize(whole).items()}
 
 
 def sample_records(iteration: int, batch: Batch, scorer: Scorer) -> Iterator[dict[str, Any]]:

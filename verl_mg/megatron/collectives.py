@@ -11,21 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def all_gather_bytes(own: Tensor) -> list[Tensor]:
+def all_gather_bytes(own: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Every rank's uint8 tensor, of any length, in rank order. One round for the lengths, one for the bytes."""
     length = torch.tensor([own.numel()], dtype=torch.int64)
-    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, length)
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, length, group=group)
     longest = max(int(n) for n in lengths)
     room = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(room, torch.nn.functional.pad(own, (0, longest - own.numel())))
+    dist.all_gather(room, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
     return [buffer[: int(n)] for buffer, n in zip(room, lengths, strict=True)]
 
 
-def all_gather_json(own: Any) -> list[Any]:
+def all_gather_json(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's JSON value, in rank order."""
     text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    return [json.loads(part.numpy().tobytes()) for part in all_gather_bytes(text)]
+    return [json.loads(part.numpy().tobytes()) for part in all_gather_bytes(text, group)]
 
 
 def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) -> list[Tensor]:

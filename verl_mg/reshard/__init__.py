@@ -7,6 +7,7 @@
 
 from verl_mg.reshard.execute import Traffic, execute
 from verl_mg.reshard.plan import Plan, RankPlan, RankTraffic, plan
+from verl_mg.reshard.portions import portions
 from verl_mg.reshard.schedule import BUCKET_BYTES, Schedule, schedule
 from verl_mg.reshard.share import aliases, shared
 from verl_mg.reshard.stride import best_stride
@@ -22,6 +23,7 @@ __all__ = [
     "best_stride",
     "execute",
     "plan",
+    "portions",
     "schedule",
     "shared",
 ]

@@ -4,102 +4,199 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store
 
-from verl_mg import platform
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
-from verl_mg.megatron.collectives import sum_over_ranks
-from verl_mg.reshard import Schedule, aliases, execute, plan, schedule, shared
+from verl_mg.megatron.collectives import all_gather_json
 from verl_mg.roles.actor import Actor
-from verl_mg.rollout import Request, RolloutEngine, Sample, Sampling
+from verl_mg.roles.exchange import fetch_rows, index_rows
+from verl_mg.roles.fleet import Fleet
+from verl_mg.rollout.dealing import Group, complete_groups
+from verl_mg.rollout.engine import OBSERVED, Request, Sample, Sampling
+from verl_mg.rollout.shift import Shift
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A prompt and the ids of its samples; `done` and `begun` are those of before, wherever they lie."""
+
+    prompt: Prompt
+    ids: range
+    done: frozenset[int] = frozenset()
+    begun: frozenset[int] = frozenset()
+
+    @property
+    def group(self) -> Group:
+        """What is left to do."""
+        fresh = tuple(i for i in self.ids if i not in self.done and i not in self.begun)
+        return Group(fresh, tuple(sorted(self.begun)))
 
 
 class Rollout:
-    """A rollout engine on every rank, each answering its share of the prompts."""
+    """Engines that answer prompts together. Every rank calls every method.
 
-    def __init__(self, engine: RolloutEngine, sampling: Sampling, seed: int) -> None:
-        self._engine, self._sampling, self._seed = engine, sampling, seed
-        self._next_id = 0
-        self._schedule: Schedule | None = None
-        self._lower_bound = 0
+    partial: samples that were cut go on in the next call; otherwise their prompts are given up.
+    """
+
+    def __init__(self, fleet: Fleet, sampling: Sampling, seed: int, store: Store, partial: bool = False) -> None:
+        self._fleet, self._sampling, self._seed, self._store, self._partial = fleet, sampling, seed, store, partial
+        self._next_id = self._calls = 0
+        self._waiting: list[_Asked] = []
+        # This rank's engine wrote them, and their groups are not complete.
+        self._done: dict[int, Sample] = {}
+        self._cut: dict[int, Sample] = {}
         self.produced: list[Batch] = []
         self.metrics: dict[str, float] = {}
 
-    def generate(self, prompts: Sequence[Prompt], samples: int = 1) -> Batch:
+    @property
+    def unfinished(self) -> int:
+        """Prompts that the next call goes on with."""
+        return len(self._waiting)
+
+    def generate(self, prompts: Sequence[Prompt], samples: int = 1, keep: int | None = None) -> Batch:
         """`samples` responses to each prompt; all ranks call it with the same prompts and get different rows.
 
-        Columns: tokens, loss_mask, rollout_logprobs, prompt_id, prompt_length, group, sample_id, version, truncated.
-        A sample depends on the job's seed and its sample id, not on how many ranks there are.
+        With `keep` the first `keep` prompts whose samples are all done are returned, those of earlier calls
+        included, and the engines are cut; `unfinished` tells what is left.
+        Columns: tokens, loss_mask, rollout_logprobs, versions, prompt_id, prompt_length, group, sample_id, version,
+        truncated, and routed_experts where the engines tell.
+        A sample depends on the job's seed and its sample id, not on how many ranks there are, where the engine can.
         """
-        batch = self._answer(prompts, samples, self._sampling)
+        asked = self._waiting + self._ask(prompts, samples)
+        batch, self._waiting = self._answer(asked, self._sampling, keep)
         self.produced.append(batch)
         return batch
 
     def greedy(self, prompts: Sequence[Prompt]) -> Batch:
         """The most probable response to each prompt, for evaluation; the samples of training stay the same."""
-        batch = self._answer(prompts, 1, replace(self._sampling, temperature=0.0))
+        asked = self._ask(prompts, 1)
         self._next_id -= len(prompts)
+        metrics = self.metrics
+        batch, _ = self._answer(asked, replace(self._sampling, temperature=0.0), None)
+        self.metrics = metrics
         return batch
 
     def sync(self, actor: Actor) -> None:
-        """Bring the actor's weights into the engine, each byte that a rank lacks once."""
-        self._engine.begin_update()
-        if self._schedule is None:
-            self._schedule = self._plan_sync(actor)
-        traffic = execute(self._schedule, actor.network.parameters(), self._engine.parameters())
-        self._engine.end_update(actor.updates)
-        moved = {"sync/bytes_received": traffic.bytes_received, "sync/bytes_lower_bound": self._lower_bound}
-        self.metrics = sum_over_ranks([moved]) | {
-            "time/sync": traffic.seconds,
-            "time/sync_packing": traffic.seconds_packing,
-            "time/sync_waiting": traffic.seconds_waiting,
+        """Bring the actor's weights into the engines, each byte that a rank lacks once."""
+        self.metrics = self._fleet.sync(actor)
+
+    def _ask(self, prompts: Sequence[Prompt], samples: int) -> list[_Asked]:
+        first, self._next_id = self._next_id, self._next_id + len(prompts) * samples
+        return [_Asked(p, range(first + i * samples, first + (i + 1) * samples)) for i, p in enumerate(prompts)]
+
+    def _answer(
+        self, asked: Sequence[_Asked], sampling: Sampling, keep: int | None
+    ) -> tuple[Batch, list[_Asked]]:
+        """The rows of the first `keep` prompts to be complete, at home on this rank, and the prompts that wait."""
+        enough = len(asked) if keep is None else min(keep, len(asked))
+        ready = [i for i, one in enumerate(asked) if not one.group.size]
+        open_groups = [i for i, one in enumerate(asked) if one.group.size]
+        orders, done, cut = self._work(asked, open_groups, sampling, max(0, enough - len(ready)))
+        kept = sorted([*ready, *(open_groups[g] for g in complete_groups(orders, enough - len(ready)))][:enough])
+        home = self._bring_home([asked[i] for i in kept], keep is None)
+        waiting = [
+            replace(one, done=one.done | (done & set(one.ids)), begun=frozenset(cut & set(one.ids)))
+            for i, one in enumerate(asked)
+            if self._partial and i not in set(kept)
+        ]
+        left = {i for one in waiting for i in one.ids}
+        self._done = {i: sample for i, sample in self._done.items() if i in left}
+        self._cut = {i: sample for i, sample in self._cut.items() if i in left}
+        return home, waiting
+
+    def _work(
+        self, asked: Sequence[_Asked], open_groups: Sequence[int], sampling: Sampling, enough: int
+    ) -> tuple[list[dict[int, int]], set[int], set[int]]:
+        """Run the engines; the orders in which ranks completed groups, and all samples that are done, and cut."""
+        prompt_of = {i: one.prompt for one in asked for i in one.ids}
+        self._calls += 1
+        key = f"rollout/{self._calls}"
+        deal = self._fleet.deal(self._store, key, [asked[i].group for i in open_groups], enough)
+
+        def request_of(sample: int) -> Request:
+            return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), self._cut.pop(sample, None))
+
+        begun = [request_of(i) for i in sorted(self._cut.keys() & prompt_of.keys())]
+        shift = Shift(self._fleet.engine, self._fleet.engines, deal, self._store, key, self._fleet)
+        work = shift.run(begun, request_of, sampling)
+        self._done |= work.done
+        self._cut |= {i: sample for i, sample in work.cut.items() if sample.tokens}
+        told = all_gather_json(
+            {
+                "done": list(work.done),
+                "cut": list(self._cut),
+                "order": list(deal.order.items()),
+                "tokens": work.tokens,
+                "busy": work.busy_seconds,
+                "deaths": work.deaths,
+            }
+        )
+        deal.forget()
+        self._measure(told)
+        orders = [{group: place for group, place in own["order"]} for own in told]
+        return orders, {i for own in told for i in own["done"]}, {i for own in told for i in own["cut"]}
+
+    def _measure(self, told: Sequence[dict[str, float]]) -> None:
+        """How even the engines' work was: the busiest one's tokens over their mean."""
+        tokens = [own["tokens"] for own, leads in zip(told, self._fleet.leads, strict=True) if leads]
+        self.metrics |= {
+            "rollout/busiest_engine": max(tokens) * len(tokens) / max(sum(tokens), 1),
+            "rollout/engine_deaths": sum(own["deaths"] for own in told),
+            "time/rollout_busy": max(own["busy"] for own in told),
         }
 
-    def _plan_sync(self, actor: Actor) -> Schedule:
-        """Made once: layouts do not change between iterations."""
-        rank, ranks, dtype = dist.get_rank(), range(dist.get_world_size()), actor.network.dtype
-        target = actor.network.table.on_modules(ranks)
-        moves = plan(actor.network.holdings(), target, platform.ranks_of_a_node(len(ranks)))
-        self._lower_bound = moves.lower_bound(rank, dtype.itemsize)
-        self._engine.share(shared(aliases(moves, rank), actor.network.parameters()))
-        return schedule(moves, rank, dtype)
-
-    def _answer(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling) -> Batch:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = range(rank * len(prompts) // ranks, (rank + 1) * len(prompts) // ranks)
-        requests = [
-            Request(sample_id, prompts[i].tokens, self._seed_of(sample_id))
-            for i in mine
-            for sample_id in range(self._next_id + i * samples, self._next_id + (i + 1) * samples)
-        ]
-        first_group = self._next_id
-        self._next_id += len(prompts) * samples
-        answers = self._engine.generate(requests, sampling)
-        asked = [prompts[i] for i in mine for _ in range(samples)]
-        batch = _as_batch(asked, answers)
-        # The first sample of a prompt names its group.
-        batch["group"] = first_group + (batch["sample_id"] - first_group) // samples * samples
-        return batch
+    def _bring_home(self, kept: Sequence[_Asked], whole: bool) -> Batch:
+        """This rank's rows of the kept groups, straight from the engines that wrote them."""
+        mine = [(one, i) for one in kept for i in one.ids if i in self._done]
+        batch = _as_batch([one.prompt for one, _ in mine], [self._done[i] for _, i in mine], self._fleet.version)
+        batch["group"] = torch.tensor([one.ids.start for one, _ in mine], dtype=torch.int64)
+        if whole and self._fleet.at_home:
+            return batch
+        index = index_rows(batch)
+        ranks = dist.get_world_size()
+        # Rows of the index stand in the order of the sample ids, as the kept groups do.
+        ends = [0]
+        for one in kept:
+            ends.append(ends[-1] + len(one.ids))
+        edges = [ends[rank * len(kept) // ranks] for rank in range(ranks + 1)]
+        return fetch_rows(batch, index, [range(*edge) for edge in pairwise(edges)])
 
     def _seed_of(self, sample_id: int) -> int:
         digest = hashlib.blake2b(f"{self._seed}:{sample_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest) >> 1
 
 
-def _as_batch(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Batch:
-    """Prompt and response side by side; everything but `group`."""
+def _as_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], version: int) -> Batch:
+    """Prompt and response side by side; everything but `group`. `version`: that of a response of no token."""
     batch = Batch.from_rows((*p.tokens, *s.tokens) for p, s in zip(prompts, samples, strict=True))
     batch["prompt_length"] = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int64)
     batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)
     batch["sample_id"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)
-    batch["version"] = torch.tensor([sample.version for sample in samples], dtype=torch.int64)
-    batch["truncated"] = torch.tensor([sample.finish == "length" for sample in samples], dtype=torch.bool)
-    batch["loss_mask"] = batch.positions >= batch.spread(batch["prompt_length"])
+    oldest = [min((v for v in sample.versions if v != OBSERVED), default=version) for sample in samples]
+    batch["version"] = torch.tensor(oldest, dtype=torch.int64)
+    batch["truncated"] = torch.tensor([sample.finish != "stop" for sample in samples], dtype=torch.bool)
+    response = batch.positions >= batch.spread(batch["prompt_length"])
+    batch["versions"] = torch.full((batch.total_tokens,), OBSERVED, dtype=torch.int64)
+    batch["versions"][response] = torch.tensor([v for sample in samples for v in sample.versions], dtype=torch.int64)
+    batch["loss_mask"] = batch["versions"] != OBSERVED
     logprobs = torch.zeros(batch.total_tokens)
-    logprobs[batch["loss_mask"]] = torch.tensor([value for sample in samples for value in sample.logprobs])
+    logprobs[response] = torch.tensor([value for sample in samples for value in sample.logprobs])
     batch["rollout_logprobs"] = logprobs
+    if samples and samples[0].routed_experts is not None:
+        lengths = batch.lengths.tolist()
+        batch["routed_experts"] = torch.cat([_routing(s, n) for s, n in zip(samples, lengths, strict=True)])
     return batch
+
+
+def _routing(sample: Sample, length: int) -> Tensor:
+    """(length, layers, top_k) int16; -1 for tokens that the engine never fed, the last one among them."""
+    told = sample.routed_experts
+    assert told is not None
+    return torch.cat([told, told.new_full((length - len(told), *told.shape[1:]), -1)])

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from transformers.initialization import no_init_weights
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.decoding import Completions, decode
-from verl_mg.rollout.engine import Finish, Request, Sample, Sampling
+from verl_mg.rollout.engine import Finish, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.sampling import uniforms
 
 
-class EmbeddedEngine:
-    """A `RolloutEngine` that decodes in batches of at most `max_batch` rows.
+class EmbeddedEngine(RolloutEngine):
+    """Decodes in batches of at most `max_batch` rows.
 
     model: a directory with config.json and safetensors, or a configuration, which has no weights to load.
     load_weights: without it the weights are allocated and undefined until the first update.
@@ -49,24 +50,39 @@ class EmbeddedEngine:
         self._updating = False
         self._asleep: list[torch.Size] | None = None
         self._abort = threading.Event()
+        self._waiting: list[tuple[Request, Sampling]] = []
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
-        """One sample a request, in the order of the requests.
+    def room(self) -> int:
+        """A batch, less what waits."""
+        return self._max_batch - len(self._waiting)
 
-        Raises UserError if a prompt is empty, of another vocabulary, or too long with its response.
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """See `RolloutEngine`.
+
+        UserError if a prompt is empty, of another vocabulary, or too long with its response.
         """
         if not self.health():
             raise RuntimeError("the engine has no weights: finish an update first")
         for request in requests:
             self._check(request, sampling)
-        self._abort.clear()
+        if not self._waiting:
+            self._abort.clear()
+        self._waiting += [(request, sampling) for request in requests]
+
+    def collect(self, timeout: float) -> list[Sample]:
+        """Decode one batch, however long it takes; its samples."""
+        if not self._waiting:
+            return []
         # Neighbours in this order have equal prompts, which share a prefill, or little padding between them.
-        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), requests[i].prompt))
-        samples: dict[int, Sample] = {}
-        for start in range(0, len(order), self._max_batch):
-            batch = order[start : start + self._max_batch]
-            samples.update(zip(batch, self._decode([requests[i] for i in batch], sampling), strict=True))
-        return [samples[i] for i in range(len(requests))]
+        self._waiting.sort(key=_likeness)
+        first, sampling = self._waiting[0]
+        alike = next(
+            (i for i, (r, s) in enumerate(self._waiting) if s != sampling or r.budget(s) != first.budget(sampling)),
+            len(self._waiting),
+        )
+        size = min(alike, self._max_batch)
+        batch, self._waiting = [request for request, _ in self._waiting[:size]], self._waiting[size:]
+        return [r.answer(more) for r, more in zip(batch, self._decode(batch, sampling), strict=True)]
 
     def begin_update(self) -> None:
         """Open the weights for writing."""
@@ -136,12 +152,26 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _decode(self, requests: list[Request], sampling: Sampling) -> list[Sample]:
-        if self._abort.is_set():
-            return [Sample(request.id, (), (), "abort", self.version) for request in requests]
-        draws = torch.stack([uniforms(request.seed, sampling.max_new_tokens) for request in requests])
-        prompts = [request.prompt for request in requests]
-        completions = decode(self.module, prompts, draws, sampling, self._abort.is_set)
-        return _samples(requests, completions, sampling, self.version)
+        """What follows each context; all have the same budget."""
+        budget = requests[0].budget(sampling)
+        if self._abort.is_set() or budget <= 0:
+            return [Sample(request.id, (), (), (), "length" if budget <= 0 else "abort") for request in requests]
+        # A sample that goes on draws what it would have drawn, had it not been cut.
+        draws = torch.stack([uniforms(request.seed, sampling.max_new_tokens)[-budget:] for request in requests])
+        contexts = [request.context for request in requests]
+        own = replace(sampling, max_new_tokens=budget)
+        completions = decode(self.module, contexts, draws, own, self._abort.is_set)
+        return _samples(requests, completions, own, self.version)
+
+
+def _likeness(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:
+    request, sampling = waiting
+    return (
+        (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.max_new_tokens),
+        request.budget(sampling),
+        len(request.context),
+        request.context,
+    )
 
 
 def _samples(
@@ -160,8 +190,8 @@ def _samples(
             id=request.id,
             tokens=tuple(tokens[:length]),
             logprobs=tuple(logprobs[:length]),
+            versions=(version,) * length,
             finish=_finish(tokens[length - 1], length, sampling),
-            version=version,
         )
         for request, tokens, logprobs, length in rows
     ]

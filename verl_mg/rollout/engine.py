@@ -1,19 +1,27 @@
 """What a rollout engine promises: token ids in, token ids and their log-probabilities out.
 
-The life of an engine between two iterations, as its caller drives it:
+Requests stream in and samples stream out:
 
-    generate, [sleep, (training), wake,] begin_update, write parameters(), end_update(version), generate, ...
+    engine.submit(requests, sampling)      as many as engine.room() says run at once; more wait inside
+    engine.collect(timeout)                the samples that are done since the last call, in any order
+    engine.abort()                         what runs is cut; collect returns it as far as it got
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from __future__ import annotations
 
-import torch
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor
 
 from verl_mg.errors import UserError
 
-Finish = Literal["stop", "length", "abort"]
+Finish = Literal["stop", "length", "abort", "timeout"]
+
+OBSERVED = -1
+"""The version of tokens that no weights wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,70 +53,100 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to draw. Its randomness comes from `seed` alone, never from the requests beside it."""
+    """One sample to draw. Where the engine can, its randomness comes from `seed` alone.
+
+    `begun`: what was written of the sample before it was cut; the answer begins with it.
+    """
 
     id: int
     prompt: tuple[int, ...]
     seed: int
+    begun: Sample | None = None
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens that stand before the next one."""
+        return self.prompt + self.begun.tokens if self.begun else self.prompt
+
+    def budget(self, sampling: Sampling) -> int:
+        """How many tokens may still follow."""
+        return sampling.max_new_tokens - (len(self.begun.tokens) if self.begun else 0)
+
+    def answer(self, more: Sample) -> Sample:
+        """`more` behind what had begun."""
+        return self.begun.followed_by(more) if self.begun else more
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The answer to one request.
+    """The answer to one request: everything behind the prompt.
 
-    `tokens` are the response alone, a stop token included. `logprobs[t]` is that of `tokens[t]`, in nats,
-    under the full distribution scaled by the temperature (by 1 for greedy): training can compute the same.
-    `version` is that of the weights which wrote it.
+    logprobs[t] is that of tokens[t], in nats, under the full distribution scaled by the temperature (by 1 for
+    greedy): training can compute the same. versions[t] is that of the weights which wrote tokens[t]. Tokens that the
+    policy did not write, the observations of tools, have log-prob 0 and version OBSERVED. A stop token is included.
+    routed_experts: int16 (tokens that were fed, layers, top_k), the experts that every token went to, from the
+    prompt's first on, the last token excluded, where the engine tells; else None.
     """
 
     id: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
     finish: Finish
-    version: int
+    routed_experts: Tensor | None = field(default=None, compare=False)
+
+    def followed_by(self, more: Sample) -> Sample:
+        """This, and `more` that was written behind it; `more` says how it ended."""
+        routed = more.routed_experts
+        if routed is not None and self.routed_experts is not None:
+            # The tokens of before were written with the experts of before.
+            routed = routed.clone()
+            routed[: len(self.routed_experts)] = self.routed_experts
+        return replace(
+            more,
+            tokens=self.tokens + more.tokens,
+            logprobs=self.logprobs + more.logprobs,
+            versions=self.versions + more.versions,
+            routed_experts=routed,
+        )
+
+    @property
+    def written(self) -> tuple[bool, ...]:
+        """Which tokens the policy wrote."""
+        return tuple(version != OBSERVED for version in self.versions)
 
 
-class RolloutEngine(Protocol):
-    """One replica of the policy that writes samples."""
+class EngineDiedError(Exception):
+    """The process of an engine ended by itself; the message says how."""
+
+
+class RolloutEngine(ABC):
+    """Something that writes samples: one replica of the policy, or a wrapper around one."""
+
+    @abstractmethod
+    def room(self) -> int:
+        """How many more requests would be worked on at once; 0 or less: they would wait."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Take requests on; ids in flight differ. UserError for a prompt that the model cannot take."""
+
+    @abstractmethod
+    def collect(self, timeout: float) -> list[Sample]:
+        """The samples done since the last call; waits up to `timeout` seconds for the first."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Cut all requests in flight, from any thread; `collect` returns them with finish "abort"."""
+
+    @abstractmethod
+    def health(self) -> bool:
+        """Whether requests can be submitted now."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         """One sample a request, in their order; blocks until all are done or `abort` is called."""
-        ...
-
-    def begin_update(self) -> None:
-        """Open the weights for writing; no generation until `end_update`."""
-        ...
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """The tensors to write in place between `begin_update` and `end_update`, in the engine's own names.
-
-        Ask again after `wake`: the tensors of before are gone.
-        """
-        ...
-
-    def share(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Use this memory for the weights of those names, for which no copy is then needed; an engine may decline.
-
-        What the trainer writes there shows at once: to be called between `begin_update` and `end_update`.
-        """
-        ...
-
-    def end_update(self, version: int) -> None:
-        """Take the written tensors into use; samples report `version` from now on."""
-        ...
-
-    def sleep(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Give back the memory of the weights (their values are lost) and of the key-value cache."""
-        ...
-
-    def wake(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Take the memory again. Weights that slept have to be written by an update before generation."""
-        ...
-
-    def abort(self) -> None:
-        """Cut the generation in progress, from any thread; samples come back as far as they got."""
-        ...
-
-    def health(self) -> bool:
-        """Whether `generate` can be called now."""
-        ...
+        self.submit(requests, sampling)
+        samples: dict[int, Sample] = {}
+        while len(samples) < len(requests):
+            samples |= {sample.id: sample for sample in self.collect(timeout=1.0)}
+        return [samples[request.id] for request in requests]

@@ -1,0 +1,107 @@
+"""GRPO with an off-policy correction: what it does to an update on the tiny model, under any layout."""
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
+from verl_mg.config import OptimizerConfig
+from verl_mg.job.recipe import load_recipe
+from verl_mg.layout import Layout
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.roles.actor import Actor
+from verl_mg.weights import read_config
+
+GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
+COUNT, LOW, HIGH = 9, 0.8, 1.3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def rows(model):
+    """Policy, rollout and trainer differ from each other, by token and, the latter two, by row."""
+    batch = random_rows(COUNT, read_config(model).vocab)
+    with torch.no_grad():
+        own, _ = oracle_outputs(oracle(model), batch, 1.0)
+    batch["old_logprobs"] = own + 0.5 * batch["noise"]
+    batch["rollout_logprobs"] = own - 0.5 * batch["noise"].roll(1) + batch.spread(torch.linspace(-0.5, 0.6, COUNT))
+    return batch
+
+
+def weights_by_hand(model, kind):
+    """The weight of every token, and how many judged tokens have a ratio below and above the bounds."""
+    batch, weights, below, above = rows(model), [], 0, 0
+    for row in range(COUNT):
+        mask = batch.row("loss_mask", row).tolist()
+        columns = (batch.row(name, row).tolist() for name in ("old_logprobs", "rollout_logprobs"))
+        logs = [old - rollout for old, rollout in zip(*columns, strict=True)]
+        judged = [log for log, counts in zip(logs, mask, strict=True) if counts]
+        for log, counts in zip(logs, mask, strict=True):
+            level = {"icepop": log, "sequence-tis": sum(judged), "geometric-rejection": sum(judged) / len(judged)}[kind]
+            ratio = math.exp(level)
+            inside = LOW <= ratio <= HIGH
+            rule = {"icepop": ratio * inside, "sequence-tis": min(ratio, HIGH), "geometric-rejection": float(inside)}
+            weights.append(rule[kind] if counts else 0.0)
+            below += counts and ratio < LOW
+            above += counts and ratio > HIGH
+    return torch.tensor(weights), below, above
+
+
+def update(model, layout, budget, kind, scale=None):
+    """One update; the advantages times `scale` (tokens,) where it is given."""
+    actor = Actor(
+        model,
+        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
+        dtype=torch.float32,
+        temperature=1.0,
+        tokens_per_micro_batch=budget,
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
+    batch, recipe = rows(model), sys.modules["recipe_grpo"]
+    if scale is not None:
+        batch["advantages"] = batch["advantages"] * scale
+    # The last of several ranks holds no rows at all.
+    rank, holders = dist.get_rank(), max(dist.get_world_size() - 1, 1)
+    mine = batch.select(range(rank, COUNT, holders) if rank < holders else [])
+    cfg = GRPO.config(correction=kind, correction_low=LOW, correction_high=HIGH)
+    if kind != "none":
+        recipe.add_correction(mine, cfg)
+    return actor.update(mine, partial(recipe.policy_loss, cfg=cfg), "seq-mean-token-mean")
+
+
+@pytest.mark.parametrize("kind", ["icepop", "sequence-tis", "geometric-rejection"])
+def test_a_correction_scales_the_loss_of_each_token(ranks, model, kind):
+    # The clipped loss of w * advantage is w times that of the advantage, so scaled advantages are an oracle.
+    weights, below, above = weights_by_hand(model, kind)
+    (plain,) = ranks.run(1, update, model, "tp1", 4096, "none")
+    (expected,) = ranks.run(1, update, model, "tp1", 4096, "none", weights)
+    assert abs(expected["actor/grad_norm"] - plain["actor/grad_norm"]) > 0.02 * plain["actor/grad_norm"]
+    judged = int(rows(model)["loss_mask"].sum())
+    means = {"correction": float(weights.sum()), "correction_below": below, "correction_above": above}
+    assert min(means.values()) > 0
+    for count, layout, budget in ((1, "tp1", 4096), (2, "tp1", 24), (4, "tp2-pp2", 30)):
+        for found in ranks.run(count, update, model, layout, budget, kind):
+            for name in ("actor/loss", "actor/grad_norm"):
+                assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), (name, layout)
+            for name, total in means.items():
+                assert found[f"actor/{name}"] == pytest.approx(total / judged, rel=1e-5), (name, layout)
+
+
+def test_the_kl_term_is_not_weighed():
+    column = torch.tensor([-1.0, -2.0])
+    names = ("old_logprobs", "advantages", "correction", "correction_below", "correction_above")
+    columns = {**dict.fromkeys(names, torch.zeros(2)), "ref_logprobs": column - 0.5}
+    tokens = LossTokens(column, column, torch.tensor([True, True]), torch.tensor([0, 1]), columns)
+    cfg = GRPO.config(correction="icepop", kl_coefficient=0.1)
+    loss, metrics = sys.modules["recipe_grpo"].policy_loss(tokens, cfg)
+    assert loss.tolist() == pytest.approx([0.1 * (math.exp(-0.5) - 0.5)] * 2)
+    assert set(names[2:]) | {"kl", "ratio"} <= metrics.keys()

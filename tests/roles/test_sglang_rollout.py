@@ -1,0 +1,127 @@
+"""GRPO over Megatron and the real SGLang: after every sync SGLang is the exported checkpoint, whatever the layouts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.rank_pool import job_store
+from tests.traces import needs_sglang
+from verl_mg.config import load_config
+from verl_mg.job.job import Job
+from verl_mg.job.recipe import Recipe, load_recipe
+from verl_mg.tiny import make_tiny_model
+
+pytestmark = needs_sglang
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LAYOUTS = ("tp2", "pp2", "tp1")
+UPDATES = 3
+NEW_TOKENS = 10
+
+
+def inputs(folder: Path, architecture: str) -> Path:
+    """A model wide enough that SGLang pads nothing on the CPU, prompts, and a reward that a random model can earn."""
+    make_tiny_model(
+        folder / "model",
+        architecture,
+        characters="0123456789+-*=() abcdefg",
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        ffn=128,
+        max_positions=64,
+        init_std=0.2,
+        perturb=True,
+        seed=3,
+    )
+    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(4)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "reward.py").write_text("def digits(sample): return sum(c.isdigit() for c in sample.response)\n")
+    return folder
+
+
+def sglang_job(folder: Path, *overrides: str) -> tuple[Job, Recipe]:
+    """A GRPO job with SGLang engines, as the command line builds it."""
+    recipe = load_recipe(RECIPES / "grpo.py")
+    common = [
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'sums.jsonl'}",
+        f"reward.function={folder / 'reward.py'}:digits",
+        f"job.output={folder / 'run'}",
+        "actor.optimizer.lr=3e-3",
+        "rollout.engine=sglang",
+        "rollout.max_batch=32",
+        f"rollout.max_new_tokens={NEW_TOKENS}",
+        "algorithm.prompts_per_iteration=6",
+        "algorithm.group_size=4",
+    ]
+    config = load_config(None, [*common, *overrides], recipe.config)
+    return Job(config, recipe.roles(config.algorithm), job_store()), recipe
+
+
+def train(folder: Path) -> list[dict[str, object]]:
+    """Under each layout: three iterations, and after each a checkpoint and SGLang's greedy answers."""
+    told = []
+    job, recipe = sglang_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2")
+    for layout in LAYOUTS:
+        if layout != LAYOUTS[0]:
+            # The same engine, fed by another actor.
+            job.config = job.config.model_copy(
+                update={"actor": job.config.actor.model_copy(update={"layout": layout})}
+            )
+            job.actor = job.build_actor()
+            job.rollout.sync(job.actor)
+        for update in range(UPDATES):
+            metrics = recipe.iteration(job, job.config.algorithm)
+            produced, job.rollout.produced = job.rollout.produced, []
+            job.actor.save(folder / f"{layout}-{update}", folder / "model")
+            greedy = job.rollout.greedy(list(job.prompts)[:5])
+            told.append(
+                {
+                    "checkpoint": f"{layout}-{update}",
+                    "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
+                    "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
+                    "prompts": greedy["prompt_length"].tolist(),
+                    "grad_norm": metrics["actor/grad_norm"],
+                    "sync": (
+                        job.rollout.metrics["sync/bytes_received"],
+                        job.rollout.metrics["sync/bytes_lower_bound"],
+                    ),
+                    "versions": produced[0]["versions"][produced[0]["loss_mask"]].unique().tolist(),
+                    "ids": produced[0]["sample_id"].tolist(),
+                }
+            )
+    return told
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_sglang_is_the_exported_checkpoint_after_every_update(ranks, tmp_path, architecture):
+    folder = inputs(tmp_path, architecture)
+    results = ranks.run(2, train, folder)
+    before = None
+    for step, told in enumerate(zip(*results, strict=True)):
+        model = AutoModelForCausalLM.from_pretrained(folder / told[0]["checkpoint"], dtype=torch.float32)
+        assert told[0]["grad_norm"] > 0
+        answers = []
+        for rank in told:
+            for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
+                prompt, answer = row[:length], row[length:]
+                expected = model.generate(
+                    torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
+                )[0, length:]
+                assert answer == expected.tolist()
+                scores = model(torch.tensor([row])).logits[0].log_softmax(-1)[length - 1 : -1]
+                oracle = scores.gather(1, expected[:, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
+                answers.append((prompt, logprobs))
+        assert len(answers) == 5 and answers != before  # an update shows
+        before = answers
+        received, bound = told[0]["sync"]
+        assert received == bound and (received > 0 or told[0]["checkpoint"].startswith("tp1"))
+        assert {v for rank in told for v in rank["versions"]} == {step % UPDATES}
+        ids = sorted(i for rank in told for i in rank["ids"])
+        assert ids == list(range(step * 24, (step + 1) * 24))

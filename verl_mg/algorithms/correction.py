@@ -1,0 +1,123 @@
+"""Off-policy correction of rollout log-probs that differ from the trainer's: a weight for every token.
+
+The engine that samples and the trainer that differentiates never agree to the last digit (other kernels, another
+precision, weights of an earlier update): what is trained on is a sample of another policy. A correction is a ratio r
+and a rule that makes a weight of it, with d = old_logprobs - rollout_logprobs:
+
+    ratio       r of a token                                            rule        weight of a token
+    token       exp(d)                                                  tis         min(r, high)
+    sequence    exp(sum of d over the judged tokens of its sequence)    icepop      r if low <= r <= high, else 0
+    geometric   exp(mean of d over the same tokens)                     rejection   1 if low <= r <= high, else 0
+
+The loss is multiplied by the weights; no gradient flows through them. A rejected token still counts in the
+normalizer of `aggregation`, so a bad sample makes the step smaller and no other sample heavier.
+
+Sequence ratios need whole sequences: compute weights on the batch of a recipe, whose rows are whole, and give them
+to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms.losses import Metrics
+from verl_mg.errors import UserError
+
+Correction = Literal[
+    "token-tis",
+    "sequence-tis",
+    "geometric-tis",
+    "icepop",
+    "token-rejection",
+    "sequence-rejection",
+    "geometric-rejection",
+]
+
+
+def correct(
+    kind: str,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Metrics]:
+    """The weights by which the correction `kind` multiplies the loss of each token.
+
+        kind                    ratio and rule           source
+        "token-tis"             token, tis               Yao et al. 2025, "Your Efficient RL Framework Secretly
+                                                         Brings You Off-Policy RL Training"
+        "sequence-tis"          sequence, tis            Liu et al. 2025, "When Speed Kills Stability: Demystifying
+                                                         RL Collapse from the Training-Inference Mismatch"
+        "geometric-tis"         geometric, tis           the same with the ratio of GSPO, arXiv:2507.18071, equation 7
+        "icepop"                token, icepop            Ring-1T, arXiv:2510.18855
+        "token-rejection"       token, rejection
+        "sequence-rejection"    sequence, rejection      Liu et al. 2025, without the ratio as a weight
+        "geometric-rejection"   geometric, rejection
+
+    Args:
+        kind: one of `Correction`; UserError for any other.
+        old_logprobs: (tokens,) nats, of the policy in training at the start of the iteration.
+        rollout_logprobs: (tokens,) nats, as the rollout engine sampled, each token under the weights that wrote it.
+        mask: (tokens,) bool, true on judged tokens; outside it anything may stand, NaN too.
+        sequence_ids: (tokens,) int64, index from 0 of a token's sequence; every sequence is here as a whole.
+        low, high: bounds of the ratio, 0 <= low <= 1 <= high; "tis" has no use for `low`.
+
+    Returns:
+        (tokens,) float32 weights, 0 outside the mask, and the metrics `correction_below` and `correction_above`, 1
+        where the ratio is below `low` or above `high`; the caller reports their means over all judged tokens.
+    """
+    if kind not in KINDS:
+        raise UserError(f"correction {kind!r} is unknown; write one of {', '.join(KINDS)}")
+    if not 0 <= low <= 1 <= high < float("inf"):
+        raise UserError(f"a correction between {low} and {high}: write bounds around 1, as in 0.5 and 2.0")
+    log_ratio, rule = KINDS[kind]
+    difference = torch.where(mask, old_logprobs.detach().float() - rollout_logprobs.detach().float(), 0.0)
+    # May overflow to infinity, which every rule brings back to its bounds or to 0.
+    ratio = log_ratio(difference, mask, sequence_ids).exp()
+    weights = torch.where(mask, rule(ratio, low, high), 0.0)
+    outside = {"correction_below": mask & (ratio < low), "correction_above": mask & (ratio > high)}
+    return weights, {name: where.float() for name, where in outside.items()}
+
+
+def _of_token(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    return difference
+
+
+def _of_sequence(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    # float64: the sum over a long sequence keeps the digits that its ratio to 1 is about.
+    return torch.bincount(sequence_ids, difference.double())[sequence_ids].float()
+
+
+def _of_sequence_mean(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    judged = torch.bincount(sequence_ids, mask.double()).clamp(min=1)
+    return (torch.bincount(sequence_ids, difference.double()) / judged)[sequence_ids].float()
+
+
+def _truncate(ratio: Tensor, low: float, high: float) -> Tensor:
+    return ratio.clamp(max=high)
+
+
+def _keep_inside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def _accept_inside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return ((ratio >= low) & (ratio <= high)).float()
+
+
+LogRatio = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rule = Callable[[Tensor, float, float], Tensor]
+
+KINDS: dict[str, tuple[LogRatio, Rule]] = {
+    "token-tis": (_of_token, _truncate),
+    "sequence-tis": (_of_sequence, _truncate),
+    "geometric-tis": (_of_sequence_mean, _truncate),
+    "icepop": (_of_token, _keep_inside),
+    "token-rejection": (_of_token, _accept_inside),
+    "sequence-rejection": (_of_sequence, _accept_inside),
+    "geometric-rejection": (_of_sequence_mean, _accept_inside),
+}

@@ -1,0 +1,101 @@
+"""How far the trainer's log-probs are from those the rollout engine sampled with, over any split of the tokens.
+
+    statistics    sums and maxima over some tokens
+    merge         those of several parts of the tokens as those of the whole
+    summarize     means, divergences and correlations of the whole
+
+So what is told of a batch does not depend on the ranks, batches or micro-batches that its tokens lie in.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from verl_mg.algorithms import kl
+
+LARGEST = 300.0
+"""Nats beyond which a difference counts as this: the square of exp(300) is still a float64."""
+
+
+def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """What `merge` and `summarize` need of some tokens; empty where the mask is.
+
+    Args:
+        old_logprobs: (tokens,) nats, of the trainer.
+        rollout_logprobs: (tokens,) nats, of the engine that sampled the tokens.
+        mask: (tokens,) bool, true on judged tokens.
+
+    Returns:
+        Sums by name; under names that start with "max_" maxima.
+    """
+    if not mask.any():
+        return {}
+    old, rollout = old_logprobs[mask].detach().double(), rollout_logprobs[mask].detach().double()
+    difference = (old - rollout).clamp(-LARGEST, LARGEST)
+    ratio, p, q = difference.exp(), old.exp(), rollout.exp()
+    sums = {
+        "abs": difference.abs(),
+        "k1": kl.ESTIMATORS["k1"](-difference),
+        "k3": kl.ESTIMATORS["k3"](-difference),
+        "ratio": ratio,
+        "ratio_squared": ratio.square(),
+        "old": old,
+        "rollout": rollout,
+        "p": p,
+        "q": q,
+        "pp": p.square(),
+        "qq": q.square(),
+        "pq": p * q,
+    }
+    maxima = {"max_abs": difference.abs(), "max_ratio": ratio}
+    return {
+        "tokens": float(len(old)),
+        **{name: float(values.sum()) for name, values in sums.items()},
+        **{name: float(values.max()) for name, values in maxima.items()},
+    }
+
+
+def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The statistics of all tokens from those of its parts, in any grouping; empty parts change nothing."""
+    whole: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in whole:
+                whole[name] = value
+            elif name.startswith("max_"):
+                whole[name] = max(whole[name], value)
+            else:
+                whole[name] += value
+    return whole
+
+
+def summarize(whole: Mapping[str, float]) -> dict[str, float]:
+    """What statistics say; empty where there was no token. With d = old - rollout and r = exp(d), over all tokens:
+
+    `mean_abs`, `max_abs` of |d|; `mean_ratio`, `max_ratio` of r; `k1`, `k3`, estimates of KL(rollout || trainer) in
+    nats (see `kl.penalty`); `rollout_perplexity`, `trainer_perplexity`, exp of the mean negative log-prob;
+    `effective_samples`, (sum r)^2 / (n sum r^2), the share of the n tokens that would say as much had the trainer
+    sampled them (Kish 1965); `correlation`, Pearson's, of the probabilities exp(old) and exp(rollout), absent where one
+    of them is the same for all tokens.
+    """
+    if not whole:
+        return {}
+    n = whole["tokens"]
+    summary = {
+        "mean_abs": whole["abs"] / n,
+        "max_abs": whole["max_abs"],
+        "mean_ratio": whole["ratio"] / n,
+        "max_ratio": whole["max_ratio"],
+        "k1": whole["k1"] / n,
+        "k3": whole["k3"] / n,
+        "rollout_perplexity": math.exp(min(-whole["rollout"] / n, LARGEST)),
+        "trainer_perplexity": math.exp(min(-whole["old"] / n, LARGEST)),
+        "effective_samples": whole["ratio"] ** 2 / (n * whole["ratio_squared"]),
+    }
+    variances = [whole[xx] / n - (whole[x] / n) ** 2 for x, xx in (("p", "pp"), ("q", "qq"))]
+    # Below that a variance is the rounding of the two numbers it is the difference of.
+    if all(variance > 1e-12 * whole[xx] / n for variance, xx in zip(variances, ("pp", "qq"), strict=True)):
+        covariance = whole["pq"] / n - whole["p"] * whole["q"] / n**2
+        summary["correlation"] = covariance / math.sqrt(variances[0] * variances[1])
+    return summary

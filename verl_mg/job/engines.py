@@ -1,0 +1,83 @@
+"""The rollout engines that a configuration asks for, built by all ranks together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from verl_mg import platform
+from verl_mg.config import Config
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.reshard import best_stride
+from verl_mg.roles.actor import Actor
+from verl_mg.roles.fleet import EmbeddedFleet, Fleet, SGLangFleet, Wrap
+from verl_mg.roles.sync import ShardSync, engine_ranks
+from verl_mg.rollout.embedded import EmbeddedEngine
+from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
+from verl_mg.weights import WeightTable
+
+
+def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
+    """UserError, before anything is built, where the rollout's layout fits neither model nor ranks."""
+    if config.rollout.engine == "sglang":
+        placement = _placement(config, ranks)
+        table.check_engine(placement.layout)
+        check_on_cpu(table.dimensions, placement.layout)
+
+
+def build_fleet(config: Config, dtype: torch.dtype, actor: Actor, store: Store, wrap: Wrap) -> Fleet:
+    """The engines, without weights: the first sync brings them."""
+    if config.rollout.engine == "embedded":
+        model, device = config.model.path, platform.device()
+        return EmbeddedFleet(EmbeddedEngine(model, device, dtype, config.rollout.max_batch, load_weights=False), wrap)
+    ranks = dist.get_world_size()
+    node = platform.ranks_of_a_node(ranks)
+    table = actor.network.table
+    placement = best_stride(actor.network.holdings(), table, _placement(config, ranks), node)
+    leaders = {own[0]: number for number, own in engine_ranks(placement).items()}
+    rank = dist.get_rank()
+    engine = None
+    if rank in leaders:
+        settings = _settings(config, dtype, placement, table, leaders[rank])
+        engine = SGLangEngine(config.model.path, settings, _log(config, leaders[rank]), config.rollout.request_timeout)
+    leads = [r in leaders for r in range(ranks)]
+    return SGLangFleet(ShardSync(placement, engine), engine, leads, store, config.rollout.sleep, wrap)
+
+
+def _placement(config: Config, ranks: int) -> EnginePlacement:
+    layout, own = EngineLayout.parse(config.rollout.layout), config.rollout.ranks or ranks
+    if own > ranks or own % layout.ranks:
+        raise UserError(
+            f"rollout.layout={layout}: an engine stands on {layout.ranks} ranks, the rollout has {own} of the job's "
+            f"{ranks}; start a multiple of {layout.ranks}"
+        )
+    return EnginePlacement(layout, tuple(range(ranks - own, ranks)))
+
+
+def _settings(
+    config: Config, dtype: torch.dtype, placement: EnginePlacement, table: WeightTable, number: int
+) -> EngineSettings:
+    node = platform.ranks_of_a_node(dist.get_world_size())
+    own = engine_ranks(placement)[number]
+    if own[0] // node != own[-1] // node:
+        raise UserError(f"rollout.layout={placement.layout}: an engine stands within the {node} ranks of a node")
+    return EngineSettings(
+        layout=placement.layout,
+        dtype=dtype,
+        max_running=config.rollout.max_batch,
+        max_positions=table.config.max_positions,
+        memory_fraction=config.rollout.memory_fraction,
+        first_gpu=platform.device().index or 0,
+        gpu_step=placement.stride,
+        seed=config.job.seed + number,
+        routed_experts=config.rollout.replay_routing,
+        extra=config.rollout.sglang,
+    )
+
+
+def _log(config: Config, number: int) -> Path:
+    return config.job.output / "engines" / f"{number}.log"

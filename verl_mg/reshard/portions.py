@@ -1,0 +1,76 @@
+"""A target cut into portions that are moved one after another, so that only one of them stands beside the target."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from functools import cache
+from math import prod
+
+from verl_mg.weights import Holdings, Place, Shard, TensorInfo
+
+Shards = Callable[[int], Mapping[str, Shard]]
+
+
+class Portion:
+    """The holdings of some tensors alone; parameters are in it whole or not at all."""
+
+    def __init__(self, whole: Holdings, shards: Shards, tensors: Sequence[str]) -> None:
+        self._whole, self._shards = whole, shards
+        self.ranks = whole.ranks
+        self.tensors: Mapping[str, TensorInfo] = {name: whole.tensors[name] for name in tensors}
+
+    def shards(self, rank: int) -> Mapping[str, Shard]:
+        """See `Holdings`."""
+        return _only(self._shards(rank), self.tensors)
+
+    def places(self, tensor: str) -> Sequence[Place]:
+        """See `Holdings`."""
+        return self._whole.places(tensor) if tensor in self.tensors else ()
+
+    def kind(self, tensor: str) -> Hashable:
+        """See `Holdings`."""
+        return self._whole.kind(tensor)
+
+
+def portions(whole: Holdings, ranks: Sequence[int], elements: int) -> list[Portion]:
+    """Portions of at most `elements` a rank, in the order of the tensors; a parameter alone may be larger.
+
+    `ranks` are those that are measured: one engine's stand for all. Tensors that a parameter holds together, and
+    parameters of one tensor, stay together, so the portions move no byte more than the whole.
+    """
+    shards_of = cache(whole.shards)
+    held = [shards_of(rank) for rank in ranks]
+    found: list[list[str]] = []
+    sizes = [0] * len(held)
+    for tensors in _inseparable(whole, held):
+        own = [sum(prod(shard.shape) for shard in _only(shards, set(tensors)).values()) for shards in held]
+        if not found or any(size + more > elements for size, more in zip(sizes, own, strict=True)):
+            found.append([])
+            sizes = [0] * len(held)
+        found[-1] += tensors
+        sizes = [size + more for size, more in zip(sizes, own, strict=True)]
+    return [Portion(whole, shards_of, tensors) for tensors in found]
+
+
+def _inseparable(whole: Holdings, held: Sequence[Mapping[str, Shard]]) -> Iterator[list[str]]:
+    """The sets of tensors that parameters tie together, in the order of their first tensors."""
+    root = {name: name for name in whole.tensors}
+
+    def find(name: str) -> str:
+        while root[name] != name:
+            root[name] = name = root[root[name]]
+        return name
+
+    for shards in held:
+        for shard in shards.values():
+            for piece in shard.pieces[1:]:
+                root[find(piece.tensor)] = find(shard.pieces[0].tensor)
+    sets: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(whole.tensors, key=lambda name: whole.tensors[name].position):
+        sets[find(name)].append(name)
+    yield from sets.values()
+
+
+def _only(shards: Mapping[str, Shard], tensors: Container[str]) -> dict[str, Shard]:
+    return {name: shard for name, shard in shards.items() if shard.pieces and shard.pieces[0].tensor in tensors}

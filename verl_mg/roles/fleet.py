@@ -1,0 +1,121 @@
+"""The rollout engines of a job, as all ranks see them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from verl_mg.roles.actor import Actor
+from verl_mg.roles.sync import ModuleSync, ShardSync
+from verl_mg.rollout.dealing import Deal, FixedDeal, Group, SharedDeal
+from verl_mg.rollout.embedded import EmbeddedEngine
+from verl_mg.rollout.engine import RolloutEngine
+from verl_mg.rollout.sglang.engine import SGLangEngine
+
+Wrap = Callable[[RolloutEngine], RolloutEngine]
+"""Puts something around an engine, such as turns and tools."""
+
+
+class Fleet:
+    """engine: this rank's, if it leads one. engines: how many there are. leads: which ranks lead one.
+
+    at_home: whether rows are on the ranks where a recipe wants them as soon as they are written.
+    version: of the weights in the engines.
+    """
+
+    engine: RolloutEngine | None
+    at_home: bool
+
+    def __init__(self, leads: Sequence[bool]) -> None:
+        self.leads = tuple(leads)
+        self.engines = sum(leads)
+        self.version = -1
+
+    def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
+        """How the work of a call is shared."""
+        raise NotImplementedError
+
+    def sync(self, actor: Actor) -> dict[str, float]:
+        """Bring the weights to all engines; what that took."""
+        raise NotImplementedError
+
+    def revive(self) -> None:
+        """See `verl_mg.rollout.shift.Rescue`."""
+        raise NotImplementedError
+
+    def serve(self) -> None:
+        """See `verl_mg.rollout.shift.Rescue`."""
+        raise NotImplementedError
+
+
+class EmbeddedFleet(Fleet):
+    """A module of `transformers` on every rank; each answers its own share, so that runs repeat to the bit."""
+
+    at_home = True
+
+    def __init__(self, engine: EmbeddedEngine, wrap: Wrap = lambda engine: engine) -> None:
+        super().__init__([True] * dist.get_world_size())
+        self.engine = wrap(engine)
+        self._sync = ModuleSync(engine)
+
+    def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
+        """See `Fleet`."""
+        return FixedDeal(store, key, groups, enough, dist.get_rank(), self.engines)
+
+    def sync(self, actor: Actor) -> dict[str, float]:
+        """See `Fleet`."""
+        self.version = actor.updates
+        return self._sync.sync(actor)
+
+    def serve(self) -> None:
+        """It lives and dies with its rank."""
+
+
+class SGLangFleet(Fleet):
+    """SGLang engines on groups of ranks; whichever has room takes the next sample."""
+
+    at_home = False
+
+    def __init__(
+        self,
+        sync: ShardSync,
+        inner: SGLangEngine | None,
+        leads: Sequence[bool],
+        store: Store,
+        sleeps: bool,
+        wrap: Wrap = lambda engine: engine,
+    ) -> None:
+        super().__init__(leads)
+        self.engine = wrap(inner) if inner else None
+        self._inner, self._sync, self._store, self._sleeps = inner, sync, store, sleeps
+        self._actor: Actor | None = None
+        self._served = 0
+
+    def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
+        """See `Fleet`."""
+        return SharedDeal(store, key, groups, enough)
+
+    def sync(self, actor: Actor) -> dict[str, float]:
+        """See `Fleet`."""
+        self._actor, self.version = actor, actor.updates
+        return self._sync.sync(actor)
+
+    def revive(self) -> None:
+        """See `verl_mg.rollout.shift.Rescue`."""
+        assert self._inner is not None
+        self._inner.restart()
+        number = self._store.add("revived", 1)
+        self._store.set(f"revived/{number}", str(self._sync.number))
+        while not self._inner.health():
+            self.serve()
+        self._inner.resume()
+
+    def serve(self) -> None:
+        """See `verl_mg.rollout.shift.Rescue`."""
+        while self._served < self._store.add("revived", 0):
+            self._served += 1
+            engine = int(self._store.get(f"revived/{self._served}"))
+            assert self._actor is not None
+            self._sync.sync_one(self._actor, engine)

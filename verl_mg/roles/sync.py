@@ -1,0 +1,171 @@
+"""The actor's weights on their way into the rollout engines: planned once, moved after each update."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_mg import platform
+from verl_mg.layout import EnginePlacement
+from verl_mg.megatron.collectives import all_gather_json, sum_over_ranks
+from verl_mg.reshard import Schedule, Traffic, aliases, execute, plan, portions, schedule, shared
+from verl_mg.roles.actor import Actor
+from verl_mg.rollout.embedded import EmbeddedEngine
+from verl_mg.rollout.sglang.engine import SGLangEngine
+from verl_mg.rollout.sglang.payload import payload, staging
+from verl_mg.weights import Shard
+
+PORTION_BYTES = 2**30
+"""An engine takes about so much at a time from each rank; two such portions stand beside its weights."""
+
+
+class WeightSync(Protocol):
+    """Called by all ranks together."""
+
+    def sync(self, actor: Actor) -> dict[str, float]:
+        """Bring the weights to all engines; what that took."""
+        ...
+
+
+class ModuleSync:
+    """Into a module of `transformers` on every rank, in place; what a rank holds already is shared, not copied."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+        self._schedule: Schedule | None = None
+        self._lower_bound = 0
+
+    def sync(self, actor: Actor) -> dict[str, float]:
+        """See `WeightSync`."""
+        started = time.perf_counter()
+        self._engine.begin_update()
+        if self._schedule is None:
+            self._schedule = self._plan(actor)
+        traffic = execute(self._schedule, actor.network.parameters(), self._engine.parameters())
+        self._engine.end_update(actor.updates)
+        return _report([traffic], self._lower_bound, started)
+
+    def _plan(self, actor: Actor) -> Schedule:
+        """Made once: layouts do not change between iterations."""
+        rank, ranks, dtype = dist.get_rank(), range(dist.get_world_size()), actor.network.dtype
+        target = actor.network.table.on_modules(ranks)
+        moves = plan(actor.network.holdings(), target, platform.ranks_of_a_node(len(ranks)))
+        self._lower_bound = moves.lower_bound(rank, dtype.itemsize)
+        self._engine.share(shared(aliases(moves, rank), actor.network.parameters()))
+        return schedule(moves, rank, dtype)
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """What one rank does for a portion, and the shards that it puts together for the rank of SGLang beside it."""
+
+    schedule: Schedule
+    shards: Mapping[str, Shard]
+    dtypes: Mapping[str, torch.dtype]
+
+
+class ShardSync:
+    """Into SGLang: each rank puts together the shard of the SGLang rank on its device and hands over its memory.
+
+    engine: on the first rank of each engine of the placement, else None.
+    """
+
+    def __init__(self, placement: EnginePlacement, engine: SGLangEngine | None) -> None:
+        self._placement, self._engine = placement, engine
+        self._ranks_of = engine_ranks(placement)
+        # Every rank takes part in the making of every group.
+        made = {number: dist.new_group(ranks, backend="gloo") for number, ranks in self._ranks_of.items()}
+        self._groups = {rank: made[number] for number, ranks in self._ranks_of.items() for rank in ranks}
+        self._planned = cache(self._plan)
+
+    @property
+    def number(self) -> int:
+        """Of this rank's engine."""
+        return self._placement.coordinates(dist.get_rank()).engine
+
+    def sync(self, actor: Actor) -> dict[str, float]:
+        """See `WeightSync`."""
+        return self._bring(actor, self._placement)
+
+    def sync_one(self, actor: Actor, engine: int) -> None:
+        """Bring the weights to one engine, which was started anew; the others go on with their samples."""
+        self._bring(actor, EnginePlacement(self._placement.layout, self._ranks_of[engine]))
+
+    def _bring(self, actor: Actor, target: EnginePlacement) -> dict[str, float]:
+        started = time.perf_counter()
+        planned, lower_bound = self._planned(actor, target)
+        here = dist.get_rank() in target.ranks
+        engine = self._engine if here else None
+        if engine:
+            engine.begin_update()
+        traffic, loading, parameters = [], None, actor.network.parameters()
+        staged: list[dict[str, Tensor]] = []
+        for number, portion in enumerate(planned):
+            tensors = staging(portion.shards, portion.dtypes, platform.device())
+            traffic.append(execute(portion.schedule, parameters, tensors))
+            # What the engine is still copying, and what comes next.
+            staged = [*staged[-1:], tensors]
+            payloads = self._handles(tensors) if here else []
+            if engine:
+                if loading is not None:
+                    engine.loaded(loading)
+                last = number == len(planned) - 1
+                loading = engine.load(payloads, actor.updates if last else None)
+        if engine and loading is not None:
+            engine.loaded(loading)
+            engine.end_update(actor.updates)
+        if here:
+            dist.barrier(self._groups[dist.get_rank()])
+        return _report(traffic, lower_bound, started)
+
+    def _handles(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The payloads of this rank's engine, in the order of SGLang's ranks."""
+        return all_gather_json(payload(tensors), self._groups[dist.get_rank()])
+
+    def _plan(self, actor: Actor, placement: EnginePlacement) -> tuple[list[_Portion], int]:
+        """Made once: layouts do not change between iterations."""
+        rank, dtype = dist.get_rank(), actor.network.dtype
+        whole = actor.network.table.on_sglang(placement)
+        first = placement.ranks[: placement.layout.ranks * placement.stride : placement.stride]
+        node = platform.ranks_of_a_node(dist.get_world_size())
+        planned, lower_bound = [], 0
+        for portion in portions(whole, first, PORTION_BYTES // dtype.itemsize):
+            moves = plan(actor.network.holdings(), portion, node)
+            lower_bound += moves.lower_bound(rank, dtype.itemsize)
+            shards = portion.shards(rank)
+            dtypes = {
+                name: torch.float32 if portion.tensors[shard.pieces[0].tensor].float32 else dtype
+                for name, shard in shards.items()
+            }
+            planned.append(_Portion(schedule(moves, rank, dtype), shards, dtypes))
+        return planned, lower_bound
+
+
+def engine_ranks(placement: EnginePlacement) -> dict[int, tuple[int, ...]]:
+    """The ranks of each engine, in the order of SGLang's."""
+    ranks: dict[int, list[int]] = defaultdict(list)
+    at = {rank: placement.coordinates(rank) for rank in placement.ranks}
+    for rank in sorted(placement.ranks, key=lambda rank: (at[rank].pp, at[rank].tp)):
+        ranks[at[rank].engine].append(rank)
+    return {number: tuple(own) for number, own in ranks.items()}
+
+
+def _report(traffic: Sequence[Traffic], lower_bound: int, started: float) -> dict[str, float]:
+    moved = {
+        "sync/bytes_received": sum(part.bytes_received for part in traffic),
+        "sync/bytes_lower_bound": lower_bound,
+    }
+    return sum_over_ranks([moved]) | {
+        "time/sync": time.perf_counter() - started,
+        "time/sync_moving": sum(part.seconds for part in traffic),
+        "time/sync_packing": sum(part.seconds_packing for part in traffic),
+        "time/sync_waiting": sum(part.seconds_waiting for part in traffic),
+    }

@@ -1,0 +1,110 @@
+"""One call's work on one rank: requests dealt to its engine, samples taken from it, deaths of engines survived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch.distributed import Store
+
+from verl_mg.errors import UserError
+from verl_mg.rollout.dealing import Deal
+from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
+
+COLLECT_SECONDS = 0.05
+IDLE_SECONDS = 0.02
+DEATHS_BEFORE_GIVING_UP = 3
+
+
+class Rescue(Protocol):
+    """How an engine whose process ended comes back: all ranks bring the weights, since all hold some."""
+
+    def revive(self) -> None:
+        """On the rank of the engine: start it anew, tell the others, and go on with what was unfinished."""
+        ...
+
+    def serve(self) -> None:
+        """On every rank, again and again while samples are drawn: take part where an engine was started anew."""
+        ...
+
+
+@dataclass
+class Work:
+    """What one rank's engine did: samples that are done, samples that were cut, and how much that was."""
+
+    done: dict[int, Sample] = field(default_factory=dict)
+    cut: dict[int, Sample] = field(default_factory=dict)
+    deaths: int = 0
+    tokens: int = 0
+    busy_seconds: float = 0.0
+
+
+class Shift:
+    """Every rank runs one in each call; those without an engine wait, and help to bring an engine back."""
+
+    def __init__(
+        self, engine: RolloutEngine | None, engines: int, deal: Deal, store: Store, key: str, rescue: Rescue
+    ) -> None:
+        self._engine, self._engines, self._deal, self._rescue = engine, engines, deal, rescue
+        self._store, self._handed_in = store, f"{key}/handed in"
+        self._in_flight = 0
+        self._cutting = False
+        self._finished = engine is None
+        self._work = Work()
+
+    def run(self, begun: Sequence[Request], request_of: Callable[[int], Request], sampling: Sampling) -> Work:
+        """Go on with `begun`, then begin what the deal gives; until enough groups are complete and all have stopped."""
+        if self._engine is not None:
+            self._submit(list(begun), sampling)
+        while self._store.add(self._handed_in, 0) < self._engines:
+            self._rescue.serve()
+            if self._engine is None or self._finished:
+                time.sleep(IDLE_SECONDS)
+                continue
+            try:
+                self._advance(self._engine, request_of, sampling)
+            except EngineDiedError as error:
+                self._survive(error)
+        return self._work
+
+    def _advance(self, engine: RolloutEngine, request_of: Callable[[int], Request], sampling: Sampling) -> None:
+        started = time.perf_counter()
+        if not self._cutting:
+            self._submit([request_of(sample) for sample in self._deal.take(engine.room())], sampling)
+        if self._in_flight:
+            for sample in engine.collect(COLLECT_SECONDS):
+                self._in_flight -= 1
+                self._put_away(sample)
+            self._work.busy_seconds += time.perf_counter() - started
+        else:
+            time.sleep(IDLE_SECONDS)
+        if not self._cutting and self._deal.over():
+            self._cutting = True
+            if self._in_flight:
+                engine.abort()
+        if self._cutting and not self._in_flight:
+            self._finished = True
+            self._store.add(self._handed_in, 1)
+
+    def _submit(self, requests: list[Request], sampling: Sampling) -> None:
+        if requests and self._engine is not None:
+            self._in_flight += len(requests)
+            self._engine.submit(requests, sampling)
+
+    def _put_away(self, sample: Sample) -> None:
+        if self._cutting and sample.finish == "abort":
+            self._work.cut[sample.id] = sample
+            return
+        self._work.done[sample.id] = sample
+        self._work.tokens += sum(sample.written)
+        self._deal.finish(sample.id)
+
+    def _survive(self, error: EngineDiedError) -> None:
+        self._work.deaths += 1
+        if self._work.deaths == DEATHS_BEFORE_GIVING_UP:
+            raise UserError(f"the engine died {self._work.deaths} times in one rollout: {error}") from error
+        self._rescue.revive()
+        if self._cutting and self._engine is not None:
+            self._engine.abort()
