@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import TRAINED, oracle, oracle_outputs, random_rows, tiny_model
+from tests.given_experts import told
+from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout
@@ -22,7 +23,7 @@ GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
 TEMPERATURE, COUNT = 0.8, 13
 # A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
 OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
-LAYOUTS = [("tp1", 1), ("tp1", 2), ("tp2", 2), ("pp2", 2), ("tp2-pp2", 4), ("tp2", 4), ("pp4", 4)]
+LAYOUTS = [("tp1", 1), ("tp1", 2), ("tp2", 2), ("pp2", 2), ("tp2-pp2", 4), ("tp2", 4), ("pp4", 4), ("tp2-cp2", 4)]
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -106,7 +107,7 @@ def oracle_update(model, mode, chunks=1):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, name) for name in TRAINED}
+    return {name: tiny_model(folder / name, name) for name in (*TRAINED, *MIXTURES)}
 
 
 def compare(metrics, folder, model, expected):
@@ -136,6 +137,13 @@ def test_one_update_is_the_same_under_every_layout_and_budget(ranks, models, tmp
 def test_every_architecture_and_aggregation(ranks, models, tmp_path, architecture, mode):
     model = models[architecture]
     results = ranks.run(4, update, model, "tp2-pp2", 30, mode, tmp_path / "saved")
+    compare(results[0], tmp_path / "saved", model, oracle_update(model, mode))
+
+
+@pytest.mark.parametrize(("architecture", "layout"), [("qwen3_moe", "tp2-ep2"), ("mixtral", "pp2-ep2")])
+def test_a_mixture_of_experts_is_updated_and_saved(ranks, models, tmp_path, architecture, layout):
+    model, mode = models[architecture], "seq-mean-token-mean"
+    results = ranks.run(4, update, model, layout, 30, mode, tmp_path / "saved")
     compare(results[0], tmp_path / "saved", model, oracle_update(model, mode))
 
 
@@ -171,3 +179,29 @@ def test_log_probs_come_back_to_the_rows_they_are_of(ranks, models, layout, coun
             assert torch.allclose(part, expected[start:stop], atol=2e-5)
             seen += 1
     assert seen == COUNT
+
+
+def replayed(model, layout, given):
+    """Log-probs and metrics of one update, with the given experts or, where there are none, those of the routers."""
+    batch = rows(model)
+    if given is not None:
+        batch["routed_experts"] = given
+    own = list(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    mine, cfg = batch.select(own), settings("token-mean")
+    actor = actor_on(model, layout, 40)
+    logprobs = actor.logprobs(mine)
+    return own, logprobs.split(mine.lengths.tolist()), actor.update(mine, partial(with_entropy, cfg), "token-mean")
+
+
+def test_the_experts_of_the_rollout_are_taken_in_log_probs_and_updates(ranks, models):
+    model, batch = models["qwen3_moe"], rows(models["qwen3_moe"])
+    given = torch.rand(batch.total_tokens, 4, 4, generator=torch.Generator().manual_seed(2)).topk(2).indices.short()
+    with torch.no_grad():
+        logprobs, _ = oracle_outputs(told(model, given), batch, TEMPERATURE)
+    expected = torch.where(batch["loss_mask"], logprobs, 0).split(batch.lengths.tolist())
+    ((_, _, alone),) = ranks.run(1, replayed, model, "tp1", given)
+    ((_, _, free),) = ranks.run(1, replayed, model, "tp1", None)
+    for own, parts, metrics in ranks.run(4, replayed, model, "tp2-ep2", given):
+        assert metrics == pytest.approx(alone, rel=1e-5)
+        assert all(torch.allclose(part, expected[row], atol=2e-5) for row, part in zip(own, parts, strict=True))
+    assert abs(free["actor/entropy"] - alone["actor/entropy"]) > 1e-2

@@ -23,7 +23,7 @@ UPDATES = 3
 NEW_TOKENS = 10
 
 
-def inputs(folder: Path, architecture: str) -> Path:
+def inputs(folder: Path, architecture: str, positions: int = 64) -> Path:
     """A model wide enough that SGLang pads nothing on the CPU, prompts, and a reward that a random model can earn."""
     make_tiny_model(
         folder / "model",
@@ -33,7 +33,7 @@ def inputs(folder: Path, architecture: str) -> Path:
         heads=4,
         kv_heads=2,
         ffn=128,
-        max_positions=64,
+        max_positions=positions,
         init_std=0.2,
         perturb=True,
         seed=3,

@@ -144,10 +144,11 @@ class Rollout:
         return orders, {i for own in told for i in own["done"]}, {i for own in told for i in own["cut"]}
 
     def _measure(self, told: Sequence[dict[str, float]]) -> None:
-        """How even the engines' work was: the busiest one's tokens over their mean."""
-        tokens = [own["tokens"] for own, leads in zip(told, self._fleet.leads, strict=True) if leads]
+        """How even the engines' work was: seconds and tokens of the busiest one over the mean."""
+        engines = [own for own, leads in zip(told, self._fleet.leads, strict=True) if leads]
         self.metrics |= {
-            "rollout/busiest_engine": max(tokens) * len(tokens) / max(sum(tokens), 1),
+            "rollout/busiest_engine": _over_mean([own["busy"] for own in engines]),
+            "rollout/busiest_engine_tokens": _over_mean([own["tokens"] for own in engines]),
             "rollout/engine_deaths": sum(own["deaths"] for own in told),
             "time/rollout_busy": max(own["busy"] for own in told),
         }
@@ -171,6 +172,10 @@ class Rollout:
     def _seed_of(self, sample_id: int) -> int:
         digest = hashlib.blake2b(f"{self._seed}:{sample_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest) >> 1
+
+
+def _over_mean(values: Sequence[float]) -> float:
+    return max(values) * len(values) / sum(values) if any(values) else 1.0
 
 
 def _as_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], version: int) -> Batch:

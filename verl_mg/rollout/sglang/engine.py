@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
-import base64
-import itertools
 import queue
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from verl_mg.errors import UserError
-from verl_mg.rollout.engine import EngineDiedError, Finish, Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.arguments import EngineSettings, engine_arguments, environment
 from verl_mg.rollout.sglang.process import HostProcess
+from verl_mg.rollout.sglang.requests import Limits, SGLangRequests, routed_shape
 
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0
-ABORT_SECONDS = 10.0
-"""How long an aborted request may take to say how far it got."""
 
 
-@dataclass
-class _Running:
-    """A request in the engine."""
-
-    request: Request
-    sampling: Sampling
-    deadline: float
-    timed_out: bool = False
-
-
-class SGLangEngine(RolloutEngine):
+class SGLangEngine(SGLangRequests):
     """One `sglang.Engine` in a process of its own, started by this rank.
 
-    A request that takes longer than `request_timeout` seconds is cut alone and comes back with finish "timeout".
     When the process ends by itself, any method raises `EngineDiedError`; then `restart`, bring the weights, `resume`.
     Raises UserError with the end of the engine's log where it cannot start.
     """
 
     def __init__(self, model: Path, settings: EngineSettings, log: Path, request_timeout: float = 3600.0) -> None:
-        self.settings, self._log, self._request_timeout = settings, log, request_timeout
-        self._arguments = engine_arguments(model, settings)
-        self._shape = _routed_shape(model) if settings.routed_experts else None
-        self._running: dict[str, _Running] = {}
-        self._done: deque[Sample] = deque()
+        arguments = engine_arguments(model, settings)
+        limits = Limits(
+            max_running=settings.max_running,
+            max_positions=settings.max_positions,
+            seeded=bool(arguments.get("enable_deterministic_inference")),
+            routed=routed_shape(model) if settings.routed_experts else None,
+        )
+        super().__init__(limits, request_timeout)
+        self.settings, self._log, self._arguments = settings, log, arguments
         self._answers: dict[int, tuple[bool, str]] = {}
-        self._numbers = itertools.count()
-        self._version = -1
         self._process: HostProcess | None = None
         self.restart()
 
@@ -65,11 +46,6 @@ class SGLangEngine(RolloutEngine):
         self._process = HostProcess(self._arguments, environment(self.settings.layout), self._log)
         self._process.wait_until_ready(START_SECONDS)
         self._version = -1
-
-    def resume(self) -> None:
-        """Ask again for everything that was in flight when the process before ended."""
-        for rid, running in self._running.items():
-            self._ask(rid, running)
 
     def close(self) -> None:
         """End the process."""
@@ -88,74 +64,18 @@ class SGLangEngine(RolloutEngine):
 
     # -- samples
 
-    def room(self) -> int:
-        """See `RolloutEngine`."""
-        return self.settings.max_running - len(self._running)
-
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """See `RolloutEngine`. UserError for an empty prompt or one that leaves no room to answer."""
-        for request in requests:
-            self._check(request)
-            running = _Running(request, sampling, time.monotonic() + self._request_timeout)
-            if request.budget(sampling) <= 0:
-                self._done.append(request.answer(Sample(request.id, (), (), (), "length")))
-                continue
-            rid = f"{request.id}.{next(self._numbers)}"
-            self._running[rid] = running
-            self._ask(rid, running)
-
-    def collect(self, timeout: float) -> list[Sample]:
-        """See `RolloutEngine`."""
-        until = time.monotonic() + timeout
-        self._drain(until)
-        self._cut_the_late()
-        samples = list(self._done)
-        self._done.clear()
-        return samples
-
     def abort(self) -> None:
         """See `RolloutEngine`."""
         self._host.send({"abort": None})
 
-    def _check(self, request: Request) -> None:
-        limit = self.settings.max_positions
-        if not request.prompt:
-            raise UserError(f"the prompt of request {request.id} is empty: give at least one token")
-        if len(request.context) >= limit:
-            raise UserError(
-                f"request {request.id}: its {len(request.context)} tokens fill the {limit} positions of the model: "
-                "shorten the prompt"
-            )
-
-    def _ask(self, rid: str, running: _Running) -> None:
-        request, sampling = running.request, running.sampling
-        context = request.context
-        budget = min(request.budget(sampling), self.settings.max_positions - len(context))
-        drawn: dict[str, Any] = {
-            "max_new_tokens": budget,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            # SGLang ends at the model's own end of sequence too, unless it is to end nowhere.
-            "ignore_eos": not sampling.stop_token_ids,
-            "skip_special_tokens": False,
-        }
-        if self._arguments.get("enable_deterministic_inference"):
-            drawn["sampling_seed"] = request.seed
-        fields: dict[str, Any] = {"input_ids": list(context), "sampling_params": drawn}
-        if self._shape is not None:
-            fields["return_routed_experts"] = True
+    def _generate(self, rid: str, fields: dict[str, Any]) -> None:
         self._host.send({"generate": rid, "fields": fields})
 
-    def _drain(self, until: float) -> None:
-        """Take messages until there is a sample to give, then those that are there already."""
-        while True:
-            try:
-                message = self._host.inbox.get(timeout=0.0 if self._done else max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                return
-            self._take(message)
+    def _cut(self, rid: str) -> None:
+        self._host.send({"abort": rid})
+
+    def _receive(self, timeout: float) -> None:
+        self._take(self._host.inbox.get(timeout=timeout))
 
     def _take(self, message: dict[str, Any] | None) -> None:
         if message is None:
@@ -163,39 +83,8 @@ class SGLangEngine(RolloutEngine):
             raise self._host.died()
         if "call" in message:
             self._answers[message["call"]] = message["ok"], message["message"]
-        elif (running := self._running.pop(message["sample"], None)) is not None:
-            self._done.append(running.request.answer(self._sample(running, message)))
-
-    def _sample(self, running: _Running, message: dict[str, Any]) -> Sample:
-        request = running.request
-        if "error" in message:
-            if "abort" not in message["error"].lower():
-                raise UserError(f"SGLang refuses request {request.id}: {message['error']}")
-            return Sample(request.id, (), (), (), "timeout" if running.timed_out else "abort")
-        tokens = tuple(message["tokens"])
-        finish: Finish = message["finish"]
-        if finish == "abort" and running.timed_out:
-            finish = "timeout"
-        versions = _versions(message["spans"], len(tokens), self._version)
-        routed = self._routed(message["routed_experts"])
-        return Sample(request.id, tokens, tuple(message["logprobs"]), versions, finish, routed)
-
-    def _routed(self, text: str | None) -> Tensor | None:
-        if text is None or self._shape is None:
-            return None
-        flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
-        return torch.from_numpy(flat.astype(np.int16)).view(-1, *self._shape)
-
-    def _cut_the_late(self) -> None:
-        now = time.monotonic()
-        for rid, running in list(self._running.items()):
-            if now > running.deadline and not running.timed_out:
-                running.timed_out, running.deadline = True, now + ABORT_SECONDS
-                self._host.send({"abort": rid})
-            elif now > running.deadline:
-                # It does not even say how far it got.
-                del self._running[rid]
-                self._done.append(running.request.answer(Sample(running.request.id, (), (), (), "timeout")))
+        else:
+            self._answered(message["sample"], message)
 
     # -- weights and memory
 
@@ -264,21 +153,3 @@ class SGLangEngine(RolloutEngine):
 
 def _tags(weights: bool, kv: bool) -> list[str]:
     return [tag for tag, wanted in (("kv_cache", kv), ("weights", weights)) if wanted]
-
-
-def _versions(spans: Sequence[dict[str, Any]], count: int, version: int) -> tuple[int, ...]:
-    """The version of each token, as SGLang tells it in runs."""
-    versions = [version] * count
-    for span in spans:
-        versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
-    return tuple(versions)
-
-
-def _routed_shape(model: Path) -> tuple[int, int]:
-    """(layers, experts of a token) of what SGLang tells of a token's routing."""
-    from verl_mg.weights import read_config
-
-    config = read_config(model)
-    if config.experts is None:
-        raise UserError(f"{model}: rollout.replay_routing needs a model with experts; set it to false")
-    return config.layers, config.experts.top_k

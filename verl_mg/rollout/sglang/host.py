@@ -20,6 +20,8 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
+from verl_mg.rollout.sglang.requests import told
+
 LINE_LIMIT = 2**31
 
 
@@ -51,19 +53,10 @@ class Host:
 
     async def _generate(self, rid: str, fields: dict[str, Any]) -> None:
         try:
-            found = await self._engine.async_generate(rid=rid, return_logprob=True, **fields)
+            answer = told(await self._engine.async_generate(rid=rid, **fields))
         except Exception as error:  # SGLang refuses a request, or lets one that never began end so
-            self.say(sample=rid, error=f"{type(error).__name__}: {error}")
-            return
-        meta = found["meta_info"]
-        self.say(
-            sample=rid,
-            tokens=found["output_ids"],
-            logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
-            finish=meta["finish_reason"]["type"],
-            spans=meta.get("weight_versions") or [],
-            routed_experts=meta.get("routed_experts"),
-        )
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self.say(sample=rid, **answer)
 
     async def _call(self, number: int, method: str, fields: dict[str, Any]) -> None:
         try:

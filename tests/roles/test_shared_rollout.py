@@ -1,0 +1,190 @@
+"""Two real SGLang engines under one rollout: shared work, cut and continued groups, a killed engine."""
+
+import threading
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.roles.test_sglang_rollout import inputs, sglang_job
+from tests.traces import needs_sglang
+from verl_mg.batch import Batch
+from verl_mg.data.prompts import Prompt
+from verl_mg.job.job import Job
+from verl_mg.megatron.collectives import all_gather_json
+from verl_mg.rollout.dealing import FixedDeal
+
+pytestmark = needs_sglang
+TOKENS = 180
+KEPT, ASKED, SAMPLES = 4, 7, 3
+
+
+def rows(batch: Batch) -> list[dict[str, object]]:
+    return [
+        {
+            "id": int(batch["sample_id"][i]),
+            "group": int(batch["group"][i]),
+            "prompt": int(batch["prompt_id"][i]),
+            "tokens": batch.row("tokens", i).tolist(),
+            "versions": batch.row("versions", i)[batch.row("loss_mask", i)].tolist(),
+            "logprobs": batch.row("rollout_logprobs", i).tolist(),
+            "length": int(batch["prompt_length"][i]),
+        }
+        for i in range(len(batch))
+    ]
+
+
+def dealt(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
+    """The same prompts, those with the longest answers first, shared and in fixed shares."""
+    fleet = job.rollout._fleet
+    if fixed:
+        fleet.deal = lambda store, key, groups, enough: FixedDeal(  # type: ignore[method-assign]
+            store, key, groups, enough, dist.get_rank(), fleet.engines
+        )
+    batch = job.rollout.generate(prompts, samples=4)
+    if fixed:
+        del fleet.deal
+    names = ("rollout/busiest_engine", "rollout/busiest_engine_tokens")
+    return {"rows": rows(batch), "busiest": [job.rollout.metrics[name] for name in names]}
+
+
+def longest_first(job: Job) -> list[Prompt]:
+    """The first prompts by the mean length of some answers to them."""
+    prompts = list(job.prompts)[:30]
+    batch = job.rollout.generate(prompts, samples=4)
+    lengths: dict[int, int] = defaultdict(int)
+    for found in all_gather_json([[row["prompt"], len(row["versions"])] for row in rows(batch)]):
+        for prompt, length in found:
+            lengths[prompt] += length
+    return sorted(prompts, key=lambda prompt: -lengths[prompt.id])
+
+
+def partial(job: Job) -> list[list[dict[str, object]]]:
+    """Prompts asked beyond those that are kept; then an update of the weights; then the rest goes on."""
+    calls = []
+    for number in range(3):
+        asked = job.prompts.take(ASKED - job.rollout.unfinished)
+        calls.append(rows(job.rollout.generate(asked, samples=SAMPLES, keep=KEPT)))
+        with torch.no_grad():
+            for parameter in job.actor.network.parameters().values():
+                parameter.mul_(1.01)
+        job.actor.updates = number + 1
+        job.rollout.sync(job.actor)
+    # The rest, and nothing beside it.
+    calls.append(rows(job.rollout.generate([], samples=SAMPLES)))
+    return calls
+
+
+def killed(job: Job) -> dict[str, object]:
+    """The scheduler of one engine is killed while samples are drawn."""
+    engine = job.rollout._fleet.engine
+    killing = []
+
+    def kill() -> None:
+        while len(engine._running) < 4:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        children = psutil.Process(engine.pid).children(recursive=True)
+        victim = next(child for child in children if "scheduler" in " ".join(child.cmdline()))
+        killing.append(len(engine._running))
+        victim.kill()
+
+    thread = threading.Thread(target=kill)
+    if dist.get_rank() == 1:
+        thread.start()
+    batch = job.rollout.generate(list(job.prompts)[:24], samples=4)
+    if dist.get_rank() == 1:
+        thread.join()
+    deaths = job.rollout.metrics["rollout/engine_deaths"]
+    greedy = job.rollout.greedy(list(job.prompts)[:6])
+    return {"rows": rows(batch), "greedy": rows(greedy), "in_flight": killing, "deaths": deaths}
+
+
+def trials(folder: Path) -> dict[str, object]:
+    job, _ = sglang_job(
+        folder,
+        "actor.layout=tp2",
+        "rollout.layout=tp1",
+        "rollout.max_batch=8",
+        f"rollout.max_new_tokens={TOKENS}",
+        "rollout.partial=true",
+    )
+    prompts = longest_first(job)
+    told: dict[str, object] = {"shared": dealt(job, prompts, fixed=False), "fixed": dealt(job, prompts, fixed=True)}
+    told["partial"] = partial(job)
+    told["killed"] = killed(job)
+    job.actor.save(folder / "trained", folder / "model")
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(ranks, tmp_path_factory):
+    folder = inputs(tmp_path_factory.mktemp("shared"), "qwen3", positions=200)
+    return folder, ranks.run(2, trials, folder)
+
+
+def everywhere(results, *path):
+    found = []
+    for result in results:
+        for key in path:
+            result = result[key]
+        found += result
+    return found
+
+
+def test_the_busier_engine_works_hardly_more_than_the_other(told):
+    _, results = told
+    samples = everywhere(results, "shared", "rows")
+    assert sorted(row["id"] for row in samples) == list(range(120, 240))
+    lengths = sorted((len(row["versions"]) for row in samples), reverse=True)
+    assert sum(lengths[:30]) > 0.5 * sum(lengths)  # a quarter of them has most of the tokens
+    (shared, shared_tokens), (fixed, fixed_tokens) = (results[0][name]["busiest"] for name in ("shared", "fixed"))
+    print(f"busiest engine over mean: seconds {shared:.3f} (fixed {fixed:.3f}), {shared_tokens:.3f} ({fixed_tokens:.3f})")
+    assert 1.0 <= shared <= 1.15 and shared <= fixed
+
+
+def test_samples_come_home_from_the_engines_that_wrote_them(told):
+    _, results = told
+    for rank, result in enumerate(results):
+        assert [row["id"] for row in result["shared"]["rows"]] == list(range(120 + rank * 60, 180 + rank * 60))
+        for row in result["shared"]["rows"]:
+            assert row["group"] == row["id"] // 4 * 4
+
+
+def test_cut_groups_go_on_with_the_versions_of_each_token(told):
+    _, results = told
+    calls = [[row for result in results for row in result["partial"][number]] for number in range(4)]
+    for rows_of_call in calls[:3]:
+        assert Counter(row["group"] for row in rows_of_call) == dict.fromkeys({r["group"] for r in rows_of_call}, SAMPLES)
+        assert len({row["group"] for row in rows_of_call}) == KEPT
+    everything = [row for rows_of_call in calls for row in rows_of_call]
+    ids = [row["id"] for row in everything]
+    assert len(ids) == len(set(ids)) and len({row["group"] for row in everything}) == len(ids) / SAMPLES
+    asked = ASKED + 2 * KEPT  # each later call asks for as many prompts as the one before returned
+    assert len(ids) == asked * SAMPLES
+    assert sorted({version for row in everything for version in row["versions"]}) == [0, 1, 2, 3]
+    mixed = [row for row in everything if len(set(row["versions"])) > 1]
+    assert mixed and all(row["versions"] == sorted(row["versions"]) for row in mixed)
+    for number, rows_of_call in enumerate(calls):
+        assert all(version <= number for row in rows_of_call for version in row["versions"])
+
+
+def test_a_killed_engine_costs_no_sample(told):
+    folder, results = told
+    (in_flight,) = everywhere(results, "killed", "in_flight")
+    assert in_flight >= 4 and results[0]["killed"]["deaths"] == 1
+    ids = sorted(everywhere(results, "killed", "rows"), key=lambda row: row["id"])
+    first = ids[0]["id"]
+    assert [row["id"] for row in ids] == list(range(first, first + 96))
+    assert Counter(row["prompt"] for row in ids) == dict.fromkeys({row["prompt"] for row in ids}, 4)
+    # The engine that was started anew has the weights of now.
+    model = AutoModelForCausalLM.from_pretrained(folder / "trained", dtype=torch.float32)
+    for row in [*everywhere(results, "killed", "greedy"), *ids[::5]]:
+        scores = model(torch.tensor([row["tokens"]])).logits[0].log_softmax(-1)[:-1]
+        own = scores.gather(1, torch.tensor(row["tokens"])[1:, None])[row["length"] - 1 :, 0]
+        torch.testing.assert_close(torch.tensor(row["logprobs"][row["length"] :]), own, atol=1e-4, rtol=0)
