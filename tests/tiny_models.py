@@ -26,17 +26,19 @@ VARIANTS = {
     "gemma2": {"tie_embeddings": True, "head_dim": 12},
 }  # fmt: skip
 TRAINED = ("llama", "qwen2", "qwen3")
-"""Those that have a forward pass in Megatron; of the others only the weights."""
+"""The dense ones that have a forward pass in Megatron."""
+MIXTURES = ("qwen3_moe", "mixtral")
+"""The mixtures of experts that have one; of the others there are only the weights."""
 
 
-def tiny_model(folder: Path, architecture: str) -> Path:
-    """Four layers, an odd vocabulary, weights large enough that every part of the network shows in the output."""
+def tiny_model(folder: Path, architecture: str, layers: int = 4) -> Path:
+    """A few layers, an odd vocabulary, weights large enough that every part of the network shows in the output."""
     make_tiny_model(
         folder,
         architecture,
         characters=CHARACTERS,
         hidden=32,
-        layers=4,
+        layers=layers,
         heads=4,
         kv_heads=2,
         ffn=56,

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from tests.tiny_models import TRAINED, oracle, oracle_outputs, random_rows, tiny_model
+from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.megatron.groups import ParallelGroups
@@ -16,7 +16,7 @@ from verl_mg.weights import read_config
 LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp3", 3), ("tp2-pp2", 4)]
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=[*TRAINED, *MIXTURES])
 def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
@@ -38,13 +38,13 @@ def all_logits(model, layout):
 
     (chunk,) = net.chunks
     # With no vocabulary projection the last stage hands over its hidden states.
-    chunk.forward = lambda ids, packed, *_: GPTModel.forward(chunk, ids, None, None, packed_seq_params=packed)
+    chunk.forward = lambda m, _: GPTModel.forward(chunk, m.input_ids, None, None, packed_seq_params=m.packed)
     with torch.no_grad():
         net.run([rows], 1.0, judge, forward_only=True)
     if not chunk.post_process:
         return None
     with net.groups.active(), torch.no_grad():
-        shard = chunk.whole_sequence(found[0])[: rows.total_tokens] @ chunk.output_weight().T
+        shard = chunk.whole_run(found[0])[: rows.total_tokens] @ chunk.output_weight().T
         parts = [torch.empty_like(shard) for _ in range(net.layout.tp)]
         dist.all_gather(parts, shard, group=net.groups.collection.tp)
     return torch.cat(parts, dim=1)[:, : net.table.config.vocab] if net.speaks else None
@@ -122,7 +122,8 @@ def empty_micro_batch(model):
     rows = random_rows(3, net.table.config.vocab).select([])
     reports = net.run([rows], 1.0, lambda micro, out: (out.sum(), {"n": out.shape[1]}), forward_only=True)
     odd = random_rows(1, 9, longest=3)
-    micro = make_micro_batch(odd, torch.ones(4), 1.0, torch.float32, tp=2)
+    layout = Layout(tp=2)
+    micro = make_micro_batch(odd, torch.ones(4), 1.0, torch.float32, layout, layout.coordinates(0))
     return reports, micro.input_ids.shape[1]
 
 
@@ -139,7 +140,8 @@ def test_an_empty_micro_batch_runs_and_alignment_adds_less_than_tp_tokens(ranks,
         ("tp4", "tp4 does not divide the 2 key-value heads"),
         ("pp5", "5 pipeline chunks are more than the model's 4 layers"),
         ("ep2", "ep2 spreads experts, and the model has none"),
-        ("cp2", "context parallelism is not supported yet"),
+        ("cp8", "cp8 does not divide the 4 attention heads; cp 1, 2, 4 would"),
+        ("tp2-cp4", r"tp2-cp4 does not divide the 4 attention heads; tp\*cp 1, 2, 4 would"),
         ("pp2-vpp2", "interleaving is not supported yet"),
     ],
 )

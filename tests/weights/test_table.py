@@ -283,6 +283,7 @@ def test_what_sglang_cannot_do_is_refused(family, changes, layout, message):
         ({"model_type": "mamba"}, f"model_type 'mamba' is not supported; supported are {', '.join(FAMILIES)}"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"model_type": "mixtral", "sliding_window": 6}, "sliding_window=6 is not supported"),
         ({"hidden_size": None}, "a size is not a number"),
         ({"model_type": "qwen3_moe"}, "field 'num_experts' is missing"),
     ],

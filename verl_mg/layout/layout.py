@@ -170,6 +170,10 @@ class Layout:
         self._divide(model.expert_ffn, "columns of an expert", "etp")
         self._divide(model.shared_ffn, "columns of the shared experts", "tp")
 
+    def check_context(self, attention_heads: int) -> None:
+        """Raise UserError where the context-parallel ranks cannot share out the heads of a tensor-parallel one."""
+        self._divide(attention_heads, "attention heads", "tp", "cp")
+
     def check_down_projections(self, *widths: int) -> None:
         """Raise UserError for a down projection of latent attention that tp does not divide."""
         for width in widths:

@@ -14,6 +14,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from verl_mg.megatron.ulysses import to_heads, to_tokens
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -23,12 +25,14 @@ class PackedSequences(PackedSeqParams):
     by_length: for each length L that occurs, the token indices (n, L) of its n sequences (where no kernel for
     ragged sequences exists, equal lengths are computed together, so nothing is padded).
     back: (T,), where each token stands in the concatenation of `by_length`.
+    experts: (T / (cp * tp), layers, k) int16, which experts this rank's own tokens are to take, see `routing`.
     """
 
     cos: Tensor | None = None
     sin: Tensor | None = None
     by_length: tuple[Tensor, ...] = ()
     back: Tensor | None = None
+    experts: Tensor | None = None
 
 
 def describe(
@@ -74,7 +78,9 @@ def _group_by_length(starts: Tensor, lengths: Tensor) -> tuple[tuple[Tensor, ...
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence, rotary embedding included; heads are already this rank's own.
+    """Causal attention within each packed sequence, rotary embedding included.
+
+    The heads are those of this tensor-parallel rank, and the context-parallel ranks share them out among each other.
 
     torch's variable-length kernel where it exists (CUDA, half precision), else its scaled-dot-product attention,
     once for each length that occurs.
@@ -92,7 +98,8 @@ class PackedAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        self.softmax_scale = softmax_scale
+        assert pg_collection is not None
+        self.softmax_scale, self.cp_group = softmax_scale, pg_collection.cp
 
     def forward(
         self,
@@ -104,15 +111,16 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """query (T, heads, d), key and value (T, kv_heads, d) -> (T, heads * d)."""
+        """query (T / cp, heads, d), key and value (T / cp, kv_heads, d) -> (T / cp, heads * d)."""
         packed = packed_seq_params
         assert packed is not None and packed.cos is not None and packed.sin is not None
+        query, key, value = to_heads(query, key, value, self.cp_group)
         query, key = _rotate(query, packed.cos, packed.sin), _rotate(key, packed.cos, packed.sin)
         if has_ragged_kernel(query.device, query.dtype):
             context = self._ragged_kernel(query, key, value, packed)
         else:
             context = self._length_by_length(query, key, value, packed)
-        return context.reshape(context.shape[0], -1)
+        return to_tokens(context, self.cp_group).flatten(1)
 
     def _ragged_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn

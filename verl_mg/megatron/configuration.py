@@ -1,11 +1,12 @@
 """What megatron-core builds of a Hugging Face model under a layout: its configuration, and the modules of a layer.
 
-Every family of the weight table can be built. The forward pass is ours only for grouped attention and dense layers;
-latent attention, experts and Gemma 2's norms have their parameters in place and are not trained yet.
+Every family of the weight table can be built. Latent attention and Gemma 2's norms have their parameters in place and
+are not trained yet.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from verl_mg.layout import Layout
 from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.linear import NormedRowParallelLinear
 from verl_mg.megatron.norm import RMSNorm
+from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.weights import HFConfig
 
 Fields = dict[str, Any]
@@ -106,6 +108,7 @@ def _experts(c: HFConfig, layout: Layout) -> Fields:
         "moe_router_topk": c.experts.top_k,
         "moe_router_enable_expert_bias": c.experts.router_bias,
         "moe_router_score_function": "sigmoid" if c.experts.router_bias else "softmax",
+        "moe_router_pre_softmax": True,  # our router normalises after it, where the model does
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
@@ -115,6 +118,7 @@ def _experts(c: HFConfig, layout: Layout) -> Fields:
 def _parallelism(c: HFConfig, layout: Layout) -> Fields:
     return {
         "tensor_model_parallel_size": layout.tp,
+        "context_parallel_size": layout.cp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "pipeline_model_parallel_layout": _pipeline(c, layout) if layout.pp > 1 else None,
@@ -153,6 +157,9 @@ def _layer_spec(c: HFConfig, with_experts: bool) -> ModuleSpec:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
         return layer
     attention.core_attention = PackedAttention
+    if c.experts and with_experts:
+        layer.module = RoutedLayer
+        parts.mlp.submodules.router = partial(Router, normalized=c.experts.normalized)
     if c.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if c.four_norms:

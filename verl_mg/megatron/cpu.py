@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
@@ -81,8 +82,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _patch_megatron() -> None:
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     rng: Any = megatron_random
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -92,6 +94,29 @@ def _patch_megatron() -> None:
     moe: Any = moe_utils
     if not hasattr(moe, "te_general_gemm"):
         moe.te_general_gemm = None
+    dispatcher: Any = token_dispatcher
+    dispatcher.maybe_move_tensor_to_cpu = _as_on_arrival
+    regions: Any = mappings
+    regions._gather_along_first_dim = _also_uneven(regions._gather_along_first_dim)
+
+
+def _as_on_arrival(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Split sizes reach the CPU as numpy, which gloo takes; those that are there already megatron leaves tensors."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _also_uneven(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """gloo gathers equal parts alone; its all-to-all takes any."""
+
+    @functools.wraps(gather)
+    def gathered(part: torch.Tensor, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:
+        if sizes is None or len(sizes) == 1:
+            return gather(part, group, sizes, *buffer)
+        whole = part.new_empty(sum(sizes), *part.shape[1:])
+        dist.all_to_all_single(whole, torch.cat([part] * len(sizes)), sizes, [len(part)] * len(sizes), group=group)
+        return whole
+
+    return gathered
 
 
 @contextmanager

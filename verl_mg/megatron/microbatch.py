@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from verl_mg.batch import Batch, Kind
+from verl_mg.layout import Coordinates, Layout
 from verl_mg.megatron.attention import PackedSequences, describe
+from verl_mg.megatron.routing import routed_experts
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed rows on the device. Only the n tokens under the loss mask (never a row's first) are judged.
 
-    input_ids (1, T); where (n,): the token before each judged one; targets (n,): the judged tokens;
     entries (n,) on the CPU: their places in the token columns of `rows`; sequence_ids (n,): their row.
-    T is the rows' tokens and, where sequence parallelism needs a multiple of tp, fewer than tp more.
+    T is the rows' tokens and fewer than tp * cp more, which make it a multiple of that. A context-parallel rank
+    computes a run of T / cp tokens, and judges the m tokens whose predecessors are in it:
+    input_ids (1, T / cp): the run; where (m,): the predecessors' places in it; targets (m,): the judged tokens;
+    own (m,): which of the n they are.
     """
 
     rows: Batch
@@ -26,26 +30,38 @@ class MicroBatch:
     packed: PackedSequences
     where: Tensor
     targets: Tensor
+    own: Tensor
     entries: Tensor
     sequence_ids: Tensor
 
 
 def make_micro_batch(
-    rows: Batch, inverse_frequencies: Tensor, attention_scaling: float, dtype: torch.dtype, tp: int
+    rows: Batch,
+    inverse_frequencies: Tensor,
+    attention_scaling: float,
+    dtype: torch.dtype,
+    layout: Layout,
+    at: Coordinates,
 ) -> MicroBatch:
-    """Put rows side by side for a model whose sequence dimension is split over `tp` ranks."""
+    """Put rows side by side, for the rank that stands at `at` in the layout."""
     device = inverse_frequencies.device
-    total = rows.total_tokens
-    filler = -total % tp if total else tp
+    total, parts = rows.total_tokens, layout.tp * layout.cp
+    filler = -total % parts if total else parts
     lengths = torch.cat([rows.lengths, torch.tensor([filler] if filler else [], dtype=torch.int64)])
     tokens = torch.cat([rows["tokens"], torch.zeros(filler, dtype=torch.int64)])
     entries = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
+    run = len(tokens) // layout.cp
+    own = ((entries - 1) // run == at.cp).nonzero().flatten()
+    packed = describe(lengths, inverse_frequencies, attention_scaling, dtype)
+    experts = routed_experts(rows, filler, layout, at)
+    packed.experts = None if experts is None else experts.to(device)
     return MicroBatch(
         rows=rows,
-        input_ids=tokens[None].to(device),
-        packed=describe(lengths, inverse_frequencies, attention_scaling, dtype),
-        where=(entries - 1).to(device),
-        targets=rows["tokens"][entries].to(device),
+        input_ids=tokens[at.cp * run :][:run][None].to(device),
+        packed=packed,
+        where=(entries[own] - 1 - at.cp * run).to(device),
+        targets=tokens[entries[own]].to(device),
+        own=own.to(device),
         entries=entries,
         sequence_ids=rows.sequence_ids[entries].to(device),
     )

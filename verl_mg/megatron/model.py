@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from torch import Tensor
@@ -20,10 +21,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl_mg import platform
 from verl_mg.errors import UserError
-from verl_mg.megatron.attention import PackedSequences
 from verl_mg.megatron.configuration import block_spec, transformer_config
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.logprobs import vocab_parallel_logprobs
+from verl_mg.megatron.microbatch import MicroBatch
 from verl_mg.weights import WeightTable
 
 ROUTER_BIAS = "router.expert_bias"
@@ -38,29 +39,29 @@ class PackedModel(GPTModel):
         rows = self.vocab_size // groups.layout.tp
         self.real_rows = max(0, min(rows, weights.config.vocab - self.first_token))
 
-    def forward(  # type: ignore[override]
-        self, input_ids: Tensor, packed: PackedSequences, where: Tensor, targets: Tensor, temperature: float
-    ) -> Tensor:
-        """input_ids (1, T); `where` (n,): the tokens whose successors are judged; targets (n,): those successors.
-
-        Returns (2, n) float32, log-probabilities and entropies, on the last stage; elsewhere the hidden states.
+    def forward(self, micro: MicroBatch, temperature: float) -> Tensor:  # type: ignore[override]
+        """(2, n) float32, log-probabilities and entropies of the n judged tokens, on the last stage, the same on every
+        context-parallel rank; elsewhere the hidden states.
         """
-        hidden = super().forward(input_ids, None, None, packed_seq_params=packed)
+        hidden = super().forward(micro.input_ids, None, None, packed_seq_params=micro.packed)
         if not self.post_process:
             return hidden
         logprobs, entropy = vocab_parallel_logprobs(
-            self.whole_sequence(hidden)[where],
+            self.whole_run(hidden)[micro.where],
             self.output_weight(),
-            targets,
+            micro.targets,
             temperature,
             self.first_token,
             self.real_rows,
             self.pg_collection.tp,
         )
-        return torch.stack([logprobs, entropy])
+        nothing = logprobs.new_zeros(2, len(micro.entries))
+        judged_here = nothing.index_copy(1, micro.own, torch.stack([logprobs, entropy]))
+        # The sum passes each rank the gradient of all n, of which it takes its own m: each is counted once.
+        return reduce_from_tensor_model_parallel_region(judged_here, group=self.pg_collection.cp)
 
-    def whole_sequence(self, hidden: Tensor) -> Tensor:
-        """Hidden states (T or T / tp, 1, h) -> (T, h); the gradient is summed over the group on its way back."""
+    def whole_run(self, hidden: Tensor) -> Tensor:
+        """Hidden states of a run of t tokens (t or t / tp, 1, h) -> (t, h); the gradient is summed over the group."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
         return hidden.squeeze(1)
@@ -108,6 +109,7 @@ def _mark_tensor_parallel(model: PackedModel) -> None:
     """Tell megatron-core which weights are shards, or the gradient norm would count those of rank 0 alone.
 
     It marks them while it initialises them, which we leave out because every weight comes from a checkpoint.
+    Experts are summed over the expert data parallel ranks, of which megatron-core thinks only where ep > 1.
     """
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -116,6 +118,7 @@ def _mark_tensor_parallel(model: PackedModel) -> None:
         dimension = 1 if isinstance(module, RowParallelLinear) else 0
         stride = 2 if name.endswith("linear_fc1") else 1  # a shard is its part of gate, then its part of up
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=stride)
+        weight.allreduce = not getattr(module, "is_expert", False)
 
 
 def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import MicroBatch, make_micro_batch
 from verl_mg.megatron.model import build_chunks, parameters_by_name, rotary_frequencies
+from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.weights import HFConfig, Holdings, read_config, table
 from verl_mg.weights.files import CheckpointReader, load_shards
 
@@ -79,15 +80,14 @@ class Network:
         """Megatron's pipeline schedule over the micro-batches; the reports in order, on the last stage alone."""
         # Temperature 0 is greedy sampling, whose log-probs are those of the unscaled distribution.
         scale = temperature if temperature > 0 else 1.0
-        prepared = [
-            make_micro_batch(rows, self._frequencies, self._attention_scaling, self.dtype, self.layout.tp)
-            for rows in micro_batches
-        ]
+        for rows in micro_batches:
+            check_routed_experts(rows, self.table.config)
+        description = (self._frequencies, self._attention_scaling, self.dtype, self.layout, self.groups.coordinates)
+        prepared = [make_micro_batch(rows, *description) for rows in micro_batches]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
-            output = model(micro.input_ids, micro.packed, micro.where, micro.targets, scale)
-            return output, partial(_judged, judge, micro)
+            return model(micro, scale), partial(_judged, judge, micro)
 
         iterators = [iter(prepared) for _ in self.runnable]
         with self.groups.active():
@@ -112,16 +112,16 @@ def _judged(judge: Judge, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Te
 def check_layout(config: HFConfig, layout: Layout) -> None:
     """UserError where the model cannot be trained on the layout."""
     untrained = {
-        "a mixture of experts is": config.experts,
         "latent attention is": config.latent,
         "the norms behind attention and feed-forward are": config.four_norms,
     }
     for what, present in untrained.items():
         if present:
             raise UserError(
-                f"model_type {config.architecture!r}: {what} not trained yet; name a model of llama, qwen2, qwen3"
+                f"model_type {config.architecture!r}: {what} not trained yet; "
+                "name a model of llama, qwen2, qwen3, qwen3_moe, mixtral"
             )
     table(config).check(layout)
-    for size, written, what in ((layout.cp, "cp", "context parallelism"), (layout.vpp, "vpp", "interleaving")):
-        if size > 1:
-            raise UserError(f"layout {layout}: {what} is not supported yet; leave {written}{size} out")
+    layout.check_context(config.heads)
+    if layout.vpp > 1:
+        raise UserError(f"layout {layout}: interleaving is not supported yet; leave vpp{layout.vpp} out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -43,6 +44,7 @@ class Trainer:
         for chunk in network.chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_dividing
             chunk.config.grad_scale_func = self.optimizer.scale_loss
+        weakref.finalize(self, _unhook, network.runnable)
 
     def update(
         self,
@@ -91,6 +93,13 @@ def optimizer_calls() -> AbstractContextManager[None]:
 def _finalize_without_dividing(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
     """Sum gradients over ranks and leave them so: the loss was divided by its global normalizer before."""
     finalize_model_grads(model, None, **groups)
+
+
+def _unhook(models: list[Any]) -> None:
+    """Let go of the nodes whose hooks hold the model: Python's collector cannot see them, and it would never end."""
+    for model in models:
+        model.grad_accs.clear()
+        model.config.grad_scale_func = None  # the optimizer, whose shards hold the same nodes
 
 
 def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:

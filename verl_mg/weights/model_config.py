@@ -32,6 +32,7 @@ class ExpertsConfig:
     top_k: int
     shared_ffn: int  # width of all shared experts together; 0: none
     router_bias: bool
+    normalized: bool  # the weights of a token's experts add up to 1
     layers: frozenset[int]  # which layers have experts; the others are dense
 
 
@@ -174,6 +175,7 @@ def _experts(raw: Fields, layers: int) -> ExpertsConfig | None:
         top_k=int(raw["num_experts_per_tok"]),
         shared_ffn=width * int(raw.get("n_shared_experts") or 0),
         router_bias=raw["model_type"] == "deepseek_v3",
+        normalized=raw["model_type"] == "mixtral" or bool(raw.get("norm_topk_prob")),
         layers=with_experts,
     )
 
@@ -189,6 +191,10 @@ def _refuse_what_is_not_built(raw: Fields, family: _Family, where: str) -> None:
     for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if raw.get(field):
             raise UserError(f"{where}: {field}={raw[field]} is not supported for model_type {raw['model_type']!r}")
+    # Of all families Mixtral alone has no switch beside the width of the window.
+    if raw["model_type"] == "mixtral" and raw.get("sliding_window"):
+        window = raw["sliding_window"]
+        raise UserError(f"{where}: sliding_window={window} is not supported; where no row is longer, write null")
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or family.activations[0]
     if activation not in family.activations:
         raise UserError(f"{where}: hidden_act={activation!r} is not supported; only {family.activations[0]!r} is")

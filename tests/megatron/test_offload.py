@@ -1,0 +1,58 @@
+"""What training keeps leaves the device and comes back as it was."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.tiny_models import random_rows, tiny_model
+from verl_mg.config import OptimizerConfig
+from verl_mg.layout import Layout
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.offload import HostCopy
+from verl_mg.roles.actor import Actor
+
+
+def held(actor: Actor) -> int:
+    """Bytes of the storages of parameters and of Adam's averages."""
+    inner = [one.optimizer for one in getattr(actor.trainer.optimizer, "chained_optimizers", [actor.trainer.optimizer])]
+    tensors = [*actor.network.parameters().values()]
+    tensors += [value for one in inner for state in one.state.values() for value in state.values() if value.dim()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+    actor = Actor(
+        model,
+        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
+        dtype=dtype,
+        temperature=1.0,
+        tokens_per_micro_batch=60,
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    batch = random_rows(6, vocab=24, seed=dist.get_rank())
+    batch["sample_id"] = batch["sample_id"] * 2 + dist.get_rank()
+    host_copy, sizes = HostCopy(actor.trainer), []
+    for _ in range(3):
+        actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}), "token-mean")
+        if away:
+            sizes.append(held(actor))
+            host_copy.leave()
+            host_copy.leave()  # the second time nothing is left to do
+            sizes.append(held(actor))
+            host_copy.come_back()
+            sizes.append(held(actor))
+    return {name: tensor.detach().clone() for name, tensor in actor.network.parameters().items()}, sizes
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_bitwise_the_same_when_the_state_was_away(ranks, tmp_path, architecture, dtype):
+    model = tiny_model(tmp_path / "model", architecture)
+    stayed = ranks.run(2, updated, model, "tp2", dtype, False)
+    went = ranks.run(2, updated, model, "tp2", dtype, True)
+    for (expected, _), (found, sizes) in zip(stayed, went, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        for before, meanwhile, after in zip(sizes[::3], sizes[1::3], sizes[2::3], strict=True):
+            assert meanwhile == 0 < before == after

@@ -1,0 +1,116 @@
+"""Routing replay against a mixture of experts in plain torch that takes the experts it is told."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.given_experts import told
+from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
+from tests.tiny_models import oracle, random_rows, tiny_model
+from verl_mg.errors import UserError
+from verl_mg.megatron.routing import check_routed_experts
+from verl_mg.weights import read_config
+
+LAYERS, EXPERTS, TOP_K, DENSE = 4, 4, 2, 1
+LAYOUTS = [("tp1", 1), ("tp2", 2), ("cp2", 2), ("pp2", 2), ("ep2", 2), ("tp2-cp2-ep2", 4), ("tp2-pp2", 4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A Qwen3-MoE of which layer 1 has no experts."""
+    folder = tiny_model(tmp_path_factory.mktemp("models") / "mixture", "qwen3_moe")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"mlp_only_layers": [DENSE]}))
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+def rows(model, choices=None):
+    batch = random_rows(9, read_config(model).vocab)
+    if choices is not None:
+        batch["routed_experts"] = choices
+    return batch
+
+
+def choices(model):
+    """Random ones; some tokens' are not known; the last layer leaves two experts idle; nothing of the dense layer."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = rows(model).total_tokens
+    given = torch.rand(tokens, LAYERS, EXPERTS, generator=generator).topk(TOP_K).indices
+    given[torch.rand(tokens, generator=generator) < 0.3] = -1
+    given[::5, 2, 1] = -1
+    given[:, 3] = torch.tensor([1, 0])
+    given[:, DENSE] = 99
+    return given.to(torch.int16)
+
+
+@pytest.fixture(scope="module")
+def expected(model, tmp_path_factory):
+    given = choices(model)
+    return train_in_plain_torch(told(model, given), rows(model), tmp_path_factory.mktemp("expected"))
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+def test_tokens_take_the_experts_that_the_batch_names(ranks, model, expected, layout, count):
+    recompute = layout in ("pp2", "ep2")
+    results = ranks.run(count, train, model, layout, rows(model, choices(model)), recompute)
+    assert_equal(results, expected, 2e-5)
+    assert expected.idle() == {
+        f"model.layers.3.mlp.experts.{expert}.{name}_proj.weight"
+        for expert in (2, 3)
+        for name in ("gate", "up", "down")
+    }
+
+
+def test_the_experts_named_are_not_those_that_the_routers_would_take(ranks, model, expected):
+    free = one_rank(ranks.run(1, train, model, "tp1", rows(model))[0])
+    assert max((a - b).abs().max() for a, b in zip(free.outputs, expected.outputs, strict=True)) > 0.1
+    assert not free.idle()
+
+
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2", 2)])
+def test_to_replay_what_the_routers_take_anyway_changes_nothing(ranks, model, layout, count):
+    batch = rows(model)
+    net = told(model, torch.full((batch.total_tokens, LAYERS, TOP_K), -1))
+    with torch.no_grad():
+        for row in range(len(batch)):
+            net(batch.row("tokens", row)[None])
+    taken = torch.zeros(batch.total_tokens, LAYERS, TOP_K, dtype=torch.int16)
+    for number, layer in enumerate(net.model.layers):
+        if number != DENSE:
+            taken[:, number] = torch.cat(layer.mlp.taken).short()
+    free = ranks.run(count, train, model, layout, batch)
+    replayed = ranks.run(count, train, model, layout, rows(model, taken))
+    for one, other in zip(free, replayed, strict=True):
+        # Weights after the second step differ by what the first step changes in the routers' own choice.
+        assert one.norms[0] == pytest.approx(other.norms[0], rel=1e-6)
+        for row, output in one.outputs.items():
+            assert torch.equal(output, other.outputs[row])
+        for (name, box, a), (_, _, b) in zip(one.gradients, other.gradients, strict=True):
+            assert torch.equal(a, b), (name, box)
+
+
+def test_the_plain_torch_mixture_is_that_of_transformers(model):
+    tokens = rows(model).row("tokens", 0)[None]
+    with torch.no_grad():
+        found = told(model, torch.full((tokens.shape[1], LAYERS, TOP_K), -1))(tokens).logits
+        assert torch.allclose(found, oracle(model)(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda given: given[:, :3], r"has \(3, 2\) entries a token, and the model takes \(4, 2\)"),
+        (lambda given: given.index_fill(1, torch.tensor([0]), 4), "names expert 4, and the model has 4, from 0"),
+    ],
+)
+def test_choices_of_another_model_are_refused(model, change, message):
+    with pytest.raises(UserError, match=message):
+        check_routed_experts(rows(model, change(choices(model))), read_config(model))
+
+
+def test_a_dense_model_does_not_read_the_column(model, tmp_path):
+    check_routed_experts(rows(model, choices(model)), read_config(tiny_model(tmp_path, "qwen3")))

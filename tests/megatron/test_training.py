@@ -1,0 +1,87 @@
+"""Gradients, their norm and two optimizer steps: every layout against one rank, and that against `transformers`."""
+
+import gc
+import json
+import shutil
+
+import pytest
+from megatron.core.distributed import DistributedDataParallel
+
+from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
+from tests.tiny_models import MIXTURES, oracle, random_rows, tiny_model
+from verl_mg.weights import read_config
+
+ROWS = 9
+# (layout, ranks); with experts
+EXPERT_LAYOUTS = [
+    ("tp2", 2),
+    ("tp2-etp1", 2),
+    ("tp1", 2),
+    ("ep2", 2),
+    ("tp2-ep2", 4),
+    ("tp2-ep2-etp1", 2),
+    ("tp2-ep2-etp1", 4),
+    ("pp2-ep2", 4),
+    ("tp2-pp2", 4),
+    ("ep4", 4),
+]
+
+CONTEXT_LAYOUTS = [
+    ("qwen3", "cp2", 2),
+    ("qwen3", "cp4", 4),
+    ("qwen3", "tp2-cp2", 4),
+    ("qwen3", "cp2-pp2", 4),
+    ("qwen3", "cp2", 4),
+    ("qwen3_moe", "cp2-ep2", 2),
+    ("qwen3_moe", "tp2-cp2-ep2", 4),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    names = ("qwen3", *MIXTURES)
+    models = {name: tiny_model(folder / name, name, layers=2) for name in names}
+    models["unnormalized"] = shutil.copytree(models["qwen3_moe"], folder / "unnormalized")
+    config = models["unnormalized"] / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"norm_topk_prob": False}))
+    return models
+
+
+@pytest.fixture(scope="module")
+def single(ranks, models):
+    """{model: what one rank computes}"""
+    return {name: one_rank(ranks.run(1, train, model, "tp1", rows(model))[0]) for name, model in models.items()}
+
+
+def rows(model):
+    return random_rows(ROWS, read_config(model).vocab)
+
+
+@pytest.mark.parametrize("name", [*MIXTURES, "unnormalized"])
+def test_one_rank_computes_what_transformers_does(ranks, models, tmp_path, name):
+    expected = train_in_plain_torch(oracle(models[name]), rows(models[name]), tmp_path)
+    assert not expected.idle()
+    assert_equal(ranks.run(1, train, models[name], "tp1", rows(models[name])), expected, 2e-5)
+
+
+@pytest.mark.parametrize(("layout", "count"), EXPERT_LAYOUTS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_is_trained_alike_under_every_layout(ranks, models, single, name, layout, count):
+    assert_equal(ranks.run(count, train, models[name], layout, rows(models[name])), single[name], 1e-5)
+
+
+@pytest.mark.parametrize(("name", "layout", "count"), CONTEXT_LAYOUTS)
+def test_the_cut_of_the_token_axis_changes_nothing(ranks, models, single, name, layout, count):
+    assert_equal(ranks.run(count, train, models[name], layout, rows(models[name])), single[name], 1e-5)
+
+
+def left_behind(model):
+    train(model, "tp1", rows(model))
+    gc.collect()
+    return sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_trainer_takes_its_model_and_its_groups_with_it(ranks, models, name):
+    assert ranks.run(1, left_behind, models[name]) == [0]

@@ -1,0 +1,37 @@
+"""Heads exchanged for tokens, against indexing of the whole tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from verl_mg.megatron.ulysses import to_heads, to_tokens
+
+TOKENS, HEADS, WIDTH = 8, 12, 3
+
+
+def exchange(kv_heads):
+    """What is wrong on this rank: the places where heads, way back or gradient differ."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((TOKENS, HEADS, WIDTH), (TOKENS, kv_heads, WIDTH), (TOKENS, kv_heads, WIDTH))
+    whole = [torch.randn(shape, generator=generator) for shape in shapes]
+    size, rank = dist.get_world_size(), dist.get_rank()
+    run = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
+    query, key, value = (x[run].clone().requires_grad_() for x in whole)
+    own = to_heads(query, key, value, dist.group.WORLD)
+    wrong = [own[0].shape != (TOKENS, HEADS // size, WIDTH)]
+    for local in range(HEADS // size):
+        head = rank * HEADS // size + local
+        wrong.append(not torch.equal(own[0][:, local], whole[0][:, head]))
+        for found, full in zip(own[1:], whole[1:], strict=True):
+            served = found[:, local // (HEADS // size // found.shape[1])]
+            wrong.append(not torch.equal(served, full[:, head // (HEADS // kv_heads)]))
+    wrong.append(not torch.equal(to_tokens(own[0], dist.group.WORLD), query))
+    sum(part.sum() for part in own).backward()
+    copies = own[1].shape[1] * size / kv_heads
+    wrong += [not (query.grad == 1).all(), not (key.grad == copies).all(), not (value.grad == copies).all()]
+    return wrong
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(1, 3), (2, 4), (2, 3), (4, 2), (4, 6), (4, 1)])
+def test_every_query_head_meets_its_key_value_head(ranks, size, kv_heads):
+    assert not any(wrong for found in ranks.run(size, exchange, kv_heads) for wrong in found)
