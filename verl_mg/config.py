@@ -84,10 +84,14 @@ class LayoutSection(Section):
 
 
 class ActorConfig(LayoutSection):
-    """The policy that is trained. A micro-batch is filled up to `tokens_per_micro_batch` tokens."""
+    """The policy that is trained. A micro-batch is filled up to `tokens_per_micro_batch` tokens.
+
+    `offload`: parameters and optimizer wait on the host while samples are drawn.
+    """
 
     tokens_per_micro_batch: PositiveInt = 8192
     recompute: bool = False
+    offload: bool = False
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
@@ -104,6 +108,9 @@ class RolloutConfig(Section):
     and key-value cache; `sleep`: release both while training; `replay_routing`: train with the experts that SGLang
     chose; `request_timeout` in seconds; `ranks`: so many of the job's last ranks hold engines and no actor (0: engines
     and actor share all); `sglang`: further server arguments by SGLang's own names.
+    `urls`: SGLang servers that somebody else has started, such as http://node7:30000, take the place of engines of this
+    job; what concerns those alone does not count then. Weights come to them through a process group of `update` group,
+    or, with disk, through `shared_folder`, a folder of this job alone that the servers see under the same path.
     `partial`: samples that were cut go on in the next iteration. `tools`: functions as `package.module:name` or
     `file.py:name`, called for at most `max_turns` turns in the format of SGLang's tool-call parser `tool_format`.
     """
@@ -122,6 +129,9 @@ class RolloutConfig(Section):
     replay_routing: bool = False
     request_timeout: float = Field(3600.0, gt=0)
     sglang: dict[str, Any] = {}
+    urls: list[str] = []
+    update: Literal["disk", "group"] = "group"
+    shared_folder: Path | None = None
     tools: list[str] = []
     max_turns: PositiveInt = 1
     tool_timeout: float = Field(30.0, gt=0)

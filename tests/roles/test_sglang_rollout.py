@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.rank_pool import job_store
@@ -63,17 +62,18 @@ def sglang_job(folder: Path, *overrides: str) -> tuple[Job, Recipe]:
     return Job(config, recipe.roles(config.algorithm), job_store()), recipe
 
 
-def train(folder: Path) -> list[dict[str, object]]:
+def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
     """Under each layout: three iterations, and after each a checkpoint and SGLang's greedy answers."""
     told = []
-    job, recipe = sglang_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2")
+    job, recipe = sglang_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2", *overrides)
     for layout in LAYOUTS:
         if layout != LAYOUTS[0]:
             # The same engine, fed by another actor.
             job.config = job.config.model_copy(
                 update={"actor": job.config.actor.model_copy(update={"layout": layout})}
             )
-            job.actor = job.build_actor()
+            claim, job.actor = job.actor.claim, job.build_actor()
+            job.actor.claim = claim
             job.rollout.sync(job.actor)
         for update in range(UPDATES):
             metrics = recipe.iteration(job, job.config.algorithm)
@@ -93,19 +93,23 @@ def train(folder: Path) -> list[dict[str, object]]:
                     ),
                     "versions": produced[0]["versions"][produced[0]["loss_mask"]].unique().tolist(),
                     "ids": produced[0]["sample_id"].tolist(),
+                    "mismatch": (produced[0]["old_logprobs"] - produced[0]["rollout_logprobs"]).abs().max().item(),
                 }
             )
     return told
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-def test_sglang_is_the_exported_checkpoint_after_every_update(ranks, tmp_path, architecture):
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [("qwen3", ["actor.offload=true"]), ("qwen3_moe", ["rollout.replay_routing=true", "rollout.sleep=false"])],
+)
+def test_sglang_is_the_exported_checkpoint_after_every_update(ranks, tmp_path, architecture, overrides):
     folder = inputs(tmp_path, architecture)
-    results = ranks.run(2, train, folder)
+    results = ranks.run(2, train, folder, overrides)
     before = None
     for step, told in enumerate(zip(*results, strict=True)):
         model = AutoModelForCausalLM.from_pretrained(folder / told[0]["checkpoint"], dtype=torch.float32)
-        assert told[0]["grad_norm"] > 0
+        assert told[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in told)
         answers = []
         for rank in told:
             for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):

@@ -15,6 +15,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard import best_stride
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.fleet import EmbeddedFleet, Fleet, SGLangFleet, Wrap
+from verl_mg.roles.server_fleet import build_servers, check_servers
 from verl_mg.roles.sync import ShardSync, engine_ranks
 from verl_mg.rollout.embedded import EmbeddedEngine
 from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
@@ -22,8 +23,12 @@ from verl_mg.weights import WeightTable
 
 
 def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
-    """UserError, before anything is built, where the rollout's layout fits neither model nor ranks."""
-    if config.rollout.engine == "sglang":
+    """UserError, before anything is built, where the rollout's layout or servers fit neither model nor ranks."""
+    if config.actor.offload and config.rollout.engine == "embedded":
+        raise UserError("actor.offload=true: the embedded engine works on the actor's own memory; leave it out")
+    if config.rollout.urls:
+        check_servers(config, table)
+    elif config.rollout.engine == "sglang":
         placement = _placement(config, ranks)
         table.check_engine(placement.layout)
         check_on_cpu(table.dimensions, placement.layout)
@@ -34,9 +39,11 @@ def build_fleet(config: Config, dtype: torch.dtype, actor: Actor, store: Store, 
     if config.rollout.engine == "embedded":
         model, device = config.model.path, platform.device()
         return EmbeddedFleet(EmbeddedEngine(model, device, dtype, config.rollout.max_batch, load_weights=False), wrap)
+    table = actor.network.table
+    if config.rollout.urls:
+        return build_servers(config, table, store, wrap)
     ranks = dist.get_world_size()
     node = platform.ranks_of_a_node(ranks)
-    table = actor.network.table
     placement = best_stride(actor.network.holdings(), table, _placement(config, ranks), node)
     leaders = {own[0]: number for number, own in engine_ranks(placement).items()}
     rank = dist.get_rank()
@@ -45,7 +52,8 @@ def build_fleet(config: Config, dtype: torch.dtype, actor: Actor, store: Store, 
         settings = _settings(config, dtype, placement, table, leaders[rank])
         engine = SGLangEngine(config.model.path, settings, _log(config, leaders[rank]), config.rollout.request_timeout)
     leads = [r in leaders for r in range(ranks)]
-    return SGLangFleet(ShardSync(placement, engine), engine, leads, store, config.rollout.sleep, wrap)
+    sleeps, offload = config.rollout.sleep, config.actor.offload
+    return SGLangFleet(ShardSync(placement, engine), engine, leads, store, sleeps=sleeps, offload=offload, wrap=wrap)
 
 
 def _placement(config: Config, ranks: int) -> EnginePlacement:

@@ -138,6 +138,9 @@ class Job:
         )
         store = PrefixStore("rollout", self._store)
         fleet = build_fleet(self.config, self._dtype, self.actor, store, lambda engine: engine)
+        for policy in (getattr(self, role, None) for role in ("actor", "reference")):
+            if policy is not None:
+                policy.claim = fleet.rest
         return Rollout(fleet, sampling, self.config.job.seed, store, config.partial)
 
     def _check_room_to_answer(self, path: Path, prompts: PromptSet, positions: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from math import prod
 
 from verl_mg.weights import Holdings, Place, Shard, TensorInfo
@@ -33,18 +34,22 @@ class Portion:
         return self._whole.kind(tensor)
 
 
-def portions(whole: Holdings, ranks: Sequence[int], elements: int) -> list[Portion]:
+def portions(
+    whole: Holdings, ranks: Sequence[int], elements: int, tied: Iterable[Sequence[str]] = ()
+) -> list[Portion]:
     """Portions of at most `elements` a rank, in the order of the tensors; a parameter alone may be larger.
 
     `ranks` are those that are measured: one engine's stand for all. Tensors that a parameter holds together, and
-    parameters of one tensor, stay together, so the portions move no byte more than the whole.
+    parameters of one tensor, stay together, so the portions move no byte more than the whole. So do the tensors of
+    each set in `tied`, though no parameter of `whole` holds them.
     """
     shards_of = cache(whole.shards)
     held = [shards_of(rank) for rank in ranks]
+    elements_of = [_elements(shards) for shards in held]
     found: list[list[str]] = []
     sizes = [0] * len(held)
-    for tensors in _inseparable(whole, held):
-        own = [sum(prod(shard.shape) for shard in _only(shards, set(tensors)).values()) for shards in held]
+    for tensors in _inseparable(whole, held, tied):
+        own = [sum(count[name] for name in tensors) for count in elements_of]
         if not found or any(size + more > elements for size, more in zip(sizes, own, strict=True)):
             found.append([])
             sizes = [0] * len(held)
@@ -53,8 +58,10 @@ def portions(whole: Holdings, ranks: Sequence[int], elements: int) -> list[Porti
     return [Portion(whole, shards_of, tensors) for tensors in found]
 
 
-def _inseparable(whole: Holdings, held: Sequence[Mapping[str, Shard]]) -> Iterator[list[str]]:
-    """The sets of tensors that parameters tie together, in the order of their first tensors."""
+def _inseparable(
+    whole: Holdings, held: Sequence[Mapping[str, Shard]], tied: Iterable[Sequence[str]]
+) -> Iterator[list[str]]:
+    """The sets of tensors that parameters or `tied` hold together, in the order of their first tensors."""
     root = {name: name for name in whole.tensors}
 
     def find(name: str) -> str:
@@ -62,14 +69,23 @@ def _inseparable(whole: Holdings, held: Sequence[Mapping[str, Shard]]) -> Iterat
             root[name] = name = root[root[name]]
         return name
 
-    for shards in held:
-        for shard in shards.values():
-            for piece in shard.pieces[1:]:
-                root[find(piece.tensor)] = find(shard.pieces[0].tensor)
+    by_parameters = ([piece.tensor for piece in shard.pieces] for shards in held for shard in shards.values())
+    for names in chain(by_parameters, tied):
+        for name in names[1:]:
+            root[find(name)] = find(names[0])
     sets: dict[str, list[str]] = defaultdict(list)
     for name in sorted(whole.tensors, key=lambda name: whole.tensors[name].position):
         sets[find(name)].append(name)
     yield from sets.values()
+
+
+def _elements(shards: Mapping[str, Shard]) -> Counter[str]:
+    """The sizes of parameters, under their first tensors."""
+    count: Counter[str] = Counter()
+    for shard in shards.values():
+        if shard.pieces:
+            count[shard.pieces[0].tensor] += prod(shard.shape)
+    return count
 
 
 def _only(shards: Mapping[str, Shard], tensors: Container[str]) -> dict[str, Shard]:

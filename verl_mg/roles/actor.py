@@ -15,6 +15,7 @@ import torch.distributed as dist
 from verl_mg.algorithms.aggregation import normalizer
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
+from verl_mg.megatron.offload import HostCopy
 from verl_mg.megatron.trainer import TokenLoss, Trainer
 from verl_mg.reshard.owners import duties
 from verl_mg.roles.exchange import index_rows
@@ -29,6 +30,7 @@ class Actor(Policy):
     def __init__(self, *arguments: Any, optimizer: OptimizerConfig, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.trainer = Trainer(self.network, optimizer)
+        self.host_copy = HostCopy(self.trainer)
         self.updates = 0
 
     def update(
@@ -46,6 +48,7 @@ class Actor(Policy):
         `loss` is a function of the judged tokens, see `verl_mg.megatron.microbatch.LossTokens`. Parts are cut in the
         order of the sample ids, so they do not depend on the layout. Returns metrics averaged over the steps.
         """
+        self.claim()
         index = index_rows(batch)
         totals: dict[str, float] = defaultdict(float)
         parts = torch.arange(len(index)).tensor_split(min(minibatches, max(len(index), 1)))
@@ -71,6 +74,7 @@ class Actor(Policy):
 
         It is written beside `folder` and renamed when it is whole.
         """
+        self.claim()
         partial = folder.with_name(folder.name + ".partial")
         writer = CheckpointWriter(partial, self.network.table.huggingface(), self.network.dtype)
         if dist.get_rank() == 0:

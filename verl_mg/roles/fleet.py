@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.revival import Revivals
 from verl_mg.roles.sync import ModuleSync, ShardSync
 from verl_mg.rollout.dealing import Deal, FixedDeal, Group, SharedDeal
 from verl_mg.rollout.embedded import EmbeddedEngine
@@ -36,6 +37,12 @@ class Fleet:
     def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
         """How the work of a call is shared."""
         raise NotImplementedError
+
+    def ready(self) -> None:
+        """Called before samples are drawn: take memory that was given back."""
+
+    def rest(self) -> None:
+        """Called before something else computes on the engines' devices: give their memory back."""
 
     def sync(self, actor: Actor) -> dict[str, float]:
         """Bring the weights to all engines; what that took."""
@@ -74,7 +81,11 @@ class EmbeddedFleet(Fleet):
 
 
 class SGLangFleet(Fleet):
-    """SGLang engines on groups of ranks; whichever has room takes the next sample."""
+    """SGLang engines on groups of ranks; whichever has room takes the next sample.
+
+    sleeps: the engines release weights and key-value cache while training computes. offload: the actor's state waits
+    on the host while samples are drawn.
+    """
 
     at_home = False
 
@@ -84,38 +95,65 @@ class SGLangFleet(Fleet):
         inner: SGLangEngine | None,
         leads: Sequence[bool],
         store: Store,
+        *,
         sleeps: bool,
+        offload: bool,
         wrap: Wrap = lambda engine: engine,
     ) -> None:
         super().__init__(leads)
         self.engine = wrap(inner) if inner else None
-        self._inner, self._sync, self._store, self._sleeps = inner, sync, store, sleeps
+        self._inner, self._sync, self._revivals = inner, sync, Revivals(store)
+        self._sleeps, self._offload = sleeps, offload
+        self._resting = False
         self._actor: Actor | None = None
-        self._served = 0
 
     def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
         """See `Fleet`."""
         return SharedDeal(store, key, groups, enough)
 
     def sync(self, actor: Actor) -> dict[str, float]:
-        """See `Fleet`."""
+        """See `Fleet`. Weights first, then the actor leaves, then the key-value cache comes."""
         self._actor, self.version = actor, actor.updates
-        return self._sync.sync(actor)
+        if self._resting and self._inner:
+            self._inner.wake(weights=True, kv=False)
+        actor.host_copy.come_back()
+        report = self._sync.sync(actor)
+        if self._offload:
+            actor.host_copy.leave()
+        if self._resting and self._inner:
+            self._inner.wake(weights=False, kv=True)
+        self._resting = False
+        return report
+
+    def ready(self) -> None:
+        """See `Fleet`. Weights that were released come from the actor again."""
+        if self._resting and self._actor is not None:
+            self.sync(self._actor)
+
+    def rest(self) -> None:
+        """See `Fleet`."""
+        if self._sleeps and not self._resting:
+            if self._inner:
+                self._inner.sleep()
+            self._sync.meet()
+            self._resting = True
+        if self._actor is not None:
+            self._actor.host_copy.come_back()
 
     def revive(self) -> None:
         """See `verl_mg.rollout.shift.Rescue`."""
         assert self._inner is not None
         self._inner.restart()
-        number = self._store.add("revived", 1)
-        self._store.set(f"revived/{number}", str(self._sync.number))
+        self._revivals.announce(self._sync.number)
         while not self._inner.health():
             self.serve()
         self._inner.resume()
 
     def serve(self) -> None:
         """See `verl_mg.rollout.shift.Rescue`."""
-        while self._served < self._store.add("revived", 0):
-            self._served += 1
-            engine = int(self._store.get(f"revived/{self._served}"))
+        for engine in self._revivals.unseen():
             assert self._actor is not None
+            self._actor.host_copy.come_back()
             self._sync.sync_one(self._actor, engine)
+            if self._offload:
+                self._actor.host_copy.leave()

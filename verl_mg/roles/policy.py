@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -33,12 +33,15 @@ class Policy:
     ) -> None:
         self.network = Network(model_dir, groups, dtype, recompute)
         self._temperature, self._budget = temperature, tokens_per_micro_batch
+        self.claim: Callable[[], None] = lambda: None
+        """Called before it computes: whoever shares the device gives its memory back."""
 
     def logprobs(self, batch: Batch) -> Tensor:
         """log p of every token under the loss mask, a float32 token column with 0 elsewhere.
 
         Of the distribution that was sampled from: softmax(logits / temperature), without top-k and top-p.
         """
+        self.claim()
         index = index_rows(batch)
         shares = self.share(index, range(len(index)))
         micro_batches = self.fetch(batch, index, shares)

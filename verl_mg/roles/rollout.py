@@ -124,6 +124,7 @@ class Rollout:
             return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), self._cut.pop(sample, None))
 
         begun = [request_of(i) for i in sorted(self._cut.keys() & prompt_of.keys())]
+        self._fleet.ready()
         shift = Shift(self._fleet.engine, self._fleet.engines, deal, self._store, key, self._fleet)
         work = shift.run(begun, request_of, sampling)
         self._done |= work.done

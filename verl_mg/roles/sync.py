@@ -51,7 +51,7 @@ class ModuleSync:
             self._schedule = self._plan(actor)
         traffic = execute(self._schedule, actor.network.parameters(), self._engine.parameters())
         self._engine.end_update(actor.updates)
-        return _report([traffic], self._lower_bound, started)
+        return report([traffic], self._lower_bound, started)
 
     def _plan(self, actor: Actor) -> Schedule:
         """Made once: layouts do not change between iterations."""
@@ -122,9 +122,13 @@ class ShardSync:
         if engine and loading is not None:
             engine.loaded(loading)
             engine.end_update(actor.updates)
-        if here:
+        self.meet()
+        return report(traffic, lower_bound, started)
+
+    def meet(self) -> None:
+        """Wait for the other ranks of this rank's engine."""
+        if dist.get_rank() in self._groups:
             dist.barrier(self._groups[dist.get_rank()])
-        return _report(traffic, lower_bound, started)
 
     def _handles(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """The payloads of this rank's engine, in the order of SGLang's ranks."""
@@ -158,7 +162,8 @@ def engine_ranks(placement: EnginePlacement) -> dict[int, tuple[int, ...]]:
     return {number: tuple(own) for number, own in ranks.items()}
 
 
-def _report(traffic: Sequence[Traffic], lower_bound: int, started: float) -> dict[str, float]:
+def report(traffic: Sequence[Traffic], lower_bound: int, started: float) -> dict[str, float]:
+    """The metrics of a sync that began at `started`: bytes of all ranks, and this rank's seconds."""
     moved = {
         "sync/bytes_received": sum(part.bytes_received for part in traffic),
         "sync/bytes_lower_bound": lower_bound,

@@ -6,6 +6,7 @@ out in advance, so that many processes write their own boxes at once and no tens
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -161,7 +162,9 @@ class CheckpointWriter:
         descriptor = os.open(self.folder / name, os.O_WRONLY)
         try:
             for start, run in _contiguous_runs(shape, box, data):
-                os.pwrite(descriptor, run.view(torch.uint8).numpy().tobytes(), offset + start * self._dtype.itemsize)
+                # Not through numpy: a storage that it has seen can never be resized again.
+                content = ctypes.string_at(run.data_ptr(), run.nbytes)
+                os.pwrite(descriptor, content, offset + start * self._dtype.itemsize)
         finally:
             os.close(descriptor)
 
