@@ -15,6 +15,7 @@ setup(
         "safetensors>=0.5",
         "numpy",
         "einops",
+        "httpx>=0.27",
         "psutil",
         "pydantic>=2.10",
         "PyYAML>=6",

@@ -2,8 +2,9 @@
 
 Sample a group of responses to each prompt and push up the tokens of those that did better than their group's
 mean. The KL term is off unless asked for; `normalize_std=false` with `aggregation=seq-mean-token-sum-norm` is
-Dr.GRPO (arXiv:2503.20783). `correction` weighs the tokens that the rollout engine and the trainer judge differently:
-see verl_mg/algorithms/correction.py.
+Dr.GRPO (arXiv:2503.20783). `oversampling` prompts more are asked than kept: the slowest are cut, and go on in the
+next iteration with `rollout.partial=true`. `correction` weighs the tokens that the rollout engine and the trainer
+judge differently: see verl_mg/algorithms/correction.py.
 """
 
 from functools import partial
@@ -25,6 +26,7 @@ from verl_mg.megatron.microbatch import LossTokens
 class Config(Section):
     prompts_per_iteration: PositiveInt = 64
     group_size: int = Field(8, ge=2)
+    oversampling: int = Field(0, ge=0)
     minibatches: PositiveInt = 1
     clip_low: float = Field(0.2, gt=0)
     clip_high: float = Field(0.2, gt=0)
@@ -60,15 +62,16 @@ def add_correction(batch: Batch, cfg: Config) -> None:
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    prompts = job.prompts.take(cfg.prompts_per_iteration)
-    batch = job.rollout.generate(prompts, samples=cfg.group_size)
+    prompts = job.prompts.take(cfg.prompts_per_iteration + cfg.oversampling - job.rollout.unfinished)
+    batch = job.rollout.generate(prompts, samples=cfg.group_size, keep=cfg.prompts_per_iteration)
     batch["reward"] = job.reward(batch)
     batch["old_logprobs"] = job.actor.logprobs(batch)
     if cfg.correction != "none":
         add_correction(batch, cfg)
     if cfg.kl_coefficient:
         batch["ref_logprobs"] = job.reference.logprobs(batch)
-    batch["advantages"] = batch.spread(group_relative(batch["reward"], batch["group"], cfg.normalize_std))
+    advantages = group_relative(batch["reward"], batch["group"], cfg.normalize_std)
+    batch["advantages"] = batch.spread(advantages) * batch["loss_mask"]
     loss, length = partial(policy_loss, cfg=cfg), job.config.rollout.max_new_tokens
     metrics = job.actor.update(batch, loss, cfg.aggregation, minibatches=cfg.minibatches, max_length=length)
     job.rollout.sync(job.actor)

@@ -43,6 +43,17 @@ def test_beyond_ascii() -> None:
     assert tokenizer.encode("b") == [tokenizer.unk_token_id]
 
 
+def test_words_are_tokens_too(tmp_path: Path) -> None:
+    words = ("<tool_call>", '{"name": "')
+    make_tiny_model(tmp_path, "qwen2", characters="ab<", words=words, chat_template="{{ 'ab' }}", layers=1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = 'a<tool_call>{"name": "b<'
+    assert tokenizer.encode(text) == [6, 9, 10, 7, 8]
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == len(tokenizer) == 11
+    assert tokenizer.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False) == "ab"
+
+
 def test_special_tokens() -> None:
     tokenizer = character_tokenizer("ab")
     assert [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id] == [0, 1, 2]

@@ -107,7 +107,7 @@ class RolloutConfig(Section):
     Of the engine `sglang` alone: `layout`, that of one engine, such as tp8-ep8; `memory_fraction` of a GPU for weights
     and key-value cache; `sleep`: release both while training; `replay_routing`: train with the experts that SGLang
     chose; `request_timeout` in seconds; `ranks`: so many of the job's last ranks hold engines and no actor (0: engines
-    and actor share all); `sglang`: further server arguments by SGLang's own names.
+    and actor share all), and `sleep` does not count; `sglang`: further server arguments by SGLang's own names.
     `urls`: SGLang servers that somebody else has started, such as http://node7:30000, take the place of engines of this
     job; what concerns those alone does not count then. Weights come to them through a process group of `update` group,
     or, with disk, through `shared_folder`, a folder of this job alone that the servers see under the same path.

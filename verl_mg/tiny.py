@@ -1,6 +1,7 @@
 """Tiny random models in the Hugging Face layout, for tests and first runs without a download."""
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,14 @@ COUNT_OF_EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"} 
 )
 
 
-def character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
+def character_tokenizer(
+    characters: str, words: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE
+) -> "PreTrainedTokenizerFast":
     """A tokenizer of one token a character, with a chat template; text comes back exactly.
 
     Token ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, the role markers `<system>` `<user>` `<assistant>` 3 to 5,
     then the distinct characters in the order given; one beyond ASCII brings the bytes it is merged from.
-    Other characters become `<unk>`.
+    Other characters become `<unk>`. Each of `words` is one token too, behind them.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -54,25 +57,27 @@ def character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
     # Byte-level BPE, not a word list: AutoTokenizer reads any tokenizer beside a Qwen2 model as that kind.
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     markers = [f"<{role}>" for role in ROLES]
-    words = [PAD, EOS, UNK, *markers]
+    pieces = [PAD, EOS, UNK, *markers]
     merges: list[tuple[str, str]] = []
     for character in dict.fromkeys(characters):
         (spelled, _), *_ = spelling.pre_tokenize_str(character)
-        words += [*spelled, *(spelled[:end] for end in range(2, len(spelled) + 1))]
+        pieces += [*spelled, *(spelled[:end] for end in range(2, len(spelled) + 1))]
         merges += [(spelled[:end], spelled[end]) for end in range(1, len(spelled))]
-    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(pieces))}
     tokenizer = Tokenizer(models.BPE(vocabulary, list(dict.fromkeys(merges)), unk_token=UNK))
     tokenizer.pre_tokenizer = spelling
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNK,
         extra_special_tokens=markers,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
+    fast.add_tokens(list(words))
+    return fast
 
 
 def make_tiny_model(
@@ -80,6 +85,8 @@ def make_tiny_model(
     architecture: str,
     *,
     characters: str = string.printable,
+    words: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
     hidden: int = 64,
     layers: int = 2,
     heads: int = 4,
@@ -105,6 +112,7 @@ def make_tiny_model(
 
     Args:
         architecture: a key of `ARCHITECTURES`.
+        words: texts that are one token each, beside the `characters`.
         head_dim: width of one head; `hidden // heads` unless given. Latent attention (DeepSeek) rotates half as
             many elements beside them, and compresses keys and values to `hidden // 2`; it has no `kv_heads`.
         experts: experts a layer, of which 2 take a token, where the architecture has any. They are half as wide as
@@ -132,7 +140,7 @@ def make_tiny_model(
             f"heads={heads} must be a multiple of kv_heads={kv_heads}, and hidden={hidden} of heads "
             "unless head_dim is given"
         )
-    tokenizer = character_tokenizer(characters)
+    tokenizer = character_tokenizer(characters, words, chat_template)
     width = head_dim or hidden // heads
     attention = {"num_key_value_heads": kv_heads, "head_dim": width}
     if architecture in LATENT:

@@ -59,6 +59,17 @@ def test_special_tokens_once(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(prompts[1].tokens) == ["<user>", "b", "<assistant>"]
 
 
+def test_a_chat_template_describes_the_tools(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(string.printable)
+    tokenizer.chat_template = (
+        "{%- for tool in tools or [] -%}{{- tool['function']['name'] + ';' -}}{%- endfor -%}{{- messages[0]['content'] -}}"
+    )
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+    path = file_of(tmp_path, {"prompt": "1+1"})
+    (prompt,) = PromptSet.from_file(path, tokenizer, chat_template=True, max_prompt_tokens=10, tools=tools)
+    assert prompt.text == "add;1+1"
+
+
 def test_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path = file_of(tmp_path, {"prompt": conversation}, {"prompt": "u"})

@@ -14,7 +14,7 @@ from tests.given_experts import told
 from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.roles.actor import Actor
 from verl_mg.weights import read_config
@@ -41,10 +41,12 @@ def rows(model):
     return batch
 
 
-def actor_on(model, layout, budget):
+def actor_on(model, layout, budget, ranks=None):
+    """On the given ranks, or all."""
+    ranks = ranks or range(dist.get_world_size())
     return Actor(
         model,
-        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
+        ParallelGroups(Placement(Layout.parse(layout).fit(len(ranks)), tuple(ranks))),
         dtype=torch.float32,
         temperature=TEMPERATURE,
         tokens_per_micro_batch=budget,

@@ -11,7 +11,7 @@ from tests.rank_pool import job_store
 from tests.tiny_models import TRAINED, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.data.prompts import Prompt
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.rewards import Reward
 from verl_mg.roles.actor import Actor
@@ -32,7 +32,7 @@ def prompts(model: Path) -> list[Prompt]:
 def roles(model: Path, layout: str) -> tuple[Actor, Rollout]:
     actor = Actor(
         model,
-        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
+        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
         dtype=torch.float32,
         temperature=0.9,
         tokens_per_micro_batch=60,

@@ -1,6 +1,7 @@
 """GRPO on a real SGLang server that the job did not start: weights by group and by folder, a server lost and back."""
 
 import os
+import re
 import selectors
 import signal
 import socket
@@ -23,6 +24,7 @@ from tests.roles.test_sglang_rollout import NEW_TOKENS, inputs, sglang_job
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
+from verl_mg.roles import server_sync
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.rollout.sglang import EngineSettings, engine_arguments
 from verl_mg.rollout.sglang.arguments import environment
@@ -184,7 +186,7 @@ def check_updates(server: Server, results: list[list[dict[str, object]]]) -> Non
         assert sorted(i for rank in told for i in rank["ids"]) == list(range(update * 24, (update + 1) * 24))
 
 
-def test_weights_by_group_are_the_exported_checkpoint(server, ranks, monkeypatch):
+def test_weights_by_group_are_the_exported_checkpoint(server, ranks):
     results = ranks.run(2, train, server, 2, ["actor.layout=tp2", "rollout.update=group"])
     check_updates(server, results)
     for metrics in (told["metrics"] for rank in results for told in rank):
@@ -199,8 +201,6 @@ def test_weights_by_folder_are_the_exported_checkpoint(server, ranks, tmp_path):
 
 
 def in_portions(server: Server) -> list[dict[str, object]]:
-    from verl_mg.roles import server_sync
-
     whole, server_sync.PORTION_BYTES = server_sync.PORTION_BYTES, 2**14
     try:
         return train(server, 1, ["actor.layout=tp2"])
@@ -370,13 +370,17 @@ def test_a_server_of_another_model_is_named(server, ranks, others, model, words)
         (["rollout.urls=[http://127.0.0.1:1]"], r"^http://127\.0\.0\.1:1: no server answers .*correct rollout\.urls$"),
         (["rollout.urls=[URL/path]"], r"^URL/path: not an SGLang server \(.*\); correct rollout\.urls$"),
         (["rollout.urls=[URL, http://b]"], r"^rollout\.urls: 2 servers for 1 ranks"),
+        (["rollout.urls=[URL, URL]"], r"^rollout\.urls: a server is named twice"),
         (["rollout.urls=[URL]", "rollout.update=disk"], r"rollout\.shared_folder is missing; name a folder"),
+        (
+            ["rollout.urls=[URL]", "rollout.update=disk", "rollout.shared_folder=/dev/null/x"],
+            r"^rollout\.shared_folder=/dev/null/x: cannot be made \(Not a directory\); name a folder",
+        ),
+        (["rollout.urls=[URL]", "actor.offload=true"], r"^actor\.offload=true: servers"),
         (["rollout.urls=[URL]", "rollout.engine=embedded"], r"rollout\.engine is embedded; write sglang"),
         (["rollout.urls=[URL]", "rollout.replay_routing=true"], r"replay_routing needs a model with experts"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_built(server, ranks, overrides, words):
-    import re
-
     (told,) = ranks.run(1, complaint, server.folder, [text.replace("URL", server.url) for text in overrides])
     assert re.search(words.replace("URL", re.escape(server.url)), told), told

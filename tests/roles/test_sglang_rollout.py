@@ -1,6 +1,7 @@
 """GRPO over Megatron and the real SGLang: after every sync SGLang is the exported checkpoint, whatever the layouts."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -76,27 +77,45 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
             job.actor.claim = claim
             job.rollout.sync(job.actor)
         for update in range(UPDATES):
-            metrics = recipe.iteration(job, job.config.algorithm)
-            produced, job.rollout.produced = job.rollout.produced, []
-            job.actor.save(folder / f"{layout}-{update}", folder / "model")
-            greedy = job.rollout.greedy(list(job.prompts)[:5])
-            told.append(
-                {
-                    "checkpoint": f"{layout}-{update}",
-                    "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
-                    "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
-                    "prompts": greedy["prompt_length"].tolist(),
-                    "grad_norm": metrics["actor/grad_norm"],
-                    "sync": (
-                        job.rollout.metrics["sync/bytes_received"],
-                        job.rollout.metrics["sync/bytes_lower_bound"],
-                    ),
-                    "versions": produced[0]["versions"][produced[0]["loss_mask"]].unique().tolist(),
-                    "ids": produced[0]["sample_id"].tolist(),
-                    "mismatch": (produced[0]["old_logprobs"] - produced[0]["rollout_logprobs"]).abs().max().item(),
-                }
-            )
+            told.append(trained_once(job, recipe, folder, f"{layout}-{update}"))
     return told
+
+
+def trained_once(job: Job, recipe: Recipe, folder: Path, checkpoint: str) -> dict[str, object]:
+    """One iteration, then a checkpoint of this name and SGLang's greedy answers: what this rank saw."""
+    metrics = recipe.iteration(job, job.config.algorithm)
+    (produced,), job.rollout.produced = job.rollout.produced, []
+    job.actor.save(folder / checkpoint, folder / "model")
+    greedy = job.rollout.greedy(list(job.prompts)[:5])
+    return {
+        "checkpoint": checkpoint,
+        "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
+        "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
+        "prompts": greedy["prompt_length"].tolist(),
+        "grad_norm": metrics["actor/grad_norm"],
+        "sync": (job.rollout.metrics["sync/bytes_received"], job.rollout.metrics["sync/bytes_lower_bound"]),
+        "versions": produced["versions"][produced["loss_mask"]].unique().tolist(),
+        "ids": produced["sample_id"].tolist(),
+        "mismatch": (produced["old_logprobs"] - produced["rollout_logprobs"]).abs().max().item(),
+    }
+
+
+def checked_answers(folder: Path, told: Sequence[dict[str, object]]) -> list[tuple[list[int], list[float]]]:
+    """(prompt, log-probs) of the greedy answers of all ranks, which are those of `transformers` on the checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(folder / told[0]["checkpoint"], dtype=torch.float32)
+    answers = []
+    for rank in told:
+        for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
+            prompt, answer = row[:length], row[length:]
+            expected = model.generate(
+                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
+            )[0, length:]
+            assert answer == expected.tolist()
+            scores = model(torch.tensor([row])).logits[0].log_softmax(-1)[length - 1 : -1]
+            oracle = scores.gather(1, expected[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
+            answers.append((prompt, logprobs))
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -108,20 +127,8 @@ def test_sglang_is_the_exported_checkpoint_after_every_update(ranks, tmp_path, a
     results = ranks.run(2, train, folder, overrides)
     before = None
     for step, told in enumerate(zip(*results, strict=True)):
-        model = AutoModelForCausalLM.from_pretrained(folder / told[0]["checkpoint"], dtype=torch.float32)
         assert told[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in told)
-        answers = []
-        for rank in told:
-            for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
-                prompt, answer = row[:length], row[length:]
-                expected = model.generate(
-                    torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
-                )[0, length:]
-                assert answer == expected.tolist()
-                scores = model(torch.tensor([row])).logits[0].log_softmax(-1)[length - 1 : -1]
-                oracle = scores.gather(1, expected[:, None])[:, 0]
-                torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
-                answers.append((prompt, logprobs))
+        answers = checked_answers(folder, told)
         assert len(answers) == 5 and answers != before  # an update shows
         before = answers
         received, bound = told[0]["sync"]

@@ -63,6 +63,7 @@ class PromptSet:
         max_prompt_tokens: int,
         too_long: Literal["error", "drop"] = "error",
         seed: int = 0,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> Self:
         """Read and tokenise the prompts of a `.jsonl`, `.json` (lines) or `.parquet` file.
 
@@ -74,6 +75,7 @@ class PromptSet:
             instruction: appended to prompts that are strings.
             max_prompt_tokens: a longer prompt is an error, or is left out with `too_long="drop"`.
             seed: of the order in which `take` visits the prompts.
+            tools: schemas that a chat template describes to the model.
 
         Raises:
             UserError: names `file:line` and the remedy.
@@ -81,7 +83,7 @@ class PromptSet:
         located = located_records(path)
         answers = [_answer(record, answer_field, place) for place, record in located]
         rendered = [
-            render(_field(record, prompt_field, place), tokenizer, chat_template, instruction, place)
+            render(_field(record, prompt_field, place), tokenizer, chat_template, instruction, place, tools)
             for place, record in located
         ]
         rows = tokenise(rendered, tokenizer)

@@ -17,7 +17,12 @@ class Rendered(NamedTuple):
 
 
 def render(
-    value: Any, tokenizer: "PreTrainedTokenizerBase", chat_template: bool, instruction: str, place: str
+    value: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    chat_template: bool,
+    instruction: str,
+    place: str,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> Rendered:
     """The text of a prompt field: a string, or a list of messages `{"role": ..., "content": ...}`.
 
@@ -25,6 +30,7 @@ def render(
         chat_template: make a string the one user message of a conversation.
         instruction: appended to a string.
         place: `file:line`, for errors.
+        tools: schemas of the tools that the template is to describe.
 
     Raises:
         UserError: the value is neither, or the tokenizer's template is missing or refuses it.
@@ -32,7 +38,7 @@ def render(
     if isinstance(value, str) and not chat_template:
         return Rendered(value + instruction, templated=False)
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
-    return Rendered(_conversation(messages, tokenizer, place), templated=True)
+    return Rendered(_conversation(messages, tokenizer, place, tools), templated=True)
 
 
 def tokenise(rendered: Sequence[Rendered], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
@@ -48,7 +54,9 @@ def tokenise(rendered: Sequence[Rendered], tokenizer: "PreTrainedTokenizerBase")
     return rows
 
 
-def _conversation(messages: Any, tokenizer: "PreTrainedTokenizerBase", place: str) -> str:
+def _conversation(
+    messages: Any, tokenizer: "PreTrainedTokenizerBase", place: str, tools: Sequence[dict[str, Any]]
+) -> str:
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise UserError(
             f"{place}: a prompt is a string or a list of messages "
@@ -61,7 +69,8 @@ def _conversation(messages: Any, tokenizer: "PreTrainedTokenizerBase", place: st
         )
     try:
         # As text: with tokenize=True the type returned changes with the release of transformers.
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        described = {"tools": list(tools)} if tools else {}
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **described))
     except Exception as error:  # a template is a program: it raises what it likes
         raise UserError(
             f"{place}: the tokenizer's chat template refuses the prompt ({error}); mend its roles or contents"

@@ -22,6 +22,26 @@ from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
 from verl_mg.weights import WeightTable
 
 
+def training_ranks(config: Config, ranks: int) -> int:
+    """How many of the job's ranks, the first ones, hold actor and reference: all that `rollout.ranks` leaves.
+
+    UserError where that is none, or where engines and actor cannot stand apart.
+    """
+    own = 0 if config.rollout.urls else config.rollout.ranks
+    if own >= ranks:
+        raise UserError(f"rollout.ranks={own}: none of the job's {ranks} is left to train; start {own + 1} or more")
+    if own and config.rollout.engine == "embedded":
+        raise UserError(
+            f"rollout.ranks={own}: the embedded engine stands on the ranks of the actor; leave it out, "
+            "or write rollout.engine=sglang"
+        )
+    if own and config.actor.offload:
+        raise UserError(
+            f"actor.offload=true: with rollout.ranks={own} no engine waits for the actor's memory; leave it out"
+        )
+    return ranks - own
+
+
 def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
     """UserError, before anything is built, where the rollout's layout or servers fit neither model nor ranks."""
     if config.actor.offload and config.rollout.engine == "embedded":
@@ -52,16 +72,18 @@ def build_fleet(config: Config, dtype: torch.dtype, actor: Actor, store: Store, 
         settings = _settings(config, dtype, placement, table, leaders[rank])
         engine = SGLangEngine(config.model.path, settings, _log(config, leaders[rank]), config.rollout.request_timeout)
     leads = [r in leaders for r in range(ranks)]
-    sleeps, offload = config.rollout.sleep, config.actor.offload
+    # Engines on ranks of their own have their devices for themselves.
+    sleeps, offload = config.rollout.sleep and not config.rollout.ranks, config.actor.offload
     return SGLangFleet(ShardSync(placement, engine), engine, leads, store, sleeps=sleeps, offload=offload, wrap=wrap)
 
 
 def _placement(config: Config, ranks: int) -> EnginePlacement:
     layout, own = EngineLayout.parse(config.rollout.layout), config.rollout.ranks or ranks
-    if own > ranks or own % layout.ranks:
+    if own % layout.ranks:
+        change = "write rollout.ranks as" if config.rollout.ranks else "start"
         raise UserError(
             f"rollout.layout={layout}: an engine stands on {layout.ranks} ranks, the rollout has {own} of the job's "
-            f"{ranks}; start a multiple of {layout.ranks}"
+            f"{ranks}; {change} a multiple of {layout.ranks}"
         )
     return EnginePlacement(layout, tuple(range(ranks - own, ranks)))
 

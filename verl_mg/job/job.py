@@ -15,17 +15,21 @@ from verl_mg.config import ActorConfig, Config, ReferenceConfig
 from verl_mg.data.demonstrations import demonstration
 from verl_mg.data.prompts import Prompt, PromptSet
 from verl_mg.errors import UserError
-from verl_mg.job.engines import build_fleet, check_engines
-from verl_mg.layout import Layout
+from verl_mg.job.engines import build_fleet, check_engines, training_ranks
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.collectives import sum_over_ranks
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.network import check_layout
 from verl_mg.rewards import load_reward
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.fleet import Wrap
 from verl_mg.roles.policy import Policy
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.scorer import Scorer
 from verl_mg.rollout import Sampling
+from verl_mg.rollout.dialogue import Dialogue
+from verl_mg.rollout.tools import load_tools
+from verl_mg.rollout.turns import Conversations
 from verl_mg.weights import read_config, table
 
 if TYPE_CHECKING:
@@ -47,11 +51,14 @@ class Job:
 
     def __init__(self, config: Config, roles: set[str], store: Store) -> None:
         self.config, self._store = config, store
-        self._groups: dict[Layout, ParallelGroups] = {}
+        self._groups: dict[Placement, ParallelGroups] = {}
         self._next_demonstration = 0
         torch.manual_seed(config.job.seed)
+        ranks = dist.get_world_size()
+        self._training = training_ranks(config, ranks) if "rollout" in roles else ranks
         self._check_layouts(roles)
         self.tokenizer = _read_tokenizer(config.model.path)
+        self._tools = load_tools(config.rollout.tools)
         self.prompts = self._read_prompts(config.data.train)
         self.test_prompts = self._read_prompts(config.data.test) if config.data.test else None
         if "reward" in roles:
@@ -97,21 +104,22 @@ class Job:
 
     def _check_layouts(self, roles: set[str]) -> None:
         """Before any group or model exists: each layout fits the ranks and the model."""
-        model = read_config(self.config.model.path)
+        model, ranks = read_config(self.config.model.path), dist.get_world_size()
+        beside = f" beside rollout.ranks={ranks - self._training}" if self._training < ranks else ""
         for role in roles & {"actor", "reference"}:
             layout: str = getattr(self.config, role).layout
             try:
-                check_layout(model, Layout.parse(layout).fit(dist.get_world_size()))
+                check_layout(model, Layout.parse(layout).fit(self._training))
             except UserError as error:
-                raise UserError(f"{role}.layout={layout}: {error}") from None
+                raise UserError(f"{role}.layout={layout}{beside}: {error}") from None
         if "rollout" in roles:
-            check_engines(self.config, table(model), dist.get_world_size())
+            check_engines(self.config, table(model), ranks)
 
     def _groups_of(self, layout: str) -> ParallelGroups:
-        fitted = Layout.parse(layout).fit(dist.get_world_size())
-        if fitted not in self._groups:
-            self._groups[fitted] = ParallelGroups(fitted, self.config.job.seed)
-        return self._groups[fitted]
+        placement = Placement.on(Layout.parse(layout), self._training)
+        if placement not in self._groups:
+            self._groups[placement] = ParallelGroups(placement, self.config.job.seed)
+        return self._groups[placement]
 
     def _build_policy(self, kind: type[P], section: ActorConfig | ReferenceConfig, **options: Any) -> P:
         return kind(
@@ -137,11 +145,20 @@ class Job:
             stop_token_ids=tuple(sorted(stops)),
         )
         store = PrefixStore("rollout", self._store)
-        fleet = build_fleet(self.config, self._dtype, self.actor, store, lambda engine: engine)
+        fleet = build_fleet(self.config, self._dtype, self.actor, store, self._with_tools())
         for policy in (getattr(self, role, None) for role in ("actor", "reference")):
             if policy is not None:
                 policy.claim = fleet.rest
         return Rollout(fleet, sampling, self.config.job.seed, store, config.partial)
+
+    def _with_tools(self) -> Wrap:
+        """What puts tools around an engine, where the configuration names any."""
+        config, tools = self.config.rollout, self._tools
+        if not tools:
+            return lambda engine: engine
+        dialogue = Dialogue(self.tokenizer, tools, config.tool_format)
+        turns, timeout = config.max_turns, config.tool_timeout
+        return lambda engine: Conversations(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
 
     def _check_room_to_answer(self, path: Path, prompts: PromptSet, positions: int) -> None:
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -164,6 +181,7 @@ class Job:
             max_prompt_tokens=data.max_prompt_tokens,
             too_long=data.too_long,
             seed=self.config.job.seed,
+            tools=[tool.schema for tool in self._tools],
         )
 
     @property

@@ -1,19 +1,14 @@
 """What a reward function takes and returns, and finding one by its name."""
 
-import difflib
 import functools
-import importlib
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from verl_mg.errors import UserError
+from verl_mg.named import load_function
 
 
 @dataclass(frozen=True)
@@ -54,14 +49,7 @@ def load_reward(name: str) -> Callable[[Sample], Reward]:
         UserError: no such module, file or function, or importing it fails. What is returned raises
             UserError when the function raises, or returns anything but finite numbers.
     """
-    where, colon, function_name = name.rpartition(":")
-    if not (colon and where and function_name):
-        raise UserError(f"reward '{name}': write package.module:function or path/to/file.py:function")
-    module = _imported(where, name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = _near(function_name, module)
-        raise UserError(f"reward '{name}': {where} has no function '{function_name}'{near}")
+    function = load_function(name, "reward")
 
     @functools.wraps(function)
     def checked(sample: Sample) -> Reward:
@@ -74,33 +62,6 @@ def load_reward(name: str) -> Callable[[Sample], Reward]:
         return _as_reward(result, name)
 
     return checked
-
-
-def _imported(where: str, name: str) -> ModuleType:
-    try:
-        return _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:  # a module runs the user's code: it raises what it likes
-        raise UserError(
-            f"reward '{name}': {where} cannot be imported ({type(error).__name__}: {error}); mend it, or the "
-            "name: an importable module, or the path of a file ending in .py"
-        ) from error
-
-
-def _from_file(path: Path) -> ModuleType:
-    module_name = f"verl_mg_reward_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None  # the suffix .py gives both
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses of the file look their module up by name.
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _near(function_name: str, module: ModuleType) -> str:
-    public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    near = difflib.get_close_matches(function_name, public)
-    return f"; write one of: {', '.join(near or public)}" if public else "; define it there"
 
 
 def _as_reward(result: Any, name: str) -> Reward:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch
@@ -19,7 +20,10 @@ Shares = list[list[list[int]]]
 
 
 class Policy:
-    """A frozen policy: log-probabilities, under its own layout and groups."""
+    """A frozen policy: log-probabilities, under its own layout and groups.
+
+    All ranks of the job call its methods together; those outside the placement hold rows, and compute nothing.
+    """
 
     def __init__(
         self,
@@ -46,13 +50,15 @@ class Policy:
         shares = self.share(index, range(len(index)))
         micro_batches = self.fetch(batch, index, shares)
         answers: dict[int, Tensor] = {}
-        own = shares[self.network.groups.coordinates.dp]
+        own = self._share_of(dist.get_rank(), shares)
         judged = self.network.logprobs(micro_batches, self._temperature)
         for rows, micro, (entries, values) in zip(own, micro_batches, judged, strict=bool(judged)):
             column = torch.zeros(micro.total_tokens)
             column[entries] = values
             answers |= dict(zip(rows, column.split(micro.lengths.tolist()), strict=True))
-        speakers = [(self._speaker(dp), [row for micro in share for row in micro]) for dp, share in enumerate(shares)]
+        speakers = [
+            (self.network.speaker(dp), [row for micro in share for row in micro]) for dp, share in enumerate(shares)
+        ]
         return return_column("log-probs", batch, index, speakers, answers)
 
     def share(self, index: RowIndex, rows: Sequence[int]) -> Shares:
@@ -63,13 +69,13 @@ class Policy:
 
     def fetch(self, batch: Batch, index: RowIndex, shares: Shares) -> list[Batch]:
         """This rank's micro-batches."""
-        layout = self.network.layout
         wanted = [
-            [row for micro in shares[layout.coordinates(rank).dp] for row in micro] for rank in range(layout.ranks)
+            [row for micro in self._share_of(rank, shares) for row in micro] for rank in range(dist.get_world_size())
         ]
         rows = fetch_rows(batch, index, wanted)
-        return rows.split([len(micro) for micro in shares[self.network.groups.coordinates.dp]])
+        return rows.split([len(micro) for micro in self._share_of(dist.get_rank(), shares)])
 
-    def _speaker(self, dp: int) -> int:
-        layout = self.network.layout
-        return layout.rank_of(dp=dp, pp=layout.pp - 1)
+    def _share_of(self, rank: int, shares: Shares) -> list[list[int]]:
+        """The rows of the micro-batches of a rank of the job."""
+        at = self.network.placement.coordinates(rank)
+        return shares[at.dp] if at else []

@@ -100,7 +100,8 @@ class Rollout:
         open_groups = [i for i, one in enumerate(asked) if one.group.size]
         orders, done, cut = self._work(asked, open_groups, sampling, max(0, enough - len(ready)))
         kept = sorted([*ready, *(open_groups[g] for g in complete_groups(orders, enough - len(ready)))][:enough])
-        home = self._bring_home([asked[i] for i in kept], keep is None)
+        untouched = len(kept) == len(asked) and not any(one.done or one.begun for one in asked)
+        home = self._bring_home([asked[i] for i in kept], untouched)
         waiting = [
             replace(one, done=one.done | (done & set(one.ids)), begun=frozenset(cut & set(one.ids)))
             for i, one in enumerate(asked)
@@ -154,12 +155,15 @@ class Rollout:
             "time/rollout_busy": max(own["busy"] for own in told),
         }
 
-    def _bring_home(self, kept: Sequence[_Asked], whole: bool) -> Batch:
-        """This rank's rows of the kept groups, straight from the engines that wrote them."""
+    def _bring_home(self, kept: Sequence[_Asked], untouched: bool) -> Batch:
+        """This rank's rows of the kept groups, straight from the engines that wrote them.
+
+        untouched: all groups that were dealt are kept, and were begun in this call.
+        """
         mine = [(one, i) for one in kept for i in one.ids if i in self._done]
         batch = _as_batch([one.prompt for one, _ in mine], [self._done[i] for _, i in mine], self._fleet.version)
         batch["group"] = torch.tensor([one.ids.start for one, _ in mine], dtype=torch.int64)
-        if whole and self._fleet.at_home:
+        if untouched and self._fleet.at_home:
             return batch
         index = index_rows(batch)
         ranks = dist.get_world_size()

@@ -46,6 +46,10 @@ class Deal(ABC):
     def take(self, room: int) -> list[int]:
         """Up to `room` samples to begin, each given to one engine."""
 
+    def plenty(self, engines: int) -> bool:
+        """Whether every engine can take some work ahead, and none would later wait for what another took."""
+        return False
+
     def finish(self, sample: int) -> None:
         """Count a sample; ids that were not dealt here do not exist."""
         group = self._group_of[sample]
@@ -86,6 +90,10 @@ class SharedDeal(Deal):
             if not found:
                 self._leave(group)
         return taken
+
+    def plenty(self, engines: int) -> bool:
+        """See `Deal`: while there are more unopened groups than engines."""
+        return self._unopened and self._add("opened", 0) + engines < len(self._groups)
 
     def _current(self) -> int | None:
         if self._open is None and self._unopened:

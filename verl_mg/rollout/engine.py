@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from verl_mg.errors import UserError
@@ -97,11 +98,12 @@ class Sample:
 
     def followed_by(self, more: Sample) -> Sample:
         """This, and `more` that was written behind it; `more` says how it ended."""
-        routed = more.routed_experts
-        if routed is not None and self.routed_experts is not None:
+        routed, before = more.routed_experts, self.routed_experts
+        if routed is None:  # nothing more was fed
+            routed = before
+        elif before is not None:
             # The tokens of before were written with the experts of before.
-            routed = routed.clone()
-            routed[: len(self.routed_experts)] = self.routed_experts
+            routed = torch.cat([before, routed[len(before) :]])
         return replace(
             more,
             tokens=self.tokens + more.tokens,
@@ -126,6 +128,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def room(self) -> int:
         """How many more requests would be worked on at once; 0 or less: they would wait."""
+
+    def ahead(self) -> int:
+        """How many may wait inside beyond that, so that the engine need not wait for them when there is room."""
+        return 0
 
     @abstractmethod
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:

@@ -72,7 +72,9 @@ class Shift:
     def _advance(self, engine: RolloutEngine, request_of: Callable[[int], Request], sampling: Sampling) -> None:
         started = time.perf_counter()
         if not self._cutting:
-            self._submit([request_of(sample) for sample in self._deal.take(engine.room())], sampling)
+            ahead = engine.ahead() if self._deal.plenty(self._engines) else 0
+            fresh = self._deal.take(max(0, engine.room() + ahead))
+            self._submit([request_of(sample) for sample in fresh], sampling)
         if self._in_flight:
             for sample in engine.collect(COLLECT_SECONDS):
                 self._in_flight -= 1

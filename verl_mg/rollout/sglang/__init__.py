@@ -3,8 +3,11 @@
     arguments   a layout and a device as SGLang's server arguments
     process     the host process: started, spoken to by lines of JSON, its log, its end
     host        what runs inside it: `sglang.Engine`
-    engine      requests in, samples out; what was unfinished when a process died
-    server      the same for a server that somebody else has started
+    requests    requests in, samples out, what is in flight: the part that engine and server have in common
+    engine      an engine of this job: its process, its weights, its memory
+    server      a server that somebody else has started: the same over HTTP
+    server_info what such a server tells of itself, and whether it fits
+    http        JSON to a server and back
     payload     shards handed over by the handles of their memory
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -15,6 +16,10 @@ T = TypeVar("T")
 CONNECT_SECONDS = 10.0
 CONNECT_RETRIES = 3
 """With pauses of 0, 0.5 and 1 s; nothing has been sent yet, so nothing is sent twice."""
+
+
+KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
+"""Seconds, seconds, and a number, where the system has them: a machine that is gone without a word is noticed so."""
 
 
 class UnreachableError(Exception):
@@ -39,7 +44,9 @@ class HttpClient:
         self._thread.start()
         # A connection that is kept, and that the server closes just then, would look like a server that is gone.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        transport = httpx.AsyncHTTPTransport(retries=CONNECT_RETRIES, limits=limits, trust_env=False)
+        transport = httpx.AsyncHTTPTransport(
+            retries=CONNECT_RETRIES, limits=limits, trust_env=False, socket_options=_keep_alive()
+        )
         self._client = httpx.AsyncClient(base_url=self.url, transport=transport, trust_env=False)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -81,6 +88,11 @@ class HttpClient:
         if response.is_error:
             raise RefusedError(response.status_code, f"{path}: {_message(content)}")
         return content
+
+
+def _keep_alive() -> list[tuple[int, int, int]]:
+    known = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in KEEP_ALIVE if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *known]
 
 
 def _message(content: Any) -> str:

@@ -65,6 +65,10 @@ class SGLangRequests(RolloutEngine):
         """See `RolloutEngine`."""
         return self._limits.max_running - len(self._running)
 
+    def ahead(self) -> int:
+        """See `RolloutEngine`. What is handed over and tokenised by then fills a batch without a gap."""
+        return self._limits.max_running // 4
+
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """See `RolloutEngine`. UserError for an empty prompt or one that leaves no room to answer."""
         for request in requests:

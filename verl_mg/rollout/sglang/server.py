@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import queue
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,10 +154,9 @@ class ServerEngine(SGLangRequests):
         }
         return self._change("/init_weights_update_group", body)
 
-    def leave_group(self, name: str) -> None:
-        """Let the group go, if the server still knows it."""
-        with contextlib.suppress(RefusedError, UnreachableError):
-            self._change("/destroy_weights_update_group", {"group_name": name}).result()
+    def leave_group(self, name: str) -> Future[None]:
+        """Begin to let the group go; refused by a server that was started anew since."""
+        return self._change("/destroy_weights_update_group", {"group_name": name})
 
     def begin_update(self) -> None:
         """Open the weights for writing; nothing may be in flight."""
@@ -166,9 +165,9 @@ class ServerEngine(SGLangRequests):
     def receive(
         self,
         group: str,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
+        names: Iterable[str],
+        dtypes: Iterable[str],
+        shapes: Iterable[Sequence[int]],
         version: int | None,
     ) -> Future[None]:
         """Begin to take tensors that follow each other in one broadcast of bytes; `wait` for it.

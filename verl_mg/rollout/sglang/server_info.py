@@ -21,6 +21,7 @@ class ServerInfo:
 
     start: str
     version: str
+    device: str
     model: str
     architecture: str
     vocab: int | None
@@ -37,14 +38,14 @@ class ServerInfo:
 class Demand:
     """What a job asks of a server: the same model, room for `max_tokens` of a prompt with its answer.
 
-    routed: (layers, experts of a token), where it must tell which experts tokens went to. in_group: its ranks join a
-    process group, which those of pipeline stages and of data-parallel replicas cannot.
+    routed: (layers, experts of a token), where it must tell which experts tokens went to. group_device: what the
+    job computes on, where the server's ranks join it in a process group.
     """
 
     model: HFConfig
     max_tokens: int
     routed: tuple[int, int] | None = None
-    in_group: bool = False
+    group_device: str | None = None
 
 
 def meet(url: str, demand: Demand) -> ServerInfo:
@@ -69,6 +70,7 @@ async def describe(client: HttpClient) -> ServerInfo:
         return ServerInfo(
             start=json.dumps([told["startup_time"], told["random_seed"]]),
             version=told["version"],
+            device=told["device"],
             model=model["model_path"],
             architecture=model["model_type"] or "model without a type",
             vocab=await _vocabulary(client),
@@ -103,7 +105,15 @@ def check(url: str, info: ServerInfo, demand: Demand) -> None:
         )
     if demand.routed and not info.routed:
         raise UserError(f"{url}: rollout.replay_routing needs a server with --enable-return-routed-experts")
-    if demand.in_group and max(info.dp, info.pp) > 1:
+    if demand.group_device is None:
+        return
+    if info.device != demand.group_device:
+        raise UserError(
+            f"{url}: computes on {info.device}, the job on {demand.group_device}, so no group can hold both: write "
+            "rollout.update=disk"
+        )
+    if max(info.dp, info.pp) > 1:
+        # Their ranks would all have the numbers of the first stage's.
         raise UserError(
             f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.update=group takes only tp; start it with "
             "--tp-size alone, or write rollout.update=disk"

@@ -1,0 +1,107 @@
+"""Turns with tools on the real SGLang: what it saw and wrote is what is trained on, and tools are not."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from recipes.tasks.calculator import make
+from tests.roles.test_sglang_rollout import sglang_job
+from tests.traces import needs_sglang
+from verl_mg.rollout.dialogue import Call
+
+pytestmark = needs_sglang
+TURNS = 3
+EXPRESSION = json.dumps({"expression": "20+22"})
+
+
+def iteration(folder: Path) -> dict[str, object]:
+    """A GRPO iteration of a random model. Its turns end soon, and each is taken for a call of the calculator."""
+    job, recipe = sglang_job(
+        folder,
+        "actor.layout=tp2",
+        "rollout.layout=tp2",
+        "rollout.tools=[verl_mg.rollout.ready_tools:calculator]",
+        f"rollout.max_turns={TURNS}",
+        "rollout.max_new_tokens=40",
+        f"data.train={folder / 'data' / 'train.jsonl'}",
+        f"reward.function={folder / 'reward.py'}:length",
+    )
+    spoken: list[tuple[str, list[int], list[int]]] = []
+    rollout = job.rollout
+    rollout._sampling = replace(rollout._sampling, stop_token_ids=tuple(range(10, 40)))
+    conversations = rollout._fleet.engine
+    if conversations is not None:
+        conversations._dialogue.calls = lambda tokens: [Call("calculator", EXPRESSION)]
+        engine = conversations._engine
+        asked: dict[str, list[int]] = {}
+        generate, answered = engine._generate, engine._answered
+
+        def see(rid: str, fields: dict[str, list[int]]) -> None:
+            asked[rid] = list(fields["input_ids"])
+            generate(rid, fields)
+
+        def hear(rid: str, answer: dict[str, list[int]]) -> None:
+            spoken.append((rid, asked[rid], list(answer["tokens"])))
+            answered(rid, answer)
+
+        engine._generate, engine._answered = see, hear
+    recipe.iteration(job, job.config.algorithm)
+    (batch,) = rollout.produced
+    judged: list[torch.Tensor] = []
+
+    def loss(tokens):
+        judged.append(torch.stack([tokens["versions"], tokens["sample_id"], tokens["tokens"]]).clone())
+        return -tokens["advantages"] * tokens.logprobs, {}
+
+    job.actor.update(batch, loss, "token-mean")
+    return {
+        "spoken": spoken,
+        "rows": {
+            int(batch["sample_id"][i]): {
+                name: batch.row(name, i).tolist()
+                for name in ("tokens", "loss_mask", "versions", "advantages", "rollout_logprobs", "old_logprobs")
+            }
+            | {"prompt_length": int(batch["prompt_length"][i])}
+            for i in range(len(batch))
+        },
+        "judged": torch.cat(judged, dim=1).tolist() if dist.get_rank() == 0 else [],
+    }
+
+
+def test_training_gets_the_tokens_that_sglang_saw_and_wrote(ranks, tmp_path):
+    make(tmp_path)
+    (tmp_path / "reward.py").write_text("def length(sample): return len(sample.response)\n")
+    results = ranks.run(2, iteration, tmp_path)
+    rows = {i: row for result in results for i, row in result["rows"].items()}
+    spoken = results[0]["spoken"]
+    assert sorted(rows) == list(range(24))
+    turns: dict[int, list[tuple[list[int], list[int]]]] = {i: [] for i in rows}
+    for rid, context, written in spoken:
+        turns[int(rid.split(".")[0])].append((context, written))
+    assert max(map(len, turns.values())) == TURNS
+    judged = set()
+    for i, row in rows.items():
+        tokens, mask = row["tokens"], row["loss_mask"]
+        expected = [False] * len(tokens)
+        for context, written in turns[i]:
+            assert tokens[: len(context)] == context
+            assert tokens[len(context) : len(context) + len(written)] == written
+            expected[len(context) : len(context) + len(written)] = [True] * len(written)
+        assert mask == expected
+        observed = [t for t in range(row["prompt_length"], len(tokens)) if not mask[t]]
+        assert len(turns[i]) == 1 or observed
+        for t, own in enumerate(mask):
+            if own:
+                assert row["versions"][t] == 0
+                assert abs(row["rollout_logprobs"][t] - row["old_logprobs"][t]) < 1e-4
+                judged.add((i, tokens[t]))
+            else:
+                assert (row["versions"][t], row["advantages"][t], row["rollout_logprobs"][t]) == (-1, 0, 0)
+    assert any(any(row["advantages"]) for row in rows.values())
+    versions, ids, tokens = results[0]["judged"]
+    assert set(versions) == {0}
+    assert set(zip(ids, tokens, strict=True)) == judged
+    assert len(versions) == sum(sum(row["loss_mask"]) for row in rows.values())

@@ -1,0 +1,225 @@
+"""Hostile programs, run for real: each ends with an outcome, and nothing of it survives or gets out."""
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verl_mg.errors import UserError
+from verl_mg.sandbox import Outcome, isolated, run_python, run_python_async
+from verl_mg.sandbox import python as module
+
+needs_namespaces = pytest.mark.skipif(not isolated(), reason="this kernel grants no namespaces")
+PATIENCE = 60  # seconds for programs that are to end by themselves, on a machine that is busy
+
+
+@pytest.fixture(params=[pytest.param("isolated", marks=needs_namespaces), "plain"])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """`run_python` with namespaces, and as it is without."""
+    if request.param == "plain":
+        monkeypatch.setattr(module, "isolated", lambda: False)
+        # A user who owns nothing cannot start an interpreter that lies in root's home.
+        monkeypatch.setattr(sys, "executable", shutil.which("python3", path="/usr/bin:/usr/local/bin"))
+        try:
+            run_python("", seconds=PATIENCE)
+        except OSError as error:
+            pytest.skip(f"no interpreter that every user can start: {error}")
+    return run_python
+
+
+def processes_named(name: str) -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            found += [file.parent.name] if file.read_text().strip() == name else []
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def named(name: str, program: str) -> str:
+    """A program whose processes, forked ones too, bear a name."""
+    return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n{program}"
+
+
+def fresh_name() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def test_results_are_exact(run: Callable[..., Outcome]) -> None:
+    program = "import sys\nprint('ä', 6 * 7)\nsys.stderr.write('two\\nlines')"
+    assert run(program, seconds=PATIENCE) == Outcome("ä 42\n", "two\nlines", "ok")
+
+
+def test_stdin_is_read(run: Callable[..., Outcome]) -> None:
+    text = "line\n" * 100_000
+    program = "import sys\nprint(input(), len(sys.stdin.read()))"
+    assert run(program, stdin=text, seconds=PATIENCE) == Outcome(f"line {len(text) - 5}\n", "", "ok")
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [("1/0", "ZeroDivisionError"), ("x = (", "SyntaxError"), ("raise SystemExit(3)", ""), ("a\0b", "")],
+)
+def test_failures_are_errors(run: Callable[..., Outcome], program: str, error: str) -> None:
+    outcome = run(program, seconds=PATIENCE)
+    assert outcome.ended == "error"
+    assert error in outcome.stderr
+
+
+@pytest.mark.parametrize("text", ["'\ud800'", "print('\ud800')"])
+def test_text_that_is_no_unicode(text: str) -> None:
+    assert run_python(text, stdin="\ud800", seconds=PATIENCE).ended == "ok"
+
+
+def test_an_endless_loop_is_a_timeout_and_its_output_is_kept(run: Callable[..., Outcome]) -> None:
+    name = fresh_name()
+    program = named(name, "print('before')\nos.close(1)\nos.close(2)\nwhile True: pass")
+    assert run(program, seconds=3) == Outcome("before\n", "", "timeout")
+    assert processes_named(name) == []
+
+
+def test_a_memory_bomb(run: Callable[..., Outcome]) -> None:
+    outcome = run("hoard = []\nwhile True: hoard.append(bytearray(1 << 20))", seconds=PATIENCE, memory_mb=100)
+    assert outcome.ended == "memory"
+
+
+@needs_namespaces
+def test_files_in_memory_are_limited_together() -> None:
+    program = "for i in range(100): open(f'{i}', 'wb').write(bytes(10 << 20))"
+    outcome = run_python(program, seconds=PATIENCE, memory_mb=100)
+    assert (outcome.ended, "No space left" in outcome.stderr) == ("error", True)
+
+
+def test_an_output_flood_is_cut_while_it_streams(run: Callable[..., Outcome]) -> None:
+    outcome = run("while True: print('x' * 100_000)", seconds=PATIENCE, output_bytes=1000)
+    assert outcome == Outcome("x" * 1000, "", "output")
+    assert run("print('x' * 999)", seconds=PATIENCE, output_bytes=1000).ended == "ok"
+
+
+def test_a_fork_bomb(run: Callable[..., Outcome]) -> None:
+    name = fresh_name()
+    bomb = "for _ in range(1000):\n try: os.fork()\n except OSError: print('no more'); break\nwhile True: pass"
+    outcome = run(named(name, bomb), seconds=4)
+    assert outcome.ended == "timeout"
+    assert "no more" in outcome.stdout
+    assert processes_named(name) == []
+
+
+def test_a_child_that_left_its_session_ends_with_its_parent(run: Callable[..., Outcome]) -> None:
+    name = fresh_name()
+    escape = "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0: print('free'); time.sleep(600)\n os._exit(0)"
+    outcome = run(named(name, f"{escape}\nos.wait()\ntime.sleep(1)"), seconds=PATIENCE)
+    assert outcome == Outcome("free\n", "", "ok")
+    assert processes_named(name) == []
+
+
+def test_a_child_that_left_its_session_ends_when_time_is_up(run: Callable[..., Outcome]) -> None:
+    name = fresh_name()
+    program = named(name, "if os.fork() == 0:\n os.setsid()\n if os.fork(): os._exit(0)\ntime.sleep(600)")
+    assert run(program, seconds=3).ended == "timeout"
+    assert processes_named(name) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0 and not isolated(), reason="a program with one's own rights can end one's own")
+def test_it_cannot_end_what_is_not_its_own(run: Callable[..., Outcome]) -> None:
+    with subprocess.Popen(["sleep", "600"]) as victim:
+        program = f"""
+import os
+for target in ({victim.pid}, {os.getpid()}, -1, os.getppid()):
+    try: os.kill(target, 9)
+    except OSError: pass
+print("tried")
+"""
+        try:
+            assert run(program, seconds=PATIENCE).stdout in ("tried\n", "")  # it may end itself
+            assert victim.poll() is None
+        finally:
+            victim.kill()
+
+
+@needs_namespaces
+def test_files_outside_are_neither_seen_nor_changed(tmp_path: Path) -> None:
+    file = tmp_path / "precious"
+    file.write_text("kept")
+    for folder in (tmp_path, tmp_path.parent):
+        folder.chmod(0o777)
+    program = f"""
+import os, shutil
+for attempt in (lambda: os.remove({str(file)!r}), lambda: open({str(file)!r}).read(), lambda: os.listdir('/home')):
+    try: print(attempt())
+    except OSError as error: print(type(error).__name__)
+shutil.rmtree('/usr/bin', ignore_errors=True)
+print(os.path.exists('/etc'), os.path.exists('/proc'))
+"""
+    outcome = run_python(program, seconds=PATIENCE)
+    assert outcome.stdout.split() == ["FileNotFoundError"] * 3 + ["False", "False"]
+    assert file.read_text() == "kept"
+    assert Path(sys.executable).exists()
+
+
+CONNECT = """
+import socket
+try: socket.create_connection(("127.0.0.1", {port}), timeout=5); print("connected")
+except OSError: print("no way")
+"""
+
+
+@pytest.mark.skipif(not isolated(), reason="this kernel grants no namespaces")
+def test_there_is_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = CONNECT.format(port=server.getsockname()[1])
+        assert run_python(program, seconds=PATIENCE).stdout == "no way\n"
+        exec(program)  # outside it does connect
+        assert server.accept()
+
+
+def test_the_environment_is_empty(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "s3cret")
+    names = run("import os\nprint(*os.environ)", seconds=PATIENCE).stdout.split()
+    assert set(names) <= {"LC_CTYPE"}  # which the interpreter sets
+
+
+@needs_namespaces
+def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.chmod('a', 0)\nprint(os.listdir('.'))"
+    assert "'a'" in run_python(program, seconds=PATIENCE).stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_namespaces
+def test_packages_of_this_interpreter_are_there() -> None:
+    program = "import numpy\nprint(int(numpy.arange(4).sum()))"
+    assert run_python(program, seconds=PATIENCE, memory_mb=2048) == Outcome("6\n", "", "ok")
+
+
+def test_many_at_once_and_a_cancelled_one() -> None:
+    name = fresh_name()
+
+    async def all_of_them() -> list[Outcome]:
+        lost = asyncio.create_task(run_python_async(named(name, "time.sleep(600)"), seconds=600))
+        outcomes = await asyncio.gather(*(run_python_async(f"print({i})", seconds=PATIENCE) for i in range(8)))
+        while not processes_named(name):
+            await asyncio.sleep(0.05)
+        lost.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+        return outcomes
+
+    assert [outcome.stdout for outcome in asyncio.run(all_of_them())] == [f"{i}\n" for i in range(8)]
+    assert processes_named(name) == []
+
+
+@pytest.mark.parametrize("limit", ["seconds", "memory_mb", "output_bytes"])
+def test_limits_are_positive(limit: str) -> None:
+    with pytest.raises(UserError, match=f"{limit} is 0"):
+        run_python("", **{limit: 0})

@@ -1,0 +1,147 @@
+"""What our layers over SGLang cost: tokens/s against `sglang.Engine.generate` called directly, in turn, in one run.
+
+    python tools/bench_sglang_rollout.py [--requests 256] [--tokens 64] [--running 64] [--rounds 5] [--hidden 256]
+
+The same requests three ways, on engines started with the same arguments: handed to `sglang.Engine.generate` as one
+list in its own process; handed to `SGLangEngine` as one list; dealt to `SGLangEngine` as it finds room, as in a
+rollout of a job. Every request has `--tokens` tokens. Medians over the rounds, after one that is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import HashStore
+
+from verl_mg.layout import EngineLayout
+from verl_mg.rollout.dealing import Group, SharedDeal
+from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, engine_arguments
+from verl_mg.rollout.sglang.arguments import environment
+from verl_mg.rollout.sglang.payload import payload, staging
+from verl_mg.rollout.shift import Shift
+from verl_mg.tiny import make_tiny_model
+from verl_mg.weights import read_config, table
+from verl_mg.weights.files import CheckpointReader, load_shards
+
+GROUP = 8
+PROMPT = 32
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"requests": 256, "tokens": 64, "running": 64, "rounds": 5, "hidden": 256}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--direct", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def settings_of(chosen: argparse.Namespace) -> EngineSettings:
+    return EngineSettings(
+        layout=EngineLayout(), dtype=torch.float32, max_running=chosen.running, max_positions=PROMPT + chosen.tokens + 8
+    )
+
+
+def requests_of(chosen: argparse.Namespace) -> list[Request]:
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 60, (chosen.requests // GROUP, PROMPT), generator=draw).tolist()
+    return [Request(i, tuple(prompts[i // GROUP]), i) for i in range(chosen.requests)]
+
+
+def direct(chosen: argparse.Namespace) -> None:
+    """The other side: a plain `sglang.Engine`; a line in, a line with the seconds out."""
+    import sglang
+
+    engine = sglang.Engine(**engine_arguments(Path(chosen.direct), settings_of(chosen)) | {"load_format": "auto"})
+    prompts = [list(request.prompt) for request in requests_of(chosen)]
+    sampling = {"max_new_tokens": chosen.tokens, "temperature": 1.0, "ignore_eos": True}
+    print(json.dumps("ready"), flush=True)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        found: Any = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+        seconds = time.perf_counter() - started
+        assert sum(len(one["output_ids"]) for one in found) == chosen.requests * chosen.tokens
+        print(json.dumps(seconds), flush=True)
+    engine.shutdown()
+
+
+class Nobody:
+    """No engine dies here."""
+
+    def revive(self) -> None: ...
+
+    def serve(self) -> None: ...
+
+
+def listed(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
+    return sum(len(sample.tokens) for sample in engine.generate(requests, sampling))
+
+
+def dealt(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
+    store, ids = HashStore(), [request.id for request in requests]
+    groups = [Group(tuple(ids[start : start + GROUP])) for start in range(0, len(ids), GROUP)]
+    deal = SharedDeal(store, key, groups, len(groups))
+    work = Shift(engine, 1, deal, store, key, Nobody()).run([], requests.__getitem__, sampling)
+    return sum(len(sample.tokens) for sample in work.done.values())
+
+
+def bring_weights(engine: SGLangEngine, model: Path) -> None:
+    shards = table(read_config(model)).sglang(EngineLayout(), 0)
+    tensors = staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
+    with CheckpointReader(model) as reader:
+        load_shards(reader, shards, tensors)
+    engine.begin_update()
+    engine.loaded(engine.load([payload(tensors)], 0))
+    engine.end_update(0)
+
+
+def main() -> None:
+    chosen = options()
+    if chosen.direct:
+        direct(chosen)
+        return
+    folder = Path(tempfile.mkdtemp())
+    model = make_tiny_model(folder / "model", "qwen3", hidden=chosen.hidden, layers=4, ffn=2 * chosen.hidden)
+    command = [sys.executable, __file__, "--direct", str(model)]
+    for name in ("requests", "tokens", "running", "hidden"):
+        command += [f"--{name}", str(getattr(chosen, name))]
+    log = (folder / "direct.log").open("wb")
+    other = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(EngineLayout())
+    )
+    assert other.stdin and other.stdout
+    while (line := other.stdout.readline()) and line.strip() != '"ready"':
+        pass
+    engine = SGLangEngine(model, settings_of(chosen), folder / "engine.log")
+    bring_weights(engine, model)
+    requests, sampling = requests_of(chosen), Sampling(max_new_tokens=chosen.tokens)
+    seconds: dict[str, list[float]] = {"sglang.Engine.generate": [], "as one list": [], "dealt by room": []}
+    for number in range(chosen.rounds + 1):
+        other.stdin.write("go\n")
+        other.stdin.flush()
+        seconds["sglang.Engine.generate"].append(float(other.stdout.readline()))
+        for name, way in (("as one list", listed), ("dealt by room", dealt)):
+            started = time.perf_counter()
+            assert way(engine, requests, sampling, str(number)) == chosen.requests * chosen.tokens
+            seconds[name].append(time.perf_counter() - started)
+    other.stdin.close()
+    other.wait()
+    engine.close()
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    base = medians["sglang.Engine.generate"]
+    for name, median in medians.items():
+        rate = chosen.requests * chosen.tokens / median
+        print(f"{name:24} {median:7.3f} s {rate:8.0f} tokens/s {base / median:6.3f} of direct")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Finding a function of the user's by its name."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl_mg.errors import UserError
+
+
+def load_function(name: str, kind: str) -> Callable[..., Any]:
+    """The function of that name.
+
+    Args:
+        name: `package.module:function` or `path/to/file.py:function`.
+        kind: what it is to be, such as "reward", for errors.
+
+    Raises:
+        UserError: no such module, file or function, or importing it fails.
+    """
+    where, colon, function_name = name.rpartition(":")
+    if not (colon and where and function_name):
+        raise UserError(f"{kind} '{name}': write package.module:function or path/to/file.py:function")
+    module = _imported(where, name, kind)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = _near(function_name, module)
+        raise UserError(f"{kind} '{name}': {where} has no function '{function_name}'{near}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _imported(where: str, name: str, kind: str) -> ModuleType:
+    try:
+        return _from_file(Path(where), kind) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:  # a module runs the user's code: it raises what it likes
+        raise UserError(
+            f"{kind} '{name}': {where} cannot be imported ({type(error).__name__}: {error}); mend it, or the "
+            "name: an importable module, or the path of a file ending in .py"
+        ) from error
+
+
+def _from_file(path: Path, kind: str) -> ModuleType:
+    module_name = f"verl_mg_{kind}_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None  # the suffix .py gives both
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses of the file look their module up by name.
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _near(function_name: str, module: ModuleType) -> str:
+    public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    near = difflib.get_close_matches(function_name, public)
+    return f"; write one of: {', '.join(near or public)}" if public else "; define it there"

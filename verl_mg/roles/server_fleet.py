@@ -1,0 +1,140 @@
+"""SGLang servers that somebody else has started, as the rollout engines of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from verl_mg import platform
+from verl_mg.config import Config, RolloutConfig
+from verl_mg.errors import UserError
+from verl_mg.roles.actor import Actor
+from verl_mg.roles.fleet import Fleet, Wrap
+from verl_mg.roles.revival import Revivals
+from verl_mg.roles.server_sync import FolderSync, GroupSync, ServerSync
+from verl_mg.rollout.dealing import Deal, Group, SharedDeal
+from verl_mg.rollout.sglang.requests import routed_shape
+from verl_mg.rollout.sglang.server import ServerEngine
+from verl_mg.rollout.sglang.server_info import Demand, meet
+from verl_mg.weights import WeightTable
+
+NO_SERVER = -1
+
+
+class ServerFleet(Fleet):
+    """Servers, each led by one rank; whichever has room takes the next sample."""
+
+    at_home = False
+
+    def __init__(
+        self,
+        sync: ServerSync,
+        inner: ServerEngine | None,
+        server: int,
+        leads: Sequence[bool],
+        store: Store,
+        wrap: Wrap = lambda engine: engine,
+    ) -> None:
+        super().__init__(leads)
+        self.engine = wrap(inner) if inner else None
+        self._inner, self._server, self._sync = inner, server, sync
+        self._revivals = Revivals(store)
+        self._actor: Actor | None = None
+
+    def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
+        """See `Fleet`."""
+        return SharedDeal(store, key, groups, enough)
+
+    def sync(self, actor: Actor) -> dict[str, float]:
+        """See `Fleet`."""
+        self._actor, self.version = actor, actor.updates
+        return self._sync.sync(actor)
+
+    def revive(self) -> None:
+        """See `verl_mg.rollout.shift.Rescue`."""
+        assert self._inner is not None
+        self._inner.restart()
+        self._revivals.announce(self._server)
+        while not self._inner.health():
+            self.serve()
+        self._inner.resume()
+
+    def serve(self) -> None:
+        """See `verl_mg.rollout.shift.Rescue`."""
+        for server in self._revivals.unseen():
+            assert self._actor is not None
+            self._sync.sync_one(self._actor, server)
+
+
+def check_servers(config: Config, table: WeightTable) -> None:
+    """UserError, before anything is built, where the servers' section is not sound, or this rank's server unfit."""
+    rollout, ranks = config.rollout, dist.get_world_size()
+    if rollout.engine != "sglang":
+        raise UserError(f"rollout.urls: these are SGLang servers, rollout.engine is {rollout.engine}; write sglang")
+    if config.actor.offload:
+        raise UserError("actor.offload=true: servers at rollout.urls have memory of their own; leave it out")
+    if len(set(rollout.urls)) < len(rollout.urls):
+        raise UserError("rollout.urls: a server is named twice; name each once")
+    if len(rollout.urls) > ranks:
+        raise UserError(f"rollout.urls: {len(rollout.urls)} servers for {ranks} ranks; start at least one for each")
+    if rollout.update == "disk":
+        _check_folder(rollout.shared_folder)
+    number = _server_of(dist.get_rank(), rollout, ranks)
+    if number != NO_SERVER:
+        meet(rollout.urls[number], _demand(config, table))
+
+
+def _check_folder(folder: Path | None) -> None:
+    remedy = "name a folder that job and servers see under the same path"
+    if folder is None:
+        raise UserError(f"rollout.update=disk: rollout.shared_folder is missing; {remedy}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"rollout.shared_folder={folder}: cannot be made ({error.strerror}); {remedy}") from None
+
+
+def build_servers(config: Config, table: WeightTable, store: Store, wrap: Wrap) -> ServerFleet:
+    """The fleet that the configuration names; without weights of this job until the first sync."""
+    rollout, ranks = config.rollout, dist.get_world_size()
+    number = _server_of(dist.get_rank(), rollout, ranks)
+    engine = None
+    if number != NO_SERVER:
+        engine = ServerEngine(
+            rollout.urls[number],
+            _demand(config, table),
+            max_running=rollout.max_batch,
+            request_timeout=rollout.request_timeout,
+        )
+    leads = [_server_of(rank, rollout, ranks) != NO_SERVER for rank in range(ranks)]
+    return ServerFleet(_sync(config, engine, number), engine, number, leads, store, wrap)
+
+
+def _sync(config: Config, engine: ServerEngine | None, number: int) -> ServerSync:
+    rollout = config.rollout
+    if rollout.update == "disk":
+        return FolderSync(engine, number, rollout.shared_folder or Path(), config.model.path)
+    return GroupSync(engine, number, _leaders(len(rollout.urls), dist.get_world_size()), rollout.urls)
+
+
+def _demand(config: Config, table: WeightTable) -> Demand:
+    rollout = config.rollout
+    return Demand(
+        table.config,
+        config.data.max_prompt_tokens + rollout.max_new_tokens,
+        routed_shape(config.model.path) if rollout.replay_routing else None,
+        platform.device().type if rollout.update == "group" else None,
+    )
+
+
+def _leaders(servers: int, ranks: int) -> list[int]:
+    """The rank that leads each server, spread evenly."""
+    return [server * ranks // servers for server in range(servers)]
+
+
+def _server_of(rank: int, rollout: RolloutConfig, ranks: int) -> int:
+    leaders = _leaders(len(rollout.urls), ranks)
+    return leaders.index(rank) if rank in leaders else NO_SERVER

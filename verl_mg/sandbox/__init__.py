@@ -1,0 +1,5 @@
+"""Running programs that nobody has read, such as those that a policy writes."""
+
+from verl_mg.sandbox.python import Outcome, isolated, run_python, run_python_async
+
+__all__ = ["Outcome", "isolated", "run_python", "run_python_async"]
