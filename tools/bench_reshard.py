@@ -221,7 +221,7 @@ def model_config(kind: str, parameters: int) -> HFConfig:
 
 
 def _megatron(config: HFConfig, placement: Placement) -> tuple[PackedModel, ParallelGroups]:
-    groups = ParallelGroups(placement.layout)
+    groups = ParallelGroups(placement)
     with groups.active():
         (model,) = build_chunks(table(config), groups, torch.bfloat16)
     return model, groups

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import LossTokens
 from verl_mg.roles.actor import Actor
@@ -60,7 +60,7 @@ def update(model, layout, budget, kind, scale=None):
     """One update; the advantages times `scale` (tokens,) where it is given."""
     actor = Actor(
         model,
-        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
+        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
         dtype=torch.float32,
         temperature=1.0,
         tokens_per_micro_batch=budget,

@@ -45,6 +45,9 @@ def test_strides_keep_an_engine_inside_its_node() -> None:
     assert strides("tp2", 16, 8) == [1, 2, 4]
     assert strides("tp8", 16, 8) == [1]
     assert strides("tp16", 32, 8) == [1]
+    # The last ranks of a job need not begin with a node.
+    assert [one.stride for one in EnginePlacement(EngineLayout(tp=2), tuple(range(6, 14))).strides(8)] == [1]
+    assert [one.stride for one in EnginePlacement(EngineLayout(tp=2), tuple(range(4, 8))).strides(8)] == [1, 2]
 
 
 def test_stages_of_a_pipeline_have_their_layers_as_sglang_deals_them() -> None:

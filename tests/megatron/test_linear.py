@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.linear import NormedRowParallelLinear
 
@@ -19,7 +19,7 @@ def whole():
 
 def forward(tp):
     x, weight, norm = whole()
-    groups = ParallelGroups(Layout(tp=tp))
+    groups = ParallelGroups(Placement.on(Layout(tp=tp), tp))
     config = TransformerConfig(
         num_layers=1, hidden_size=4, num_attention_heads=2, layernorm_epsilon=EPSILON, use_cpu_initialization=True,
         perform_initialization=False, tensor_model_parallel_size=tp, sequence_parallel=tp > 1,

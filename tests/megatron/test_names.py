@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.tiny_models import MIXTURES, TRAINED, VARIANTS, tiny_model
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.model import build_chunks, parameters_by_name
 from verl_mg.megatron.network import check_layout
@@ -32,7 +32,7 @@ def configs(tmp_path_factory):
 
 def build(configs, text):
     """{family: its chunks on this rank}, all on the same groups."""
-    groups = ParallelGroups(Layout.parse(text).fit(dist.get_world_size()))
+    groups = ParallelGroups(Placement.on(Layout.parse(text), dist.get_world_size()))
     with groups.active():
         return {family: build_chunks(table(c), groups, torch.bfloat16) for family, c in configs.items()}
 

@@ -7,7 +7,7 @@ from megatron.core.models.gpt import GPTModel
 
 from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import make_micro_batch
 from verl_mg.megatron.network import Network, check_layout
@@ -22,7 +22,8 @@ def model(request, tmp_path_factory):
 
 
 def network(model, layout, **options):
-    return Network(model, ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())), torch.float32, **options)
+    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
+    return Network(model, ParallelGroups(placement), torch.float32, **options)
 
 
 def all_logits(model, layout):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.offload import HostCopy
 from verl_mg.roles.actor import Actor
@@ -25,7 +25,7 @@ def held(actor: Actor) -> int:
 def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
     actor = Actor(
         model,
-        ParallelGroups(Layout.parse(layout).fit(dist.get_world_size())),
+        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
         dtype=dtype,
         temperature=1.0,
         tokens_per_micro_batch=60,

@@ -6,7 +6,7 @@ import pytest
 
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.megatron.trainer import learning_rate_schedule
+from verl_mg.megatron.trainer import check_schedule, learning_rate_schedule
 
 
 class Groups:
@@ -44,4 +44,4 @@ def test_cosine():
 
 def test_a_decay_without_its_length_is_refused():
     with pytest.raises(UserError, match=r"write actor\.optimizer\.decay_steps"):
-        rates(1, schedule="cosine")
+        check_schedule(OptimizerConfig(schedule="cosine"))

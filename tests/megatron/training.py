@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.tiny_models import oracle_outputs
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import LossTokens
 from verl_mg.megatron.network import Network
@@ -70,7 +70,7 @@ def _loss(logprobs: Tensor, entropy: Tensor, whole: Tensor, advantages: Tensor) 
 
 def train(model: Path, layout: str, rows: Batch, recompute: bool = False) -> Trained:
     """On this rank; every rank is given all rows."""
-    groups = ParallelGroups(Layout.parse(layout).fit(dist.get_world_size()))
+    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
     network = Network(model, groups, torch.float32, recompute)
     share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
     micro_batches = [rows.select(numbers) for numbers in share]

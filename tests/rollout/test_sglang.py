@@ -199,7 +199,7 @@ def test_an_engine_that_cannot_start_says_why(model, tmp_path):
         ("tp2", {"ffn": 96}, "pads the 96 columns of the feed-forward layer"),
         ("tp2", {"expert_ffn": 32}, "pads the 32 columns of an expert"),
         ("tp2", {"kv_heads": 1}, "pads 1 key-value heads"),
-        ("tp2-ep2", {}, "only tp; write tp2"),
+        ("tp2-ep2", {}, "neither ep nor adp"),
     ],
 )
 def test_models_that_sglang_pads_on_the_cpu_are_refused(layout, sizes, words):

@@ -146,5 +146,9 @@ class EnginePlacement:
         """This placement at every stride that keeps an engine inside its `node` ranks, or on whole nodes."""
         for stride in range(1, len(self.ranks) // self.layout.ranks + 1):
             run = self.layout.ranks * stride
-            if len(self.ranks) % run == 0 and (stride == 1 or (node % run == 0)):
+            if len(self.ranks) % run == 0 and (stride == 1 or self._within_nodes(run, node)):
                 yield EnginePlacement(self.layout, self.ranks, stride)
+
+    def _within_nodes(self, run: int, node: int) -> bool:
+        ends = zip(self.ranks[::run], self.ranks[run - 1 :: run], strict=True)
+        return all(first // node == last // node for first, last in ends)

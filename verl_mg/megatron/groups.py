@@ -1,49 +1,66 @@
-"""Megatron's process groups for one layout, switched on while a role runs.
+"""Megatron's process groups for one placement, switched on while a role runs.
 
 megatron-core keeps its groups in the globals of `parallel_state`. Each role may have its own layout, so the
-globals are built once a layout, kept here, and put in place around the role's work.
+globals are built once a placement, kept here, and put in place around the role's work. megatron-core takes the ranks
+of a model for all there are: while it makes groups and optimizers, it is told of the placement's alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from verl_mg.layout import Coordinates, Layout
+from verl_mg.layout import Coordinates, Layout, Placement
 
 
 class ParallelGroups:
-    """The process groups of one layout over all ranks of the job; every rank builds it at the same time."""
+    """The process groups of a placement, whose ranks rise; every rank of the job builds it at the same time.
 
-    def __init__(self, layout: Layout, seed: int = 0) -> None:
-        self.layout = layout
-        self.coordinates: Coordinates = layout.coordinates(dist.get_rank())
+    collection: of this rank's groups; without any on a rank that is not `present`.
+    """
+
+    def __init__(self, placement: Placement, seed: int = 0) -> None:
+        if list(placement.ranks) != sorted(placement.ranks):
+            raise ValueError(f"torch numbers the ranks of a group by their size: {placement.ranks} must rise")
+        self.placement = placement
+        self._at = placement.coordinates(dist.get_rank())
+        self.collection = ProcessGroupCollection()
         outer = _globals()
         _set_globals(dict.fromkeys(outer, None) | {"_HYBRID_DP_CP_GROUPS": {}})
         try:
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=layout.tp,
-                pipeline_model_parallel_size=layout.pp,
-                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-                context_parallel_size=layout.cp,
-                expert_model_parallel_size=layout.ep,
-                expert_tensor_parallel_size=layout.etp,
-                create_gloo_process_groups=False,
-            )
-            tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
-            self.collection = ProcessGroupCollection.use_mpu_process_groups()
+            _make_groups(placement)
+            if self.present:
+                tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
+                self.collection = ProcessGroupCollection.use_mpu_process_groups()
             self._own = _globals()
         finally:
             _set_globals(outer)
 
+    @property
+    def layout(self) -> Layout:
+        """The layout of the placement."""
+        return self.placement.layout
+
+    @property
+    def present(self) -> bool:
+        """Whether this rank is one of the placement's."""
+        return self._at is not None
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands. Raises LookupError where it is not `present`."""
+        if self._at is None:
+            raise LookupError(f"rank {dist.get_rank()} has no place in layout {self.layout} on {self.placement.ranks}")
+        return self._at
+
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, `parallel_state` speaks of this layout."""
+        """Inside, `parallel_state` speaks of this placement."""
         outer = _globals()
         _set_globals(self._own)
         try:
@@ -51,6 +68,54 @@ class ParallelGroups:
         finally:
             self._own = _globals()
             _set_globals(outer)
+
+    def among_themselves(self) -> AbstractContextManager[None]:
+        """Inside, collectives of objects that name no group are those of the placement's ranks."""
+        gather, whole = dist.all_gather_object, self.collection.intra_dist_opt
+
+        def gather_here(objects: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
+            gather(objects, own, whole if group is None else group)
+
+        return _replaced(dist, get_world_size=_size_of(self.placement.ranks), all_gather_object=gather_here)
+
+
+def _make_groups(placement: Placement) -> None:
+    layout = placement.layout
+
+    class Generator(parallel_state.RankGenerator):
+        """Numbers the ranks of the layout as the job does."""
+
+        def get_ranks(self, token: str) -> list[list[int]]:
+            return [[placement.ranks[index] for index in group] for group in super().get_ranks(token)]
+
+    size = _size_of(placement.ranks)
+    with _replaced(dist, get_world_size=size), _replaced(parallel_state, RankGenerator=Generator):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            create_gloo_process_groups=False,
+        )
+
+
+def _size_of(ranks: Sequence[int]) -> Callable[..., int]:
+    """`get_world_size`, for which these ranks are the world."""
+    size_of = dist.get_world_size
+    return lambda group=None: len(ranks) if group is None else size_of(group)
+
+
+@contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, the owner's attributes have these values."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
 
 
 def _globals() -> dict[str, Any]:

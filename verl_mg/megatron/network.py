@@ -28,7 +28,10 @@ Judge = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 
 
 class Network:
-    """A model under a layout. Every method that computes is called by all ranks of the layout at once."""
+    """A model on the placement of its groups. Every method that computes is called by all ranks of that at once.
+
+    Ranks of the job outside the placement have the description, no chunk and no parameter.
+    """
 
     def __init__(
         self, model_dir: Path, groups: ParallelGroups, dtype: torch.dtype, recompute: bool = False
@@ -39,7 +42,7 @@ class Network:
         frequencies, self._attention_scaling = rotary_frequencies(model_dir)
         self._frequencies = frequencies.to(platform.device())
         with groups.active():
-            self.chunks = build_chunks(self.table, groups, dtype, recompute)
+            self.chunks = build_chunks(self.table, groups, dtype, recompute) if self.present else []
         self.runnable: list[torch.nn.Module] = list(self.chunks)
         with CheckpointReader(model_dir) as reader:
             reader.check(self.table.huggingface())
@@ -51,18 +54,31 @@ class Network:
         return self.groups.layout
 
     @property
+    def placement(self) -> Placement:
+        """The layout and the ranks of the job that it stands on."""
+        return self.groups.placement
+
+    @property
+    def present(self) -> bool:
+        """Whether this rank is in the placement, and computes."""
+        return self.groups.present
+
+    def speaker(self, dp: int) -> int:
+        """The rank that answers for a data-parallel index: the first of its last pipeline stage."""
+        return self.placement.ranks[self.layout.rank_of(dp=dp, pp=self.layout.pp - 1)]
+
+    @property
     def speaks(self) -> bool:
-        """Whether this rank answers for its data-parallel index: the first of the last pipeline stage."""
-        at = self.groups.coordinates
-        return at.tp == 0 and at.cp == 0 and at.pp == self.layout.pp - 1
+        """Whether this rank answers for its data-parallel index."""
+        return self.present and torch.distributed.get_rank() == self.speaker(self.groups.coordinates.dp)
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters under the names of the weight table."""
+        """This rank's parameters under the names of the weight table; {} outside the placement."""
         return parameters_by_name(self.chunks)
 
     def holdings(self) -> Holdings:
         """What every rank holds, by the weight table."""
-        return self.table.on_megatron(Placement(self.layout, tuple(range(self.layout.ranks))))
+        return self.table.on_megatron(self.placement)
 
     def logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[tuple[Tensor, Tensor]]:
         """(places in the token columns, log-probs there) of each micro-batch, where `speaks`; elsewhere []."""
@@ -78,6 +94,8 @@ class Network:
         self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, forward_only: bool
     ) -> list[Report]:
         """Megatron's pipeline schedule over the micro-batches; the reports in order, on the last stage alone."""
+        if not self.present:
+            return []
         # Temperature 0 is greedy sampling, whose log-probs are those of the unscaled distribution.
         scale = temperature if temperature > 0 else 1.0
         for rows in micro_batches:

@@ -23,8 +23,8 @@ class HostCopy:
         self._away: list[tuple[UntypedStorage, int, Tensor | None]] = []
 
     def leave(self) -> None:
-        """Copy to the host, pinned where there is a GPU, and free the device; nothing where that has happened."""
-        if self._away:
+        """Copy to the host, pinned where there is a GPU, and free the device; nothing where nothing is there."""
+        if self._away or not self._trainer.network.present:
             return
         scratch = {storage.data_ptr() for storage in _storages(_gradients(self._trainer))}
         for storage in _storages(chain(_gradients(self._trainer), _kept(self._trainer))):

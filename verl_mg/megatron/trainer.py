@@ -20,19 +20,24 @@ from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.collectives import sum_over_ranks
 from verl_mg.megatron.microbatch import LossTokens, MicroBatch, loss_tokens
-from verl_mg.megatron.network import Network
+from verl_mg.megatron.network import Judge, Network, Report
 
 TokenLoss = Callable[[LossTokens], tuple[Tensor, Mapping[str, Tensor]]]
 """(the judged tokens of a micro-batch) -> (loss of each (n,), metrics of each (n,) to be averaged over all tokens)."""
 
 
 class Trainer:
-    """A network with gradients and an optimizer."""
+    """A network with gradients and an optimizer; both only where the network is present."""
 
     def __init__(self, network: Network, config: OptimizerConfig) -> None:
+        check_schedule(config)
         self.network = network
+        if network.present:
+            self._build(network, config)
+
+    def _build(self, network: Network, config: OptimizerConfig) -> None:
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        with network.groups.active(), optimizer_calls():
+        with network.groups.active(), network.groups.among_themselves(), optimizer_calls():
             network.runnable = [
                 DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(network.chunks)
@@ -55,7 +60,7 @@ class Trainer:
         normalizer: float,
         total_tokens: int,
     ) -> dict[str, float]:
-        """One optimizer step over one mini-batch, whose micro-batches on this rank are given.
+        """One optimizer step over one mini-batch, whose micro-batches on this rank are given; every rank calls it.
 
         `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the loss and its gradient are those
         of the mini-batch in one piece. Returns the same metrics on every rank: the loss, its metrics as means over all
@@ -70,6 +75,10 @@ class Trainer:
             sums = {name: values.detach().double().sum() / max(total_tokens, 1) for name, values in means.items()}
             return total, {"loss": total.detach().double(), **sums}
 
+        return sum_over_ranks(self._step(micro_batches, temperature, judge) if self.network.present else [])
+
+    def _step(self, micro_batches: Sequence[Batch], temperature: float, judge: Judge) -> list[Report]:
+        """What this rank has to tell of the step."""
         for chunk in self.network.runnable:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
@@ -77,8 +86,12 @@ class Trainer:
         self.scheduler.step(1)
         with self.network.groups.active(), optimizer_calls():
             _, grad_norm, _ = self.optimizer.step()
-        metrics = sum_over_ranks(reports if self.network.speaks else [])
-        return metrics | {"grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        if not self.network.speaks:
+            return []
+        if self.network.groups.coordinates.dp > 0:
+            return reports
+        # The same on all ranks that have it: one tells those that have not.
+        return [*reports, {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}]
 
 
 def optimizer_calls() -> AbstractContextManager[None]:
@@ -118,21 +131,24 @@ def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOpt
     )
 
 
-def learning_rate_schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """megatron-core's schedule, to be stepped before each optimizer step: step k of a warm-up has k/warmup_steps."""
-    steps = config.decay_steps
-    if config.schedule != "constant" and steps is None:
+def check_schedule(config: OptimizerConfig) -> None:
+    """UserError for a learning rate that falls, nobody says over how many steps."""
+    if config.schedule != "constant" and config.decay_steps is None:
         raise UserError(
             f"actor.optimizer.schedule is {config.schedule!r}: write actor.optimizer.decay_steps, the optimizer steps "
             "over which the learning rate falls to min_lr"
         )
+
+
+def learning_rate_schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
+    """megatron-core's schedule, to be stepped before each optimizer step: step k of a warm-up has k/warmup_steps."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr if config.schedule != "constant" else 0.0,
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=steps or config.warmup_steps + 1,
+        lr_decay_steps=config.decay_steps or config.warmup_steps + 1,
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

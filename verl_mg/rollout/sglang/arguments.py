@@ -12,6 +12,7 @@ import torch
 
 from verl_mg.errors import UserError
 from verl_mg.layout import Dimensions, EngineLayout
+from verl_mg.rollout.sglang.loader import LOADER
 
 CPU_TILE = 32
 """Widths of matrices are padded to multiples of it, on each rank, where SGLang runs on the CPU."""
@@ -54,6 +55,8 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         "skip_server_warmup": True,
         "log_level": "warning",
     }
+    if layout.pp > 1:
+        common["custom_weight_loader"] = [LOADER]
     if layout.adp > 1:
         common["attn_dp_size"] = layout.adp
     if settings.routed_experts:
@@ -66,8 +69,8 @@ def check_on_cpu(model: Dimensions, layout: EngineLayout) -> None:
     """UserError where SGLang would pad the model on the CPU: the weight table knows the shards of GPUs."""
     if torch.cuda.is_available():
         return
-    if layout.ep > 1 or layout.adp > 1 or layout.pp > 1:
-        raise UserError(f"rollout.layout={layout}: on the CPU SGLang runs only tp; write tp{layout.tp}")
+    if layout.ep > 1 or layout.adp > 1:
+        raise UserError(f"rollout.layout={layout}: on the CPU SGLang has neither ep nor adp; leave them out")
     widths = {"columns of the feed-forward layer": model.ffn, "columns of an expert": model.expert_ffn}
     for what, width in widths.items():
         if width % (CPU_TILE * layout.tp):

@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.arguments import EngineSettings, engine_arguments, environment
+from verl_mg.rollout.sglang.loader import LOADER, stage_payload
 from verl_mg.rollout.sglang.process import HostProcess
 from verl_mg.rollout.sglang.requests import Limits, SGLangRequests, routed_shape
 
@@ -97,10 +98,13 @@ class SGLangEngine(SGLangRequests):
 
         `version` comes with the last ones: the cache of the old weights is flushed with them.
         """
+        tp, pp = self.settings.layout.tp, self.settings.layout.pp
+        # SGLang has a payload for each tensor-parallel rank, whatever its stage.
+        of_stages = [stage_payload(payloads[rank::tp]) for rank in range(tp)] if pp > 1 else list(payloads)
         return self._call(
             "update_weights_from_tensor",
-            serialized_named_tensors=list(payloads),
-            load_format="direct",
+            serialized_named_tensors=of_stages,
+            load_format="direct" if pp == 1 else LOADER,
             flush_cache=version is not None,
             weight_version=None if version is None else str(version),
         )
