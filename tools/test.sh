@@ -3,6 +3,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 cd "$repository"
+# Rollouts are tested on the real SGLang.
+bash tools/install_sglang_cpu.sh
 
 failed=()
 # check NAME COMMAND...

@@ -62,7 +62,8 @@ def test_special_tokens_once(tmp_path: Path) -> None:
 def test_a_chat_template_describes_the_tools(tmp_path: Path) -> None:
     tokenizer = character_tokenizer(string.printable)
     tokenizer.chat_template = (
-        "{%- for tool in tools or [] -%}{{- tool['function']['name'] + ';' -}}{%- endfor -%}{{- messages[0]['content'] -}}"
+        "{%- for tool in tools or [] -%}{{- tool['function']['name'] + ';' -}}{%- endfor -%}"
+        "{{- messages[0]['content'] -}}"
     )
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
     path = file_of(tmp_path, {"prompt": "1+1"})

@@ -76,7 +76,8 @@ def schedulers(engine: SGLangEngine) -> list[psutil.Process]:
 def test_samples_and_routing_are_those_of_transformers(engine, model):
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     asked = requests()
-    for request, sample in zip(asked, engine.generate(asked, Sampling(max_new_tokens=12, temperature=0.8)), strict=True):
+    samples = engine.generate(asked, Sampling(max_new_tokens=12, temperature=0.8))
+    for request, sample in zip(asked, samples, strict=True):
         row = torch.tensor([[*request.prompt, *sample.tokens]])
         out = whole(row, output_router_logits=True)
         scores = (out.logits[0] / 0.8).log_softmax(-1)[len(request.prompt) - 1 : -1]

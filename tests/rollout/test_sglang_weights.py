@@ -25,9 +25,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def made(folder: Path, architecture: str, **fields: object) -> Path:
-    return make_tiny_model(
-        folder, architecture, characters="abcdefgh", hidden=64, ffn=128, max_positions=128, init_std=0.2, seed=3, **fields
-    )
+    sizes = {"hidden": 64, "ffn": 128, "max_positions": 128, "init_std": 0.2, "seed": 3}
+    return make_tiny_model(folder, architecture, characters="abcdefgh", **sizes, **fields)
 
 
 def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:
