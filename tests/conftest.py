@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from tests.rank_pool import RankPool
+from verl_mg.sandbox import run_python
 
 torch.set_num_threads(1)
 # A machine under load is slow, not wrong; the same examples every time make a failure one that can be looked at.
@@ -39,6 +40,15 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = request.config.stash[_POOL]
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> None:
+    """A machine on which untrusted programs can be run at all."""
+    try:
+        run_python("")
+    except OSError as error:
+        pytest.skip(f"no interpreter that every user can start: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 300
+TIMEOUT_S = 500
 
 
 class RankError(AssertionError):

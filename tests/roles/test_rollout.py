@@ -125,6 +125,37 @@ def generated(model: Path) -> dict[str, object]:
     }
 
 
+def kept(model: Path) -> list[list[tuple[int, int, list[int]]]]:
+    """Two prompts of five are kept, twice, from batches smaller than the work; then the rest is done."""
+    actor, _ = roles(model, "tp1")
+    engine = EmbeddedEngine(model, "cpu", torch.float32, max_batch=4, load_weights=False)
+    rollout = Rollout(EmbeddedFleet(engine), Sampling(max_new_tokens=9), seed=5, store=job_store(), partial=True)
+    rollout.sync(actor)
+    calls = []
+    for number, asked in enumerate((prompts(model), prompts(model)[:2], [])):
+        batch = rollout.generate(asked, samples=3, keep=2 if asked else None)
+        calls.append(
+            [
+                (int(batch["sample_id"][i]), int(batch["group"][i]), batch.row("versions", i).unique().tolist())
+                for i in range(len(batch))
+            ]
+        )
+        assert rollout.unfinished == (3, 3, 0)[number]
+        actor.updates += 1
+        rollout.sync(actor)
+    return calls
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_prompts_that_are_not_kept_go_on_in_the_next_call(ranks, model, count):
+    results = ranks.run(count, kept, model)
+    calls = [[row for result in results for row in result[number]] for number in range(3)]
+    for rows, groups in zip(calls, (2, 2, 3), strict=True):
+        assert len({group for _, group, _ in rows}) == groups and len(rows) == 3 * groups
+    assert sorted(i for rows in calls for i, _, _ in rows) == list(range(21))
+    assert all(version <= number for number, rows in enumerate(calls) for *_, found in rows for version in found)
+
+
 class _ById:
     def __init__(self, found: list[Prompt]) -> None:
         self.by_id = {prompt.id: prompt for prompt in found}.__getitem__

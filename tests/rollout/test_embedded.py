@@ -256,6 +256,23 @@ def test_abort_returns_what_was_written(qwen3: Path) -> None:
     assert engine.generate(asked, sampling) == whole
 
 
+def test_a_cut_sample_goes_on_as_if_it_had_not_been_cut(qwen3: Path) -> None:
+    engine = engine_of(qwen3)
+    asked, sampling = requests(), Sampling(max_new_tokens=20)
+    whole = engine.generate(asked, sampling)
+    for length in (1, 7, 19, 20):
+        begun = [
+            dataclasses.replace(sample, tokens=sample.tokens[:length], logprobs=sample.logprobs[:length],
+                                versions=(5,) * len(sample.tokens[:length]))
+            for sample in whole
+        ]  # fmt: skip
+        again = [dataclasses.replace(request, begun=part) for request, part in zip(asked, begun, strict=True)]
+        for one, other in zip(engine.generate(again, sampling), whole, strict=True):
+            assert (one.id, one.tokens) == (other.id, other.tokens)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert one.versions == (5,) * length + (0,) * (20 - length) and one.finish == "length"
+
+
 def test_no_requests_no_samples(qwen3: Path) -> None:
     assert engine_of(qwen3).generate([], Sampling(max_new_tokens=4)) == []
 

@@ -11,15 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.sglang_engines import bring_weights
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.layout import Dimensions, EngineLayout
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
-from verl_mg.rollout.sglang.payload import payload, staging
+from verl_mg.rollout.sglang.payload import payload
 from verl_mg.tiny import make_tiny_model
-from verl_mg.weights import read_config, table
-from verl_mg.weights.files import CheckpointReader, load_shards
 
 pytestmark = needs_sglang
 SETTINGS = EngineSettings(
@@ -43,16 +42,6 @@ def engine(model, tmp_path_factory) -> Iterator[SGLangEngine]:
     bring_weights(engine, model, version=7)
     yield engine
     engine.close()
-
-
-def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:
-    shards = table(read_config(model)).sglang(EngineLayout(), 0)
-    tensors = staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
-    with CheckpointReader(model) as reader:
-        load_shards(reader, shards, tensors)
-    engine.begin_update()
-    engine.loaded(engine.load([payload(tensors)], version))
-    engine.end_update(version)
 
 
 def requests(count: int = 6) -> list[Request]:

@@ -9,14 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.rollout.sglang_probes import CHECK_DERIVED
+from tests.sglang_engines import bring_weights
 from tests.traces import needs_sglang
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.engine import Request, Sampling
 from verl_mg.rollout.sglang import EngineSettings, SGLangEngine
-from verl_mg.rollout.sglang.payload import payload, staging
+from verl_mg.rollout.sglang.payload import payload
 from verl_mg.tiny import make_tiny_model
-from verl_mg.weights import read_config, table
-from verl_mg.weights.files import CheckpointReader, load_shards
 
 pytestmark = needs_sglang
 SETTINGS = EngineSettings(layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=128)
@@ -27,19 +26,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def made(folder: Path, architecture: str, **fields: object) -> Path:
     sizes = {"hidden": 64, "ffn": 128, "max_positions": 128, "init_std": 0.2, "seed": 3}
     return make_tiny_model(folder, architecture, characters="abcdefgh", **sizes, **fields)
-
-
-def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:
-    layout, payloads, held = engine.settings.layout, [], []
-    for rank in range(layout.ranks):
-        shards = table(read_config(model)).sglang(layout, rank)
-        held.append(staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu")))
-        with CheckpointReader(model) as reader:
-            load_shards(reader, shards, held[-1])
-        payloads.append(payload(held[-1]))
-    engine.begin_update()
-    engine.loaded(engine.load(payloads, version))
-    engine.end_update(version)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -246,6 +246,7 @@ def test_deep_nesting_is_computed_or_refused(expression: str) -> None:
     assert result == "1" or result.startswith("error: calculator raised ")
 
 
+@pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize(
     ("code", "words"),
     [("print(6 * 7)", ["42"]), ("print(1)\n1/0", ["1\n", "ZeroDivisionError"]), ("x = (", ["SyntaxError"])],

@@ -206,6 +206,7 @@ def test_what_goes_wrong_is_observed(text: str, result: str) -> None:
     assert sample.finish == "stop"
 
 
+@pytest.mark.usefixtures("sandbox")
 def test_a_program_runs_in_the_sandbox() -> None:
     engine = Scripted(turns_of(qwen("python", code="print(6 * 7)"), "ok"))
     one(engine, tools=[python])

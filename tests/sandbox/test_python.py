@@ -75,6 +75,7 @@ def test_failures_are_errors(run: Callable[..., Outcome], program: str, error: s
     assert error in outcome.stderr
 
 
+@pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("text", ["'\ud800'", "print('\ud800')"])
 def test_text_that_is_no_unicode(text: str) -> None:
     assert run_python(text, stdin="\ud800", seconds=PATIENCE).ended == "ok"
@@ -202,6 +203,7 @@ def test_packages_of_this_interpreter_are_there() -> None:
     assert run_python(program, seconds=PATIENCE, memory_mb=2048) == Outcome("6\n", "", "ok")
 
 
+@pytest.mark.usefixtures("sandbox")
 def test_many_at_once_and_a_cancelled_one() -> None:
     name = fresh_name()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -12,7 +13,7 @@ from verl_mg.roles.revival import Revivals
 from verl_mg.roles.sync import ModuleSync, ShardSync
 from verl_mg.rollout.dealing import Deal, FixedDeal, Group, SharedDeal
 from verl_mg.rollout.embedded import EmbeddedEngine
-from verl_mg.rollout.engine import RolloutEngine
+from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
 from verl_mg.rollout.sglang.engine import SGLangEngine
 
 Wrap = Callable[[RolloutEngine], RolloutEngine]
@@ -114,13 +115,14 @@ class SGLangFleet(Fleet):
     def sync(self, actor: Actor) -> dict[str, float]:
         """See `Fleet`. Weights first, then the actor leaves, then the key-value cache comes."""
         self._actor, self.version = actor, actor.updates
-        if self._resting and self._inner:
-            self._inner.wake(weights=True, kv=False)
+        if self._inner:
+            with suppress(EngineDiedError):  # the sync finds that out too
+                self._inner.wake(weights=True, kv=False)
         actor.host_copy.come_back()
         report = self._sync.sync(actor)
         if self._offload:
             actor.host_copy.leave()
-        if self._resting and self._inner:
+        if self._inner:
             self._inner.wake(weights=False, kv=True)
         self._resting = False
         return report
@@ -134,7 +136,8 @@ class SGLangFleet(Fleet):
         """See `Fleet`."""
         if self._sleeps and not self._resting:
             if self._inner:
-                self._inner.sleep()
+                with suppress(EngineDiedError):  # then it has no memory to give
+                    self._inner.sleep()
             self._sync.meet()
             self._resting = True
         if self._actor is not None:

@@ -85,7 +85,7 @@ class Rollout:
 
     def sync(self, actor: Actor) -> None:
         """Bring the actor's weights into the engines, each byte that a rank lacks once."""
-        self.metrics = self._fleet.sync(actor)
+        self.metrics |= self._fleet.sync(actor)
 
     def _ask(self, prompts: Sequence[Prompt], samples: int) -> list[_Asked]:
         first, self._next_id = self._next_id, self._next_id + len(prompts) * samples

@@ -19,6 +19,7 @@ from verl_mg.megatron.collectives import all_gather_json, sum_over_ranks
 from verl_mg.reshard import Schedule, Traffic, aliases, execute, plan, portions, schedule, shared
 from verl_mg.roles.actor import Actor
 from verl_mg.rollout.embedded import EmbeddedEngine
+from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.engine import SGLangEngine
 from verl_mg.rollout.sglang.payload import payload, staging
 from verl_mg.weights import Shard
@@ -105,7 +106,7 @@ class ShardSync:
         here = dist.get_rank() in target.ranks
         engine = self._engine if here else None
         if engine:
-            engine.begin_update()
+            _open(engine)
         traffic, loading, parameters = [], None, actor.network.parameters()
         staged: list[dict[str, Tensor]] = []
         for number, portion in enumerate(planned):
@@ -151,6 +152,15 @@ class ShardSync:
             }
             planned.append(_Portion(schedule(moves, rank, dtype), shards, dtypes))
         return planned, lower_bound
+
+
+def _open(engine: SGLangEngine) -> None:
+    """Open the weights for writing; where the engine died while nobody asked it for anything, those of a new one."""
+    try:
+        engine.begin_update()
+    except EngineDiedError:
+        engine.restart()
+        engine.begin_update()
 
 
 def engine_ranks(placement: EnginePlacement) -> dict[int, tuple[int, ...]]:

@@ -151,7 +151,7 @@ def _build_root(folder: str, paths: list[str], memory_mb: int) -> None:
     for device in DEVICES:
         Path(folder + device).touch()
         _mount(device, folder + device, None, BIND)
-    os.mkdir(folder + "/tmp", 0o700)
+    os.makedirs(folder + "/tmp", 0o700, exist_ok=True)  # an interpreter may lie in there
     os.chdir(folder)
     _call(LIBC.pivot_root, b".", b".")
     _call(LIBC.umount2, b".", UNMOUNT_LATER)  # the old root, which now lies over the new one

@@ -47,6 +47,7 @@ class SGLangEngine(SGLangRequests):
         self._process = HostProcess(self._arguments, environment(self.settings.layout), self._log)
         self._process.wait_until_ready(START_SECONDS)
         self._version = -1
+        self._asleep: set[str] = set()
 
     def close(self) -> None:
         """End the process."""
@@ -81,6 +82,7 @@ class SGLangEngine(SGLangRequests):
     def _take(self, message: dict[str, Any] | None) -> None:
         if message is None:
             self._version = -1
+            self._host.inbox.put(None)  # whoever asks again is told again
             raise self._host.died()
         if "call" in message:
             self._answers[message["call"]] = message["ok"], message["message"]
@@ -123,13 +125,17 @@ class SGLangEngine(SGLangRequests):
 
     def sleep(self, *, weights: bool = True, kv: bool = True) -> None:
         """Give back the memory of the weights, whose values are lost, and of the key-value cache."""
-        self._wait(self._call("release_memory_occupation", tags=_tags(weights, kv)))
+        if tags := _tags(weights, kv) - self._asleep:
+            self._wait(self._call("release_memory_occupation", tags=sorted(tags)))
+            self._asleep |= tags
         if weights:
             self._version = -1
 
     def wake(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Take the memory again."""
-        self._wait(self._call("resume_memory_occupation", tags=_tags(weights, kv)))
+        """Take again the memory that was given back."""
+        if tags := _tags(weights, kv) & self._asleep:
+            self._wait(self._call("resume_memory_occupation", tags=sorted(tags)))
+            self._asleep -= tags
 
     def _call(self, method: str, **fields: Any) -> int:
         number = next(self._numbers)
@@ -155,5 +161,5 @@ class SGLangEngine(SGLangRequests):
         return self._process
 
 
-def _tags(weights: bool, kv: bool) -> list[str]:
-    return [tag for tag, wanted in (("kv_cache", kv), ("weights", weights)) if wanted]
+def _tags(weights: bool, kv: bool) -> set[str]:
+    return {tag for tag, wanted in (("kv_cache", kv), ("weights", weights)) if wanted}

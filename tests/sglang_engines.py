@@ -1,0 +1,25 @@
+"""Real SGLang engines in tests: a checkpoint's weights brought into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from verl_mg.rollout.sglang import SGLangEngine
+from verl_mg.rollout.sglang.payload import payload, staging
+from verl_mg.weights import read_config, table
+from verl_mg.weights.files import CheckpointReader, load_shards
+
+
+def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:
+    """As a sync does it, each rank's shard of the table read from the checkpoint."""
+    layout, held = engine.settings.layout, []
+    for rank in range(layout.ranks):
+        shards = table(read_config(model)).sglang(layout, rank)
+        held.append(staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu")))
+        with CheckpointReader(model) as reader:
+            load_shards(reader, shards, held[-1])
+    engine.begin_update()
+    engine.loaded(engine.load([payload(tensors) for tensors in held], version))
+    engine.end_update(version)
