@@ -123,7 +123,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _trace(arguments: argparse.Namespace) -> None:
     from verl_mg.layout import EngineLayout
-    from verl_mg.rollout.tracer import write_trace
+    from verl_mg.rollout.sglang.tracer import write_trace
 
     write_trace(arguments.model, arguments.output, EngineLayout.parse(arguments.rollout))
     print(f"dialect {arguments.output}")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from recipes.tasks.calculator import make
 from tests.roles.test_sglang_rollout import sglang_job
 from tests.traces import needs_sglang
-from verl_mg.rollout.dialogue import Call
+from verl_mg.rollout.tools.dialogue import Call
 
 pytestmark = needs_sglang
 TURNS = 3
@@ -23,7 +23,7 @@ def iteration(folder: Path) -> dict[str, object]:
         folder,
         "actor.layout=tp2",
         "rollout.layout=tp2",
-        "rollout.tools=[verl_mg.rollout.ready_tools:calculator]",
+        "rollout.tools=[verl_mg.rollout.tools.ready:calculator]",
         f"rollout.max_turns={TURNS}",
         "rollout.max_new_tokens=40",
         f"data.train={folder / 'data' / 'train.jsonl'}",

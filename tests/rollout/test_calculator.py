@@ -15,8 +15,8 @@ from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
 from verl_mg.quickstart import accuracies
 from verl_mg.rewards import Sample, load_reward
-from verl_mg.rollout.dialogue import Call, Dialogue, Result
-from verl_mg.rollout.tools import load_tools
+from verl_mg.rollout.tools.dialogue import Call, Dialogue, Result
+from verl_mg.rollout.tools.tool import load_tools
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -53,7 +53,7 @@ def test_a_call_is_short_and_what_is_shown_is_what_happens(folder: Path) -> None
     """Two turns by the rollout's own parts give the tokens of the two demonstrations."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     asked, continued = records(folder / "data" / "demonstrations.jsonl")[1:3]
-    dialogue = Dialogue(tokenizer, load_tools(["verl_mg.rollout.ready_tools:calculator"]), "qwen25")
+    dialogue = Dialogue(tokenizer, load_tools(["verl_mg.rollout.tools.ready:calculator"]), "qwen25")
     tokens = tokenizer(continued["prompt"][1]["content"])["input_ids"]
     assert len(tokens) == len(tokenizer(asked["answer"])["input_ids"]) == 15
     assert dialogue.calls(tokens) == [

@@ -9,9 +9,9 @@ import pytest
 
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
-from verl_mg.rollout.dialogue import MALFORMED, Call, Dialogue, Result
-from verl_mg.rollout.ready_tools import calculator
-from verl_mg.rollout.tools import Tool
+from verl_mg.rollout.tools.dialogue import MALFORMED, Call, Dialogue, Result
+from verl_mg.rollout.tools.ready import calculator
+from verl_mg.rollout.tools.tool import Tool
 from verl_mg.tiny import character_tokenizer
 
 pytestmark = needs_sglang

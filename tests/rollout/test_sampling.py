@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from verl_mg.errors import UserError
+from verl_mg.rollout.embedded.sampling import choose, uniforms
 from verl_mg.rollout.engine import Sampling
-from verl_mg.rollout.sampling import choose, uniforms
 
 
 def grid(n: int) -> torch.Tensor:

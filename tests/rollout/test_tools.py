@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.ready_tools import calculator, python
-from verl_mg.rollout.tools import LONGEST_RESULT, Tool, call_tool, load_tools
+from verl_mg.rollout.tools.ready import calculator, python
+from verl_mg.rollout.tools.tool import LONGEST_RESULT, Tool, call_tool, load_tools
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def test_tools_are_found_by_name(tmp_path: Path) -> None:
     file.write_text(
         'from __future__ import annotations\ndef twice(n: int) -> int:\n    """Double."""\n    return 2 * n\n'
     )
-    tools = load_tools([f"{file}:twice", "verl_mg.rollout.ready_tools:calculator"])
+    tools = load_tools([f"{file}:twice", "verl_mg.rollout.tools.ready:calculator"])
     assert [tool.name for tool in tools] == ["twice", "calculator"]
     assert asyncio.run(tools[0].call('{"n": 21}', 60)) == "42"
 
@@ -194,7 +194,7 @@ def test_what_is_no_tool_is_named(tmp_path: Path, text: str, reason: str) -> Non
 
 def test_names_differ() -> None:
     with pytest.raises(UserError, match="there is a tool calculator already"):
-        load_tools(["verl_mg.rollout.ready_tools:calculator"] * 2)
+        load_tools(["verl_mg.rollout.tools.ready:calculator"] * 2)
 
 
 @pytest.mark.parametrize(

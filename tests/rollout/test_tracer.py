@@ -14,7 +14,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.reshard import plan
 from verl_mg.rollout import tracer
-from verl_mg.rollout.tracer import (
+from verl_mg.rollout.sglang.tracer import (
     checkpoint_shapes,
     trace_sglang,
     trace_sglang_many,
@@ -134,7 +134,7 @@ def test_without_sglang_the_remedy_is_named(tmp_path, monkeypatch):
 
 
 def test_the_module_that_uses_sglang_imports_without_it():
-    code = "import sys, verl_mg.rollout.tracer; sys.exit('sglang' in sys.modules)"
+    code = "import sys, verl_mg.rollout.sglang.tracer; sys.exit('sglang' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -14,12 +14,12 @@ import torch
 from tests.rollout.test_dialogue import qwen, tokenizer_with
 from tests.traces import needs_sglang
 from verl_mg.rollout import Request, RolloutEngine, Sample, Sampling
-from verl_mg.rollout.dialogue import Call, Dialogue, Result
 from verl_mg.rollout.embedded import EmbeddedEngine
 from verl_mg.rollout.engine import OBSERVED, Finish
-from verl_mg.rollout.ready_tools import calculator, python
-from verl_mg.rollout.tools import Tool
-from verl_mg.rollout.turns import UNREADABLE, Conversations
+from verl_mg.rollout.tools.dialogue import Call, Dialogue, Result
+from verl_mg.rollout.tools.ready import calculator, python
+from verl_mg.rollout.tools.tool import Tool
+from verl_mg.rollout.tools.turns import UNREADABLE, Conversations
 from verl_mg.tiny import make_tiny_model
 
 pytestmark = needs_sglang

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.traces import FAMILIES, folder_of, layouts_of, needs_sglang, sglang_trace
-from verl_mg.rollout.tracer import checkpoint_shapes, trace_transformers
+from verl_mg.rollout.sglang.tracer import checkpoint_shapes, trace_transformers
 from verl_mg.weights import Shard, read_config, table
 
 

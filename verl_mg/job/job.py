@@ -27,9 +27,9 @@ from verl_mg.roles.policy import Policy
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.scorer import Scorer
 from verl_mg.rollout import Sampling
-from verl_mg.rollout.dialogue import Dialogue
-from verl_mg.rollout.tools import load_tools
-from verl_mg.rollout.turns import Conversations
+from verl_mg.rollout.tools.dialogue import Dialogue
+from verl_mg.rollout.tools.tool import load_tools
+from verl_mg.rollout.tools.turns import Conversations
 from verl_mg.weights import read_config, table
 
 if TYPE_CHECKING:

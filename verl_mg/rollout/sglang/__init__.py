@@ -8,7 +8,10 @@
     server      a server that somebody else has started: the same over HTTP
     server_info what such a server tells of itself, and whether it fits
     http        JSON to a server and back
+    scheduler   SGLang's schedulers, with what the CPU lacks
+    loader      how a pipeline stage takes its own of what all stages are handed
     payload     shards handed over by the handles of their memory
+    tracer      what SGLang's own loaders make of a checkpoint, read off them
 """
 
 from verl_mg.rollout.sglang.arguments import EngineSettings, check_on_cpu, engine_arguments

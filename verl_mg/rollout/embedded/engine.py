@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.decoding import Completions, decode
+from verl_mg.rollout.embedded.decoding import Completions, decode
+from verl_mg.rollout.embedded.sampling import uniforms
 from verl_mg.rollout.engine import Finish, Request, RolloutEngine, Sample, Sampling
-from verl_mg.rollout.sampling import uniforms
 
 
 class EmbeddedEngine(RolloutEngine):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.tools import Tool
+from verl_mg.rollout.tools.tool import Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from verl_mg.rollout.dialogue import MALFORMED, Call, Dialogue, Result
 from verl_mg.rollout.engine import OBSERVED, Request, RolloutEngine, Sample, Sampling
-from verl_mg.rollout.tools import Tool, call_tool
+from verl_mg.rollout.tools.dialogue import MALFORMED, Call, Dialogue, Result
+from verl_mg.rollout.tools.tool import Tool, call_tool
 
 POLL_SECONDS = 0.02  # how long a result may wait for the engine to be asked again
 GATHER_SECONDS = 0.1  # an engine with nothing to do gets the results together that come this close to each other

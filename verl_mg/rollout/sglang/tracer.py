@@ -34,7 +34,7 @@ from torch import Tensor
 import verl_mg
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
-from verl_mg.rollout.tracing_rank import Job, error_file, jobs_file, result_file
+from verl_mg.rollout.sglang.tracing_rank import Job, error_file, jobs_file, result_file
 from verl_mg.weights.boxes import Shard
 from verl_mg.weights.coding import Codes, decode
 from verl_mg.weights.written import TracedDialect, read_rank, write_dialect
@@ -203,7 +203,7 @@ def _run_ranks(folder: Path, jobs: Sequence[Job], count: int) -> None:
     try:
         for rank in range(count):
             with open(_log(folder, rank), "wb") as log:
-                command = [sys.executable, "-m", "verl_mg.rollout.tracing_rank", str(folder), str(rank)]
+                command = [sys.executable, "-m", "verl_mg.rollout.sglang.tracing_rank", str(folder), str(rank)]
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         while any(process.poll() is None for process in ranks):
             _raise_failure(folder, jobs, ranks)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from verl_mg.rollout.embedded.kv_cache import roomy_cache, take_rows
+from verl_mg.rollout.embedded.sampling import choose
 from verl_mg.rollout.engine import Sampling
-from verl_mg.rollout.kv_cache import roomy_cache, take_rows
-from verl_mg.rollout.sampling import choose
 
 # Rows leave the batch once this share of it is done: dropping a row copies the cache of all the others.
 SHARE_DONE_BEFORE_COMPACTION = 0.25

@@ -1,4 +1,4 @@
-"""Tools that are ready for use: `rollout.tools: [verl_mg.rollout.ready_tools:calculator]`."""
+"""Tools that are ready for use: `rollout.tools: [verl_mg.rollout.tools.ready:calculator]`."""
 
 import ast
 import operator
