@@ -13,7 +13,7 @@ from verl_mg.cli import main
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.reshard import plan
-from verl_mg.rollout import tracer
+from verl_mg.rollout.sglang import tracer
 from verl_mg.rollout.sglang.tracer import (
     checkpoint_shapes,
     trace_sglang,
