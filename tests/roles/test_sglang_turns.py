@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -57,7 +58,10 @@ def iteration(folder: Path) -> dict[str, object]:
         return -tokens["advantages"] * tokens.logprobs, {}
 
     job.actor.update(batch, loss, "token-mean")
+    process = psutil.Process(engine.pid) if conversations is not None else None
+    rollout.close()
     return {
+        "closed": process is None or not process.is_running(),
         "spoken": spoken,
         "rows": {
             int(batch["sample_id"][i]): {
@@ -78,6 +82,7 @@ def test_training_gets_the_tokens_that_sglang_saw_and_wrote(ranks, tmp_path):
     rows = {i: row for result in results for i, row in result["rows"].items()}
     spoken = results[0]["spoken"]
     assert sorted(rows) == list(range(24))
+    assert all(result["closed"] for result in results)
     turns: dict[int, list[tuple[list[int], list[int]]]] = {i: [] for i in rows}
     for rid, context, written in spoken:
         turns[int(rid.split(".")[0])].append((context, written))

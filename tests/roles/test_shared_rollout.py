@@ -79,7 +79,7 @@ def dealt(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
     batch = job.rollout.generate(prompts, samples=4)
     if fixed:
         del fleet.deal
-    names = ("rollout/busiest_engine", "rollout/busiest_engine_tokens")
+    names = ("time/busiest_engine", "rollout/busiest_engine")
     return {"rows": rows(batch), "busiest": [job.rollout.metrics[name] for name in names]}
 
 

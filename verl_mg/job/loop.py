@@ -39,6 +39,8 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
         trace.close()
     if config.job.save:
         job.actor.save(output / MODEL, config.model.path)
+    if hasattr(job, "rollout"):
+        job.rollout.close()
     if world.rank == 0:
         _tell(output)
 

@@ -49,6 +49,9 @@ class Fleet:
         """Bring the weights to all engines; what that took."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """End this rank's engine, if it is one of this job's."""
+
     def revive(self) -> None:
         """See `verl_mg.rollout.shift.Rescue`."""
         raise NotImplementedError
@@ -142,6 +145,11 @@ class SGLangFleet(Fleet):
             self._resting = True
         if self._actor is not None:
             self._actor.host_copy.come_back()
+
+    def close(self) -> None:
+        """See `Fleet`."""
+        if self._inner:
+            self._inner.close()
 
     def revive(self) -> None:
         """See `verl_mg.rollout.shift.Rescue`."""

@@ -87,6 +87,10 @@ class Rollout:
         """Bring the actor's weights into the engines, each byte that a rank lacks once."""
         self.metrics |= self._fleet.sync(actor)
 
+    def close(self) -> None:
+        """End the engines that this job has started."""
+        self._fleet.close()
+
     def _ask(self, prompts: Sequence[Prompt], samples: int) -> list[_Asked]:
         first, self._next_id = self._next_id, self._next_id + len(prompts) * samples
         return [_Asked(p, range(first + i * samples, first + (i + 1) * samples)) for i, p in enumerate(prompts)]
@@ -149,8 +153,8 @@ class Rollout:
         """How even the engines' work was: seconds and tokens of the busiest one over the mean."""
         engines = [own for own, leads in zip(told, self._fleet.leads, strict=True) if leads]
         self.metrics |= {
-            "rollout/busiest_engine": _over_mean([own["busy"] for own in engines]),
-            "rollout/busiest_engine_tokens": _over_mean([own["tokens"] for own in engines]),
+            "time/busiest_engine": _over_mean([own["busy"] for own in engines]),
+            "rollout/busiest_engine": _over_mean([own["tokens"] for own in engines]),
             "rollout/engine_deaths": sum(own["deaths"] for own in told),
             "time/rollout_busy": max(own["busy"] for own in told),
         }
