@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -20,7 +21,7 @@ Wrap = Callable[[RolloutEngine], RolloutEngine]
 """Puts something around an engine, such as turns and tools."""
 
 
-class Fleet:
+class Fleet(ABC):
     """engine: this rank's, if it leads one. engines: how many there are. leads: which ranks lead one.
 
     at_home: whether rows are on the ranks where a recipe wants them as soon as they are written.
@@ -35,30 +36,30 @@ class Fleet:
         self.engines = sum(leads)
         self.version = -1
 
+    @abstractmethod
     def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
         """How the work of a call is shared."""
-        raise NotImplementedError
 
-    def ready(self) -> None:
+    def ready(self) -> None:  # noqa: B027, not all have something to do
         """Called before samples are drawn: take memory that was given back."""
 
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027, not all have something to do
         """Called before something else computes on the engines' devices: give their memory back."""
 
+    @abstractmethod
     def sync(self, actor: Actor) -> dict[str, float]:
         """Bring the weights to all engines; what that took."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027, not all have something to do
         """End this rank's engine, if it is one of this job's."""
 
+    @abstractmethod
     def revive(self) -> None:
         """See `verl_mg.rollout.shift.Rescue`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def serve(self) -> None:
         """See `verl_mg.rollout.shift.Rescue`."""
-        raise NotImplementedError
 
 
 class EmbeddedFleet(Fleet):
@@ -80,8 +81,11 @@ class EmbeddedFleet(Fleet):
         self.version = actor.updates
         return self._sync.sync(actor)
 
+    def revive(self) -> None:
+        """An engine lives and dies with its rank."""
+
     def serve(self) -> None:
-        """It lives and dies with its rank."""
+        """See `revive`."""
 
 
 class SGLangFleet(Fleet):
