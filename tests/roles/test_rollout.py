@@ -141,6 +141,9 @@ def kept(model: Path) -> list[list[tuple[int, int, list[int]]]]:
             ]
         )
         assert rollout.unfinished == (3, 3, 0)[number]
+        before = dict(rollout.metrics)
+        assert len(rollout.greedy(prompts(model)[:2])) == (2 if dist.get_world_size() == 1 else 1)
+        assert rollout.metrics == before  # what is told of an iteration is not of its evaluation
         actor.updates += 1
         rollout.sync(actor)
     return calls

@@ -102,6 +102,13 @@ def test_a_cut_sample_goes_on_where_it_was(engine):
         assert len(one.versions) == 200 and torch.equal(one.routed_experts, other.routed_experts)
 
 
+def test_a_cut_reaches_requests_that_have_hardly_been_made(engine):
+    engine.submit(requests(), Sampling(max_new_tokens=250))
+    engine.abort()
+    assert any(sample.finish == "abort" for sample in all_of(engine, 6))
+    assert [len(sample.tokens) for sample in engine.generate(requests(), SHORT)] == [5] * 6
+
+
 def test_a_late_request_is_cut_alone(engine, monkeypatch):
     monkeypatch.setattr(engine, "_request_timeout", 0.2)
     engine.submit([Request(1, (6, 7), 1)], Sampling(max_new_tokens=250))

@@ -78,7 +78,7 @@ class Rollout:
         """The most probable response to each prompt, for evaluation; the samples of training stay the same."""
         asked = self._ask(prompts, 1)
         self._next_id -= len(prompts)
-        metrics = self.metrics
+        metrics = dict(self.metrics)
         batch, _ = self._answer(asked, replace(self._sampling, temperature=0.0), None)
         self.metrics = metrics
         return batch
@@ -111,9 +111,10 @@ class Rollout:
             for i, one in enumerate(asked)
             if self._partial and i not in set(kept)
         ]
-        left = {i for one in waiting for i in one.ids}
-        self._done = {i: sample for i, sample in self._done.items() if i in left}
-        self._cut = {i: sample for i, sample in self._cut.items() if i in left}
+        # Other calls' samples stay: an evaluation comes between the parts of a sample that was cut.
+        gone = {i for one in asked for i in one.ids} - {i for one in waiting for i in one.ids}
+        self._done = {i: sample for i, sample in self._done.items() if i not in gone}
+        self._cut = {i: sample for i, sample in self._cut.items() if i not in gone}
         return home, waiting
 
     def _work(

@@ -87,11 +87,12 @@ def check_on_cpu(model: Dimensions, layout: EngineLayout) -> None:
 
 def environment(layout: EngineLayout) -> dict[str, str]:
     """The environment of a host process: this one's, without what torchrun says of this rank."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
+    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
+    launcher |= {"MASTER_ADDR", "MASTER_PORT"}
     own = {
         name: value
         for name, value in os.environ.items()
-        if name not in launcher and not name.startswith(("TORCHELASTIC", "MASTER_PORT", "OMPI_", "PMIX_"))
+        if name not in launcher and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
     }
     if torch.cuda.is_available():
         return own

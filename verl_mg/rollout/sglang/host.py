@@ -23,6 +23,7 @@ from typing import Any
 from verl_mg.rollout.sglang.requests import told
 
 LINE_LIMIT = 2**31
+ABORT_AGAIN_SECONDS = 0.1
 
 
 class Host:
@@ -31,14 +32,15 @@ class Host:
     def __init__(self, engine: Any, writer: asyncio.StreamWriter) -> None:
         self._engine, self._manager, self._writer = engine, engine.tokenizer_manager, writer
         self._tasks: set[asyncio.Task[None]] = set()
+        self._open: set[str] = set()
 
     def obey(self, message: dict[str, Any]) -> None:
         """Begin what a line asks for."""
         if "generate" in message:
+            self._open.add(message["generate"])
             self._start(self._generate(message["generate"], message["fields"]))
         elif "abort" in message:
-            rid = message["abort"]
-            self._manager.abort_request(rid=rid or "", abort_all=rid is None)
+            self._start(self._abort(message["abort"]))
         else:
             self._start(self._call(message["call"], message["method"], message["fields"]))
 
@@ -56,7 +58,15 @@ class Host:
             answer = told(await self._engine.async_generate(rid=rid, **fields))
         except Exception as error:  # SGLang refuses a request, or lets one that never began end so
             answer = {"error": f"{type(error).__name__}: {error}"}
+        self._open.discard(rid)
         self.say(sample=rid, **answer)
+
+    async def _abort(self, rid: str | None) -> None:
+        """Again and again: an abort that overtakes its request finds nothing to abort."""
+        meant = set(self._open) if rid is None else {rid}
+        while meant & self._open:
+            self._manager.abort_request(rid=rid or "", abort_all=rid is None)
+            await asyncio.sleep(ABORT_AGAIN_SECONDS)
 
     async def _call(self, number: int, method: str, fields: dict[str, Any]) -> None:
         try:
