@@ -25,6 +25,7 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens of the row it takes |
 | version | sequence, int64 | the oldest weights that wrote of the row |
 | truncated | sequence, bool | the response was cut at the length limit |
+| pair, chosen | sequence, int64 and bool | two rows of one prompt to be compared, and which of them is preferred |
 
 Inside a recipe a batch is spread over all ranks of the job: each row lies on exactly one of them. Roles
 fetch the rows that they work on and bring columns back, so a recipe never speaks of ranks.
@@ -52,7 +53,7 @@ TOKEN_COLUMNS = frozenset(
     | {"values", "advantages", "returns", "correction", "correction_below", "correction_above", "routed_experts"}
 )
 SEQUENCE_COLUMNS = frozenset(
-    {"reward", "group", "sample_id", "prompt_id", "prompt_length", "version", "truncated"}
+    {"reward", "group", "sample_id", "prompt_id", "prompt_length", "version", "truncated", "pair", "chosen"}
 )
 
 
@@ -143,6 +144,11 @@ class Batch:
         """(sum(lengths),) int64: each token's place in its row, from 0."""
         return torch.arange(self.total_tokens) - self.offsets[:-1][self.sequence_ids]
 
+    @property
+    def last(self) -> Tensor:
+        """(sum(lengths),) bool: true on the last token of each row."""
+        return self.positions == self.spread(self.lengths) - 1
+
     def spread(self, values: Tensor) -> Tensor:
         """A sequence column (n,) as a token column (sum(lengths),): each token gets its row's value."""
         return values[self.sequence_ids]
@@ -160,6 +166,10 @@ class Batch:
         table = values.new_full((len(self), width, *values.shape[1:]), fill)
         table[mask] = values
         return table, mask
+
+    def flat(self, table: Tensor) -> Tensor:
+        """The way back: (n, T) as a token column (sum(lengths),)."""
+        return table[torch.arange(table.shape[1]) < self.lengths[:, None]]
 
     # -- verbs
 

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, create_model, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
@@ -30,17 +40,81 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-class DataConfig(Section):
-    """Prompts: a JSONL or Parquet file, and which fields of a line to read."""
+class SourceConfig(Section):
+    """One of several sources of prompts. `weight`: its share of the prompts taken, against the other sources'; a test
+    has none. Fields and instruction are those of `data` unless given."""
 
-    train: Path
-    test: Path | None = None
+    path: Path
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    prompt_field: str | None = None
+    answer_field: str | None = None
+    instruction: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        # A source's name is the user's, so the list of all keys that `_nearest` looks in has none of a source.
+        unknown = [key for key in value if key not in cls.model_fields] if isinstance(value, dict) else []
+        if unknown:
+            raise ValueError(f"unknown key {unknown[0]!r}; a source has {', '.join(cls.model_fields)}")
+        return value
+
+
+class CurriculumConfig(Section):
+    """Skip training prompts whose pass rate is outside [low, high]; 0 and 1 skip none. One that is skipped `revisit`
+    times running is taken again. An answer passes with a reward of `threshold` or more; a prompt's rate is a running
+    average in which the past weighs `decay`."""
+
+    low: float = Field(0.0, ge=0, le=1)
+    high: float = Field(1.0, ge=0, le=1)
+    revisit: PositiveInt = 3
+    threshold: float = 0.5
+    decay: float = Field(0.5, ge=0, lt=1)
+
+    @field_validator("high")
+    @classmethod
+    def _not_below_low(cls, high: float, info: Any) -> float:
+        if high < info.data.get("low", 0.0):
+            raise ValueError("must not be smaller than low")
+        return high
+
+
+class DataConfig(Section):
+    """Prompts, and which fields of a record to read.
+
+    `train`, `test`: a path, or several sources as `NAME: {path: ..., weight: ...}`. A path is a .jsonl, .json (lines)
+    or .parquet file, a folder of shards, a pattern such as data/train-*.parquet, or a folder that save_to_disk of
+    Hugging Face datasets has written. `chosen_field`, `rejected_field`: the answers of a preference.
+    """
+
+    train: Path | dict[str, SourceConfig]
+    test: Path | dict[str, SourceConfig] | None = None
     prompt_field: str = "prompt"
     answer_field: str = "answer"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
     chat_template: bool = False
     instruction: str = ""
     max_prompt_tokens: PositiveInt = 1024
     too_long: Literal["error", "drop"] = "error"
+    curriculum: CurriculumConfig = CurriculumConfig()
+
+    @field_validator("train", "test", mode="before")
+    @classmethod
+    def _path_or_sources(cls, value: Any, info: Any) -> Any:
+        # Decided here, or an error would list the complaints of both kinds.
+        if isinstance(value, dict) and value:
+            return TypeAdapter(dict[str, SourceConfig]).validate_python(value)
+        if isinstance(value, str | Path) or (value is None and info.field_name == "test"):
+            return value
+        raise ValueError("write a path, or sources as NAME: {path: ...}")
+
+    @field_validator("rejected_field")
+    @classmethod
+    def _not_the_chosen(cls, name: str, info: Any) -> str:
+        if name == info.data.get("chosen_field"):
+            raise ValueError("must be another field than chosen_field")
+        return name
 
 
 class OptimizerConfig(Section):
@@ -64,6 +138,19 @@ class OptimizerConfig(Section):
         return steps
 
 
+class GuardConfig(Section):
+    """What keeps a bad update away from the weights.
+
+    A step whose loss or gradient is not finite is left out; after `bad_steps` of them in a row the run stops. Where the
+    policy has moved further than `max_kl` nats a token from that of the iteration's start, the step is left out (skip),
+    or the weights go back to those before the last step, and the learning rate to its beginning (rollback).
+    """
+
+    bad_steps: PositiveInt = 10
+    max_kl: float | None = Field(None, gt=0)
+    action: Literal["skip", "rollback"] = "skip"
+
+
 def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
     try:
         kind.parse(text)
@@ -83,21 +170,31 @@ class LayoutSection(Section):
         return _parsed(Layout, text)
 
 
-class ActorConfig(LayoutSection):
-    """The policy that is trained. A micro-batch is filled up to `tokens_per_micro_batch` tokens.
-
-    `offload`: parameters and optimizer wait on the host while samples are drawn.
-    """
+class TrainedConfig(LayoutSection):
+    """A model that learns. A micro-batch is filled up to `tokens_per_micro_batch` tokens."""
 
     tokens_per_micro_batch: PositiveInt = 8192
     recompute: bool = False
-    offload: bool = False
     optimizer: OptimizerConfig = OptimizerConfig()
+    guard: GuardConfig = GuardConfig()
+
+
+class ActorConfig(TrainedConfig):
+    """The policy that is trained. `offload`: parameters and optimizer wait on the host while samples are drawn."""
+
+    offload: bool = False
+
+
+class CriticConfig(TrainedConfig):
+    """A model that learns to judge, built only where a recipe asks for it. `path`: of its own, not `model.path`."""
+
+    path: Path | None = None
 
 
 class ReferenceConfig(LayoutSection):
-    """The frozen initial policy, built only where a recipe asks for it."""
+    """A frozen policy, built only where a recipe asks for it: the initial one, or a teacher at `path`."""
 
+    path: Path | None = None
     tokens_per_micro_batch: PositiveInt = 16384
 
 
@@ -143,10 +240,40 @@ class RolloutConfig(Section):
         return _parsed(EngineLayout, text)
 
 
+class MixedReward(Section):
+    """One reward of a mixture. Weight 0: it is only logged."""
+
+    function: str
+    options: dict[str, Any] = {}
+    weight: float = Field(1.0, allow_inf_nan=False)
+
+
 class RewardConfig(Section):
-    """`package.module:function` or `path/file.py:function`, called with a `verl_mg.rewards.Sample`."""
+    """`package.module:thing` or `path/file.py:thing`, with `options` as keyword arguments; see `load_reward`.
+
+    `mixture`: rewards by name, whose weighted sum takes the place of `function`. `weights_file`: JSON or YAML, read
+    once an iteration where it has changed, with new weights by name. `workers`: calls of a reward on a rank at once.
+    """
 
     function: str = "verl_mg.rewards.math:score"
+    options: dict[str, Any] = {}
+    mixture: dict[str, MixedReward] = {}
+    weights_file: Path | None = None
+    workers: PositiveInt = 8
+
+    @field_validator("mixture")
+    @classmethod
+    def _has_the_options(cls, mixture: dict[str, MixedReward], info: Any) -> dict[str, MixedReward]:
+        if mixture and info.data.get("options"):
+            raise ValueError("write the options under each reward of the mixture, not beside it")
+        return mixture
+
+    @field_validator("weights_file")
+    @classmethod
+    def _has_a_mixture(cls, file: Path | None, info: Any) -> Path | None:
+        if file is not None and not info.data.get("mixture"):
+            raise ValueError("there is no mixture whose weights it could tell; write reward.mixture")
+        return file
 
 
 class EvaluationConfig(Section):
@@ -172,6 +299,9 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: CriticConfig = CriticConfig()
+    process_reward: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()

@@ -100,7 +100,7 @@ def test_the_kl_term_is_not_weighed():
     column = torch.tensor([-1.0, -2.0])
     names = ("old_logprobs", "advantages", "correction", "correction_below", "correction_above")
     columns = {**dict.fromkeys(names, torch.zeros(2)), "ref_logprobs": column - 0.5}
-    tokens = LossTokens(column, column, torch.tensor([True, True]), torch.tensor([0, 1]), columns)
+    tokens = LossTokens(torch.stack([column, column]), torch.tensor([True, True]), torch.tensor([0, 1]), columns)
     cfg = GRPO.config(correction="icepop", kl_coefficient=0.1)
     loss, metrics = sys.modules["recipe_grpo"].policy_loss(tokens, cfg)
     assert loss.tolist() == pytest.approx([0.1 * (math.exp(-0.5) - 0.5)] * 2)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from transformers import AutoTokenizer
 
 from verl_mg.batch import Batch
-from verl_mg.config import ActorConfig, Config, ReferenceConfig
+from verl_mg.config import Config
 from verl_mg.data.demonstrations import demonstration
 from verl_mg.data.prompts import Prompt, PromptSet
 from verl_mg.errors import UserError
 from verl_mg.job.engines import build_fleet, check_engines, training_ranks
-from verl_mg.layout import Layout, Placement
+from verl_mg.job.networks import NETWORKS, Networks
 from verl_mg.megatron.collectives import sum_over_ranks
-from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.megatron.network import check_layout
 from verl_mg.rewards import load_reward
+from verl_mg.roles import agreement
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.critic import Critic, RewardModel
 from verl_mg.roles.fleet import Wrap
 from verl_mg.roles.policy import Policy
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.scorer import Scorer
+from verl_mg.roles.trained import Trained
 from verl_mg.rollout import Sampling
 from verl_mg.rollout.tools.dialogue import Dialogue
 from verl_mg.rollout.tools.tool import load_tools
@@ -35,52 +37,79 @@ from verl_mg.weights import read_config, table
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-P = TypeVar("P", bound=Policy)
-
 
 class Job:
     """The roles that a recipe asked for and the data they work on; built by all ranks together.
 
-    `actor`, `reference`, `rollout`, `reward` are there when the recipe's `roles` names them; `prompts` always.
+    The roles are there when the recipe's `roles` names them; `prompts` always. iteration: the number of this one, from
+    1. state: what a recipe keeps from one iteration to the next, numbers and batches by name.
     """
 
     actor: Actor
+    critic: Critic
+    reward_model: RewardModel
+    process_reward: Actor
     reference: Policy
     rollout: Rollout
     reward: Scorer
 
     def __init__(self, config: Config, roles: set[str], store: Store) -> None:
         self.config, self._store = config, store
-        self._groups: dict[Placement, ParallelGroups] = {}
+        self.iteration = 0
+        self.state: dict[str, float | Batch] = {}
         self._next_demonstration = 0
         torch.manual_seed(config.job.seed)
         ranks = dist.get_world_size()
-        self._training = training_ranks(config, ranks) if "rollout" in roles else ranks
-        self._check_layouts(roles)
+        training = training_ranks(config, ranks) if "rollout" in roles else ranks
+        self._networks = Networks(config, training)
+        self._networks.check(roles, f" beside rollout.ranks={ranks - training}" if training < ranks else "")
+        if "rollout" in roles:
+            check_engines(config, table(read_config(config.model.path)), ranks)
         self.tokenizer = _read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
         self.prompts = self._read_prompts(config.data.train)
         self.test_prompts = self._read_prompts(config.data.test) if config.data.test else None
         if "reward" in roles:
             self.reward = Scorer(load_reward(config.reward.function), self.prompts, self.tokenizer)
-        if "actor" in roles:
-            self.actor = self.build_actor()
-        if "reference" in roles:
-            self.reference = self._build_policy(Policy, config.reference)
+        for role in NETWORKS:
+            if role in roles:
+                setattr(self, role, self._networks.build(role))
         if "rollout" in roles:
             self.rollout = self._build_rollout()
             self.rollout.sync(self.actor)
 
     def build_actor(self) -> Actor:
-        """The policy under the layout of the configuration, with the weights of the model's directory."""
-        actor = self.config.actor
-        return self._build_policy(Actor, actor, recompute=actor.recompute, optimizer=actor.optimizer)
+        """Another policy under the layout of the configuration, with the weights of the model's directory."""
+        actor: Actor = self._networks.build("actor")
+        return actor
+
+    @property
+    def trained(self) -> dict[str, Trained]:
+        """The roles that learn, by name."""
+        present = {name: getattr(self, name, None) for name in NETWORKS}
+        return {name: role for name, role in present.items() if isinstance(role, Trained)}
+
+    # -- what all ranks know together
+
+    def total(self, values: Tensor) -> Tensor:
+        """See `agreement.total`."""
+        return agreement.total(values)
+
+    def column(self, batch: Batch, name: str) -> Tensor:
+        """See `agreement.column`."""
+        return agreement.column(batch, name)
+
+    def kth_largest(self, values: Tensor, k: int) -> float:
+        """See `agreement.kth_largest`."""
+        return agreement.kth_largest(values, k)
+
+    # -- data
 
     def demonstrations(self, prompts: list[Prompt]) -> Batch:
         """Prompts with their answers as rows to imitate; this rank's share of them."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mine = range(rank, len(prompts), ranks)
-        limit = self.actor.network.table.config.max_positions
+        limit = read_config(self.config.model.path).max_positions
         rows = [demonstration(prompts[i], self.tokenizer, limit) for i in mine]
         batch = Batch.from_rows(tokens for tokens, _ in rows)
         batch["prompt_length"] = torch.tensor([length for _, length in rows], dtype=torch.int64)
@@ -102,35 +131,6 @@ class Job:
 
     # -- building
 
-    def _check_layouts(self, roles: set[str]) -> None:
-        """Before any group or model exists: each layout fits the ranks and the model."""
-        model, ranks = read_config(self.config.model.path), dist.get_world_size()
-        beside = f" beside rollout.ranks={ranks - self._training}" if self._training < ranks else ""
-        for role in roles & {"actor", "reference"}:
-            layout: str = getattr(self.config, role).layout
-            try:
-                check_layout(model, Layout.parse(layout).fit(self._training))
-            except UserError as error:
-                raise UserError(f"{role}.layout={layout}{beside}: {error}") from None
-        if "rollout" in roles:
-            check_engines(self.config, table(model), ranks)
-
-    def _groups_of(self, layout: str) -> ParallelGroups:
-        placement = Placement.on(Layout.parse(layout), self._training)
-        if placement not in self._groups:
-            self._groups[placement] = ParallelGroups(placement, self.config.job.seed)
-        return self._groups[placement]
-
-    def _build_policy(self, kind: type[P], section: ActorConfig | ReferenceConfig, **options: Any) -> P:
-        return kind(
-            self.config.model.path,
-            self._groups_of(section.layout),
-            dtype=self._dtype,
-            temperature=self.config.rollout.temperature,
-            tokens_per_micro_batch=section.tokens_per_micro_batch,
-            **options,
-        )
-
     def _build_rollout(self) -> Rollout:
         config, model = self.config.rollout, read_config(self.config.model.path)
         for path, prompts in ((self.config.data.train, self.prompts), (self.config.data.test, self.test_prompts)):
@@ -146,9 +146,9 @@ class Job:
         )
         store = PrefixStore("rollout", self._store)
         fleet = build_fleet(self.config, self._dtype, self.actor, store, self._with_tools())
-        for policy in (getattr(self, role, None) for role in ("actor", "reference")):
-            if policy is not None:
-                policy.claim = fleet.rest
+        for role in (getattr(self, name, None) for name in NETWORKS):
+            if role is not None:
+                role.claim = fleet.rest
         return Rollout(fleet, sampling, self.config.job.seed, store, config.partial)
 
     def _with_tools(self) -> Wrap:

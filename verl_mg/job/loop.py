@@ -38,7 +38,8 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
     if trace is not None:
         trace.close()
     if config.job.save:
-        job.actor.save(output / MODEL, config.model.path)
+        for name, role in job.trained.items():
+            role.save(output / (MODEL if name == "actor" else name), role.model_dir)
     if hasattr(job, "rollout"):
         job.rollout.close()
     if world.rank == 0:
@@ -48,6 +49,7 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
 def one_iteration(recipe: Recipe, job: Job, iteration: int, trace: SampleTrace | None) -> dict[str, float]:
     """The recipe's iteration and its metrics, the same on every rank but for `time/`."""
     started = time.perf_counter()
+    job.iteration = iteration
     metrics = dict(recipe.iteration(job, job.config.algorithm))
     if trace is not None:
         produced, job.rollout.produced = job.rollout.produced, []

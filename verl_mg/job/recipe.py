@@ -11,8 +11,9 @@ from typing import Any
 
 from verl_mg.config import Section
 from verl_mg.errors import UserError
+from verl_mg.job.networks import NETWORKS
 
-ROLES = ("actor", "reference", "rollout", "reward")
+ROLES = (*NETWORKS, "rollout", "reward")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rich.progress import (
 # Label on the console -> the metrics that may stand behind it; the first one present is shown.
 HEADLINES: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/mean",),
-    "loss": ("actor/loss",),
+    "loss": ("actor/loss", "reward_model/loss"),
     "length": ("response/length",),
     "eval": ("eval/reward",),
 }

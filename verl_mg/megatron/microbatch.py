@@ -20,8 +20,8 @@ class MicroBatch:
 
     entries (n,) on the CPU: their places in the token columns of `rows`; sequence_ids (n,): their row.
     T is the rows' tokens and fewer than tp * cp more, which make it a multiple of that. A context-parallel rank
-    computes a run of T / cp tokens, and judges the m tokens whose predecessors are in it:
-    input_ids (1, T / cp): the run; where (m,): the predecessors' places in it; targets (m,): the judged tokens;
+    computes a run of T / cp tokens, and judges the m tokens that are judged by what is in it, their predecessors or
+    themselves: input_ids (1, T / cp): the run; where (m,): the places of these in it; targets (m,): the judged tokens;
     own (m,): which of the n they are.
     """
 
@@ -42,8 +42,12 @@ def make_micro_batch(
     dtype: torch.dtype,
     layout: Layout,
     at: Coordinates,
+    behind: int = 1,
 ) -> MicroBatch:
-    """Put rows side by side, for the rank that stands at `at` in the layout."""
+    """Put rows side by side, for the rank that stands at `at` in the layout.
+
+    A token is judged by the hidden state `behind` places before it: 1, that it was drawn from, or 0, its own.
+    """
     device = inverse_frequencies.device
     total, parts = rows.total_tokens, layout.tp * layout.cp
     filler = -total % parts if total else parts
@@ -51,7 +55,7 @@ def make_micro_batch(
     tokens = torch.cat([rows["tokens"], torch.zeros(filler, dtype=torch.int64)])
     entries = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
     run = len(tokens) // layout.cp
-    own = ((entries - 1) // run == at.cp).nonzero().flatten()
+    own = ((entries - behind) // run == at.cp).nonzero().flatten()
     packed = describe(lengths, inverse_frequencies, attention_scaling, dtype)
     experts = routed_experts(rows, filler, layout, at)
     packed.experts = None if experts is None else experts.to(device)
@@ -59,7 +63,7 @@ def make_micro_batch(
         rows=rows,
         input_ids=tokens[at.cp * run :][:run][None].to(device),
         packed=packed,
-        where=(entries[own] - 1 - at.cp * run).to(device),
+        where=(entries[own] - behind - at.cp * run).to(device),
         targets=tokens[entries[own]].to(device),
         own=own.to(device),
         entries=entries,
@@ -71,15 +75,30 @@ def make_micro_batch(
 class LossTokens:
     """What a loss is a function of: the judged tokens of a micro-batch, flat, all (n,).
 
-    `logprobs` and `entropy` are the model's, with gradients, at the sampling temperature; `tokens[name]` is any
-    other column (a sequence column is spread over its tokens); `mask` is true everywhere.
+    What the model says of them, with gradients, is `logprobs` and `entropy`, at the sampling temperature, or, with a
+    value head, `values`; `tokens[name]` is any other column (a sequence column is spread over its tokens); `mask` is
+    true everywhere.
     """
 
-    logprobs: Tensor
-    entropy: Tensor
+    output: Tensor
     mask: Tensor
     sequence_ids: Tensor
     columns: Mapping[str, Tensor]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Nats."""
+        return self.output[0]
+
+    @property
+    def entropy(self) -> Tensor:
+        """Of the distribution that the token was drawn from, in nats."""
+        return self.output[1]
+
+    @property
+    def values(self) -> Tensor:
+        """Of a value head."""
+        return self.output[0]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
@@ -89,7 +108,7 @@ class LossTokens:
 
 
 def loss_tokens(micro: MicroBatch, output: Tensor) -> LossTokens:
-    """The loss's view of the model's `output` (2, n)."""
+    """The loss's view of the model's `output`, (2, n), or (1, n) with a value head."""
     device = output.device
     columns = {}
     for name in micro.rows.names():
@@ -98,8 +117,7 @@ def loss_tokens(micro: MicroBatch, output: Tensor) -> LossTokens:
             column = micro.rows.spread(column)
         columns[name] = column[micro.entries].to(device)
     return LossTokens(
-        logprobs=output[0],
-        entropy=output[1],
+        output=output,
         mask=torch.ones_like(output[0], dtype=torch.bool),
         sequence_ids=micro.sequence_ids,
         columns=columns,

@@ -31,21 +31,30 @@ ROUTER_BIAS = "router.expert_bias"
 
 
 class PackedModel(GPTModel):
-    """One pipeline chunk. The last one answers log-probabilities instead of logits, which never stand whole."""
+    """One pipeline chunk. The last one answers values, or log-probabilities; logits never stand whole."""
 
     def __init__(self, weights: WeightTable, groups: ParallelGroups, **arguments: Any) -> None:
         super().__init__(pg_collection=groups.collection, position_embedding_type="none", **arguments)
+        self.judges_by_value = weights.head == "value"
+        if self.judges_by_value and self.post_process:
+            self.output_layer = torch.nn.Linear(weights.config.hidden, 1, bias=False, dtype=self.config.params_dtype)
         self.first_token = groups.coordinates.tp * self.vocab_size // groups.layout.tp
         rows = self.vocab_size // groups.layout.tp
         self.real_rows = max(0, min(rows, weights.config.vocab - self.first_token))
 
     def forward(self, micro: MicroBatch, temperature: float) -> Tensor:  # type: ignore[override]
-        """(2, n) float32, log-probabilities and entropies of the n judged tokens, on the last stage, the same on every
-        context-parallel rank; elsewhere the hidden states.
+        """(2, n) float32, log-probabilities and entropies of the n judged tokens, or (1, n), their values, on the last
+        stage, the same on every context-parallel rank; elsewhere the hidden states.
         """
         hidden = super().forward(micro.input_ids, None, None, packed_seq_params=micro.packed)
         if not self.post_process:
             return hidden
+        own = self._values(hidden, micro) if self.judges_by_value else self._logprobs(hidden, micro, temperature)
+        judged_here = own.new_zeros(len(own), len(micro.entries)).index_copy(1, micro.own, own)
+        # The sum passes each rank the gradient of all n, of which it takes its own m: each is counted once.
+        return reduce_from_tensor_model_parallel_region(judged_here, group=self.pg_collection.cp)
+
+    def _logprobs(self, hidden: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
         logprobs, entropy = vocab_parallel_logprobs(
             self.whole_run(hidden)[micro.where],
             self.output_weight(),
@@ -55,15 +64,19 @@ class PackedModel(GPTModel):
             self.real_rows,
             self.pg_collection.tp,
         )
-        nothing = logprobs.new_zeros(2, len(micro.entries))
-        judged_here = nothing.index_copy(1, micro.own, torch.stack([logprobs, entropy]))
-        # The sum passes each rank the gradient of all n, of which it takes its own m: each is counted once.
-        return reduce_from_tensor_model_parallel_region(judged_here, group=self.pg_collection.cp)
+        return torch.stack([logprobs, entropy])
 
-    def whole_run(self, hidden: Tensor) -> Tensor:
-        """Hidden states of a run of t tokens (t or t / tp, 1, h) -> (t, h); the gradient is summed over the group."""
+    def _values(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        # Every tensor-parallel rank has the whole head, and so the whole gradient.
+        states = self.whole_run(hidden, summed=False)[micro.where]
+        return (states.float() @ self.output_layer.weight.float().T).T
+
+    def whole_run(self, hidden: Tensor, summed: bool = True) -> Tensor:
+        """Hidden states of a run of t tokens (t or t / tp, 1, h) -> (t, h); whether ranks' gradients are summed."""
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=summed, group=self.pg_collection.tp
+            )
         return hidden.squeeze(1)
 
     def output_weight(self) -> Tensor:
@@ -97,7 +110,7 @@ def build_chunks(
             max_sequence_length=weights.config.max_positions,
             pre_process=first,
             post_process=last,
-            share_embeddings_and_output_weights=weights.config.tied,
+            share_embeddings_and_output_weights=weights.tied,
             vp_stage=stage,
         )
         _mark_tensor_parallel(model)

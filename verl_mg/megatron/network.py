@@ -19,24 +19,34 @@ from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import MicroBatch, make_micro_batch
 from verl_mg.megatron.model import build_chunks, parameters_by_name, rotary_frequencies
 from verl_mg.megatron.routing import check_routed_experts
-from verl_mg.weights import HFConfig, Holdings, read_config, table
+from verl_mg.weights import SCORE, Head, HFConfig, Holdings, WeightTable, read_config, table
 from verl_mg.weights.files import CheckpointReader, load_shards
 
 Report = dict[str, Tensor]
 Judge = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
-"""(micro-batch, output (2, n) of the last stage) -> (scalar to differentiate, what to report)."""
+"""(micro-batch, output of the last stage) -> (scalar to differentiate, what to report)."""
+
+HEAD_SEED = 1
 
 
 class Network:
     """A model on the placement of its groups. Every method that computes is called by all ranks of that at once.
 
-    Ranks of the job outside the placement have the description, no chunk and no parameter.
+    Ranks of the job outside the placement have the description, no chunk and no parameter. head: what judges tokens;
+    a value head that the directory lacks begins small and random. behind: see `make_micro_batch`.
     """
 
     def __init__(
-        self, model_dir: Path, groups: ParallelGroups, dtype: torch.dtype, recompute: bool = False
+        self,
+        model_dir: Path,
+        groups: ParallelGroups,
+        dtype: torch.dtype,
+        recompute: bool = False,
+        head: Head = "language",
+        behind: int = 1,
     ) -> None:
-        self.table = table(read_config(model_dir))
+        self.table = table(read_config(model_dir), head)
+        self._behind = behind
         check_layout(self.table.config, groups.layout)
         self.groups, self.dtype = groups, dtype
         frequencies, self._attention_scaling = rotary_frequencies(model_dir)
@@ -44,7 +54,7 @@ class Network:
         with groups.active():
             self.chunks = build_chunks(self.table, groups, dtype, recompute) if self.present else []
         self.runnable: list[torch.nn.Module] = list(self.chunks)
-        with CheckpointReader(model_dir) as reader:
+        with CheckpointReader(model_dir, _fresh_head(self.table)) as reader:
             reader.check(self.table.huggingface())
             load_shards(reader, self.holdings().shards(torch.distributed.get_rank()), self.parameters())
 
@@ -80,15 +90,15 @@ class Network:
         """What every rank holds, by the weight table."""
         return self.table.on_megatron(self.placement)
 
-    def logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[tuple[Tensor, Tensor]]:
-        """(places in the token columns, log-probs there) of each micro-batch, where `speaks`; elsewhere []."""
+    def judge(self, micro_batches: Sequence[Batch], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """(places in the token columns, log-probs or values there) by micro-batch, where `speaks`; elsewhere []."""
 
         def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Report]:
-            return output.sum(), {"entries": micro.entries, "logprobs": output[0].cpu()}
+            return output.sum(), {"entries": micro.entries, "judged": output[0].cpu()}
 
         with torch.no_grad():
             reports = self.run(micro_batches, temperature, report, forward_only=True)
-        return [(r["entries"], r["logprobs"]) for r in reports] if self.speaks else []
+        return [(r["entries"], r["judged"]) for r in reports] if self.speaks else []
 
     def run(
         self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, forward_only: bool
@@ -101,7 +111,7 @@ class Network:
         for rows in micro_batches:
             check_routed_experts(rows, self.table.config)
         description = (self._frequencies, self._attention_scaling, self.dtype, self.layout, self.groups.coordinates)
-        prepared = [make_micro_batch(rows, *description) for rows in micro_batches]
+        prepared = [make_micro_batch(rows, *description, self._behind) for rows in micro_batches]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
@@ -125,6 +135,14 @@ def _judged(judge: Judge, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Te
     loss, report = judge(micro, output)
     # megatron divides by this count of tokens; ours are normalised already, see Trainer.
     return loss, torch.zeros((), dtype=torch.int, device=output.device), report
+
+
+def _fresh_head(table: WeightTable) -> dict[str, Tensor]:
+    """Normal with deviation 1 / (h + 1), so that first values are near 0 (arXiv:2009.01325, appendix B)."""
+    if table.head == "language":
+        return {}
+    generator = torch.Generator().manual_seed(HEAD_SEED)
+    return {SCORE: torch.randn(1, table.config.hidden, generator=generator) / (table.config.hidden + 1)}
 
 
 def check_layout(config: HFConfig, layout: Layout) -> None:

@@ -16,24 +16,31 @@ from torch import Tensor
 
 from verl_mg.algorithms.aggregation import aggregate
 from verl_mg.batch import Batch
-from verl_mg.config import OptimizerConfig
+from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.collectives import sum_over_ranks
+from verl_mg.megatron.guard import BROKEN, Guard, Verdict
 from verl_mg.megatron.microbatch import LossTokens, MicroBatch, loss_tokens
 from verl_mg.megatron.network import Judge, Network, Report
+from verl_mg.megatron.snapshot import Snapshot
+from verl_mg.megatron.state import gradient_buffers
 
 TokenLoss = Callable[[LossTokens], tuple[Tensor, Mapping[str, Tensor]]]
 """(the judged tokens of a micro-batch) -> (loss of each (n,), metrics of each (n,) to be averaged over all tokens)."""
 
 
 class Trainer:
-    """A network with gradients and an optimizer; both only where the network is present."""
+    """A network with gradients and an optimizer; both only where the network is present. name: for messages."""
 
-    def __init__(self, network: Network, config: OptimizerConfig) -> None:
-        check_schedule(config)
-        self.network = network
+    def __init__(
+        self, network: Network, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
+    ) -> None:
+        check_schedule(config, name)
+        self.network, self._config = network, config
+        self._guard = Guard(guard or GuardConfig(), name)
         if network.present:
             self._build(network, config)
+            self._last_good = Snapshot(network, self.optimizer) if self._guard.rolls_back else None
 
     def _build(self, network: Network, config: OptimizerConfig) -> None:
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -63,35 +70,56 @@ class Trainer:
         """One optimizer step over one mini-batch, whose micro-batches on this rank are given; every rank calls it.
 
         `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the loss and its gradient are those
-        of the mini-batch in one piece. Returns the same metrics on every rank: the loss, its metrics as means over all
-        judged tokens, `entropy`, `grad_norm`, `lr`.
+        of the mini-batch in one piece. Returns the same metrics on every rank: the loss; its metrics and `entropy` as
+        means over all judged tokens, or, where pairs are compared, over sequences; `grad_norm`, `lr`, and what the
+        guard did, see `Guard`.
         """
 
         def judge(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             tokens = loss_tokens(micro, output)
+
+            def mean(values: Tensor) -> Tensor:
+                if "pair" in tokens and mode == "seq-mean-token-mean":
+                    return aggregate(values.double(), tokens.mask, tokens.sequence_ids, mode, normalizer)
+                return values.double().sum() / max(total_tokens, 1)
+
             per_token, metrics = loss(tokens)
             total = aggregate(per_token, tokens.mask, tokens.sequence_ids, mode, normalizer)
-            means = {"entropy": tokens.entropy, **metrics}
-            sums = {name: values.detach().double().sum() / max(total_tokens, 1) for name, values in means.items()}
-            return total, {"loss": total.detach().double(), **sums}
+            if len(output) > 1:
+                metrics = {"entropy": tokens.entropy, **metrics}
+            means = {name: mean(values.detach()) for name, values in metrics.items()}
+            return total, {"loss": total.detach().double(), **means}
 
-        return sum_over_ranks(self._step(micro_batches, temperature, judge) if self.network.present else [])
+        told = sum_over_ranks(self._gradients(micro_batches, temperature, judge) if self.network.present else [])
+        verdict, seen = self._guard.judge(told)
+        taken = sum_over_ranks(self._carry_out(verdict) if self.network.present else [])
+        return {name: value for name, value in told.items() if name != BROKEN} | seen | taken
 
-    def _step(self, micro_batches: Sequence[Batch], temperature: float, judge: Judge) -> list[Report]:
-        """What this rank has to tell of the step."""
+    def _gradients(self, micro_batches: Sequence[Batch], temperature: float, judge: Judge) -> list[Report]:
+        """Make them; what this rank has to tell of them."""
         for chunk in self.network.runnable:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
         reports = self.network.run(micro_batches, temperature, judge, forward_only=False)
-        self.scheduler.step(1)
-        with self.network.groups.active(), optimizer_calls():
-            _, grad_norm, _ = self.optimizer.step()
-        if not self.network.speaks:
+        broken = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.network))
+        return [*(reports if self.network.speaks else []), {BROKEN: torch.as_tensor(broken)}]
+
+    def _carry_out(self, verdict: Verdict) -> list[Mapping[str, Any]]:
+        """Change the weights, or not."""
+        grad_norm = 0.0
+        if verdict == "step":
+            if self._last_good is not None:
+                self._last_good.take()
+            self.scheduler.step(1)
+            with self.network.groups.active(), optimizer_calls():
+                _, grad_norm, _ = self.optimizer.step()
+        elif verdict == "rollback" and self._last_good is not None:
+            self._last_good.restore()
+            self.scheduler = learning_rate_schedule(self.optimizer, self._config)
+        if not self.network.speaks or self.network.groups.coordinates.dp > 0:
             return []
-        if self.network.groups.coordinates.dp > 0:
-            return reports
         # The same on all ranks that have it: one tells those that have not.
-        return [*reports, {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}]
+        return [{"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}]
 
 
 def optimizer_calls() -> AbstractContextManager[None]:
@@ -131,12 +159,12 @@ def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOpt
     )
 
 
-def check_schedule(config: OptimizerConfig) -> None:
+def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
     """UserError for a learning rate that falls, nobody says over how many steps."""
     if config.schedule != "constant" and config.decay_steps is None:
         raise UserError(
-            f"actor.optimizer.schedule is {config.schedule!r}: write actor.optimizer.decay_steps, the optimizer steps "
-            "over which the learning rate falls to min_lr"
+            f"{name}.optimizer.schedule is {config.schedule!r}: write {name}.optimizer.decay_steps, the optimizer "
+            "steps over which the learning rate falls to min_lr"
         )
 
 

@@ -35,12 +35,16 @@ class Column:
 
 @dataclass(frozen=True)
 class RowIndex:
-    """All rows of a batch over all ranks, in the order of their sample ids: the same on every rank."""
+    """All rows of a batch over all ranks, in the order of their sample ids: the same on every rank.
+
+    units: the rows that go together, one each, or where the batch has the column `pair` those of a pair.
+    """
 
     holders: tuple[int, ...]
     places: tuple[int, ...]
     lengths: tuple[int, ...]
     judged: tuple[int, ...]
+    units: tuple[tuple[int, ...], ...]
     schema: Mapping[str, Column]
 
     def __len__(self) -> int:
@@ -56,14 +60,15 @@ def index_rows(batch: Batch) -> RowIndex:
         "ids": batch["sample_id"].tolist(),
         "lengths": batch.lengths.tolist(),
         "judged": judged.tolist(),
+        "units": (batch["pair"] if "pair" in batch else batch["sample_id"]).tolist(),
         "schema": _describe(batch),
     }
     gathered = all_gather_json(own)
     rows = sorted(
-        (sample_id, rank, place, length, judged)
+        (sample_id, rank, place, length, judged, unit)
         for rank, part in enumerate(gathered)
-        for place, (sample_id, length, judged) in enumerate(
-            zip(part["ids"], part["lengths"], part["judged"], strict=True)
+        for place, (sample_id, length, judged, unit) in enumerate(
+            zip(part["ids"], part["lengths"], part["judged"], part["units"], strict=True)
         )
     )
     ids = [row[0] for row in rows]
@@ -73,8 +78,16 @@ def index_rows(batch: Batch) -> RowIndex:
     for part in gathered:
         if part["ids"] and part["schema"] != described:
             raise ValueError(f"ranks hold different columns: {described} and {part['schema']}")
-    _, holders, places, lengths, judged_counts = zip(*rows, strict=True) if rows else ((),) * 5
-    return RowIndex(holders, places, lengths, judged_counts, _parse(described))
+    _, holders, places, lengths, judged_counts, unit_of = zip(*rows, strict=True) if rows else ((),) * 6
+    return RowIndex(holders, places, lengths, judged_counts, _gather_units(unit_of), _parse(described))
+
+
+def _gather_units(unit_of: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Rows with the same unit, each unit where its first row stands."""
+    units: dict[int, list[int]] = {}
+    for row, unit in enumerate(unit_of):
+        units.setdefault(unit, []).append(row)
+    return tuple(tuple(rows) for rows in units.values())
 
 
 def _describe(batch: Batch) -> dict[str, list[object]]:

@@ -13,11 +13,13 @@ from verl_mg.weights.boxes import Box, Piece, Shard
 from verl_mg.weights.catalogue import TensorInfo
 from verl_mg.weights.holdings import Holdings, ListedHoldings, Place
 from verl_mg.weights.model_config import HFConfig, read_config
-from verl_mg.weights.table import WeightTable, table
+from verl_mg.weights.table import SCORE, Head, WeightTable, table
 
 __all__ = [
+    "SCORE",
     "Box",
     "HFConfig",
+    "Head",
     "Holdings",
     "ListedHoldings",
     "Piece",

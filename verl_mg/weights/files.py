@@ -28,12 +28,16 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 class CheckpointReader:
-    """The tensors of a model directory; use it in a `with` block."""
+    """The tensors of a model directory; use it in a `with` block.
 
-    def __init__(self, model_dir: str | Path) -> None:
+    fresh: values of tensors that the directory need not have.
+    """
+
+    def __init__(self, model_dir: str | Path, fresh: Mapping[str, Tensor] | None = None) -> None:
         self.folder = Path(model_dir)
         self._files = self._find_files()
         self._open: dict[str, safe_open] = {}
+        self._fresh = {name: values for name, values in (fresh or {}).items() if name not in self._files}
 
     def _find_files(self) -> dict[str, str]:
         index = self.folder / INDEX
@@ -62,6 +66,8 @@ class CheckpointReader:
         `shapes` is the table's `huggingface()` view. Only the heads of the files are read.
         """
         for tensor, shard in shapes.items():
+            if tensor in self._fresh:
+                continue
             view = self._slice(tensor, full_box(shard.shape))
             if tuple(view.get_shape()) != shard.shape:
                 raise UserError(
@@ -76,6 +82,8 @@ class CheckpointReader:
 
     def read(self, tensor: str, box: Box) -> Tensor:
         """One box of a tensor; UserError where it is missing."""
+        if tensor in self._fresh:
+            return self._fresh[tensor][slices(box)]
         try:
             return self._slice(tensor, box)[slices(box)]
         except SafetensorError as error:

@@ -87,7 +87,7 @@ class WeightTable:
                     sections.append(Section(f"{prefix}decoder.layers.{local}.", weights, layer))
                 if stage == layout.pp - 1 and chunk == layout.vpp - 1:
                     # A tied output layer is a parameter of its own only where the embedding is on another stage.
-                    sections.append(Section(prefix, head[:1] if self._tied and first else head))
+                    sections.append(Section(prefix, head[:1] if self.tied and first else head))
             stages.append(sections)
         sizes: dict[Axis, int] = {"whole": 1, "tensor": layout.tp, "vocabulary": layout.tp, "expert": layout.etp}
         seats = {}
@@ -162,7 +162,8 @@ class WeightTable:
         return replace(dense, experts=experts.count, expert_ffn=experts.ffn, shared_ffn=experts.shared_ffn)
 
     @property
-    def _tied(self) -> bool:
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
         return self.model.output is self.model.embedding
 
     def _head(self, weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
@@ -181,7 +182,7 @@ class WeightTable:
             sections.append(Section("", (final_norm,)))
         # A tied output layer is the embedding, where that stands on the same stage.
         everywhere = self.config.architecture in sglang.OUTPUT_ON_EVERY_STAGE
-        if (last or everywhere) and not (self._tied and first):
+        if (last or everywhere) and not (self.tied and first):
             sections.append(Section("", (output,)))
         return sections
 

@@ -1,0 +1,189 @@
+"""Value heads through Megatron under every layout, against `transformers` and plain torch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from tests.tiny_models import random_rows, tiny_model
+from verl_mg.algorithms.losses import bradley_terry_loss
+from verl_mg.batch import Batch
+from verl_mg.config import OptimizerConfig
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.roles.critic import Critic, RewardModel
+from verl_mg.roles.trained import Trained
+from verl_mg.weights import read_config
+
+COUNT = 12
+# A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
+OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
+LAYOUTS = [("tp1", 1), ("tp1", 2), ("tp2", 2), ("pp2", 2), ("tp2-cp2", 4), ("tp2-pp2", 4)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(folder / name, name) for name in ("qwen2", "qwen3", "qwen3_moe")}
+
+
+def rows(model: Path) -> Batch:
+    """The same on every rank; rows 2i and 2i + 1 are a pair."""
+    batch = random_rows(COUNT, read_config(model).vocab)
+    batch["sample_id"] = torch.arange(COUNT)
+    batch["pair"] = torch.arange(COUNT) // 2
+    batch["chosen"] = torch.arange(COUNT) % 2 == 0
+    batch["returns"] = batch["noise"] * 5
+    return batch
+
+
+def role_on(kind: type[Trained], model: Path, layout: str, budget: int) -> Trained:
+    return kind(
+        model,
+        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
+        dtype=torch.float32,
+        temperature=0.7,
+        tokens_per_micro_batch=budget,
+        optimizer=OPTIMIZER,
+        name="judge",
+    )
+
+
+def mine(batch: Batch) -> Batch:
+    """Scattered over the ranks, so that rows of a pair lie on different ones."""
+    return batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+
+
+def square_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+    return (tokens.values - tokens["returns"]) ** 2, {}
+
+
+def pair_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+    return bradley_terry_loss(tokens.values, tokens.mask, tokens["pair"], tokens["chosen"])
+
+
+def train_critic(model: Path, layout: str, budget: int, folder: Path) -> tuple[list[int], Tensor, dict[str, float]]:
+    critic = role_on(Critic, model, layout, budget)
+    own = mine(rows(model))
+    values = critic.values(own)
+    metrics = critic.update(own, square_loss, "token-mean")
+    critic.save(folder, model)
+    return own["sample_id"].tolist(), values.split(own.lengths.tolist()), metrics
+
+
+def train_reward_model(
+    model: Path, layout: str, budget: int, folder: Path
+) -> tuple[list[int], Tensor, dict[str, float]]:
+    judge = role_on(RewardModel, model, layout, budget)
+    own = mine(rows(model))
+    scores = judge.scores(own)
+    own["loss_mask"] = own.last
+    metrics = judge.update(own, pair_loss, "seq-mean-token-mean", minibatches=2)
+    judge.save(folder, model)
+    return own["sample_id"].tolist(), scores, metrics
+
+
+def classifier(model: Path) -> torch.nn.Module:
+    """What `transformers` makes of the directory, with the head that a fresh value head begins with."""
+    net = AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=1, dtype=torch.float32, attn_implementation="eager"
+    )
+    hidden = net.config.hidden_size
+    with torch.no_grad():
+        fresh = torch.randn(1, hidden, generator=torch.Generator().manual_seed(1)) / (hidden + 1)
+        net.score.weight.copy_(fresh)
+    return net
+
+
+def heads(net: torch.nn.Module, batch: Batch, row: int) -> Tensor:
+    """(length,): the head on each token of a row."""
+    return net.score(net.model(batch.row("tokens", row)[None]).last_hidden_state)[0, :, 0]
+
+
+def compare(folder: Path, net: torch.nn.Module, before: dict[str, Tensor]) -> None:
+    after = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    assert after.config.num_labels == 1
+    found = after.state_dict()
+    for name, weight in net.named_parameters():
+        moved = (weight - before[name]).abs().max()
+        assert moved > 0, f"{name} has no gradient"
+        assert (found[name] - weight).abs().max() < 1e-4 * moved + 1e-6, name
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), OPTIMIZER.clip_grad).item()
+    optimizer.step()
+    return norm
+
+
+def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        net.parameters(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, betas=OPTIMIZER.betas, weight_decay=0.0
+    )
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_a_critic_judges_the_state_before_each_token(ranks, models, tmp_path, layout, count, architecture) -> None:
+    model = models[architecture]
+    batch, net = rows(model), classifier(model)
+    before = {name: weight.detach().clone() for name, weight in net.state_dict().items()}
+    judged = [heads(net, batch, row)[:-1][batch.row("loss_mask", row)[1:]] for row in range(COUNT)]
+    results = ranks.run(count, train_critic, model, layout, 40, tmp_path / "critic")
+    for ids, columns, _ in results:
+        for row, column in zip(ids, columns, strict=True):
+            mask = batch.row("loss_mask", row)
+            assert torch.allclose(column[mask], judged[row].detach(), atol=1e-5)
+            assert not column[~mask].any()
+    returns = [batch.row("returns", row)[batch.row("loss_mask", row)] for row in range(COUNT)]
+    loss = ((torch.cat(judged) - torch.cat(returns)) ** 2).mean()
+    norm = step(net, adam(net), loss)
+    assert results[0][2]["judge/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert results[0][2]["judge/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    compare(tmp_path / "critic", net, before)
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+@pytest.mark.parametrize("budget", [1, 60])
+def test_a_reward_model_compares_pairs_at_their_last_tokens(ranks, models, tmp_path, layout, count, budget) -> None:
+    """Also where rows of a pair lie on two ranks, and no two of them fit a micro-batch."""
+    model = models["qwen3"]
+    batch, net = rows(model), classifier(model)
+    before = {name: weight.detach().clone() for name, weight in net.state_dict().items()}
+    results = ranks.run(count, train_reward_model, model, layout, budget, tmp_path / "judge")
+    with torch.no_grad():
+        first = torch.stack([heads(net, batch, row)[-1] for row in range(COUNT)])
+    for ids, scores, _ in results:
+        assert torch.allclose(scores, first[ids], atol=1e-5)
+    optimizer, losses, accuracies = adam(net), [], []
+    for pairs in (range(0, 3), range(3, 6)):
+        margins = [heads(net, batch, 2 * i)[-1] - heads(net, batch, 2 * i + 1)[-1] for i in pairs]
+        loss = -torch.stack([torch.nn.functional.logsigmoid(margin) for margin in margins]).mean()
+        losses.append(loss.item())
+        accuracies.append(sum(margin.item() > 0 for margin in margins) / 3)
+        step(net, optimizer, loss)
+    told = results[0][2]
+    assert told["judge/loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert told["judge/accuracy"] == pytest.approx(sum(accuracies) / 2)
+    compare(tmp_path / "judge", net, before)
+
+
+def test_a_saved_head_is_read_again(ranks, models, tmp_path) -> None:
+    model = models["qwen3_moe"]
+    ranks.run(2, train_critic, model, "tp2", 60, tmp_path / "first")
+    assert json.loads((tmp_path / "first" / "config.json").read_text())["architectures"] == [
+        "Qwen3MoeForSequenceClassification"
+    ]
+    ((ids, columns, _),) = ranks.run(1, train_critic, tmp_path / "first", "tp1", 60, tmp_path / "second")
+    net = AutoModelForSequenceClassification.from_pretrained(tmp_path / "first", dtype=torch.float32)
+    batch = rows(model)
+    for row, column in zip(ids, columns, strict=True):
+        mask = batch.row("loss_mask", row)
+        assert torch.allclose(column[mask], heads(net, batch, row).detach()[:-1][mask[1:]], atol=1e-5)

@@ -1,0 +1,63 @@
+"""What the training of a network keeps in memory, as storages: parameters, optimizer, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from verl_mg.megatron.network import Network
+
+
+def gradient_buffers(network: Network) -> Iterator[Tensor]:
+    """The flat buffers of a trained network's gradients."""
+    for chunk in network.runnable:
+        model: Any = chunk
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):
+            yield buffer.grad_data
+
+
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Torch's, inside those of megatron-core."""
+    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def kept_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:
+    """Of all that an update reads and writes but the gradients."""
+    return storages(chain(_of_model(network), _of_optimizer(optimizer)))
+
+
+def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Each storage once, those of no byte left out."""
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def as_bytes(storage: UntypedStorage) -> Tensor:
+    """The memory itself, (bytes,) uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def to_host(storage: UntypedStorage, room: Tensor | None = None) -> Tensor:
+    """A copy on the host, pinned where there is a GPU, in `room` where that fits; wait for the device before use."""
+    place = as_bytes(storage)
+    if room is None or room.numel() != place.numel():
+        room = torch.empty_like(place, device="cpu", pin_memory=storage.is_cuda)
+    return room.copy_(place, non_blocking=True)
+
+
+def _of_model(network: Network) -> Iterator[Tensor]:
+    for chunk in network.chunks:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
+
+
+def _of_optimizer(optimizer: Any) -> Iterator[Tensor]:
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            yield from group["params"]
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,30 @@
+"""Roles with a value head: the critic judges tokens, the reward model whole rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from verl_mg.batch import Batch
+from verl_mg.roles.trained import Trained
+
+
+class Critic(Trained):
+    """What the return from each token on will be, said before the token is known."""
+
+    head = "value"
+
+    def values(self, batch: Batch) -> Tensor:
+        """The value of the state in which each token under the loss mask was drawn; float32, 0 elsewhere."""
+        return self.judge(batch)
+
+
+class RewardModel(Trained):
+    """A score for each row, read at its last token, where `transformers` reads it in sequence classification."""
+
+    head, behind = "value", 0
+
+    def scores(self, batch: Batch) -> Tensor:
+        """(n,) float32."""
+        rows = Batch(batch.lengths, {name: batch[name] for name in ("tokens", "sample_id")})
+        rows["loss_mask"] = batch.last
+        return self.judge(rows)[batch.last]

@@ -1,0 +1,123 @@
+"""A role with an optimizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_mg.algorithms.aggregation import normalizer
+from verl_mg.batch import Batch
+from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.megatron.network import Network
+from verl_mg.megatron.offload import HostCopy
+from verl_mg.megatron.trainer import TokenLoss, Trainer
+from verl_mg.reshard.owners import duties
+from verl_mg.roles.exchange import index_rows
+from verl_mg.roles.role import Role
+from verl_mg.weights.boxes import slices
+from verl_mg.weights.files import CheckpointWriter
+
+
+class Trained(Role):
+    """A network that learns. name: of the role, before its metrics."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        optimizer: OptimizerConfig,
+        guard: GuardConfig | None = None,
+        name: str = "actor",
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.name = name
+        self.trainer = Trainer(self.network, optimizer, guard or GuardConfig(), name)
+        self.host_copy = HostCopy(self.trainer)
+        self.updates = 0
+
+    def update(
+        self,
+        batch: Batch,
+        loss: TokenLoss,
+        aggregation: str,
+        *,
+        minibatches: int = 1,
+        epochs: int = 1,
+        max_length: int | None = None,
+    ) -> dict[str, float]:
+        """`epochs` passes over the batch, an optimizer step for each of its `minibatches` parts.
+
+        `loss` is a function of the judged tokens, see `verl_mg.megatron.microbatch.LossTokens`. Parts are cut in the
+        order of the sample ids, so they do not depend on the layout; rows that share their `pair` stay together, in
+        one part and in one micro-batch. Returns metrics averaged over the steps.
+        """
+        self.claim()
+        index = index_rows(batch)
+        totals: dict[str, float] = defaultdict(float)
+        parts = torch.arange(len(index.units)).tensor_split(min(minibatches, max(len(index.units), 1)))
+        steps = [[index.units[i] for i in part.tolist()] for part in parts] * epochs
+        for units in steps:
+            rows = [row for unit in units for row in unit]
+            tokens = sum(index.judged[row] for row in rows)
+            sequences = sum(index.judged[row] > 0 for row in rows)
+            metrics = self.trainer.update(
+                self.fetch(batch, index, self.share(index, units)),
+                self._temperature,
+                loss,
+                aggregation,
+                normalizer(aggregation, tokens, sequences, max_length),
+                tokens,
+            )
+            self.updates += 1
+            for name, value in metrics.items():
+                totals[f"{self.name}/{name}"] += value / len(steps)
+        return dict(totals)
+
+    def save(self, folder: Path, model_dir: Path) -> None:
+        """Write a Hugging Face directory: each rank its own boxes, the small files copied from `model_dir`.
+
+        It is written beside `folder` and renamed when it is whole.
+        """
+        self.claim()
+        partial = folder.with_name(folder.name + ".partial")
+        writer = CheckpointWriter(partial, self.network.table.huggingface(), self.network.dtype)
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            writer.create()
+            _copy_small_files(model_dir, partial)
+            _describe(partial / "config.json", self.network)
+        dist.barrier()
+        parameters = self.network.parameters()
+        for duty in duties(self.network.holdings(), dist.get_rank()):
+            writer.write(duty.tensor, duty.box, parameters[duty.parameter].detach()[slices(duty.at)])
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(partial, folder)
+        dist.barrier()
+
+
+def _copy_small_files(source: Path, target: Path) -> None:
+    """Configuration and tokenizer; the weights are ours."""
+    for file in source.iterdir():
+        if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
+            shutil.copy2(file, target / file.name)
+
+
+def _describe(config: Path, network: Network) -> None:
+    """The copied configuration is of the weights that were there before: ours may have another type or head."""
+    tree = json.loads(config.read_text(encoding="utf-8"))
+    name = "torch_dtype" if "torch_dtype" in tree else "dtype"
+    tree[name] = str(network.dtype).removeprefix("torch.")
+    if network.table.head == "value":
+        kinds = tree.get("architectures") or []
+        tree["architectures"] = [kind.replace("ForCausalLM", "ForSequenceClassification") for kind in kinds]
+        tree |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+    config.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
