@@ -103,6 +103,10 @@ class Job:
         """See `agreement.kth_largest`."""
         return agreement.kth_largest(values, k)
 
+    def renumbered(self, batch: Batch) -> Batch:
+        """See `agreement.renumbered`."""
+        return agreement.renumbered(batch)
+
     # -- data
 
     def demonstrations(self, prompts: list[Prompt]) -> Batch:

@@ -36,6 +36,10 @@ def load_recipe(path: str | Path) -> Recipe:
         raise UserError(f"{file}: a recipe is a Python file, with the ending .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    # A recipe imports the pieces beside it as it would if the folder above were the working directory.
+    above = str(file.resolve().parents[1])
+    if above not in sys.path:
+        sys.path.append(above)
     try:
         spec.loader.exec_module(module)
     except Exception as error:

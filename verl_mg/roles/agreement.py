@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch
@@ -30,6 +31,14 @@ def kth_largest(values: Tensor, k: int) -> float:
     if not len(gathered):
         return float("inf")
     return float(gathered.topk(min(k, len(gathered))).values[-1])
+
+
+def renumbered(batch: Batch) -> Batch:
+    """The same rows with the sample ids 0, 1, ... over all ranks: a row that is there twice becomes two."""
+    counts = _gather(torch.tensor([len(batch)]))
+    first = int(counts[: dist.get_rank()].sum())
+    batch["sample_id"] = torch.arange(first, first + len(batch))
+    return batch
 
 
 def _gather(own: Tensor) -> Tensor:

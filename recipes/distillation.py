@@ -1,0 +1,43 @@
+"""On-policy distillation (GKD, arXiv:2306.13649, with the reverse KL).
+
+The student writes, the teacher judges each token: what it finds likelier than the student did is pushed up. The
+reward takes no part; it tells how well the student does. `reference.path` is the teacher.
+"""
+
+from pydantic import Field
+from torch import Tensor
+
+from recipes.pieces import sampling
+from recipes.pieces.penalties import regularized, steered
+from recipes.pieces.sampling import learn, sample
+from verl_mg.algorithms.advantages import distillation_advantages
+from verl_mg.algorithms.losses import cispo_loss
+from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossTokens
+
+__all__ = ["Config", "iteration", "policy_loss", "roles"]
+
+
+class Config(sampling.Config):
+    group_size: int = Field(1, ge=1)
+    clip_low: float = Field(1.0, gt=0, le=1)
+    clip_high: float = Field(4.0, gt=0)
+
+
+def roles(cfg: Config) -> set[str]:
+    return sampling.roles(cfg) | {"reference"}
+
+
+def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+    old, advantages = tokens["old_logprobs"], tokens["advantages"]
+    loss = cispo_loss(tokens.logprobs, old, advantages, tokens.mask, cfg.clip_low, cfg.clip_high)
+    return regularized(loss, tokens, cfg)
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = steered(job, cfg)
+    batch = sample(job, cfg)
+    teacher, mask = job.reference.logprobs(batch), batch["loss_mask"]
+    batch["advantages"] = distillation_advantages(batch["old_logprobs"], teacher, mask)
+    total = job.total(-batch["advantages"].sum()) / job.total(mask.sum())
+    return {"distillation/reverse_kl": float(total)} | learn(job, cfg, batch, policy_loss)

@@ -1,0 +1,58 @@
+"""PF-PPO: policy filtration in PPO (arXiv:2409.06957).
+
+A reward model is most reliable where its score is high or low. Responses of the last `replay` iterations wait in a
+buffer; each iteration trains on as many as were sampled, drawn from there by a weight of their score.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveInt
+
+from recipes import ppo
+from recipes.pieces.penalties import steered
+from recipes.pieces.sampling import learn, sample
+from recipes.ppo import add_advantages, policy_loss, roles, update_critic
+from verl_mg.algorithms.advantages import select
+from verl_mg.batch import Batch
+from verl_mg.job.job import Job
+
+__all__ = ["Config", "iteration", "policy_loss", "roles"]
+
+
+class Config(ppo.Config):
+    group_size: int = Field(4, ge=1)
+    replay: PositiveInt = 2
+    resampling: Literal["pow", "max_min", "max_random"] = "max_min"
+    power: float = Field(2.0, ge=0)
+
+
+def replayed(job: Job, batch: Batch, cfg: Config) -> Batch:
+    """The rows of the last iterations, these ones included; the buffer forgets older ones."""
+    batch["iteration"] = torch.full((len(batch),), job.iteration)
+    earlier = job.state.get("replay")
+    pool = Batch.concat([earlier, batch]) if isinstance(earlier, Batch) else batch
+    pool = pool.select(pool["iteration"] > job.iteration - cfg.replay)
+    job.state["replay"] = pool
+    return pool
+
+
+def drawn(job: Job, pool: Batch, count: int, cfg: Config) -> Batch:
+    """`count` rows of all ranks' pools, with replacement; the same draw on every rank, each takes its own rows."""
+    generator = torch.Generator().manual_seed(job.config.job.seed + job.iteration)
+    ids, scores = job.column(pool, "sample_id"), job.column(pool, "reward")
+    times = select(scores, count, cfg.resampling, cfg.power, generator).bincount(minlength=len(ids))
+    own = times[torch.searchsorted(ids, pool["sample_id"])]
+    return job.renumbered(pool.select(torch.arange(len(pool)).repeat_interleave(own)))
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = steered(job, cfg)
+    fresh = sample(job, cfg)
+    pool = replayed(job, fresh, cfg)
+    batch = drawn(job, pool, int(job.total(torch.tensor(len(fresh)))), cfg)
+    add_advantages(job, batch, cfg, cfg.lam)
+    metrics = update_critic(job, batch, cfg)
+    if job.iteration > cfg.critic_warmup:
+        metrics |= learn(job, cfg, batch, policy_loss)
+    return metrics

@@ -1,0 +1,70 @@
+"""What the recipes that sample have in common.
+
+    cfg = steered(job, cfg)                       the KL coefficient of this iteration, where it is steered
+    batch = sample(job, cfg)                      responses, their reward, what policy and reference say of them
+    batch["advantages"] = ...                     the recipe's own
+    return learn(job, cfg, batch, policy_loss)    updates of the policy, and its weights to the engines
+
+`oversampling` prompts more are asked than kept: the slowest are cut, and go on in the next iteration with
+`rollout.partial=true`. The reference judges only where the KL penalty has a weight, see `penalties`. `correction`
+weighs the tokens that rollout engine and trainer judge differently, see verl_mg/algorithms/correction.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from recipes.pieces.penalties import KLConfig, Loss, steer
+from verl_mg.algorithms.correction import Correction, correct
+from verl_mg.batch import Batch
+from verl_mg.job.job import Job
+
+
+class Config(KLConfig):
+    prompts_per_iteration: PositiveInt = 64
+    group_size: PositiveInt = 8
+    oversampling: int = Field(0, ge=0)
+    minibatches: PositiveInt = 1
+    epochs: PositiveInt = 1
+    correction: Literal["none", Correction] = "none"
+    correction_low: float = Field(0.5, ge=0, le=1)
+    correction_high: float = Field(2.0, ge=1, allow_inf_nan=False)
+
+
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl_coefficient else set())
+
+
+def sample(job: Job, cfg: Config) -> Batch:
+    prompts = job.prompts.take(cfg.prompts_per_iteration + cfg.oversampling - job.rollout.unfinished)
+    batch = job.rollout.generate(prompts, samples=cfg.group_size, keep=cfg.prompts_per_iteration)
+    batch["reward"] = job.reward(batch)
+    return judge(job, cfg, batch)
+
+
+def judge(job: Job, cfg: Config, batch: Batch) -> Batch:
+    batch["old_logprobs"] = job.actor.logprobs(batch)
+    if cfg.correction != "none":
+        add_correction(batch, cfg)
+    if cfg.kl_coefficient:
+        batch["ref_logprobs"] = job.reference.logprobs(batch)
+    return batch
+
+
+def add_correction(batch: Batch, cfg: Config) -> None:
+    old, rollout, bounds = batch["old_logprobs"], batch["rollout_logprobs"], (cfg.correction_low, cfg.correction_high)
+    weights, outside = correct(cfg.correction, old, rollout, batch["loss_mask"], batch.sequence_ids, *bounds)
+    for name, column in {"correction": weights, **outside}.items():
+        batch[name] = column
+
+
+def learn(
+    job: Job, cfg: Config, batch: Batch, loss: Callable[..., Loss], aggregation: str = "token-mean"
+) -> dict[str, float]:
+    length = job.config.rollout.max_new_tokens
+    steps: dict[str, Any] = {"minibatches": cfg.minibatches, "epochs": cfg.epochs, "max_length": length}
+    metrics = job.actor.update(batch, partial(loss, cfg=cfg), aggregation, **steps)
+    job.rollout.sync(job.actor)
+    return metrics | steer(job, cfg, batch)

@@ -1,0 +1,61 @@
+"""PRIME: process reinforcement through implicit rewards (arXiv:2502.01456).
+
+A language model that is trained to tell right responses from wrong ones by `beta` times the log-ratio to its own
+beginning is a reward model of single tokens. It learns online, from the outcomes of each iteration, before it judges.
+"""
+
+from functools import partial
+
+from pydantic import Field
+from torch import Tensor
+
+from recipes.pieces import sampling
+from recipes.pieces.penalties import regularized, scores, steered
+from recipes.pieces.sampling import learn, sample
+from verl_mg.algorithms.advantages import implicit_rewards, prime_advantages
+from verl_mg.algorithms.losses import clipped_policy_loss, prime_loss
+from verl_mg.batch import Batch
+from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossTokens
+
+__all__ = ["Config", "iteration", "policy_loss", "roles"]
+
+
+class Config(sampling.Config):
+    group_size: int = Field(4, ge=2)
+    beta: float = Field(0.05, gt=0)
+    gamma: float = Field(1.0, gt=0, le=1)
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, gt=0)
+
+
+def roles(cfg: Config) -> set[str]:
+    return sampling.roles(cfg) | {"process_reward", "reference"}
+
+
+def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+    old, advantages = tokens["old_logprobs"], tokens["advantages"]
+    loss = clipped_policy_loss(tokens.logprobs, old, advantages, tokens.mask, cfg.clip_low, cfg.clip_high)
+    return regularized(loss, tokens, cfg)
+
+
+def outcome_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+    ids, right = tokens.sequence_ids, (tokens["reward"] > 0).float()
+    return prime_loss(tokens.logprobs, tokens["ref_logprobs"], tokens.mask, ids, right, cfg.beta)
+
+
+def process_rewards(job: Job, batch: Batch, cfg: Config) -> Tensor:
+    """(n, T), by the model that has just learned from these outcomes."""
+    batch["process_logprobs"] = job.process_reward.logprobs(batch)
+    new, reference, mask = (batch.padded(name)[0] for name in ("process_logprobs", "ref_logprobs", "loss_mask"))
+    return implicit_rewards(new, reference, mask, cfg.beta)
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = steered(job, cfg)
+    batch = sample(job, cfg)
+    batch["ref_logprobs"] = job.reference.logprobs(batch)
+    metrics = job.process_reward.update(batch, partial(outcome_loss, cfg=cfg), "seq-mean-token-mean")
+    process, mask = process_rewards(job, batch, cfg), batch.padded("loss_mask")[0]
+    batch["advantages"] = batch.flat(prime_advantages(process, scores(batch, cfg), mask, batch["group"], cfg.gamma))
+    return metrics | learn(job, cfg, batch, policy_loss)

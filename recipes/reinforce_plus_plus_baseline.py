@@ -1,0 +1,33 @@
+"""REINFORCE++ with baseline (arXiv:2501.03262).
+
+A response's score less its group's mean, whitened over the whole batch instead of over the few of its group; the KL
+penalty, k2, stands in the loss.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from recipes.pieces import sampling
+from recipes.pieces.penalties import scores, steered
+from recipes.pieces.sampling import learn, roles, sample
+from recipes.reinforce_plus_plus import policy_loss
+from verl_mg.algorithms.advantages import group_relative, moments, whiten
+from verl_mg.job.job import Job
+
+__all__ = ["Config", "iteration", "roles"]
+
+
+class Config(sampling.Config):
+    group_size: int = Field(8, ge=2)
+    kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k2"
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, gt=0)
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = steered(job, cfg)
+    batch, mask = sample(job, cfg), "loss_mask"
+    centred = batch.spread(group_relative(scores(batch, cfg), batch["group"], normalize_std=False))
+    batch["advantages"] = whiten(centred, batch[mask], job.total(moments(centred, batch[mask])))
+    return learn(job, cfg, batch, policy_loss)
