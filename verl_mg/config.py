@@ -53,7 +53,9 @@ class SourceConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        # A source's name is the user's, so the list of all keys that `_nearest` looks in has none of a source.
+        if not isinstance(value, dict | SourceConfig):
+            raise ValueError("write a mapping, {path: ...}")
+        # The names of sources are the user's, so `_nearest` finds no key of a source.
         unknown = [key for key in value if key not in cls.model_fields] if isinstance(value, dict) else []
         if unknown:
             raise ValueError(f"unknown key {unknown[0]!r}; a source has {', '.join(cls.model_fields)}")
@@ -151,6 +153,31 @@ class GuardConfig(Section):
     action: Literal["skip", "rollback"] = "skip"
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv:2106.09685), trained in place of the weights: W + alpha / rank * B A for each linear W.
+
+    `targets`: names of linear layers, such as [q_proj, v_proj]; without it all of attention and of feed-forward layers,
+    but for experts, which have no adapters yet, so that of a mixture of experts often attention alone is adapted.
+    A critic's head is trained whole beside them. `path`: a folder in PEFT's format with the adapters to go on from, of
+    the same rank, alpha and targets; without it they are drawn from `seed`, and change nothing at first.
+    """
+
+    rank: PositiveInt = 16
+    alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
+    targets: list[str] | None = Field(None, min_length=1)
+    path: Path | None = None
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        # The section may be absent, so the list of all keys that `_nearest` looks in has none of its own.
+        unknown = [key for key in value if key not in cls.model_fields] if isinstance(value, dict) else []
+        if unknown:
+            raise ValueError(f"unknown key {unknown[0]!r}; lora has {', '.join(cls.model_fields)}")
+        return value
+
+
 def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
     try:
         kind.parse(text)
@@ -171,12 +198,13 @@ class LayoutSection(Section):
 
 
 class TrainedConfig(LayoutSection):
-    """A model that learns. A micro-batch is filled up to `tokens_per_micro_batch` tokens."""
+    """A model that learns. A micro-batch is filled up to `tokens_per_micro_batch` tokens. `lora`: train adapters."""
 
     tokens_per_micro_batch: PositiveInt = 8192
     recompute: bool = False
     optimizer: OptimizerConfig = OptimizerConfig()
     guard: GuardConfig = GuardConfig()
+    lora: LoraConfig | None = None
 
 
 class ActorConfig(TrainedConfig):
@@ -277,10 +305,24 @@ class RewardConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy answers to `data.test`, scored by the reward, every `every` iterations (0: never)."""
+    """Answers to `data.test`, scored by the reward, every `every` iterations (0: never).
+
+    To the first `prompts` prompts of each source, `samples` answers each at `temperature` (0: greedy). An answer passes
+    with a reward of `passed` or more.
+    """
 
     every: int = Field(0, ge=0)
     prompts: PositiveInt = 256
+    samples: PositiveInt = 1
+    temperature: float = Field(0.0, ge=0)
+    passed: float = 1.0
+
+    @field_validator("temperature")
+    @classmethod
+    def _no_copies(cls, temperature: float, info: Any) -> float:
+        if temperature == 0 and info.data.get("samples", 1) > 1:
+            raise ValueError("greedy samples are copies; write a temperature such as 0.6, or evaluation.samples=1")
+        return temperature
 
 
 class JobConfig(Section):

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from verl_mg.data import Prompt, demonstration
+from verl_mg.data import Prompt, demonstration, demonstrations_batch
 from verl_mg.errors import UserError
 from verl_mg.tiny import character_tokenizer
 
@@ -38,3 +38,26 @@ def test_no_end(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.eos_token = None  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"no eos_token"):
         demonstration(prompt("c"), tokenizer, max_tokens=5)
+
+
+def test_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = [Prompt(i, (6,) * length, "a" * length, "b" * i, {}) for i, length in ((4, 2), (1, 1), (7, 3))]
+    whole = demonstrations_batch(prompts, tokenizer, 20, first_id=10)
+    assert [tokenizer.decode(whole.row("tokens", i)) for i in range(3)] == ["aabbbb<eos>", "ab<eos>", "aaabbbbbbb<eos>"]
+    learned = [tokenizer.decode(whole.row("tokens", i)[whole.row("loss_mask", i)]) for i in range(3)]
+    assert learned == ["bbbb<eos>", "b<eos>", "bbbbbbb<eos>"]
+    assert (whole["prompt_id"].tolist(), whole["sample_id"].tolist()) == ([4, 1, 7], [10, 11, 12])
+    assert whole["prompt_length"].tolist() == [2, 1, 3]
+
+
+def test_ranks_share_a_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = [Prompt(i, (6,), "a", "b" * (i + 1), {}) for i in range(3)]
+    shares = [demonstrations_batch(prompts, tokenizer, 20, 10, rank, 4) for rank in range(4)]
+    assert [share["sample_id"].tolist() for share in shares] == [[10], [11], [12], []]
+    assert [share.total_tokens for share in shares] == [3, 4, 5, 0]
+
+
+def test_an_error_names_the_line(tokenizer: PreTrainedTokenizerFast) -> None:
+    read = Prompt(4, (6, 7), "ab", None, {"solution": "c"}, place="train.jsonl:9")
+    with pytest.raises(UserError, match=r"^train\.jsonl:9 \('ab'\): no answer"):
+        demonstration(read, tokenizer, max_tokens=5)

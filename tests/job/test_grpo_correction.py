@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recipes.pieces.sampling import add_correction
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
@@ -74,7 +75,7 @@ def update(model, layout, budget, kind, scale=None):
     mine = batch.select(range(rank, COUNT, holders) if rank < holders else [])
     cfg = GRPO.config(correction=kind, correction_low=LOW, correction_high=HIGH)
     if kind != "none":
-        recipe.add_correction(mine, cfg)
+        add_correction(mine, cfg)
     return actor.update(mine, partial(recipe.policy_loss, cfg=cfg), "seq-mean-token-mean")
 
 

@@ -1,5 +1,6 @@
 """Rollouts after a weight sync: the trainer and the engine agree, whatever the layout."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from verl_mg.config import OptimizerConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.rewards import Reward
+from verl_mg.rewards import Panel, Reward, load_reward
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.fleet import EmbeddedFleet
 from verl_mg.roles.rollout import Rollout
@@ -29,7 +30,7 @@ def prompts(model: Path) -> list[Prompt]:
     return [Prompt(10 + i, tuple(tokenizer(t)["input_ids"]), t, str(i), {"n": i}) for i, t in enumerate(TEXTS)]
 
 
-def roles(model: Path, layout: str) -> tuple[Actor, Rollout]:
+def roles(model: Path, layout: str, scorer: Scorer | None = None, max_batch: int = 256) -> tuple[Actor, Rollout]:
     actor = Actor(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
@@ -38,9 +39,14 @@ def roles(model: Path, layout: str) -> tuple[Actor, Rollout]:
         tokens_per_micro_batch=60,
         optimizer=OptimizerConfig(lr=3e-3),
     )
-    engine = EmbeddedEngine(model, "cpu", torch.float32, load_weights=False)
+    engine = EmbeddedEngine(model, "cpu", torch.float32, max_batch=max_batch, load_weights=False)
     sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))
-    return actor, Rollout(EmbeddedFleet(engine), sampling, seed=5, store=job_store())
+    return actor, Rollout(EmbeddedFleet(engine), sampling, seed=5, store=job_store(), scorer=scorer)
+
+
+def scorer_of(model: Path, reward: str) -> Scorer:
+    panel = Panel({"": load_reward(f"{__name__}:{reward}")})
+    return Scorer(panel, _ById(prompts(model)), AutoTokenizer.from_pretrained(model))
 
 
 def three_iterations(model: Path, layout: str) -> dict[str, object]:
@@ -104,11 +110,11 @@ def test_samples_do_not_depend_on_the_number_of_ranks(ranks, model):
 
 
 def generated(model: Path) -> dict[str, object]:
-    actor, rollout = roles(model, "tp1")
+    scorer = scorer_of(model, "_lengths")
+    actor, rollout = roles(model, "tp1", scorer)
     rollout.sync(actor)
     greedy = rollout.greedy(prompts(model))
     batch = rollout.generate(prompts(model), samples=2)
-    scorer = Scorer(_lengths, _ById(prompts(model)), AutoTokenizer.from_pretrained(model))
     reward = scorer(batch)
     texts = [scorer.sample(batch, row) for row in range(len(batch))]
     return {
@@ -117,7 +123,9 @@ def generated(model: Path) -> dict[str, object]:
         "prompts": batch["prompt_id"].tolist(),
         "greedy": greedy["prompt_id"].tolist(),
         "reward": reward.tolist(),
-        "part": batch["reward.letters"].tolist() if len(batch) else [],
+        "part": batch["reward.letters"].tolist(),
+        "answer": batch["answer"].tolist(),
+        "greedy_reward": scorer(greedy).tolist(),
         "texts": [(s.prompt, s.response, s.answer, s.finish) for s in texts],
         "masked": [int(batch.row("loss_mask", i).sum()) for i in range(len(batch))],
         "truncated": batch["truncated"].tolist(),
@@ -165,7 +173,8 @@ class _ById:
 
 
 def _lengths(sample) -> Reward:
-    return Reward(len(sample.response) / 4, {"letters": sum(c.isalpha() for c in sample.response)})
+    letters = sum(c.isalpha() for c in sample.response)
+    return Reward(len(sample.response) / 4, {"letters": letters}, sample.response or None)
 
 
 def test_rows_are_spread_and_scored_where_they_lie(ranks, model):
@@ -175,11 +184,47 @@ def test_rows_are_spread_and_scored_where_they_lie(ranks, model):
     assert [g for result in results for g in result["groups"]] == [i // 2 * 2 for i in ids]
     assert [p for result in results for p in result["prompts"]] == [10 + i // 2 for i in ids]
     assert [p for result in results for p in result["greedy"]] == [10, 11, 12, 13, 14]
+    found: dict[str, int] = {}
     for result in results:
-        assert result["logprobs_outside"] == 0
-        columns = ("prompts", "texts", "masked", "truncated", "reward", "part")
-        for prompt_id, text, masked, truncated, reward, part in zip(*(result[c] for c in columns), strict=True):
+        assert result["logprobs_outside"] == 0 and len(result["greedy_reward"]) == len(result["greedy"])
+        columns = ("prompts", "texts", "masked", "truncated", "reward", "part", "answer")
+        for prompt_id, text, masked, truncated, reward, part, number in zip(*(result[c] for c in columns), strict=True):
             prompt, response, answer, finish = text
             assert (prompt, answer) == (TEXTS[prompt_id - 10], str(prompt_id - 10))
             assert truncated == (finish == "length") and (not truncated or masked == 9)
             assert reward == len(response) / 4 and part == sum(c.isalpha() for c in response)
+            assert found.setdefault(response, number) == number
+    assert len(set(found.values())) == len(found) > 5 and found.get("", 0) == 0
+
+
+BEGUN: list[float] = []
+
+
+def _slow(sample) -> float:
+    BEGUN.append(time.monotonic())
+    time.sleep(0.02)
+    return float(len(sample.response))
+
+
+def scored_meanwhile(model: Path) -> tuple[int, list[float]]:
+    """How many samples were looked at before the last one was written."""
+    BEGUN.clear()
+    scorer = scorer_of(model, "_slow")
+    actor, rollout = roles(model, "tp1", scorer, max_batch=4)
+    rollout.sync(actor)
+    engine, seen = rollout._fleet.engine, []
+    collect = engine.collect
+
+    def watched(seconds: float):
+        samples = collect(seconds)
+        seen.extend([time.monotonic()] * len(samples))
+        return samples
+
+    engine.collect = watched
+    batch = rollout.generate(prompts(model), samples=8)
+    return sum(begun < seen[-1] for begun in BEGUN), batch["reward"].tolist()
+
+
+def test_samples_are_scored_while_others_are_being_written(ranks, model):
+    for early, rewards in ranks.run(2, scored_meanwhile, model):
+        assert early >= 4 and len(rewards) in (16, 24)

@@ -1,7 +1,23 @@
-"""Prompts and demonstrations from JSONL and Parquet files; no processes, no training."""
+"""Prompts, demonstrations and preferences from data files; no processes, no training."""
 
-from verl_mg.data.demonstrations import demonstration
-from verl_mg.data.prompts import Prompt, PromptSet
+from verl_mg.data.curriculum import Curriculum
+from verl_mg.data.demonstrations import demonstration, demonstrations_batch
+from verl_mg.data.mixture import Mixture
+from verl_mg.data.preferences import pairs_batch, preference
+from verl_mg.data.prompts import Prompt, Prompts, PromptSet
+from verl_mg.data.reading import read_prompts
 from verl_mg.data.records import read_records
 
-__all__ = ["Prompt", "PromptSet", "demonstration", "read_records"]
+__all__ = [
+    "Curriculum",
+    "Mixture",
+    "Prompt",
+    "PromptSet",
+    "Prompts",
+    "demonstration",
+    "demonstrations_batch",
+    "pairs_batch",
+    "preference",
+    "read_prompts",
+    "read_records",
+]

@@ -1,12 +1,13 @@
 """The prompts of a file, tokenised once, and taken in an order that a seed fixes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 
+from verl_mg.data.fields import answer_of, prompt_of
 from verl_mg.data.records import Record, located_records
 from verl_mg.data.rendering import render, tokenise
 from verl_mg.errors import UserError
@@ -20,11 +21,14 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        id: its row in the file, from 0, blank lines not counted; neither dropping nor order changes it.
+        id: its row in the file, from 0, blank lines not counted; neither dropping nor order changes it. With several
+            sources the rows of those named before count on.
         tokens: `(prompt length,)` token ids, ready for the model.
         text: what was tokenised, so with the chat template or the instruction in it.
         answer: the answer field as text, whole; None where the record has none.
         record: the record as read.
+        source: the name of the source it is from; "" where there is one only.
+        place: `file:line` of the record, for errors.
     """
 
     id: int
@@ -32,21 +36,57 @@ class Prompt:
     text: str
     answer: str | None
     record: Record
+    source: str = ""
+    place: str = ""
+
+    @property
+    def where(self) -> str:
+        """How an error names it."""
+        return f"{self.place or f'data row {self.id + 1}'} ({self.text[:40]!r})"
+
+
+class Prompts(Protocol):
+    """What a job takes prompts from: `PromptSet`, `Mixture`, or `Curriculum` around either."""
+
+    @property
+    def dropped(self) -> int:
+        """How many prompts were left out for their length."""
+
+    def __len__(self) -> int:
+        """Prompts of all sources, those dropped not counted."""
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Source after source, in file order."""
+
+    def first(self, n: int) -> list[Prompt]:
+        """The first `n` of each source, in file order."""
+
+    def by_id(self, prompt_id: int) -> Prompt:
+        """The prompt of that `id`; KeyError where there is none or it was dropped."""
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next `n` of an endless walk."""
+
+    def state(self) -> dict[str, Any]:
+        """Where the walk stands, JSON-able, for `load_state` on the same data and settings."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state()`; UserError where it is of other data."""
 
 
 class PromptSet:
     """Prompts in file order, and an endless shuffled walk over them.
 
-    Epoch e visits every prompt once, in a permutation that the seed and e fix, so an epoch and a position
-    say where the walk stands.
+    Epoch e visits every prompt once, in a permutation that the seed, the source's name and e fix, so an epoch and a
+    position say where the walk stands.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, dropped: int = 0) -> None:
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, dropped: int = 0, source: str = "") -> None:
         """Args: prompts: at least one; dropped: how many were left out of them for their length."""
         self.dropped = dropped
         self._prompts = list(prompts)
         self._by_id = {prompt.id: prompt for prompt in self._prompts}
-        self._seed = seed
+        self._seed, self._source = seed, source
         self._epoch, self._position = 0, 0
         self._order = self._permutation(0)
 
@@ -58,41 +98,51 @@ class PromptSet:
         *,
         prompt_field: str = "prompt",
         answer_field: str = "answer",
+        chosen_field: str = "chosen",
+        rejected_field: str = "rejected",
         chat_template: bool = False,
         instruction: str = "",
         max_prompt_tokens: int,
         too_long: Literal["error", "drop"] = "error",
         seed: int = 0,
         tools: Sequence[dict[str, Any]] = (),
+        source: str = "",
+        first_id: int = 0,
     ) -> Self:
-        """Read and tokenise the prompts of a `.jsonl`, `.json` (lines) or `.parquet` file.
+        """Read and tokenise the prompts of a file or folder that `read_records` reads.
 
         A prompt that is a list of messages goes through the tokenizer's chat template; with
         `chat_template` so does a string, as one user message. Any other string is tokenised as it stands,
         with the special tokens that the tokenizer adds by itself.
 
         Args:
+            chosen_field: where it and `rejected_field` are conversations, a record needs no prompt beside them.
             instruction: appended to prompts that are strings.
             max_prompt_tokens: a longer prompt is an error, or is left out with `too_long="drop"`.
             seed: of the order in which `take` visits the prompts.
             tools: schemas that a chat template describes to the model.
+            source: the name that the prompts bear.
+            first_id: the id of the first row.
 
         Raises:
             UserError: names `file:line` and the remedy.
         """
         located = located_records(path)
-        answers = [_answer(record, answer_field, place) for place, record in located]
+        answers = [answer_of(record, answer_field, place) for place, record in located]
+        values = [
+            prompt_of(record, prompt_field, chosen_field, rejected_field, place) for place, record in located
+        ]
         rendered = [
-            render(_field(record, prompt_field, place), tokenizer, chat_template, instruction, place, tools)
-            for place, record in located
+            render(value, tokenizer, chat_template, instruction, place, tools)
+            for value, (place, _) in zip(values, located, strict=True)
         ]
         rows = tokenise(rendered, tokenizer)
         for (place, _), row in zip(located, rows, strict=True):
             _check_length(len(row), max_prompt_tokens, too_long, place)
         columns = zip(rows, rendered, answers, located, strict=True)
         prompts = [
-            Prompt(i, tuple(row), text.text, answer, record)
-            for i, (row, text, answer, (_, record)) in enumerate(columns)
+            Prompt(i, tuple(row), text.text, answer, record, source, place)
+            for i, (row, text, answer, (place, record)) in enumerate(columns, start=first_id)
             if len(row) <= max_prompt_tokens
         ]
         if not prompts:
@@ -100,7 +150,7 @@ class PromptSet:
                 f"{path}: all of its {len(located)} prompts are longer than {max_prompt_tokens} tokens; the "
                 f"shortest has {min(map(len, rows))}: raise data.max_prompt_tokens to that or more"
             )
-        return cls(prompts, seed=seed, dropped=len(located) - len(prompts))
+        return cls(prompts, seed=seed, dropped=len(located) - len(prompts), source=source)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -111,6 +161,10 @@ class PromptSet:
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self._prompts)
+
+    def first(self, n: int) -> list[Prompt]:
+        """The first `n` prompts in file order."""
+        return self._prompts[:n]
 
     def by_id(self, prompt_id: int) -> Prompt:
         """The prompt of that `id`; KeyError where there is none or it was dropped."""
@@ -128,49 +182,35 @@ class PromptSet:
             self._position += len(chosen)
         return taken
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Where the walk stands, JSON-able, for `load_state` on a set from the same file and seed."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self._seed,
-            "prompts": len(self),
-        }
+        return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state()`.
 
         Raises:
             UserError: the state is of another number of prompts or another seed, so of another order.
         """
-        for name, ours in (("prompts", len(self)), ("seed", self._seed)):
-            if state[name] != ours:
-                raise UserError(
-                    f"the checkpoint was written with data of {name}={state[name]}, now {name}={ours}; "
-                    "resume with the data settings of the first run, or start a new run"
-                )
+        check_state(state, self._identity())
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._permutation(self._epoch)
 
+    def _identity(self) -> dict[str, Any]:
+        return {"kind": "set", "prompts": len(self), "seed": self._seed}
+
     def _permutation(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self))
+        return np.random.default_rng([self._seed, epoch, *self._source.encode()]).permutation(len(self))
 
 
-def _field(record: Record, name: str, place: str) -> Any:
-    if record.get(name) is None:
-        raise UserError(
-            f"{place}: no field '{name}'; set data.prompt_field to one of those there: {', '.join(record)}"
-        )
-    return record[name]
-
-
-def _answer(record: Record, name: str, place: str) -> str | None:
-    value = record.get(name)
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int | float):
-        return str(value)
-    raise UserError(f"{place}: the answer '{name}' is a {type(value).__name__}; write a string or a number")
+def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """UserError where a checkpoint was written with other data than ours."""
+    for name, value in ours.items():
+        if state.get(name) != value:
+            raise UserError(
+                f"the checkpoint was written with data of {name}={state.get(name)}, now {name}={value}; "
+                "resume with the data settings of the first run, or start a new run"
+            )
 
 
 def _check_length(tokens: int, limit: int, too_long: str, place: str) -> None:

@@ -1,20 +1,22 @@
-"""Reading a data file into plain records."""
+"""Reading data files into plain records."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from verl_mg.data.folders import data_files
 from verl_mg.errors import UserError
 
 Record = dict[str, Any]
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The records of a data file in file order.
+    """The records of a data file or folder, in the order of files and lines.
 
     Args:
-        path: `.jsonl` or `.json` (one JSON object a line; blank lines are skipped) or `.parquet`.
+        path: `.jsonl` or `.json` (one JSON object a line; blank lines are skipped), `.parquet`, `.arrow` (a stream),
+            or what else `data_files` knows: a folder of shards, a pattern, a dataset saved by Hugging Face's.
 
     Raises:
         UserError: the file is missing, empty, of another kind, or a line is not a JSON object.
@@ -23,20 +25,14 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def located_records(path: str | Path) -> list[tuple[str, Record]]:
-    """The records of a data file, each after its place `file:line` (for Parquet, `file:row`), from 1.
+    """The records of `path`, each after its place `file:line` (for Parquet and Arrow, `file:row`), from 1.
 
     Raises:
         UserError: as `read_records`.
     """
-    path = Path(path)
-    reader = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows}.get(path.suffix)
-    if reader is None:
-        raise UserError(
-            f"{path}: a data file ends in .jsonl, .json (one object a line) or .parquet, not '{path.suffix}'"
-        )
-    if not path.is_file():
-        raise UserError(f"{path}: no such data file; give the path of a .jsonl, .json or .parquet file")
-    records = [(f"{path}:{line}", record) for line, record in reader(path)]
+    readers = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
+    files = data_files(Path(path))
+    records = [(f"{file}:{line}", record) for file in files for line, record in readers[file.suffix](file)]
     if not records:
         raise UserError(f"{path}: no records in it; write one JSON object a line, or one row a prompt")
     return records
@@ -75,4 +71,16 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Record]]:
     except (ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path}: not a readable Parquet file ({reason}); write it anew") from error
+    yield from enumerate(rows, start=1)
+
+
+def _arrow_rows(path: Path) -> Iterator[tuple[int, Record]]:
+    from pyarrow import ArrowException, ipc, memory_map
+
+    try:
+        with memory_map(str(path)) as file, ipc.open_stream(file) as stream:
+            rows = stream.read_all().to_pylist()
+    except (ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}: not a readable Arrow stream ({reason}); save the dataset anew") from error
     yield from enumerate(rows, start=1)

@@ -57,7 +57,7 @@ def tokenise(rendered: Sequence[Rendered], tokenizer: "PreTrainedTokenizerBase")
 def _conversation(
     messages: Any, tokenizer: "PreTrainedTokenizerBase", place: str, tools: Sequence[dict[str, Any]]
 ) -> str:
-    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+    if not is_conversation(messages):
         raise UserError(
             f"{place}: a prompt is a string or a list of messages "
             '[{"role": "user", "content": "..."}], ' + f"not {messages!r:.60}"
@@ -75,6 +75,11 @@ def _conversation(
         raise UserError(
             f"{place}: the tokenizer's chat template refuses the prompt ({error}); mend its roles or contents"
         ) from error
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a field is a list of messages, at least one."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
 
 
 def _is_message(message: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,12 @@ from transformers import AutoTokenizer
 
 from verl_mg.batch import Batch
 from verl_mg.config import Config
-from verl_mg.data.demonstrations import demonstration
-from verl_mg.data.prompts import Prompt, PromptSet
+from verl_mg.data import Curriculum, Prompt, Prompts, demonstrations_batch, pairs_batch, read_prompts
 from verl_mg.errors import UserError
 from verl_mg.job.engines import build_fleet, check_engines, training_ranks
+from verl_mg.job.evaluation import evaluate
 from verl_mg.job.networks import NETWORKS, Networks
-from verl_mg.megatron.collectives import sum_over_ranks
-from verl_mg.rewards import load_reward
+from verl_mg.rewards import load_rewards
 from verl_mg.roles import agreement
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.critic import Critic, RewardModel
@@ -57,7 +57,7 @@ class Job:
         self.config, self._store = config, store
         self.iteration = 0
         self.state: dict[str, float | Batch] = {}
-        self._next_demonstration = 0
+        self._next_row = 0
         torch.manual_seed(config.job.seed)
         ranks = dist.get_world_size()
         training = training_ranks(config, ranks) if "rollout" in roles else ranks
@@ -67,10 +67,13 @@ class Job:
             check_engines(config, table(read_config(config.model.path)), ranks)
         self.tokenizer = _read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
-        self.prompts = self._read_prompts(config.data.train)
-        self.test_prompts = self._read_prompts(config.data.test) if config.data.test else None
+        schemas, seed = [tool.schema for tool in self._tools], config.job.seed
+        self.prompts = read_prompts(config.data, "train", self.tokenizer, seed=seed, tools=schemas)
+        self.test_prompts: Prompts | None = None
+        if config.data.test is not None:
+            self.test_prompts = read_prompts(config.data, "test", self.tokenizer, seed=seed, tools=schemas)
         if "reward" in roles:
-            self.reward = Scorer(load_reward(config.reward.function), self.prompts, self.tokenizer)
+            self.reward = Scorer(load_rewards(config.reward), self.prompts, self.tokenizer)
         for role in NETWORKS:
             if role in roles:
                 setattr(self, role, self._networks.build(role))
@@ -88,6 +91,27 @@ class Job:
         """The roles that learn, by name."""
         present = {name: getattr(self, name, None) for name in NETWORKS}
         return {name: role for name, role in present.items() if isinstance(role, Trained)}
+
+    # -- around an iteration
+
+    def begin(self, iteration: int) -> dict[str, float]:
+        """Before the recipe is called; the weights of the rewards from here on."""
+        self.iteration = iteration
+        return self.reward.refresh() if hasattr(self, "reward") else {}
+
+    def observe(self, batch: Batch) -> dict[str, float]:
+        """Tell a curriculum how answers went."""
+        if not isinstance(self.prompts, Curriculum):
+            return {}
+        told = (agreement.column(batch, name).tolist() for name in ("prompt_id", "reward"))
+        self.prompts.observe(*told)
+        return self.prompts.metrics()
+
+    def close(self) -> None:
+        """End the engines and let the rewards go."""
+        for part in ("rollout", "reward"):
+            if hasattr(self, part):
+                getattr(self, part).close()
 
     # -- what all ranks know together
 
@@ -109,37 +133,30 @@ class Job:
 
     # -- data
 
-    def demonstrations(self, prompts: list[Prompt]) -> Batch:
+    def demonstrations(self, prompts: Sequence[Prompt]) -> Batch:
         """Prompts with their answers as rows to imitate; this rank's share of them."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = range(rank, len(prompts), ranks)
-        limit = read_config(self.config.model.path).max_positions
-        rows = [demonstration(prompts[i], self.tokenizer, limit) for i in mine]
-        batch = Batch.from_rows(tokens for tokens, _ in rows)
-        batch["prompt_length"] = torch.tensor([length for _, length in rows], dtype=torch.int64)
-        batch["loss_mask"] = batch.positions >= batch.spread(batch["prompt_length"])
-        batch["prompt_id"] = torch.tensor([prompts[i].id for i in mine], dtype=torch.int64)
-        batch["sample_id"] = torch.tensor([self._next_demonstration + i for i in mine], dtype=torch.int64)
-        self._next_demonstration += len(prompts)
-        return batch
+        first, self._next_row = self._next_row, self._next_row + len(prompts)
+        return demonstrations_batch(prompts, self.tokenizer, self._longest, first, *self._place)
+
+    def preferences(self, prompts: Sequence[Prompt]) -> Batch:
+        """Prompts with a chosen and a rejected answer, two rows each; this rank's share of them."""
+        first, self._next_row = self._next_row, self._next_row + len(prompts)
+        fields = (self.config.data.chosen_field, self.config.data.rejected_field)
+        return pairs_batch(prompts, self.tokenizer, self._longest, first, *fields, *self._place)
 
     def evaluate(self) -> dict[str, float]:
-        """The mean reward of greedy answers to the first `evaluation.prompts` prompts of `data.test`."""
+        """See `evaluation.evaluate`; nothing without `data.test`."""
         if self.test_prompts is None:
             return {}
-        prompts = list(self.test_prompts)[: self.config.evaluation.prompts]
-        batch = self.rollout.greedy(prompts)
-        scores = self.reward.over(self.test_prompts)(batch)
-        total = sum_over_ranks([{"eval/reward": scores.double().sum()}])
-        return {"eval/reward": total["eval/reward"] / len(prompts)}
+        return evaluate(self.rollout, self.test_prompts, self.config.evaluation)
 
     # -- building
 
     def _build_rollout(self) -> Rollout:
         config, model = self.config.rollout, read_config(self.config.model.path)
-        for path, prompts in ((self.config.data.train, self.prompts), (self.config.data.test, self.test_prompts)):
-            if path is not None and prompts is not None:
-                self._check_room_to_answer(path, prompts, model.max_positions)
+        for prompts in (self.prompts, self.test_prompts):
+            if prompts is not None:
+                self._check_room_to_answer(prompts, model.max_positions)
         stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -153,7 +170,7 @@ class Job:
         for role in (getattr(self, name, None) for name in NETWORKS):
             if role is not None:
                 role.claim = fleet.rest
-        return Rollout(fleet, sampling, self.config.job.seed, store, config.partial)
+        return Rollout(fleet, sampling, self.config.job.seed, store, config.partial, self.reward)
 
     def _with_tools(self) -> Wrap:
         """What puts tools around an engine, where the configuration names any."""
@@ -164,29 +181,22 @@ class Job:
         turns, timeout = config.max_turns, config.tool_timeout
         return lambda engine: Conversations(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
 
-    def _check_room_to_answer(self, path: Path, prompts: PromptSet, positions: int) -> None:
-        longest = max(len(prompt.tokens) for prompt in prompts)
-        if longest + self.config.rollout.max_new_tokens > positions:
+    def _check_room_to_answer(self, prompts: Prompts, positions: int) -> None:
+        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+        if len(longest.tokens) + self.config.rollout.max_new_tokens > positions:
             raise UserError(
-                f"{path}: its longest prompt has {longest} tokens, with rollout.max_new_tokens="
+                f"{longest.place}: the longest prompt has {len(longest.tokens)} tokens, with rollout.max_new_tokens="
                 f"{self.config.rollout.max_new_tokens} that is more than the {positions} positions of the model; lower "
                 "it, or lower data.max_prompt_tokens with data.too_long=drop"
             )
 
-    def _read_prompts(self, path: Path) -> PromptSet:
-        data = self.config.data
-        return PromptSet.from_file(
-            path,
-            self.tokenizer,
-            prompt_field=data.prompt_field,
-            answer_field=data.answer_field,
-            chat_template=data.chat_template,
-            instruction=data.instruction,
-            max_prompt_tokens=data.max_prompt_tokens,
-            too_long=data.too_long,
-            seed=self.config.job.seed,
-            tools=[tool.schema for tool in self._tools],
-        )
+    @property
+    def _longest(self) -> int:
+        return read_config(self.config.model.path).max_positions
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
 
     @property
     def _dtype(self) -> torch.dtype:

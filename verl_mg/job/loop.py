@@ -14,10 +14,10 @@ from verl_mg.job.job import Job
 from verl_mg.job.observe import rollout_metrics, sample_records
 from verl_mg.job.recipe import Recipe, wanted_roles
 from verl_mg.job.trace import SampleTrace
-from verl_mg.job.trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker, Tracker
+from verl_mg.job.trackers import ConsoleTracker, EvaluationTable, JsonlTracker, TensorBoardTracker, Tracker
 from verl_mg.job.world import World
 
-METRICS, CURVE, MODEL = "metrics.jsonl", "reward_curve.png", "model"
+METRICS, CURVE, MODEL, EVALUATIONS = "metrics.jsonl", "reward_curve.png", "model", "evaluation.md"
 
 
 def run(recipe: Recipe, config: Config, world: World) -> None:
@@ -40,8 +40,7 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
     if config.job.save:
         for name, role in job.trained.items():
             role.save(output / (MODEL if name == "actor" else name), role.model_dir)
-    if hasattr(job, "rollout"):
-        job.rollout.close()
+    job.close()
     if world.rank == 0:
         _tell(output)
 
@@ -49,12 +48,13 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
 def one_iteration(recipe: Recipe, job: Job, iteration: int, trace: SampleTrace | None) -> dict[str, float]:
     """The recipe's iteration and its metrics, the same on every rank but for `time/`."""
     started = time.perf_counter()
-    job.iteration = iteration
-    metrics = dict(recipe.iteration(job, job.config.algorithm))
+    weights = job.begin(iteration)
+    metrics = weights | recipe.iteration(job, job.config.algorithm)
     if trace is not None:
         produced, job.rollout.produced = job.rollout.produced, []
         metrics |= rollout_metrics(produced) | job.rollout.metrics
         for batch in produced:
+            metrics |= job.observe(batch)
             trace.write(sample_records(iteration, batch, job.reward))
     return metrics | {"time/iteration": time.perf_counter() - started}
 
@@ -78,7 +78,11 @@ def _open_folder(output: Path, config: Config) -> None:
 
 def _trackers(recipe: Recipe, config: Config) -> list[Tracker]:
     output = config.job.output
-    trackers: list[Tracker] = [JsonlTracker(output / METRICS), TensorBoardTracker(output / "tensorboard")]
+    trackers: list[Tracker] = [
+        JsonlTracker(output / METRICS),
+        TensorBoardTracker(output / "tensorboard"),
+        EvaluationTable(output / EVALUATIONS),
+    ]
     if config.job.console:
         trackers.append(ConsoleTracker(config.job.iterations, recipe.name))
     return trackers

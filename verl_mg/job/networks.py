@@ -16,7 +16,8 @@ from verl_mg.roles.actor import Actor
 from verl_mg.roles.critic import Critic, RewardModel
 from verl_mg.roles.policy import Policy
 from verl_mg.roles.role import Role
-from verl_mg.weights import read_config
+from verl_mg.weights import read_config, table
+from verl_mg.weights.adapters import adapted_tensors
 
 NETWORKS: dict[str, type[Role]] = {
     "actor": Actor,
@@ -43,6 +44,15 @@ class Networks:
                 check_layout(read_config(self._path(role)), Layout.parse(layout).fit(self._ranks))
             except UserError as error:
                 raise UserError(f"{role}.layout={layout}{beside}: {error}") from None
+            self._check_lora(role)
+
+    def _check_lora(self, role: str) -> None:
+        section = self._section(role)
+        if isinstance(section, TrainedConfig) and section.lora:
+            try:
+                adapted_tensors(table(read_config(self._path(role))), section.lora.targets)
+            except UserError as error:
+                raise UserError(f"{role}.{error}") from None
 
     def build(self, role: str) -> Any:
         """The role, with the weights of its model's directory."""
@@ -54,6 +64,7 @@ class Networks:
                 "recompute": section.recompute,
                 "optimizer": section.optimizer,
                 "guard": section.guard,
+                "lora": section.lora,
             }
         return NETWORKS[role](
             self._path(role),

@@ -85,6 +85,30 @@ class TensorBoardTracker:
         self._writer.close()
 
 
+class EvaluationTable:
+    """`| iteration | reward | pass@4 | ...`: a row for each evaluation, with the columns of the first one."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Begins anew where the file is there."""
+        self._path = Path(path)
+        self._columns: list[str] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        told = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+        if not told:
+            return
+        lines = []
+        if not self._columns:
+            self._columns = list(told)
+            lines = [["iteration", *self._columns], ["---:"] * (len(self._columns) + 1)]
+        lines.append([str(step), *(f"{told[name]:.4f}" if name in told else "" for name in self._columns)])
+        with self._path.open("w" if len(lines) > 1 else "a", encoding="utf-8") as file:
+            file.writelines(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+    def close(self) -> None:
+        pass
+
+
 class ConsoleTracker:
     """A live bar with the headline metrics, or one plain line a step where there is no terminal."""
 

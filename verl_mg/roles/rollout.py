@@ -18,6 +18,7 @@ from verl_mg.megatron.collectives import all_gather_json
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.exchange import fetch_rows, index_rows
 from verl_mg.roles.fleet import Fleet
+from verl_mg.roles.scorer import Scorer
 from verl_mg.rollout.dealing import Group, complete_groups
 from verl_mg.rollout.engine import OBSERVED, Request, Sample, Sampling
 from verl_mg.rollout.shift import Shift
@@ -42,10 +43,20 @@ class _Asked:
 class Rollout:
     """Engines that answer prompts together. Every rank calls every method.
 
-    partial: samples that were cut go on in the next call; otherwise their prompts are given up.
+    partial: samples that were cut go on in the next call; otherwise their prompts are given up. scorer: scores samples
+    while others are still being written.
     """
 
-    def __init__(self, fleet: Fleet, sampling: Sampling, seed: int, store: Store, partial: bool = False) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        sampling: Sampling,
+        seed: int,
+        store: Store,
+        partial: bool = False,
+        scorer: Scorer | None = None,
+    ) -> None:
+        self._scorer = scorer
         self._fleet, self._sampling, self._seed, self._store, self._partial = fleet, sampling, seed, store, partial
         self._next_id = self._calls = 0
         self._waiting: list[_Asked] = []
@@ -66,7 +77,7 @@ class Rollout:
         With `keep` the first `keep` prompts whose samples are all done are returned, those of earlier calls
         included, and the engines are cut; `unfinished` tells what is left.
         Columns: tokens, loss_mask, rollout_logprobs, versions, prompt_id, prompt_length, group, sample_id, version,
-        truncated, and routed_experts where the engines tell.
+        truncated, routed_experts where the engines tell, and with a scorer what that says, see `Scorer.columns`.
         A sample depends on the job's seed and its sample id, not on how many ranks there are, where the engine can.
         """
         asked = self._waiting + self._ask(prompts, samples)
@@ -75,11 +86,15 @@ class Rollout:
         return batch
 
     def greedy(self, prompts: Sequence[Prompt]) -> Batch:
-        """The most probable response to each prompt, for evaluation; the samples of training stay the same."""
-        asked = self._ask(prompts, 1)
-        self._next_id -= len(prompts)
+        """The most probable response to each prompt; see `aside`."""
+        return self.aside(prompts, 1, 0.0)
+
+    def aside(self, prompts: Sequence[Prompt], samples: int, temperature: float) -> Batch:
+        """Responses that are not trained on; the samples of training stay the same."""
+        asked = self._ask(prompts, samples)
+        self._next_id -= len(prompts) * samples
         metrics = dict(self.metrics)
-        batch, _ = self._answer(asked, replace(self._sampling, temperature=0.0), None)
+        batch, _ = self._answer(asked, replace(self._sampling, temperature=temperature), None)
         self.metrics = metrics
         return batch
 
@@ -115,6 +130,8 @@ class Rollout:
         gone = {i for one in asked for i in one.ids} - {i for one in waiting for i in one.ids}
         self._done = {i: sample for i, sample in self._done.items() if i not in gone}
         self._cut = {i: sample for i, sample in self._cut.items() if i not in gone}
+        if self._scorer:
+            self._scorer.forget(list(gone))
         return home, waiting
 
     def _work(
@@ -131,7 +148,12 @@ class Rollout:
 
         begun = [request_of(i) for i in sorted(self._cut.keys() & prompt_of.keys())]
         self._fleet.ready()
-        shift = Shift(self._fleet.engine, self._fleet.engines, deal, self._store, key, self._fleet)
+
+        def finished(sample: Sample) -> None:
+            if self._scorer:
+                self._scorer.begin(prompt_of[sample.id], sample)
+
+        shift = Shift(self._fleet.engine, self._fleet.engines, deal, self._store, key, self._fleet, finished)
         work = shift.run(begun, request_of, sampling)
         self._done |= work.done
         self._cut |= {i: sample for i, sample in work.cut.items() if sample.tokens}
@@ -168,6 +190,8 @@ class Rollout:
         mine = [(one, i) for one in kept for i in one.ids if i in self._done]
         batch = _as_batch([one.prompt for one, _ in mine], [self._done[i] for _, i in mine], self._fleet.version)
         batch["group"] = torch.tensor([one.ids.start for one, _ in mine], dtype=torch.int64)
+        if self._scorer:
+            self._scorer.add_columns(batch)
         if untouched and self._fleet.at_home:
             return batch
         index = index_rows(batch)

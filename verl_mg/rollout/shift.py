@@ -45,9 +45,18 @@ class Shift:
     """Every rank runs one in each call; those without an engine wait, and help to bring an engine back."""
 
     def __init__(
-        self, engine: RolloutEngine | None, engines: int, deal: Deal, store: Store, key: str, rescue: Rescue
+        self,
+        engine: RolloutEngine | None,
+        engines: int,
+        deal: Deal,
+        store: Store,
+        key: str,
+        rescue: Rescue,
+        finished: Callable[[Sample], None] = lambda sample: None,
     ) -> None:
+        """Args: finished: told of each sample as soon as it is whole, while others are still being written."""
         self._engine, self._engines, self._deal, self._rescue = engine, engines, deal, rescue
+        self._tell = finished
         self._store, self._handed_in = store, f"{key}/handed in"
         self._in_flight = 0
         self._cutting = False
@@ -102,6 +111,7 @@ class Shift:
         self._work.done[sample.id] = sample
         self._work.tokens += sum(sample.written)
         self._deal.finish(sample.id)
+        self._tell(sample)
 
     def _survive(self, error: EngineDiedError) -> None:
         self._work.deaths += 1

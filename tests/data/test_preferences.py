@@ -1,0 +1,135 @@
+"""A pair is two answers to one prompt, however the record writes it."""
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from verl_mg.data import Prompt, PromptSet, pairs_batch, preference
+from verl_mg.errors import UserError
+from verl_mg.tiny import character_tokenizer
+
+USER = {"role": "user", "content": "1+1"}
+GOOD, BAD = {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "11"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer(string.printable)
+
+
+def read(folder: Path, tokenizer: PreTrainedTokenizerFast, *records: dict[str, Any], **options: Any) -> list[Prompt]:
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return list(PromptSet.from_file(path, tokenizer, max_prompt_tokens=100, **options))
+
+
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        ({"prompt": "1+1", "chosen": "2", "rejected": "11"}, {"chat_template": True}),
+        ({"prompt": [USER], "chosen": "2", "rejected": "11"}, {}),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}),
+        ({"prompt": "1+1", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {"chat_template": True}),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"prompt": "no", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {"prompt_field": "chosen"}),
+        ({"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+    ],
+)
+def test_all_forms_are_the_conversation_as_the_template_writes_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], options: dict[str, Any]
+) -> None:
+    (prompt,) = read(tmp_path, tokenizer, record, **options)
+    chosen, rejected, length = preference(prompt, tokenizer, 20)
+    for tokens, answer in ((chosen, GOOD), (rejected, BAD)):
+        whole = tokenizer.apply_chat_template([USER, answer], return_dict=True)["input_ids"]
+        assert tokens == whole
+    assert tokenizer.decode(chosen[length:]) == "2<eos>"
+    assert tokenizer.decode(rejected[length:]) == "11<eos>"
+    assert tuple(chosen[:length]) == tuple(rejected[:length]) == prompt.tokens
+
+
+def test_plain_text_and_fields_by_name(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (prompt,) = read(tmp_path, tokenizer, {"q": "ab", "yes": "c", "no": "de"}, prompt_field="q")
+    chosen, rejected, length = preference(prompt, tokenizer, 5, "yes", "no")
+    assert (tokenizer.decode(chosen), tokenizer.decode(rejected), length) == ("abc<eos>", "abde<eos>", 2)
+
+
+def test_several_turns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [{"role": "system", "content": "s"}, USER, GOOD, {"role": "user", "content": "+1"}]
+    (prompt,) = read(tmp_path, tokenizer, {"chosen": [*turns, GOOD], "rejected": [*turns, BAD]})
+    assert prompt.text == "<system>s<user>1+1<assistant>2<eos><user>+1<assistant>"
+    chosen, _, length = preference(prompt, tokenizer, 50)
+    assert tokenizer.decode(chosen[length:]) == "2<eos>"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"chosen": "a"}, r"no field 'rejected'; set data.rejected_field to one of: chosen, prompt"),
+        ({"chosen": "a", "rejected": ""}, "'rejected' is no answer; write a string, or messages"),
+        ({"chosen": "a", "rejected": 3}, "'rejected' is no answer; .* not 3"),
+        ({"chosen": [USER], "rejected": [BAD]}, "'chosen' is no answer"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "differ before their last message"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, r"longer conversation .*'1\+1'.*data.prompt_field=chosen"),
+        ({"chosen": "a" * 9, "rejected": "b"}, "13 tokens with its answer, and the limit is 12"),
+    ],
+)
+def test_bad_pair_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str
+) -> None:
+    good = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    first, second = read(tmp_path, tokenizer, good, {"prompt": "abc"} | record)
+    preference(first, tokenizer, 12)
+    with pytest.raises(UserError, match=reason) as caught:
+        preference(second, tokenizer, 12)
+    assert str(caught.value).startswith(f"{tmp_path}/pairs.jsonl:2 ")
+
+
+def test_a_template_may_trim(tokenizer: PreTrainedTokenizerFast) -> None:
+    asked = {"role": "user", "content": " 1+1\n"}
+    record = {"chosen": [asked, GOOD], "rejected": [asked, BAD]}
+    _, _, length = preference(Prompt(0, (7, 8), "<user>1+1<assistant>", None, record), tokenizer, 9)
+    assert length == 2
+
+
+def test_conversations_without_a_prompt_must_share_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    other = {"role": "user", "content": "1+2"}
+    with pytest.raises(UserError, match=r"pairs\.jsonl:1: 'chosen' and 'rejected' differ before their last"):
+        read(tmp_path, tokenizer, {"chosen": [USER, GOOD], "rejected": [other, BAD]})
+    with pytest.raises(UserError, match=r"pairs\.jsonl:1: no field 'prompt'"):
+        read(tmp_path, tokenizer, {"chosen": [GOOD], "rejected": [BAD]})
+
+
+def test_batch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    records = [{"prompt": "ab"[:n], "chosen": "c" * n, "rejected": "de"} for n in (1, 2)]
+    prompts = read(tmp_path, tokenizer, *records)
+    batch = pairs_batch(prompts[::-1], tokenizer, 10, first_pair=5)
+    texts = [tokenizer.decode(batch.row("tokens", i)) for i in range(4)]
+    assert texts == ["abcc<eos>", "abde<eos>", "ac<eos>", "ade<eos>"]
+    learned = [tokenizer.decode(batch.row("tokens", i)[batch.row("loss_mask", i)]) for i in range(4)]
+    assert learned == ["cc<eos>", "de<eos>", "c<eos>", "de<eos>"]
+    columns = {name: batch[name].tolist() for name in ("sample_id", "pair", "group", "prompt_id", "prompt_length")}
+    assert columns == {
+        "sample_id": [10, 11, 12, 13],
+        "pair": [5, 5, 6, 6],
+        "group": [5, 5, 6, 6],
+        "prompt_id": [1, 1, 0, 0],
+        "prompt_length": [2, 2, 1, 1],
+    }
+    assert batch["chosen"].tolist() == [True, False, True, False]
+
+
+def test_ranks_share_the_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    records = [{"prompt": "p" * (i + 1), "chosen": "c", "rejected": "de"} for i in range(3)]
+    prompts = read(tmp_path, tokenizer, *records)
+    whole = pairs_batch(prompts, tokenizer, 10, 0)
+    shares = [pairs_batch(prompts, tokenizer, 10, 0, rank=rank, ranks=4) for rank in range(4)]
+    assert [share["pair"].tolist() for share in shares] == [[0, 0], [1, 1], [2, 2], []]
+    kinds = [{name: share.kind(name) for name in share.names()} for share in (whole, *shares)]
+    assert all(kind == kinds[0] for kind in kinds)
+    joined = whole.concat(shares)
+    assert joined["tokens"].tolist() == whole["tokens"].tolist()

@@ -1,0 +1,130 @@
+"""The data section of a configuration, from YAML to prompts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import PreTrainedTokenizerFast
+
+from tests.data.walks import ids
+from verl_mg.config import DataConfig, Section, dump_config, load_config
+from verl_mg.data import Curriculum, Mixture, PromptSet, read_prompts
+from verl_mg.errors import UserError
+from verl_mg.tiny import character_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer("abcdefgh!?")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    rows = {
+        "one": [{"prompt": "aaaa", "answer": "b"}, {"prompt": "a"}, {"prompt": "aa"}],
+        "two": [{"q": "c", "a": 1}, {"q": "d", "a": 2}],
+    }
+    for name, records in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return tmp_path
+
+
+def both(files: Path) -> dict[str, Any]:
+    return {
+        "one": {"path": str(files / "one.jsonl"), "weight": 2},
+        "two": {"path": str(files / "two.jsonl"), "prompt_field": "q", "answer_field": "a", "instruction": ""},
+    }
+
+
+def config(**data: Any) -> DataConfig:
+    return DataConfig.model_validate({"max_prompt_tokens": 3, "too_long": "drop", "instruction": "!"} | data)
+
+
+def test_one_path(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = read_prompts(config(train=files / "one.jsonl"), "train", tokenizer, seed=3)
+    assert isinstance(prompts, PromptSet)
+    assert [(p.id, p.text, p.source) for p in prompts] == [(1, "a!", ""), (2, "aa!", "")]
+    assert prompts.dropped == 1
+    assert prompts.state()["seed"] == 3
+
+
+def test_several_sources(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    data = config(train=both(files), test=both(files))
+    prompts = read_prompts(data, "train", tokenizer)
+    assert isinstance(prompts, Mixture)
+    # The row that was dropped keeps its id, so what follows does not depend on the limit.
+    found = [(p.id, p.source, p.text, p.answer) for p in prompts]
+    assert found == [(1, "one", "a!", None), (2, "one", "aa!", None), (3, "two", "c", "1"), (4, "two", "d", "2")]
+    assert prompts.by_id(4).place == f"{files}/two.jsonl:2"
+    assert (prompts.dropped, [p.source for p in prompts.take(6)]) == (1, ["one", "two", "one"] * 2)
+    test = read_prompts(data, "test", tokenizer)
+    assert ids(test.first(1)) == [1, 3]
+
+
+def test_curriculum(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    data = config(train=both(files), test=files / "one.jsonl", curriculum={"low": 0.1, "revisit": 2})
+    prompts = read_prompts(data, "train", tokenizer)
+    assert isinstance(prompts, Curriculum)
+    assert len(prompts) == 4
+    assert isinstance(read_prompts(data, "test", tokenizer), PromptSet)
+
+
+def test_bad_line_of_a_source_is_named(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    sources = both(files)
+    del sources["two"]["prompt_field"]
+    with pytest.raises(UserError, match=r"two\.jsonl:1: no field 'prompt'; .* q, a"):
+        read_prompts(config(train=sources), "train", tokenizer)
+    with pytest.raises(UserError, match=r"data\.test is not set"):
+        read_prompts(config(train=sources), "test", tokenizer)
+
+
+class Nothing(Section):
+    pass
+
+
+def loaded(folder: Path, data: Any, *overrides: str) -> DataConfig:
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": data}))
+    return load_config(path, list(overrides), Nothing).data
+
+
+def test_configuration(tmp_path: Path) -> None:
+    data = loaded(tmp_path, {"train": {"a": {"path": "x.jsonl"}, "b": {"path": "y"}}}, "data.train.b.weight=0.5")
+    assert isinstance(data.train, dict)
+    assert [(name, s.path, s.weight, s.prompt_field) for name, s in data.train.items()] == [
+        ("a", Path("x.jsonl"), 1.0, None),
+        ("b", Path("y"), 0.5, None),
+    ]
+    assert loaded(tmp_path, {"train": {"a": {"path": "x"}}}, "data.train=z", "data.test=null").train == Path("z")
+
+
+def test_the_dump_reads_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    data = {"train": {"a": {"path": "x", "weight": 0.3}}, "test": "t", "curriculum": {"high": 0.9}}
+    path.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": data}))
+    first = load_config(path, [], Nothing)
+    path.write_text(dump_config(first))
+    assert load_config(path, [], Nothing).model_dump() == first.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train={}", "'data.train' is {}: write a path, or sources as NAME: {path: ...}"),
+        ("data.train=null", "'data.train' is None: write a path"),
+        ("data.test=3", "'data.test' is 3: write a path, or sources"),
+        ("data.train={a: x}", "'data.train.a' is 'x': write a mapping, {path: ...}"),
+        ("data.train={a: {weight: 1}}", "'data.train.a.path' is missing"),
+        ("data.train={a: {path: x, weight: 0}}", "'data.train.a.weight' is 0: .*greater than 0"),
+        ("data.train={a: {path: x, weigth: 1}}", "unknown key 'weigth'; a source has path, weight, prompt_field"),
+        ("data.curriculum.lo=1", "unknown key 'data.curriculum.lo'; did you mean 'data.curriculum.low'"),
+        ("data.curriculum={low: 0.5, high: 0.4}", "'data.curriculum.high' is 0.4: must not be smaller than low"),
+        ("data.rejected_field=chosen", "'data.rejected_field' is 'chosen': must be another field"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        loaded(tmp_path, {"train": "x.jsonl"}, override)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,81 @@
+"""Several sets of prompts taken from by weight."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from itertools import chain
+from math import lcm
+from typing import Any
+
+from verl_mg.data.prompts import Prompt, PromptSet, check_state
+
+
+class Mixture:
+    """Sets by name, each with a share of the prompts that are taken; each walks its own shuffled epochs.
+
+    The next prompt comes from the source that is furthest behind its share, of equals from the one named first. So no
+    source is ever a whole prompt ahead of its share and every iteration has the mixture that was asked for, where a
+    draw at random would have it on average alone; and the counts say where the walk stands.
+    """
+
+    def __init__(self, sets: Mapping[str, PromptSet], weights: Mapping[str, float]) -> None:
+        """Args: sets: at least one, no prompt id in two of them; weights: of the same names, above 0."""
+        self._sets = dict(sets)
+        self._given = [[name, float(weights[name])] for name in self._sets]
+        # By their decimal digits, as whole numbers: 0.1 and 0.2 are then 1 to 2 exactly, however long the run.
+        exact = {name: Fraction(str(weight)) for name, weight in self._given}
+        scale = lcm(*(weight.denominator for weight in exact.values()))
+        self._weights = {name: int(weight * scale) for name, weight in exact.items()}
+        self._taken = dict.fromkeys(self._sets, 0)
+        self._by_id = {prompt.id: prompt for prompt in self}
+        assert len(self._by_id) == len(self), "two sources share a prompt id"
+
+    @property
+    def dropped(self) -> int:
+        """How many prompts of all sources were left out for their length."""
+        return sum(prompts.dropped for prompts in self._sets.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sets.values()))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return chain.from_iterable(self._sets.values())
+
+    def first(self, n: int) -> list[Prompt]:
+        """The first `n` prompts of each source, in file order."""
+        return [prompt for prompts in self._sets.values() for prompt in prompts.first(n)]
+
+    def by_id(self, prompt_id: int) -> Prompt:
+        """The prompt of that `id`; KeyError where there is none or it was dropped."""
+        return self._by_id[prompt_id]
+
+    def take(self, n: int, draw: Callable[[PromptSet, int], list[Prompt]] = PromptSet.take) -> list[Prompt]:
+        """The next `n` prompts, sources interleaved. `draw`: how to take some from one source."""
+        order = [self._next_source() for _ in range(n)]
+        drawn = {name: iter(draw(self._sets[name], count)) for name, count in Counter(order).items()}
+        return [next(drawn[name]) for name in order]
+
+    def state(self) -> dict[str, Any]:
+        """Where the walk stands, JSON-able, for `load_state` on the same sources and weights."""
+        sources = {name: prompts.state() for name, prompts in self._sets.items()}
+        return self._identity() | {"taken": dict(self._taken), "sources": sources}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state()`.
+
+        Raises:
+            UserError: the state is of other sources, weights or seed.
+        """
+        check_state(state, self._identity())
+        for name, prompts in self._sets.items():
+            prompts.load_state(state["sources"][name])
+        self._taken = dict(state["taken"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"kind": "mixture", "weights": self._given}
+
+    def _next_source(self) -> str:
+        turn, total = sum(self._taken.values()) + 1, sum(self._weights.values())
+        name = max(self._sets, key=lambda name: self._weights[name] * turn - total * self._taken[name])
+        self._taken[name] += 1
+        return name

@@ -1,0 +1,74 @@
+"""From the data section of the configuration to the prompts of a job."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from verl_mg.config import DataConfig, SourceConfig
+from verl_mg.data.curriculum import Curriculum
+from verl_mg.data.mixture import Mixture
+from verl_mg.data.prompts import Prompts, PromptSet
+from verl_mg.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_prompts(
+    data: DataConfig,
+    which: Literal["train", "test"],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    seed: int = 0,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Prompts:
+    """The prompts of `data.train` or `data.test`.
+
+    Returns:
+        A `PromptSet` for a path, a `Mixture` for sources by name; for training a `Curriculum` around either where
+        `data.curriculum` leaves any pass rate out.
+
+    Raises:
+        UserError: names `file:line` or the setting, and the remedy.
+    """
+    where = data.train if which == "train" else data.test
+    if where is None:
+        raise UserError("data.test is not set; write data.test=FILE")
+    if not isinstance(where, dict):
+        prompts: PromptSet | Mixture = _read_set(data, "", SourceConfig(path=where), 0, tokenizer, seed, tools)
+    else:
+        prompts = _read_mixture(data, where, tokenizer, seed, tools)
+    band = data.curriculum
+    if which == "test" or (band.low <= 0 and band.high >= 1):
+        return prompts
+    return Curriculum(prompts, **band.model_dump())
+
+
+def _read_mixture(
+    data: DataConfig,
+    sources: dict[str, SourceConfig],
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    tools: Sequence[dict[str, Any]],
+) -> Mixture:
+    sets: dict[str, PromptSet] = {}
+    rows = 0
+    for name, source in sources.items():
+        sets[name] = _read_set(data, name, source, rows, tokenizer, seed, tools)
+        rows += len(sets[name]) + sets[name].dropped
+    return Mixture(sets, {name: source.weight for name, source in sources.items()})
+
+
+def _read_set(
+    data: DataConfig,
+    name: str,
+    source: SourceConfig,
+    first_id: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    tools: Sequence[dict[str, Any]],
+) -> PromptSet:
+    own = source.model_dump(include={"prompt_field", "answer_field", "instruction"}, exclude_none=True)
+    common = data.model_dump(exclude={"train", "test", "curriculum"})
+    return PromptSet.from_file(
+        source.path, tokenizer, **(common | own), seed=seed, tools=tools, source=name, first_id=first_id
+    )

@@ -1,0 +1,73 @@
+"""How well the policy does on prompts that it is not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from verl_mg.algorithms.at_k import avg_at_k, maj_at_k, pass_at_k
+from verl_mg.batch import Batch
+from verl_mg.config import EvaluationConfig
+from verl_mg.data import Prompts
+from verl_mg.roles import agreement
+from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.scorer import NO_ANSWER
+
+
+@dataclass(frozen=True)
+class Tries:
+    """The answers to one prompt: what each scored, and a number for each final answer, None where there is none."""
+
+    source: str
+    rewards: list[float]
+    answers: list[str | None]
+
+
+def evaluate(rollout: Rollout, prompts: Prompts, config: EvaluationConfig) -> dict[str, float]:
+    """Rewards of answers to the first `config.prompts` prompts of each source; all ranks call it together.
+
+    `eval/reward` is the mean. With n answers to a prompt, for k = 1, 2, 4, ..., n: `eval/pass@k` and, where the reward
+    reads final answers, `eval/maj@k`; and `eval/avg@n`. Sources follow under `eval/SOURCE/`.
+    """
+    chosen = prompts.first(config.prompts)
+    sources = {prompt.id: prompt.source for prompt in chosen}
+    batch = rollout.aside(chosen, config.samples, config.temperature)
+    tries = _tries(batch, sources)
+    metrics = _metrics(tries, "eval/", config.passed)
+    names = sorted(set(sources.values()))
+    for name in names if len(names) > 1 else ():
+        metrics |= _metrics([one for one in tries if one.source == name], f"eval/{name}/", config.passed)
+    return metrics
+
+
+def _tries(batch: Batch, sources: dict[int, str]) -> list[Tries]:
+    """Of all ranks, prompt by prompt in the order of their first samples."""
+    columns = [agreement.column(batch, name).tolist() for name in ("group", "prompt_id", "reward", "answer")]
+    found: dict[int, Tries] = {}
+    for group, prompt, reward, answer in zip(*columns, strict=True):
+        one = found.setdefault(group, Tries(sources[prompt], [], []))
+        one.rewards.append(reward)
+        one.answers.append(None if answer == NO_ANSWER else str(answer))
+    return list(found.values())
+
+
+def _metrics(tries: Sequence[Tries], prefix: str, passed: float) -> dict[str, float]:
+    rewards = torch.tensor([one.rewards for one in tries], dtype=torch.float64)
+    metrics = {f"{prefix}reward": float(rewards.mean())}
+    answers = [one.answers for one in tries]
+    answered = any(answer is not None for row in answers for answer in row)
+    for k in _ks(rewards.shape[1]):
+        metrics[f"{prefix}pass@{k}"] = float(pass_at_k(rewards >= passed, k).mean())
+        if k == rewards.shape[1]:
+            metrics[f"{prefix}avg@{k}"] = float(avg_at_k(rewards, k).mean())
+        if answered and k > 1:
+            metrics[f"{prefix}maj@{k}"] = float(maj_at_k(answers, rewards, k).mean())
+    return metrics
+
+
+def _ks(samples: int) -> list[int]:
+    """1, 2, 4, ... and all of them; none for a single one."""
+    powers = [2**i for i in range(samples.bit_length()) if 2**i < samples]
+    return [*powers, samples] if samples > 1 else []
