@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 FLOORS = {
     **dict.fromkeys(("layout", "batch", "config", "errors", "platform"), 0),
-    **dict.fromkeys(("weights", "named"), 1),
-    **dict.fromkeys(("reshard", "algorithms", "rewards", "data", "tiny", "sandbox"), 2),
+    **dict.fromkeys(("weights", "named", "sandbox"), 1),
+    **dict.fromkeys(("reshard", "algorithms", "rewards", "data", "tiny"), 2),
     **dict.fromkeys(("megatron", "rollout", "paper"), 3),
     **dict.fromkeys(("roles",), 4),
     **dict.fromkeys(("job",), 5),

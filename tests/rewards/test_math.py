@@ -40,7 +40,8 @@ def score(answer: str | None, response: str) -> Reward:
     ],
 )
 def test_equal(answer: str, response: str) -> None:
-    assert score(answer, response) == Reward(1.0, {"correct": 1.0, "answered": 1.0})
+    reward = score(answer, response)
+    assert (reward.value, reward.parts) == (1.0, {"correct": 1.0, "answered": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_hard_mathematics_ends_on_any_thread(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(math, "SECONDS", 1)  # here; the worker process keeps its own
     hard = r"\boxed{9^{9^{9}}}"
     start = time.monotonic()
-    assert score("5", hard) == Reward(0.0, {"correct": 0.0, "answered": 1.0})
+    assert score("5", hard) == Reward(0.0, {"correct": 0.0, "answered": 1.0}, "9**(9**9)")
     assert time.monotonic() - start < 4
     results: list[Reward] = []
     thread = threading.Thread(target=lambda: results.extend([score("5", hard), score("1/2", "0.5")]))

@@ -1,14 +1,7 @@
-"""What a reward function takes and returns, and finding one by its name."""
+"""What a reward takes and returns."""
 
-import functools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Literal
-
-from verl_mg.errors import UserError
-from verl_mg.named import load_function
 
 
 @dataclass(frozen=True)
@@ -32,45 +25,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of one sample; `parts` are logged beside it, each under its name."""
+    """The reward of one sample.
+
+    Attributes:
+        value: a finite number.
+        parts: finite numbers, logged beside it, each under its name.
+        answer: the final answer as it was read off the response, for majority votes: equal answers are equal texts.
+            None where none was found, or none is looked for.
+    """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
-
-
-def load_reward(name: str) -> Callable[[Sample], Reward]:
-    """The reward function of that name, its results checked.
-
-    Args:
-        name: `package.module:function` or `path/to/file.py:function`. The function takes a `Sample` and
-            returns a `Reward` or a plain number.
-
-    Raises:
-        UserError: no such module, file or function, or importing it fails. What is returned raises
-            UserError when the function raises, or returns anything but finite numbers.
-    """
-    function = load_function(name, "reward")
-
-    @functools.wraps(function)
-    def checked(sample: Sample) -> Reward:
-        try:
-            result = function(sample)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"reward '{name}' raised {type(error).__name__}: {error}; mend it") from error
-        return _as_reward(result, name)
-
-    return checked
-
-
-def _as_reward(result: Any, name: str) -> Reward:
-    reward = result if isinstance(result, Reward) else Reward(result)
-    value = _finite(reward.value, name)
-    return Reward(value, {part: _finite(number, f"{name} ({part})") for part, number in reward.parts.items()})
-
-
-def _finite(value: Any, name: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise UserError(f"reward '{name}' returned {value!r:.80}; return a finite number or a Reward of them")
-    return float(value)
+    answer: str | None = None

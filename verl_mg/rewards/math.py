@@ -1,19 +1,23 @@
 """Is the final answer right, as mathematics? Judged by the library math-verify."""
 
+import atexit
 import functools
 import logging
-import multiprocessing
+import os
 import re
 import threading
-from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
 from typing import Any
 
+import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from verl_mg.errors import UserError
 from verl_mg.rewards.base import Reward, Sample
+from verl_mg.rewards.math_workers import Workers
 
 SECONDS = 5  # the limit for parsing and again for comparing, as math-verify has it by default
+WORKERS = 4  # processes for threads other than the main one; one judges some hundred answers a second
 MARK = "####"  # what GSM8K writes before a final answer
 
 LONGEST_FORMULA = 200  # characters; prose read as a formula, a symbol a letter, takes seconds
@@ -38,7 +42,7 @@ def score(sample: Sample) -> Reward:
     thread.
 
     Returns:
-        A reward with the parts "correct" and "answered" (an answer was found), each 0.0 or 1.0.
+        A reward with the parts "correct" and "answered" (an answer was found), each 0.0 or 1.0, and the answer.
 
     Raises:
         UserError: the record has no answer.
@@ -48,23 +52,37 @@ def score(sample: Sample) -> Reward:
             f"rewards.math: no answer for the prompt {sample.prompt[:60]!r}; "
             f"set data.answer_field to one of: {', '.join(sample.record)}"
         )
+    final = _final(sample.response)
+    number = _number(final or "")
+    if final and number and _plain(final) == _plain(_gold(sample.answer)):
+        return Reward(1.0, {"correct": 1.0, "answered": 1.0}, number)  # most answers; they need no library
     if threading.current_thread() is threading.main_thread():
-        return _judge(sample.response, sample.answer)
-    return _worker().submit(_judge, sample.response, sample.answer).result()
+        return judge(sample.response, sample.answer)
+    judged = _workers(os.getpid()).judge(sample.response, sample.answer)
+    return judged or Reward(0.0, {"correct": 0.0, "answered": float(bool(final))})
+
+
+def judge(response: str, answer: str) -> Reward:
+    """`score` in a main thread, of a response and the record's answer."""
+    final = _final(response)
+    found = _parsed(response) if final is None else _parsed_answer(final)
+    gold = _gold(answer)
+    correct = (final is not None and _plain(final) == _plain(gold)) or _equal(_parsed_answer(gold), found)
+    parts = {"correct": float(correct), "answered": float(bool(final or found))}
+    return Reward(float(correct), parts, _number(final or "") or _canonical(found) or final or None)
 
 
 @functools.cache
-def _worker() -> ProcessPoolExecutor:
-    """A process whose main thread judges for other threads: only there does math-verify's alarm ring."""
-    return ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn"))
+def _workers(process: int) -> Workers:
+    """Those of this process: a forked one has none of its parent's."""
+    # Parsing two texts, comparing both ways.
+    workers = Workers(WORKERS, seconds=4 * SECONDS + 1)
+    atexit.register(workers.close)
+    return workers
 
 
-def _judge(response: str, answer: str) -> Reward:
-    gold = _final(answer) or answer.strip()
-    final = _final(response)
-    found = _parsed(response) if final is None else _parsed_answer(final)
-    correct = (final is not None and _plain(final) == _plain(gold)) or _equal(_parsed_answer(gold), found)
-    return Reward(float(correct), {"correct": float(correct), "answered": float(bool(final or found))})
+def _gold(answer: str) -> str:
+    return _final(answer) or answer.strip()
 
 
 def _final(text: str) -> str | None:
@@ -82,6 +100,31 @@ def _parsed_answer(text: str) -> list[Any]:
         return _parsed(text)
     # Without LaTeX delimiters math-verify would see no more than the numbers in "x+1" or "2^{10}".
     return _parsed(f"\\boxed{{{text}}}")
+
+
+def _number(text: str) -> str | None:
+    """A plain number in lowest terms, as text: "1/2" for "0.50"; None for anything else."""
+    quantity = QUANTITY.fullmatch(_plain(text))
+    if not quantity or "%" in quantity[1]:
+        return None
+    above, _, below = re.sub(r"\s", "", quantity[1]).partition("/")
+    try:
+        return str(Fraction(above) / Fraction(below or "1"))
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _canonical(found: list[Any]) -> str | None:
+    """One text for what math-verify has found, the same for the commonest ways to write the same."""
+    if not found:
+        return None
+    first = found[0]
+    if isinstance(first, sympy.Mul) and "/" in str(found[-1]) and (number := _number(str(found[-1]))):
+        return number
+    try:
+        return str(Fraction(str(first)) if isinstance(first, sympy.Float) else first)
+    except ValueError:  # more digits than Python turns into text
+        return str(found[-1])
 
 
 def _plain(text: str) -> str:

@@ -1,6 +1,9 @@
-"""A reward function is found by name, and only finite numbers come out of it."""
+"""A reward is found by name and given its options, and only finite numbers come out of it."""
+
+from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +30,25 @@ def nothing(sample): pass
 def not_a_number(sample): return float("nan")
 def infinite_part(sample): return Reward(1.0, {"style": float("inf")})
 def failing(sample): return sample.record["missing"]
+def leaving(sample): raise SystemExit(3)
+def bonus(sample, size: float, scale=1.0): return size * scale
+def anything(sample, **options): return len(options)
+async def later(sample, value=1.0): return value
+
+class Length:
+    def __init__(self, unit: int = 1): self.unit = 1 / (1 / unit)
+    def score(self, sample): return len(sample.response) / self.unit
+
+class Batched:
+    batch_size = 3
+    def __init__(self): self.closed = False
+    async def score_many(self, samples): return [len(sample.response) for sample in samples]
+    def close(self): self.closed = True
+
+class Short:
+    def score_many(self, samples): return []
+
+class Mute: pass
 """
 
 
@@ -59,6 +81,8 @@ def test_numbers_become_rewards(file: Path, function: str, reward: Reward) -> No
         ("not_a_number", ":not_a_number' returned nan"),
         ("infinite_part", r":infinite_part \(style\)' returned inf"),
         ("failing", ":failing' raised KeyError: 'missing'"),
+        ("leaving", ":leaving' raised SystemExit: 3"),
+        ("Short", ":Short' returned 0 results for 1 samples"),
     ],
 )
 def test_bad_results_are_named(file: Path, function: str, reason: str) -> None:
@@ -80,6 +104,46 @@ def test_bad_results_are_named(file: Path, function: str, reason: str) -> None:
 def test_bad_names(name: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         load_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("thing", "options", "value"),
+    [
+        ("bonus", {"size": 2, "scale": 0.5}, 1.0),
+        ("anything", {"a": 1, "b": 2}, 2.0),
+        ("later", {"value": 3}, 3.0),
+        ("Length", {"unit": 2}, 1.5),
+        ("Batched", {}, 3.0),
+    ],
+)
+def test_things_with_options(file: Path, thing: str, options: dict[str, Any], value: float) -> None:
+    assert load_reward(f"{file}:{thing}", options)(SAMPLE) == Reward(value)
+
+
+@pytest.mark.parametrize(
+    ("thing", "options", "reason"),
+    [
+        ("bonus", {"size": 1, "scael": 2}, "has no option 'scael'; did you mean 'scale'\\? It has: size, scale"),
+        ("bonus", {}, "needs the option 'size'"),
+        ("bonus", {"sample": 1, "size": 1}, "has no option 'sample'"),
+        ("truth", {"x": 1}, "has no option 'x'; it has: none"),
+        ("Length", {"x": 1}, "has no option 'x'; it has: unit"),
+        ("Length", {"unit": 0}, r"cannot be built with its options \(ZeroDivisionError"),
+        ("Mute", {}, "neither score"),
+    ],
+)
+def test_bad_options(file: Path, thing: str, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        load_reward(f"{file}:{thing}", options)
+
+
+def test_what_is_loaded_tells_how_to_ask_it(file: Path) -> None:
+    batched, later, plain = (load_reward(f"{file}:{thing}") for thing in ("Batched", "later", "truth"))
+    assert (batched.batched, batched.batch_size, batched.asynchronous) == (True, 3, True)
+    assert (later.batched, later.batch_size, later.asynchronous) == (False, 1, True)
+    assert (plain.batched, plain.asynchronous) == (False, False)
+    batched.close()
+    plain.close()
 
 
 def test_broken_file(tmp_path: Path) -> None:

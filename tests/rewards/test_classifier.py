@@ -1,0 +1,139 @@
+"""A tiny reward model against direct calls of it, one text at a time and without padding."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
+
+from verl_mg.errors import UserError
+from verl_mg.rewards import Panel, Sample, load_reward
+from verl_mg.rewards.classifier import Classifier
+from verl_mg.tiny import character_tokenizer
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz .?"
+SIZE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+VOCABULARY = 6 + len(CHARACTERS)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, pad_token_id=0, num_labels=1, **SIZE),
+    "bert": BertConfig(vocab_size=VOCABULARY, pad_token_id=0, num_labels=1, **SIZE),
+    "qwen2-unpadded": Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, num_labels=1, **SIZE),
+    "two-labels": Qwen2Config(
+        vocab_size=VOCABULARY, num_key_value_heads=2, pad_token_id=0, id2label={0: "bad", 1: "good"}, **SIZE
+    ),
+}
+
+
+def saved(config: PreTrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    character_tokenizer(CHARACTERS).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: saved(config, tmp_path_factory.mktemp(name)) for name, config in CONFIGS.items()}
+
+
+def samples(count: int = 20, longest: int = 70) -> list[Sample]:
+    source = random.Random(1)
+    texts = ["".join(source.choices(CHARACTERS, k=source.randrange(1, longest))) for _ in range(count)]
+    return [Sample("what? ", text, None, {"prompt": "what? "}, "stop") for text in texts]
+
+
+def direct(folder: Path, text: str, special: bool = True) -> torch.Tensor:
+    """Logits of a text as the model gives them by itself."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return model(input_ids=ids).logits[0]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "bert", "qwen2-unpadded"])
+def test_scores_are_the_logits_of_the_model(models: dict[str, Path], name: str) -> None:
+    classifier = Classifier(models[name], batch_size=4, device="cpu")
+    rewards = classifier.score_many(samples(8))
+    for sample, reward in zip(samples(8), rewards, strict=True):
+        assert reward.value == pytest.approx(direct(models[name], sample.prompt + sample.response).item(), abs=2e-5)
+    assert len({round(reward.value, 4) for reward in rewards}) == 8
+
+
+@pytest.mark.parametrize("name", ["qwen2", "bert"])
+def test_company_and_padding_change_no_bit(models: dict[str, Path], name: str) -> None:
+    classifier = Classifier(models[name], batch_size=4, device="cpu")
+    alone = [classifier.score_many([sample])[0] for sample in samples()]
+    order = list(range(20))
+    random.Random(2).shuffle(order)
+    together = classifier.score_many([samples()[number] for number in order])
+    assert together == [alone[number] for number in order]
+
+
+def test_through_the_panel(models: dict[str, Path]) -> None:
+    options = {"path": str(models["qwen2"]), "batch_size": 3, "device": "cpu"}
+    reward = load_reward("verl_mg.rewards.classifier:Classifier", options)
+    with Panel({"": reward}) as panel:
+        assert panel.score(samples()) == [reward(sample) for sample in samples()]
+
+
+def test_a_label_of_several(models: dict[str, Path]) -> None:
+    folder, sample = models["two-labels"], samples(1)[0]
+    expected = direct(folder, sample.prompt + sample.response).softmax(-1)
+    for label in ("good", 1):
+        reward = Classifier(folder, label=label, device="cpu").score_many([sample])[0]
+        assert reward.value == pytest.approx(expected[1].item(), abs=1e-6)
+    for wrong in (None, "fine", 2):
+        with pytest.raises(UserError, match=r"label is .* has 2 labels; write one of: bad, good"):
+            Classifier(folder, label=wrong)
+
+
+def test_conversations_go_through_the_chat_template(models: dict[str, Path]) -> None:
+    messages = [{"role": "user", "content": "why?"}]
+    sample = Sample("<user>why?<assistant>", "because.", None, {"prompt": messages}, "stop")
+    expected = direct(models["qwen2"], "<user>why?<assistant>because.<eos>", special=False)
+    reward = Classifier(models["qwen2"], device="cpu").score_many([sample])[0]
+    assert reward.value == pytest.approx(expected.item(), abs=2e-5)
+
+
+def test_long_texts_lose_their_beginning(models: dict[str, Path]) -> None:
+    sample = Sample("a" * 60, "the end.", None, {}, "stop")
+    reward = Classifier(models["qwen2"], max_tokens=20, device="cpu").score_many([sample])[0]
+    assert reward.value == pytest.approx(direct(models["qwen2"], "a" * 12 + "the end.").item(), abs=2e-5)
+
+
+def test_nothing_to_read(models: dict[str, Path]) -> None:
+    Classifier(models["qwen2"], device="cpu").score_many([Sample("", "", None, {}, "stop")])
+
+
+def test_bad_directories(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no config.json"):
+        Classifier(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(UserError, match="holds no readable classification model"):
+        Classifier(tmp_path)
+    with pytest.raises(UserError, match="dtype is 'half'"):
+        Classifier(models["qwen2"], dtype="half")
+
+
+def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
+    from verl_mg.tiny import make_tiny_model
+
+    with pytest.raises(UserError, match="lacks tensor score.weight"):
+        Classifier(make_tiny_model(tmp_path, "qwen2"))

@@ -1,0 +1,134 @@
+"""Weights are added up as told, and a file can change them, but not break the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from verl_mg.config import EvaluationConfig, RewardConfig, load_config
+from verl_mg.errors import UserError
+from verl_mg.rewards import Mixture, Reward
+
+REWARDS = {"math": Reward(1.0, {"correct": 1.0}, "7"), "style": Reward(0.5)}
+
+
+def test_the_sum_and_its_parts() -> None:
+    mixture = Mixture({"style": 2.0, "math": 0.25})
+    combined = mixture.combine(REWARDS)
+    assert combined == Reward(1.25, {"style": 0.5, "math": 1.0, "math/correct": 1.0}, "7")
+    mixture.use({"math": 0})
+    assert mixture.weights == {"style": 2.0, "math": 0.0}
+    assert mixture.combine(REWARDS).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [({"maths": 1.0}, "no reward is named 'maths'; the names are math, style"), ({"math": float("inf")}, "is inf")],
+)
+def test_bad_weights(weights: dict[str, float], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        Mixture({"math": 1.0, "style": 1.0}).use(weights)
+
+
+class Watched:
+    """A mixture with a file, edited as a user would, and what was reported."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.lines: list[str] = []
+        self.mixture = Mixture({"math": 1.0, "style": 1.0}, file, self.lines.append)
+        self._edits = 0
+
+    def edit(self, text: str) -> dict[str, float]:
+        self.file.write_text(text)
+        self._edits += 1
+        os.utime(self.file, (self._edits, self._edits))
+        return self.mixture.refresh()
+
+
+@pytest.mark.parametrize(("name", "first"), [("w.json", '{"math": 3}'), ("w.yaml", "math: 3"), ("w", "math: 3")])
+def test_a_file_is_read_again_when_it_changes(tmp_path: Path, name: str, first: str) -> None:
+    watched = Watched(tmp_path / name)
+    assert watched.edit(first) == {"math": 3.0, "style": 1.0}
+    assert watched.mixture.weights == {"math": 1.0, "style": 1.0}  # before `use`
+    watched.mixture.use({"math": 3.0, "style": 1.0})
+    assert watched.edit('{"style": -0.5}') == {"math": 3.0, "style": -0.5}
+    assert watched.lines == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"math": ', "neither JSON nor YAML"),
+        ("{'a': [}", "neither JSON nor YAML"),
+        ("\udcff", "neither JSON nor YAML"),
+        ("[" * 100_000, "neither JSON nor YAML"),
+        ('{"math": 2, "maths": 1}', "no reward is named 'maths'"),
+        ('{"math": NaN}', "the weight of 'math' is nan"),
+        ('{"math": Infinity}', "the weight of 'math' is inf"),
+        ('{"math": "2"}', "the weight of 'math' is '2'"),
+        ('{"math": true}', "the weight of 'math' is True"),
+        ("[1, 2]", "write a mapping"),
+        ("", "neither JSON nor YAML"),
+    ],
+)
+def test_a_bad_edit_is_reported_once_and_changes_nothing(tmp_path: Path, text: str, reason: str) -> None:
+    watched = Watched(tmp_path / "weights.json")
+    good = watched.edit('{"math": 4}')
+    watched.file.write_bytes(text.encode(errors="surrogateescape"))
+    assert watched.mixture.refresh() == watched.mixture.refresh() == good
+    assert len(watched.lines) == 1
+    assert reason in watched.lines[0]
+    assert str(watched.file) in watched.lines[0]
+    assert "\n" not in watched.lines[0]
+    assert watched.edit('{"math": 5}')["math"] == 5.0
+
+
+def test_a_missing_file_is_reported_once_and_found_later(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "weights.yaml")
+    assert watched.mixture.refresh() == watched.mixture.refresh() == {"math": 1.0, "style": 1.0}
+    assert len(watched.lines) == 1
+    assert watched.edit("math: 2")["math"] == 2.0
+
+
+def test_by_default_a_bad_edit_is_a_warning(tmp_path: Path) -> None:
+    mixture = Mixture({"math": 1.0}, tmp_path / "missing.json")
+    with pytest.warns(UserWarning, match="cannot be read"):
+        mixture.refresh()
+
+
+CONFIG = """\
+model: {path: m}
+data: {train: t}
+reward:
+  mixture:
+    math: {function: "verl_mg.rewards.math:score"}
+    form: {function: "verl_mg.rewards.form:Form", options: {hit: 2}, weight: 0.1}
+  weights_file: weights.json
+"""
+
+
+def test_the_configuration_of_a_mixture(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    reward = load_config(tmp_path / "c.yaml", [], EvaluationConfig).reward
+    assert {name: part.weight for name, part in reward.mixture.items()} == {"math": 1.0, "form": 0.1}
+    assert reward.weights_file == Path("weights.json")
+    assert RewardConfig().mixture == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("reward.mixture.form.weight=.nan", "finite"),
+        ("reward.options.a=1", "write the options under each reward"),
+        ("reward.mixture={}", "there is no mixture"),
+        ("reward.mixture.form.wieght=1", "unknown key 'reward.mixture.form.wieght'"),
+        ("reward.workers=0", "reward.workers"),
+    ],
+)
+def test_bad_configurations(tmp_path: Path, override: str, reason: str) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    with pytest.raises(UserError, match=reason):
+        load_config(tmp_path / "c.yaml", [override], EvaluationConfig)

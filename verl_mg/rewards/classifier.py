@@ -1,0 +1,137 @@
+"""A reward model: a Hugging Face model with a classification head, on the device of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.errors import UserError
+from verl_mg.platform import device as own_device
+from verl_mg.rewards.base import Reward, Sample
+
+SHORTEST = 32
+"""Tokens: rows are filled up to this, or to the next power of two."""
+
+
+class Classifier:
+    """Scores prompt and response by a sequence classification model.
+
+    With one label the reward is its logit; with several it is the probability of `label`, a name of the model's
+    `id2label` or a number.
+
+    The text is prompt and response; where the record's field `messages` is a conversation and the tokenizer has a
+    chat template, it is that conversation with the response as the assistant's turn. What is longer than `max_tokens`
+    loses its beginning.
+
+    A batch has a shape that a row alone decides: always `batch_size` rows, filled up to a power of two of tokens. So
+    a score does not depend on the company in which it was computed, to the last bit. A model without a padding token
+    takes its rows one by one.
+
+    path: a directory with config.json, safetensors and a tokenizer; nothing is fetched from a network.
+    device: that of the rank unless given.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        batch_size: int = 8,
+        max_tokens: int = 4096,
+        device: str | None = None,
+        dtype: str = "float32",
+        label: str | int | None = None,
+        messages: str = "prompt",
+    ) -> None:
+        if batch_size < 1 or max_tokens < 1:
+            raise UserError(f"batch_size is {batch_size}, max_tokens {max_tokens}: give at least 1")
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise UserError(f"dtype is {dtype!r}: write float32, bfloat16 or float16")
+        self._device = torch.device(device) if device else own_device()
+        self._model, self._tokenizer = _load(Path(path), getattr(torch, dtype))
+        self._model.to(self._device).eval().requires_grad_(False)
+        config = self._model.config.get_text_config()
+        self._label = _label_number(self._model.config, label, path)
+        self._padding: int | None = config.pad_token_id
+        self._max_tokens = min(max_tokens, getattr(config, "max_position_embeddings", max_tokens))
+        self._tokenizer.truncation_side = "left"
+        self._messages = messages
+        self.batch_size = batch_size if self._padding is not None else 1
+
+    def score_many(self, samples: Sequence[Sample]) -> list[Reward]:
+        """One reward a sample, without parts."""
+        rows = [self._tokens(sample) for sample in samples]
+        values: dict[int, float] = {}
+        by_length: dict[int, list[int]] = {}
+        for number, row in enumerate(rows):
+            by_length.setdefault(self._filled(len(row)), []).append(number)
+        for length, numbers in by_length.items():
+            for start in range(0, len(numbers), self.batch_size):
+                chosen = numbers[start : start + self.batch_size]
+                scores = self._scores([rows[number] for number in chosen], length)
+                values |= dict(zip(chosen, scores.tolist(), strict=True))
+        return [Reward(values[number]) for number in range(len(rows))]
+
+    def _filled(self, length: int) -> int:
+        if self._padding is None:
+            return length
+        return min(max(SHORTEST, 1 << (length - 1).bit_length()), self._max_tokens)
+
+    @torch.inference_mode()
+    def _scores(self, rows: Sequence[Sequence[int]], length: int) -> Tensor:
+        """(rows,) float32, on the host."""
+        ids = torch.full((self.batch_size, length), self._padding or 0)
+        mask = torch.zeros_like(ids)
+        for number in range(self.batch_size):
+            row = rows[number % len(rows)]  # a row of nothing but padding would be no number
+            ids[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = 1
+        logits = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits.float()
+        scores: Tensor = logits[:, 0] if self._label is None else logits.softmax(-1)[:, self._label]
+        return scores[: len(rows)].cpu()
+
+    def _tokens(self, sample: Sample) -> list[int]:
+        text, special = self._text(sample)
+        ids = self._tokenizer(text, add_special_tokens=special, truncation=True, max_length=self._max_tokens)
+        tokens: list[int] = ids["input_ids"]
+        return tokens or [self._tokenizer.eos_token_id or 0]
+
+    def _text(self, sample: Sample) -> tuple[str, bool]:
+        """And whether the tokenizer has to add its special tokens, which a template writes itself."""
+        messages = sample.record.get(self._messages)
+        if self._tokenizer.chat_template is None or not isinstance(messages, list):
+            return sample.prompt + sample.response, True
+        whole = [*messages, {"role": "assistant", "content": sample.response}]
+        return self._tokenizer.apply_chat_template(whole, tokenize=False), False
+
+
+def _load(directory: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory} has no config.json: give the directory of a Hugging Face model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            directory, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory} holds no readable classification model: {error}") from error
+    if report["missing_keys"]:
+        missing = min(report["missing_keys"])
+        raise UserError(f"{directory} lacks tensor {missing}: give a model that was trained to classify")
+    return model, tokenizer
+
+
+def _label_number(config: Any, label: str | int | None, path: str | Path) -> int | None:
+    """Which logit counts; None where there is but one."""
+    names: dict[int, str] = config.id2label
+    if len(names) == 1 and label is None:
+        return None
+    numbers = {name: number for number, name in names.items()}
+    number = numbers.get(label) if isinstance(label, str) else label
+    if number not in names:
+        raise UserError(f"label is {label!r}, and {path} has {len(names)} labels; write one of: {', '.join(numbers)}")
+    return number if len(names) > 1 else None

@@ -1,0 +1,64 @@
+r"""DAPO's reward for mathematics: a last line `Answer: ...`, +1 or -1 [arXiv:2503.14476, section 2.4].
+
+Answers are compared as texts after the normalisation of Minerva [arXiv:2206.14858, appendix D.1].
+"""
+
+import re
+
+from verl_mg.errors import UserError
+from verl_mg.rewards.base import Reward, Sample
+
+TAIL = 300  # characters at the end of a response in which the answer must stand
+ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+
+# From here on as in the appendix named above, in its order.
+SUBSTITUTIONS = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
+    "\\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+
+
+def score(sample: Sample, correct: float = 1.0, wrong: float = -1.0) -> Reward:
+    """`correct` where the last `Answer:` line says the record's answer, else `wrong`, also without such a line.
+
+    Returns:
+        A reward with the parts "correct" and "answered", each 0.0 or 1.0, and the normalised answer.
+
+    Raises:
+        UserError: the record has no answer.
+    """
+    if sample.answer is None or not sample.answer.strip():
+        raise UserError(
+            f"rewards.dapo: no answer for the prompt {sample.prompt[:60]!r}; "
+            f"set data.answer_field to one of: {', '.join(sample.record)}"
+        )
+    found = ANSWER.findall(sample.response[-TAIL:])
+    answer = normalised(found[-1]) if found else None
+    right = answer is not None and answer == normalised(sample.answer)
+    parts = {"correct": float(right), "answered": float(answer is not None)}
+    return Reward(correct if right else wrong, parts, answer)
+
+
+def normalised(answer: str) -> str:
+    r"""Without units, spaces and the ways in which LaTeX can write the same: `$\frac12$ km` is `frac{1}{2}`."""
+    answer = answer.rpartition("=")[2]
+    for before, after in SUBSTITUTIONS:
+        answer = answer.replace(before, after)
+    for expression in REMOVED:
+        answer = answer.replace(expression, "")
+    # What stands in mathematics counts; commands around text do not.
+    answer = re.sub(r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$", answer)
+    for command in ("text", "textbf", "overline"):
+        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
+    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
+    # frac12 -> frac{1}{2}, sqrt3 -> sqrt{3}
+    answer = re.sub(r"(frac)([^{])(.)", r"\1{\2}{\3}", answer)
+    answer = re.sub(r"(sqrt)([^{])", r"\1{\2}", answer)
+    answer = answer.replace("$", "")
+    return (answer.replace(",", "") if answer.replace(",", "").isdigit() else answer).strip()

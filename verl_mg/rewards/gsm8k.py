@@ -1,0 +1,58 @@
+"""GSM8K's own way to write an answer, `#### 42`, compared as a number [arXiv:2110.14168]."""
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Literal
+
+from verl_mg.errors import UserError
+from verl_mg.rewards.base import Reward, Sample
+
+MARKED = re.compile(r"####\s*\$?\s*(-?\s?\$?[0-9.,]*[0-9])")
+NUMBER = re.compile(r"-?\$?[0-9][0-9.,]*|-?\$?\.[0-9]+")
+
+
+def score(
+    sample: Sample,
+    method: Literal["strict", "flexible"] = "strict",
+    correct: float = 1.0,
+    wrong: float = 0.0,
+    missing: float = 0.0,
+) -> Reward:
+    """`correct`, `wrong`, or `missing` where the response has no answer in the form asked for.
+
+    Args:
+        sample: its answer is a number, or text that ends with `#### NUMBER`.
+        method: "strict" reads the number behind the last `####` of the response, "flexible" its last number.
+        correct: for the right number, compared by its value: 1,000 and $1000.00 are equal.
+        wrong: for another one; a little above `missing` rewards the form.
+        missing: for none.
+
+    Returns:
+        A reward with the parts "correct" and "answered", each 0.0 or 1.0, and the number as the answer.
+
+    Raises:
+        UserError: the record has no number to compare with, or there is no such method.
+    """
+    if method not in ("strict", "flexible"):
+        raise UserError(f"rewards.gsm8k: method is {method!r}; write strict or flexible")
+    gold = _number((sample.answer or "").rpartition("####")[2])
+    if gold is None:
+        raise UserError(
+            f"rewards.gsm8k: the answer {sample.answer!r:.60} is no number; "
+            f"set data.answer_field to one of: {', '.join(sample.record)}"
+        )
+    found = (MARKED if method == "strict" else NUMBER).findall(sample.response)
+    number = _number(found[-1]) if found else None
+    if number is None:
+        return Reward(missing, {"correct": 0.0, "answered": 0.0})
+    right = number == gold
+    return Reward(correct if right else wrong, {"correct": float(right), "answered": 1.0}, f"{number:f}")
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        number = Decimal(re.sub(r"[\s,$]", "", text).rstrip("."))
+    except InvalidOperation:
+        return None
+    # Without the zeros at its end, so that equal numbers are equal texts.
+    return number.normalize() + 0 if number.is_finite() else None
