@@ -1,1 +1,1 @@
-"""Advantages, losses, KL penalties and loss aggregation: pure functions of tensors."""
+"""Advantages, losses, KL penalties, loss aggregation and scores of k tries: pure functions of tensors."""

@@ -1,4 +1,4 @@
-"""Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens."""
+"""Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens, and their uses."""
 
 from collections.abc import Callable
 
@@ -20,25 +20,79 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": _k3,
 }
 
+STRAIGHT_THROUGH = {"k1+": "k1", "k3+": "k3"}
+"""Estimators with the value of another and the gradient of "k2"."""
+
 
 def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """One-sample estimate of KL(policy || reference) for tokens that the policy sampled.
 
-    With d = logprobs - ref_logprobs: "k1" d, "abs" |d|, "k2" d^2 / 2, "k3" exp(-d) - 1 + d
-    (Schulman, "Approximating KL Divergence", 2020). "k1" and "k3" have the KL as their expectation; "k2" and
-    "k3" are never negative. Differentiated as a loss, "k2" has the gradient of the KL in
-    expectation, "k1" that of nothing at all.
+    With d = logprobs - ref_logprobs (Schulman, "Approximating KL Divergence", 2020):
+
+        kind    value             expectation of the value   expectation of the gradient, as a loss
+        "k1"    d                 the KL                     0: it teaches nothing
+        "abs"   |d|               above the KL               of no divergence
+        "k2"    d^2 / 2           near the KL                the gradient of the KL
+        "k3"    exp(-d) - 1 + d   the KL                     the gradient of KL(reference || policy)
+        "k1+"   d                 the KL                     the gradient of the KL
+        "k3+"   exp(-d) - 1 + d   the KL                     the gradient of the KL
+
+    "k2", "k3" and "k3+" are never negative. In a reward, where no gradient flows, take "k1" or "k3"; in a loss "k2"
+    or a straight-through form, "k1+" or "k3+", of which the value is reported and "k2" differentiated. The
+    expectations are over tokens of the policy in training: off-policy, all need its ratio as a weight.
 
     Nothing is clamped: "k3" overflows float32 where the reference finds a token e^88 times likelier.
     What stands outside a mask and is no log-probability must be set to 0 before, not after.
 
     Args:
         logprobs, ref_logprobs: (...) nats, the same shape.
-        kind: one of "k1", "abs", "k2", "k3"; UserError for any other.
+        kind: one of the above; UserError for any other.
 
     Returns:
         (...) nats.
     """
-    if kind not in ESTIMATORS:
-        raise UserError(f"KL estimator {kind!r} is unknown; write one of {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[kind](logprobs - ref_logprobs)
+    if kind not in ESTIMATORS and kind not in STRAIGHT_THROUGH:
+        raise UserError(f"KL estimator {kind!r} is unknown; write one of {', '.join([*ESTIMATORS, *STRAIGHT_THROUGH])}")
+    difference = logprobs - ref_logprobs
+    if kind in ESTIMATORS:
+        return ESTIMATORS[kind](difference)
+    differentiated = ESTIMATORS["k2"](difference)
+    return ESTIMATORS[STRAIGHT_THROUGH[kind]](difference).detach() + (differentiated - differentiated.detach())
+
+
+def in_reward(
+    token_rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coefficient: float, kind: str = "k1"
+) -> Tensor:
+    """Token rewards minus the penalty of each token: arXiv:2203.02155, equation 2.
+
+    Args:
+        token_rewards: (...) float, any shape.
+        logprobs, ref_logprobs: (...) nats; the former of the policy that wrote the tokens.
+        mask: (...) bool; outside it anything may stand, NaN too.
+        coefficient: reward per nat.
+        kind: as in `penalty`.
+
+    Returns:
+        (...), 0 outside the mask.
+    """
+    new, reference = (torch.where(mask, column.detach(), 0.0) for column in (logprobs, ref_logprobs))
+    return torch.where(mask, token_rewards - coefficient * penalty(new, reference, kind), 0.0)
+
+
+def adapted(coefficient: float, observed: float, target: float, horizon: float, samples: int) -> float:
+    """The coefficient that steers the KL to its target: arXiv:1909.08593, section 2.2.
+
+    coefficient * (1 + e samples / horizon) with the error e = observed / target - 1, clipped to -0.2 and 0.2.
+
+    Args:
+        coefficient: of the iteration that is over.
+        observed: the mean KL of its samples, nats; of tokens or of responses, as `target` is.
+        target: above 0, nats.
+        horizon: samples over which a lasting error of 1 would double the coefficient if it were not clipped; above 0.
+        samples: of the iteration.
+    """
+    for name, value in (("target", target), ("horizon", horizon)):
+        if not value > 0:
+            raise UserError(f"the {name} of an adaptive KL coefficient is {value}; write a number above 0")
+    error = min(max(observed / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * samples / horizon)

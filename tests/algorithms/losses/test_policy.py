@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl_mg.algorithms.losses import clipped_policy_loss, sft_loss
+from verl_mg.algorithms.losses import cispo_loss, clipped_policy_loss, gpg_loss, sapo_loss
 from verl_mg.errors import UserError
 
 LOW, HIGH = 0.2, 0.28
@@ -74,7 +74,9 @@ def test_garbage_outside_the_mask_reaches_nothing(garbage: float) -> None:
     for new, old, advantages in (clean, dirty):
         for loss_function in (
             lambda n, o=old, a=advantages: clipped_policy_loss(n, o, a, mask, LOW, HIGH, 3.0),
-            lambda n: sft_loss(n, mask),
+            lambda n, o=old, a=advantages: cispo_loss(n, o, a, mask, LOW, HIGH),
+            lambda n, o=old, a=advantages: sapo_loss(n, o, a, mask),
+            lambda n, a=advantages: gpg_loss(n, a, mask),
         ):
             leaf = new.clone().requires_grad_()
             loss, metrics = loss_function(leaf)
@@ -85,8 +87,8 @@ def test_garbage_outside_the_mask_reaches_nothing(garbage: float) -> None:
                 assert column.isfinite().all()
             losses.append(loss.detach())
             grads.append(leaf.grad)
-    assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:]))
-    assert torch.equal(torch.stack(grads[:2]), torch.stack(grads[2:]))
+    assert torch.equal(torch.stack(losses[:4]), torch.stack(losses[4:]))
+    assert torch.equal(torch.stack(grads[:4]), torch.stack(grads[4:]))
 
 
 def test_gradient_reaches_the_policy_in_training_alone() -> None:
@@ -106,13 +108,63 @@ def test_on_policy_gradient_is_minus_the_advantage() -> None:
     assert new.grad is not None and new.grad.tolist() == [-0.7, 0.3]
 
 
-def test_sft_loss() -> None:
-    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    loss, metrics = sft_loss(logprobs, torch.tensor([True, False, True]))
+@settings(max_examples=100)
+@given(st.lists(TOKEN, min_size=1, max_size=8))
+def test_cispo_against_a_loop(rows: list[tuple[float, float, float, bool]]) -> None:
+    new, old, advantages, mask = columns(rows)
+    loss, metrics = cispo_loss(new, old, advantages, mask, LOW, HIGH)
     loss.sum().backward()
-    assert loss.tolist() == [1.0, 0.0, 3.0]
-    assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, 0.0, -1.0]
-    assert metrics == {}
+    assert new.grad is not None
+    for i, (p, q, advantage, counts) in enumerate(rows):
+        ratio = math.exp(p - q)
+        weight = min(max(ratio, 1 - LOW), 1 + HIGH) * counts
+        assert loss[i].item() == pytest.approx(-weight * advantage * p, rel=1e-12, abs=1e-12)
+        assert new.grad[i].item() == pytest.approx(-weight * advantage, rel=1e-12, abs=1e-12)
+        clipped = (metrics["clip_fraction_low"][i], metrics["clip_fraction_high"][i])
+        assert clipped == (counts and ratio < 1 - LOW, counts and ratio > 1 + HIGH)
+
+
+@settings(max_examples=100)
+@given(st.lists(TOKEN, min_size=1, max_size=8), st.floats(0.5, 3), st.floats(0.5, 3))
+def test_sapo_against_a_loop(rows: list[tuple[float, float, float, bool]], positive: float, negative: float) -> None:
+    new, old, advantages, mask = columns(rows)
+    loss, metrics = sapo_loss(new, old, advantages, mask, positive, negative)
+    loss.sum().backward()
+    assert new.grad is not None
+    for i, (p, q, advantage, counts) in enumerate(rows):
+        tau = positive if advantage > 0 else negative
+        ratio = math.exp(p - q)
+        opened = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        gate = 4 * opened * (1 - opened)
+        assert loss[i].item() == pytest.approx(-counts * advantage * opened * 4 / tau, rel=1e-12, abs=1e-12)
+        assert new.grad[i].item() == pytest.approx(-counts * advantage * gate * ratio, rel=1e-9, abs=1e-12)
+        assert metrics["gate"][i].item() == pytest.approx(counts * gate, rel=1e-9)
+
+
+def test_all_agree_where_the_policy_has_not_moved() -> None:
+    logprobs, advantages = torch.tensor([-1.0, -2.5, -0.1]), torch.tensor([0.7, -0.3, 2.0])
+    mask = torch.ones(3, dtype=torch.bool)
+    gradients = []
+    for loss in (
+        lambda new: clipped_policy_loss(new, logprobs, advantages, mask, LOW, HIGH),
+        lambda new: cispo_loss(new, logprobs, advantages, mask, LOW, HIGH),
+        lambda new: sapo_loss(new, logprobs, advantages, mask),
+        lambda new: gpg_loss(new, advantages, mask),
+    ):
+        leaf = logprobs.clone().requires_grad_()
+        loss(leaf)[0].sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, -advantages)
+
+
+def test_gpg_loss() -> None:
+    new, _, advantages, mask = columns([(-1.0, 0.0, 0.5, True), (-2.0, 0.0, 3.0, False), (-4.0, 0.0, -2.0, True)])
+    loss, metrics = gpg_loss(new, advantages, mask)
+    loss.sum().backward()
+    assert loss.tolist() == [0.5, 0.0, -8.0] and metrics == {}
+    assert new.grad is not None and new.grad.tolist() == [-0.5, 0.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -123,3 +175,13 @@ def test_clips_that_make_no_sense(clips: tuple[float, float, float | None], name
     column = torch.zeros(1)
     with pytest.raises(UserError, match=name):
         clipped_policy_loss(column, column, column, torch.ones(1, dtype=torch.bool), *clips)
+    if clips[2] is None:
+        with pytest.raises(UserError, match=name):
+            cispo_loss(column, column, column, torch.ones(1, dtype=torch.bool), *clips[:2])
+
+
+def test_temperatures_that_make_no_sense() -> None:
+    column = torch.zeros(1)
+    for taus in ((0.0, 1.0), (1.0, -1.0)):
+        with pytest.raises(UserError, match="tau_"):
+            sapo_loss(column, column, column, torch.ones(1, dtype=torch.bool), *taus)

@@ -1,0 +1,126 @@
+"""Advantages within groups against loops over groups."""
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mg.algorithms.advantages import group_relative, informative, opo, remax, rloo
+
+ROWS = st.lists(st.tuples(st.floats(-10, 10), st.sampled_from([-3, 0, 1, 2, 700])), min_size=1, max_size=24)
+
+
+def by_hand(rows: list[tuple[float, int]], normalize_std: bool) -> list[float]:
+    advantages = []
+    for score, group in rows:
+        peers = [other for other, theirs in rows if theirs == group]
+        advantage = score - statistics.fmean(peers)
+        if normalize_std:
+            advantage /= (statistics.stdev(peers) if len(peers) > 1 else 0.0) + 1e-6
+        advantages.append(advantage)
+    return advantages
+
+
+@settings(max_examples=100)
+@given(ROWS, st.booleans())
+def test_against_loops(rows: list[tuple[float, int]], normalize_std: bool) -> None:
+    scores = torch.tensor([score for score, _ in rows], dtype=torch.float64)
+    groups = torch.tensor([group for _, group in rows])
+    expected = torch.tensor(by_hand(rows, normalize_std), dtype=torch.float64)
+    torch.testing.assert_close(group_relative(scores, groups, normalize_std), expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_row_order_changes_no_bit(normalize_std: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(200, generator=generator)
+    groups = torch.randint(0, 17, (200,), generator=generator)
+    order = torch.randperm(200, generator=generator)
+    advantages = group_relative(scores, groups, normalize_std)
+    assert torch.equal(group_relative(scores[order], groups[order], normalize_std), advantages[order])
+    assert advantages.abs().max() > 1
+
+
+def test_input_dtype_and_inputs_are_kept() -> None:
+    scores, groups = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([4, 4, 4, 9])
+    kept = scores.clone()
+    advantages = group_relative(scores, groups)
+    assert advantages.dtype == torch.float32
+    assert torch.equal(scores, kept)
+    torch.testing.assert_close(advantages, torch.tensor([1.1547, -0.57735, -0.57735, 0.0]), rtol=1e-4, atol=0)
+
+
+def test_groups_that_teach_nothing_are_exactly_zero() -> None:
+    scores = torch.tensor([0.1, 0.1, 0.1, 7.3])
+    assert group_relative(scores, torch.tensor([0, 0, 0, 1])).tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_large_offset_does_not_swallow_the_spread() -> None:
+    scores = torch.tensor([1e6, 1e6 + 1, 1e6, 1e6 + 1])
+    torch.testing.assert_close(
+        group_relative(scores, torch.zeros(4, dtype=torch.int64)),
+        torch.tensor([-1.0, 1.0, -1.0, 1.0]) * 0.75**0.5,
+    )
+
+
+@settings(max_examples=100)
+@given(ROWS)
+def test_rloo_against_loops(rows: list[tuple[float, int]]) -> None:
+    scores, groups = torch.tensor([row[0] for row in rows]).double(), torch.tensor([row[1] for row in rows])
+    for i, found in enumerate(rloo(scores, groups).tolist()):
+        others = [float(scores[j]) for j in range(len(rows)) if j != i and groups[j] == groups[i]]
+        expected = float(scores[i]) - statistics.fmean(others) if others else 0.0
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=100)
+@given(ROWS, st.data())
+def test_opo_against_loops(rows: list[tuple[float, int]], data: st.DataObject) -> None:
+    scores, groups = torch.tensor([row[0] for row in rows]).double(), torch.tensor([row[1] for row in rows])
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=len(rows), max_size=len(rows)))
+    for i, found in enumerate(opo(scores, torch.tensor(lengths), groups).tolist()):
+        peers = [j for j in range(len(rows)) if groups[j] == groups[i]]
+        baseline = sum(lengths[j] * float(scores[j]) for j in peers) / sum(lengths[j] for j in peers)
+        assert found == pytest.approx(float(scores[i]) - baseline if len(peers) > 1 else 0.0, rel=1e-9, abs=1e-9)
+
+
+def test_opo_row_order_changes_no_bit_where_scores_agree() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 3, (60,), generator=generator).double() / 7
+    lengths = torch.rand(60, generator=generator, dtype=torch.float64) * 1000  # whole numbers would add up exactly
+    groups = torch.randint(0, 3, (60,), generator=generator)
+    advantages = opo(scores, lengths, groups)
+    for _ in range(20):
+        order = torch.randperm(60, generator=generator)
+        assert torch.equal(opo(scores[order], lengths[order], groups[order]), advantages[order])
+
+
+def test_opo_baseline_has_the_least_variance() -> None:
+    # With squared gradient norm l, the variance of (r - b) times the gradient grows with sum l (r - b)^2.
+    scores, lengths = torch.tensor([1.0, 0.0, 3.0]).double(), torch.tensor([2, 5, 1])
+    baseline = float(scores[0] - opo(scores, lengths, torch.zeros(3).long())[0])
+    around = [float((lengths * (scores - b).square()).sum()) for b in (baseline - 1e-3, baseline, baseline + 1e-3)]
+    assert around[1] < min(around[0], around[2]) and baseline == pytest.approx(5 / 8)
+
+
+def test_remax() -> None:
+    assert remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.75])).tolist() == [0.75, -0.75]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3)), min_size=1, max_size=12))
+def test_informative_against_loops(rows: list[tuple[float, int]]) -> None:
+    scores, groups = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+    expected = [len({score for score, theirs in rows if theirs == group}) > 1 for _, group in rows]
+    assert informative(scores, groups).tolist() == expected
+
+
+def test_rows_without_tokens_and_no_rows() -> None:
+    empty, groups = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    for found in (group_relative(empty, groups), rloo(empty, groups), opo(empty, groups, groups)):
+        assert found.shape == (0,)
+    assert informative(empty, groups).shape == (0,)
+    assert opo(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.tensor([1, 1])).isfinite().all()
+    assert opo(torch.tensor([5.0]), torch.tensor([0]), torch.tensor([1])).tolist() == [0.0]

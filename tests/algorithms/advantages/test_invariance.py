@@ -1,0 +1,104 @@
+"""Every advantage: the same under any order of the rows, any split that keeps groups whole, and any padding."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms import advantages as package
+from verl_mg.algorithms.advantages import moments
+
+ROWS, WIDTH = 12, 7
+GROUPS = torch.tensor([3, 0, 3, 8, 0, 3, 8, 0, 0, 3, 8, 5])
+Rows = dict[str, Tensor]
+
+
+def rows() -> Rows:
+    """Columns (n,) and tables (n, T) with NaN outside a mask with holes; the last row's mask is empty."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.arange(ROWS) % WIDTH + 1
+    mask = (torch.rand(ROWS, WIDTH, generator=generator) < 0.7) & (torch.arange(WIDTH) < lengths[:, None])
+    mask[:, 0] = True
+    mask[-1] = False
+    names = ("rewards", "values", "old", "teacher")
+    tables = {name: torch.randn(ROWS, WIDTH, generator=generator) for name in names}
+    return {
+        "scores": torch.randn(ROWS, generator=generator),
+        "greedy": torch.randn(ROWS, generator=generator),
+        "groups": GROUPS,
+        "lengths": mask.sum(1),
+        "mask": mask,
+        **{name: torch.where(mask, table, math.nan) for name, table in tables.items()},
+    }
+
+
+# The moments come from the parts, as they would from ranks.
+ADVANTAGES: dict[str, Callable[[Rows, Tensor], Tensor]] = {
+    "group_relative": lambda r, _: package.group_relative(r["scores"], r["groups"]),
+    "group_relative, mean alone": lambda r, _: package.group_relative(r["scores"], r["groups"], False),
+    "rloo": lambda r, _: package.rloo(r["scores"], r["groups"]),
+    "opo": lambda r, _: package.opo(r["scores"], r["lengths"], r["groups"]),
+    "remax": lambda r, _: package.remax(r["scores"], r["greedy"]),
+    "informative": lambda r, _: package.informative(r["scores"].round(), r["groups"]).float(),
+    "soft_overlong_penalty": lambda r, _: package.soft_overlong_penalty(r["lengths"], 6, 4),
+    "length_adaptive_lambda": lambda r, _: package.length_adaptive_lambda(r["lengths"], 0.5),
+    "token_rewards": lambda r, _: package.token_rewards(r["scores"], r["mask"]),
+    "gae": lambda r, _: torch.cat(package.gae(r["rewards"], r["values"], r["mask"], 0.9, 0.8), 1),
+    "discounted_returns": lambda r, _: package.discounted_returns(r["rewards"], r["mask"], 0.9),
+    "reinforce_plus_plus": lambda r, _: package.reinforce_plus_plus(r["rewards"], r["mask"], 0.9),
+    "whiten": lambda r, whole: package.whiten(r["rewards"], r["mask"], whole),
+    "distillation_advantages": lambda r, _: package.distillation_advantages(r["old"], r["teacher"], r["mask"]),
+    "implicit_rewards": lambda r, _: package.implicit_rewards(r["teacher"], r["old"], r["mask"], 0.05),
+    "prime_advantages": lambda r, _: package.prime_advantages(r["rewards"], r["scores"], r["mask"], r["groups"], 0.9),
+}
+ABOUT_ALL_ROWS = {"moments", "resampling_weights", "select"}  # a sum over rows, and draws from all of them
+
+
+def test_the_table_is_complete() -> None:
+    assert {name.split(",")[0] for name in ADVANTAGES} == set(package.__all__) - ABOUT_ALL_ROWS
+
+
+def run(name: str, parts: Sequence[Tensor], extra: int = 0) -> Tensor:
+    """The results of parts, each computed by itself, in the order of the rows; `extra` more columns of padding."""
+    found = torch.empty(0)
+    tables = {key: pad(column, extra) for key, column in rows().items()}
+    split = [{key: column[part] for key, column in tables.items()} for part in parts]
+    whole = torch.stack([moments(part["rewards"], part["mask"]) for part in split]).sum(0)
+    for part, numbers in zip(split, parts, strict=True):
+        result = ADVANTAGES[name](part, whole)
+        found = found if len(found) else result.new_zeros(ROWS, *result.shape[1:])
+        found[numbers] = result
+    return found
+
+
+def pad(column: Tensor, extra: int) -> Tensor:
+    if column.ndim == 1:
+        return column
+    return torch.nn.functional.pad(column, (0, extra), value=False if column.dtype == torch.bool else math.nan)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_row_order_changes_no_bit(name: str) -> None:
+    whole = run(name, [torch.arange(ROWS)])
+    assert whole.isfinite().all() and whole.any()
+    for seed in range(5):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))
+        # The sums of moments run over the rows as they stand: all else is bit for bit.
+        torch.testing.assert_close(run(name, [order]), whole, rtol=1e-6 if name == "whiten" else 0, atol=0)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_no_split_by_groups_changes_it(name: str) -> None:
+    parts = [GROUPS.eq(group).nonzero()[:, 0] for group in (0, 3, 5, 8)]
+    torch.testing.assert_close(run(name, parts), run(name, [torch.arange(ROWS)]), rtol=1e-6, atol=1e-7)
+    two = [torch.cat([parts[3], parts[0]]), torch.cat([parts[2], parts[1]])]
+    torch.testing.assert_close(run(name, two), run(name, [torch.arange(ROWS)]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"gae"}))
+def test_no_padding_changes_it(name: str) -> None:
+    narrow, wide = run(name, [torch.arange(ROWS)]), run(name, [torch.arange(ROWS)], extra=5)
+    torch.testing.assert_close(wide[:, :WIDTH] if wide.ndim == 2 else wide, narrow, rtol=1e-6, atol=1e-7)
+    assert wide.ndim == 1 or not wide[:, WIDTH:].any()

@@ -1,0 +1,235 @@
+"""Every loss: the same value and gradient under any split of the rows into ranks and micro-batches, and any order."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from verl_mg.algorithms import losses
+from verl_mg.algorithms.advantages import moments
+from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
+
+Columns = dict[str, Tensor]
+Parts = Sequence[Columns]
+
+ROWS, MAX_LENGTH = 12, 10
+PAIRS = [[row, row + ROWS // 2] for row in range(ROWS // 2)]  # the chosen row and the rejected
+SINGLES = [[row] for row in range(ROWS)]
+HELPERS = {
+    *("covariances", "largest", "priorities", "share_count", "tokens_at_least", "tokens_between"),
+    "explained_variance",
+}
+
+
+def batch(dtype: torch.dtype) -> list[Columns]:
+    """The rows: 1 to 9 tokens each, masks with holes, NaN outside them; row 3 has an empty mask."""
+    generator = torch.Generator().manual_seed(7)
+
+    def noise(length: int, scale: float) -> Tensor:
+        return torch.randn(length, generator=generator, dtype=torch.float64) * scale
+
+    rows = []
+    for row in range(ROWS):
+        length = 1 + (row * 5) % 9
+        mask = torch.rand(length, generator=generator) < 0.7
+        mask[-1] = True
+        last = torch.zeros_like(mask)
+        last[-1] = True
+        old = -noise(length, 1.5).abs()
+        reals = {
+            "logprobs": old + noise(length, 0.3),
+            "old": old,
+            "ref": old + noise(length, 0.5),
+            "advantages": noise(1, 1.0).expand(length).clone(),
+            "token_advantages": noise(length, 1.0),
+            "labels": torch.full((length,), float(row % 2), dtype=torch.float64),
+            "weights": torch.rand(length, generator=generator, dtype=torch.float64),
+            "old_values": noise(length, 1.0),
+            "returns": noise(length, 1.0),
+        }
+        columns = {name: torch.where(mask, column, torch.nan).to(dtype) for name, column in reals.items()}
+        ids = {"sample_id": row + 100, "pair": 900 - row % (ROWS // 2)}
+        columns |= {name: torch.full((length,), number) for name, number in ids.items()}
+        columns |= {"mask": mask, "masked_but_3": mask & (row != 3), "last": last, "position": torch.arange(length)}
+        rows.append(columns | {"chosen": torch.full((length,), row < ROWS // 2)})
+    return rows
+
+
+def select_globally(
+    parts: Parts, values: Sequence[Tensor], allowed: Sequence[Tensor], fraction: float
+) -> list[Tensor]:
+    """Tokens of the highest values over all parts, as ranks do it: each gives its largest, all cut at the same one."""
+    count = losses.share_count(sum(int(part["masked_but_3"].sum()) for part in parts), fraction)
+    best = torch.cat([losses.largest(value, where, count) for value, where in zip(values, allowed, strict=True)])
+    threshold = losses.largest(best, torch.ones_like(best, dtype=torch.bool), count)[-1].item()
+    return [losses.tokens_at_least(*pair, threshold) for pair in zip(values, allowed, strict=True)]
+
+
+def add_choices(parts: Parts) -> None:
+    """The columns of Clip-Cov and KL-Cov, by sums over the parts."""
+    names = ("old", "token_advantages")
+    totals = [sum(moments(part[name], part["masked_but_3"]) for part in parts) for name in names]
+    found = [losses.covariances(*(part[name] for name in names), part["masked_but_3"], *totals) for part in parts]
+    drawn = [losses.priorities(part["sample_id"], part["position"], 5) for part in parts]
+    between = [
+        losses.tokens_between(value, part["masked_but_3"], -0.5, 0.5)
+        for value, part in zip(found, parts, strict=True)
+    ]
+    penalized = select_globally(parts, found, [part["masked_but_3"] for part in parts], 0.15)
+    cut = select_globally(parts, drawn, between, 0.15)
+    for part, *columns in zip(parts, penalized, cut, strict=True):
+        part["penalized"], part["cut"] = columns
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss as a function of columns, the leaf in `logprobs`; which mask it is given; what must stay together."""
+
+    call: Callable[[Columns], tuple[Tensor, losses.Metrics]]
+    mask: str = "masked_but_3"
+    units: Sequence[Sequence[int]] = tuple(SINGLES)
+
+
+def policy(name: str, *options: float, ids: bool = False, advantages: str = "token_advantages") -> Case:
+    def call(c: Columns) -> tuple[Tensor, losses.Metrics]:
+        given = [c["sequence_ids"]] if ids else []
+        return getattr(losses, name)(c["logprobs"], c["old"], c[advantages], c["masked_but_3"], *given, *options)
+
+    return Case(call)
+
+
+def preference(kind: str, smoothing: float = 0.0) -> Case:
+    def call(c: Columns) -> tuple[Tensor, losses.Metrics]:
+        return losses.dpo_loss(
+            c["logprobs"], c["ref"], c["mask"], c["pair"], c["chosen"], 0.3, smoothing, kind
+        )
+
+    return Case(call, "mask", PAIRS)
+
+
+LOSSES: dict[str, Case] = {
+    "clipped_policy_loss": policy("clipped_policy_loss", 0.2, 0.28, 3.0),
+    "cispo_loss": policy("cispo_loss", 0.2, 0.28),
+    "sapo_loss": policy("sapo_loss"),
+    "gpg_loss": Case(lambda c: losses.gpg_loss(c["logprobs"], c["token_advantages"], c["masked_but_3"])),
+    "gspo_loss": policy("gspo_loss", 0.05, 0.06, ids=True),
+    "gmpo_loss": policy("gmpo_loss", 0.1, 0.1, ids=True, advantages="advantages"),
+    "clip_cov_loss": Case(
+        lambda c: losses.clip_cov_loss(
+            c["logprobs"], c["old"], c["token_advantages"], c["masked_but_3"], c["cut"], 0.2, 0.28
+        )
+    ),
+    "kl_cov_loss": Case(
+        lambda c: losses.kl_cov_loss(
+            c["logprobs"], c["old"], c["token_advantages"], c["masked_but_3"], c["penalized"], 1.0
+        )
+    ),
+    "value_loss": Case(
+        lambda c: losses.value_loss(c["logprobs"], c["old_values"], c["returns"], c["masked_but_3"], 0.5)
+    ),
+    "sft_loss": Case(lambda c: losses.sft_loss(c["logprobs"], c["masked_but_3"])),
+    "imitation_loss": Case(lambda c: losses.imitation_loss(c["logprobs"], c["weights"], c["masked_but_3"])),
+    "dpo_loss": preference("sigmoid", 0.1),
+    "dpo_loss, hinge": preference("hinge"),
+    "dpo_loss, ipo": preference("ipo"),
+    "bradley_terry_loss": Case(
+        lambda c: losses.bradley_terry_loss(c["logprobs"], c["last"], c["pair"], c["chosen"]), "last", PAIRS
+    ),
+    "prime_loss": Case(
+        lambda c: losses.prime_loss(
+            c["logprobs"], c["ref"], c["masked_but_3"], c["sequence_ids"], c["labels"], 0.4
+        )
+    ),
+}
+
+
+def test_the_table_is_complete() -> None:
+    assert {name.split(",")[0] for name in LOSSES} == set(losses.__all__) - HELPERS - {"Metrics"}
+
+
+def pack(rows: Sequence[Columns]) -> Columns:
+    """Rows side by side, with sequence ids of this micro-batch."""
+    together = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    lengths = torch.tensor([len(row["mask"]) for row in rows])
+    return together | {"sequence_ids": torch.repeat_interleave(torch.arange(len(rows)), lengths)}
+
+
+def run(case: Case, mode: str, split: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[float, list[Tensor]]:
+    """The sum over micro-batches, and the gradient by the log-probs of each row; outside the mask both are silent."""
+    rows = batch(dtype)
+    judged = [int(row[case.mask].sum()) for row in rows]
+    divisor = normalizer(mode, sum(judged), sum(count > 0 for count in judged), MAX_LENGTH)
+    parts = [pack([rows[row] for row in numbers]) for numbers in split]
+    add_choices(parts)
+    value, gradients = 0.0, [torch.empty(0)] * ROWS
+    for part, numbers in zip(parts, split, strict=True):
+        leaf = part["logprobs"] = part["logprobs"].requires_grad_()
+        loss, metrics = case.call(part)
+        total = aggregate(loss, part[case.mask], part["sequence_ids"], mode, divisor)
+        total.backward()
+        assert leaf.grad is not None
+        for column in (loss, leaf.grad, *metrics.values()):
+            assert column.shape == leaf.shape and column.dtype == dtype
+            assert column.isfinite().all() and not column[~part[case.mask]].any()
+        assert not any(metric.requires_grad for metric in metrics.values())
+        value += total.item()
+        for row, gradient in zip(numbers, leaf.grad.split([len(rows[row]["mask"]) for row in numbers]), strict=True):
+            gradients[row] = gradient
+    return value, gradients
+
+
+def splits(case: Case) -> list[list[list[int]]]:
+    """Micro-batches: one a unit; two ranks of two; all in another order; uneven ones in another order."""
+    shuffled = [case.units[i] for i in torch.randperm(len(case.units), generator=torch.Generator().manual_seed(2))]
+    mixed = [row for unit in shuffled for row in reversed(unit)]
+    at = [0, 1, len(shuffled) // 2, len(shuffled)]
+    return [
+        [list(unit) for unit in case.units],
+        [[row for unit in case.units[rank::2][half::2] for row in unit] for rank in (0, 1) for half in (0, 1)],
+        [mixed],
+        [[row for unit in shuffled[start:stop] for row in unit] for start, stop in pairwise(at)],
+    ]
+
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5}
+
+
+def check(case: Case, mode: str, split: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+    value, gradients = run(case, mode, [list(range(ROWS))], dtype)
+    scale = max(float(gradient.abs().max()) for gradient in gradients)
+    assert abs(value) > 1e-4 and sum(bool(gradient.any()) for gradient in gradients) >= 8
+    found, by_row = run(case, mode, split, dtype)
+    assert found == pytest.approx(value, rel=TOLERANCES[dtype])
+    for gradient, expected in zip(by_row, gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * scale)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_split_or_order_changes_a_loss(name: str, mode: str, dtype: torch.dtype) -> None:
+    for split in splits(LOSSES[name]):
+        check(LOSSES[name], mode, split, dtype)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(LOSSES)), st.permutations(range(6)), st.lists(st.integers(0, 6), max_size=3))
+def test_random_splits(name: str, order: list[int], cuts: list[int]) -> None:
+    units = [PAIRS[i] for i in order]
+    at = [0, *sorted({cut for cut in cuts if 0 < cut < 6}), 6]
+    parts = [[row for unit in units[start:stop] for row in unit] for start, stop in pairwise(at)]
+    check(LOSSES[name], "seq-mean-token-mean", parts, torch.float64)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_micro_batch_without_tokens(name: str) -> None:
+    part = {column: values[:0] for column, values in pack(batch(torch.float32)).items()}
+    part |= {"cut": part["mask"], "penalized": part["mask"], "logprobs": part["logprobs"].requires_grad_()}
+    loss, _ = LOSSES[name].call(part)
+    assert loss.shape == (0,)
+    loss.sum().backward()

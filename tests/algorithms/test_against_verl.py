@@ -1,0 +1,383 @@
+"""The same numbers as verl 0.9.1 where both define the same function, and where verl's are wrong, how.
+
+Random inputs of odd lengths in float64; masks have holes, as tool observations leave them. Skipped without verl.
+"""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.algorithms import verl_peer
+from verl_mg.algorithms import advantages, kl, losses
+from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
+
+ROWS, WIDTH = 8, 9
+GROUPS = torch.tensor([4, 4, 1, 4, 1, 7, 7, 1])
+LENGTHS = torch.tensor([5, 9, 1, 7, 3, 8, 2, 6])
+IDS = torch.arange(ROWS).repeat_interleave(WIDTH)
+Table = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def verl() -> ModuleType:
+    return verl_peer.core_algos()
+
+
+def table(seed: int, holes: bool = True) -> Table:
+    """(n, T) columns, advantages that are equal in a row, and a mask of which each row has at least one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    mask = torch.arange(WIDTH) < LENGTHS[:, None]
+    if holes:
+        mask &= torch.rand(ROWS, WIDTH, generator=generator) < 0.7
+        mask[torch.arange(ROWS), LENGTHS - 1] = True
+    old = -noise(ROWS, WIDTH).abs() - 0.5
+    names = ("rewards", "values", "returns", "token_advantages")
+    return {
+        "old": old,
+        "logprobs": old + 0.4 * noise(ROWS, WIDTH),
+        "advantages": noise(ROWS, 1).expand(ROWS, WIDTH).clone(),
+        "mask": mask,
+        **{name: noise(ROWS, WIDTH) for name in names},
+    }
+
+
+def scores_of(t: Table) -> tuple[Tensor, Tensor]:
+    """A score for each row, and the (n, T) rewards that verl reads it from."""
+    scores = t["rewards"][:, 0].contiguous()
+    return scores, advantages.token_rewards(scores, t["mask"])
+
+
+def same(found: Tensor, theirs: Tensor, mask: Tensor | None = None) -> None:
+    if mask is not None:
+        found, theirs = found[mask], theirs[mask]
+    assert theirs.abs().max() > 1e-3
+    torch.testing.assert_close(found, theirs.double(), rtol=1e-6, atol=1e-7)
+
+
+# -- advantages
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_group_advantages(verl: ModuleType, seed: int) -> None:
+    t = table(seed)
+    scores, rewards = scores_of(t)
+    mask, lengths, index = t["mask"].double(), t["mask"].sum(1), GROUPS.numpy()
+    for ours, theirs in (
+        (advantages.group_relative(scores, GROUPS), verl.compute_grpo_outcome_advantage(rewards, mask, index)),
+        (
+            advantages.group_relative(scores, GROUPS, False),
+            verl.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False),
+        ),
+        (advantages.rloo(scores, GROUPS), verl.compute_rloo_outcome_advantage(rewards, mask, index)),
+        (advantages.rloo(scores, GROUPS), verl.compute_rloo_vectorized_outcome_advantage(rewards, mask, index)),
+        (advantages.opo(scores, lengths, GROUPS), verl.compute_opo_outcome_advantage(rewards, mask, index)),
+    ):
+        same(ours[:, None].expand_as(mask), theirs[0], t["mask"])
+    greedy = t["values"][:, 0]
+    theirs = verl.compute_remax_outcome_advantage(rewards, greedy, mask)[0]
+    same(advantages.remax(scores, greedy)[:, None].expand_as(mask), theirs, t["mask"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_token_advantages(verl: ModuleType, seed: int) -> None:
+    t = table(seed)
+    rewards, mask = t["rewards"], t["mask"]
+    ours, returns = advantages.gae(rewards, t["values"], mask, 0.9, 0.8)
+    theirs = verl.compute_gae_advantage_return(rewards, t["values"], mask.double(), 0.9, 0.8)
+    same(whitened(ours, mask), theirs[0], mask)
+    same(returns, theirs[1], mask)
+
+    ours = advantages.reinforce_plus_plus(rewards, mask, 0.9)
+    config = SimpleNamespace(gamma=0.9)
+    theirs = verl.compute_reinforce_plus_plus_outcome_advantage(rewards, mask.double(), config=config)
+    same(whitened(ours, mask), theirs[0])
+    same(ours, theirs[1])
+
+    scores, last = scores_of(t)
+    ours = torch.where(mask, advantages.group_relative(scores, GROUPS, False)[:, None], 0.0)
+    theirs = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(last, mask.double(), GROUPS.numpy())
+    same(whitened(ours, mask), theirs[0])
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    return advantages.whiten(values, mask, advantages.moments(values, mask))
+
+
+@pytest.mark.parametrize("kind", ["pow", "max_min", "max_random"])
+def test_resampling_weights(verl: ModuleType, kind: str) -> None:
+    scores, rewards = scores_of(table(0))
+    data = SimpleNamespace(batch=Columns(token_level_scores=rewards), non_tensor_batch={}, meta_info={})
+    with mock.patch.object(torch, "multinomial", return_value=torch.arange(ROWS)) as draw:
+        verl.compute_pf_ppo_reweight_data(data, kind, 2.0)
+    same(advantages.resampling_weights(scores, kind, 2.0), draw.call_args.args[0])
+
+
+class Columns(dict[str, Tensor]):
+    batch_size = (ROWS,)
+
+
+def test_verl_loses_the_score_of_a_response_that_ends_in_an_observation(verl: ModuleType) -> None:
+    """Its reward managers write the score on the last token of the response, and GAE skips that one if it is no
+    token of the policy: a response that is cut after a tool's answer has no reward."""
+    mask = torch.tensor([[True, True, False, False], [True, False, True, True]])
+    scores, values = torch.tensor([1.0, 2.0]), torch.zeros(2, 4)
+    on_last = torch.zeros(2, 4)
+    on_last[:, -1] = scores
+    theirs = verl.compute_gae_advantage_return(on_last, values, mask.float(), 1.0, 1.0)[1]
+    assert theirs[mask].tolist() == [0.0, 0.0, 2.0, 2.0, 2.0]
+    ours = advantages.gae(advantages.token_rewards(scores, mask), values, mask, 1.0, 1.0)[1]
+    assert ours[mask].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_verl_gives_a_lone_sample_its_raw_score(verl: ModuleType) -> None:
+    """A prompt with one sample has nothing to compare with; two of verl's RLOO functions disagree about it."""
+    rewards, mask, index = torch.tensor([[0.0, 5.0]]), torch.ones(1, 2), torch.tensor([0]).numpy()
+    scores, groups = torch.tensor([5.0]), torch.tensor([0])
+    for name, raw in (("grpo", 5.0), ("rloo", 5.0), ("opo", 5.0), ("rloo_vectorized", 0.0)):
+        found = getattr(verl, f"compute_{name}_outcome_advantage")(rewards.clone(), mask, index)[0]
+        assert found.tolist() == [pytest.approx([raw] * 2, rel=1e-5)]
+    for ours in (
+        advantages.group_relative(scores, groups),
+        advantages.rloo(scores, groups),
+        advantages.opo(scores, torch.tensor([2]), groups),
+    ):
+        assert ours.tolist() == [0.0]
+
+
+def test_verl_scales_gpg_by_scores_that_are_not_zero(verl: ModuleType) -> None:
+    """GPG's factor is all samples over those of groups whose scores differ; verl counts scores other than 0.
+
+    So verl's advantages change when a constant is added to all scores, and the paper's do not.
+    """
+    index, mask = torch.tensor([0, 0, 1, 1]), torch.ones(4, 1, dtype=torch.float64)
+    scores = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    found = [
+        verl.compute_gpg_outcome_advantage((scores + shift)[:, None], mask, index.numpy())[0][:2, 0].tolist()
+        for shift in (0.0, 1.0)
+    ]
+    assert found == [pytest.approx([2 / 3, -2 / 3]), pytest.approx([0.5, -0.5])]
+    for shift in (0.0, 1.0):
+        kept = advantages.informative(scores + shift, index)
+        ours = len(kept) / int(kept.sum()) * advantages.group_relative(scores + shift, index, False)
+        assert ours.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+# -- KL
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "k1+", "k3+"])
+def test_kl_penalty(verl: ModuleType, kind: str) -> None:
+    t = table(1)
+    ours, theirs = (t["logprobs"].clone().requires_grad_() for _ in range(2))
+    values = kl.penalty(ours, t["old"], kind), verl.kl_penalty(theirs, t["old"], kind)
+    same(*values)
+    for value in values:
+        value.sum().backward()
+    assert ours.grad is not None and theirs.grad is not None
+    same(ours.grad, theirs.grad)
+
+
+def test_verl_takes_the_gradient_of_k3_where_it_is_large(verl: ModuleType) -> None:
+    """verl bounds "k3" by 10, so a token that the reference finds e^3 times likelier is not pulled back at all."""
+    for function, value, slope in ((kl.penalty, 16.0855, -19.0855), (verl.kl_penalty, 10.0, 0.0)):
+        logprob = torch.tensor([-4.0], requires_grad=True)
+        penalty = function(logprob, torch.tensor([-1.0]), "k3")
+        penalty.sum().backward()
+        assert logprob.grad is not None
+        assert (penalty.item(), logprob.grad.item()) == pytest.approx((value, slope), rel=1e-4)
+
+
+def test_adaptive_kl_coefficient(verl: ModuleType) -> None:
+    controller = verl.AdaptiveKLController(0.2, 6.0, 10_000)
+    ours = 0.2
+    for observed in (3.0, 6.5, 20.0, 5.9):
+        controller.update(observed, 256)
+        ours = kl.adapted(ours, observed, 6.0, 10_000, 256)
+        assert ours == pytest.approx(controller.value, rel=1e-12)
+
+
+# -- losses
+
+
+def whole_batch(mask: Tensor) -> dict[str, Any]:
+    """What verl's aggregation is told of the global batch."""
+    known = {"batch_num_tokens": int(mask.sum()), "global_batch_size": int(mask.any(1).sum())}
+    return {"dp_size": 1, "loss_scale_factor": WIDTH, **known}
+
+
+def configuration(verl: ModuleType, mask: Tensor, **policy_loss: float) -> Any:
+    """verl's settings of a loss, with the numbers of the global batch in them."""
+    options = verl.ActorConfig.__dataclass_fields__["policy_loss"].default_factory(**policy_loss)
+    config = verl.ActorConfig(
+        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=0.28, policy_loss=options
+    )
+    config.global_batch_info.update(whole_batch(mask))
+    return config
+
+
+LOSSES: dict[str, tuple[Callable[..., tuple[Tensor, losses.Metrics]], bool, tuple[float, ...]]] = {
+    "vanilla": (losses.clipped_policy_loss, False, (0.2, 0.28, 3.0)),
+    "cispo": (losses.cispo_loss, False, (0.2, 0.28)),
+    "sapo": (losses.sapo_loss, False, (1.0, 1.05)),
+    "gspo": (losses.gspo_loss, True, (0.2, 0.28)),
+    "geo_mean": (losses.gmpo_loss, True, (0.2, 0.28)),
+}
+
+
+def our_loss(name: str, t: Table, new: Tensor, mode: str) -> Tensor:
+    mask = t["mask"].flatten()
+    given = [new.flatten(), t["old"].flatten(), t["advantages"].flatten(), mask]
+    if name == "gpg":
+        loss = losses.gpg_loss(given[0], given[2], mask)[0]
+    else:
+        function, sequences, options = LOSSES[name]
+        loss = function(*given, *([IDS] if sequences else []), *options)[0]
+    return aggregate(loss, mask, IDS, mode, normalizer(mode, int(mask.sum()), ROWS, WIDTH))
+
+
+def their_loss(verl: ModuleType, name: str, t: Table, new: Tensor, mode: str, rows: slice = slice(None)) -> Tensor:
+    config = configuration(verl, t["mask"])
+    columns = (t["old"], new, t["advantages"], t["mask"].double())
+    return verl.get_policy_loss_fn(name)(*(column[rows] for column in columns), mode, config)[0]
+
+
+def loss_modes() -> list[tuple[str, str]]:
+    """Each loss with the aggregations that verl knows of it, one for SAPO and GMPO."""
+    only = {"sapo": ("seq-mean-token-mean",), "geo_mean": ("seq-mean-token-mean",)}
+    return [(name, mode) for name in (*LOSSES, "gpg") for mode in only.get(name, MODES)]
+
+
+@pytest.mark.parametrize(("name", "mode"), loss_modes())
+def test_policy_losses(verl: ModuleType, name: str, mode: str) -> None:
+    for seed in range(3):
+        t = table(seed)
+        ours, theirs = (t["logprobs"].clone().requires_grad_() for _ in range(2))
+        values = our_loss(name, t, ours, mode), their_loss(verl, name, t, theirs, mode)
+        same(*values)
+        for value in values:
+            value.backward()
+        assert ours.grad is not None and theirs.grad is not None
+        same(ours.grad, theirs.grad)
+
+
+def in_two(verl: ModuleType, name: str, t: Table, mode: str) -> float:
+    """verl's loss as the sum of two micro-batches, each told the numbers of the global batch."""
+    return sum(
+        their_loss(verl, name, t, t["logprobs"], mode, rows).item() for rows in (slice(0, 3), slice(3, ROWS))
+    )
+
+
+def test_verl_doubles_gmpo_on_two_micro_batches(verl: ModuleType) -> None:
+    """Its mean is over the rows of the micro-batch, whatever the global batch is; the others keep their value."""
+    mode, t = "seq-mean-token-mean", table(0)
+    for name in (*LOSSES, "gpg"):
+        whole = their_loss(verl, name, t, t["logprobs"], mode).item()
+        kept = in_two(verl, name, t, mode) == pytest.approx(whole, rel=1e-9)
+        assert kept == (name != "geo_mean")
+    t["advantages"] = torch.ones_like(t["advantages"])
+    t["logprobs"] = t["old"]
+    assert their_loss(verl, "geo_mean", t, t["logprobs"], mode).item() == pytest.approx(-1.0)
+    assert in_two(verl, "geo_mean", t, mode) == pytest.approx(-2.0)
+
+
+def test_value_loss(verl: ModuleType) -> None:
+    t = table(2)
+    old = t["values"] + 0.3 * t["rewards"]
+    mask = t["mask"].flatten()
+    ours, theirs = (t["values"].clone().requires_grad_() for _ in range(2))
+    loss, metrics = losses.value_loss(ours.flatten(), old.flatten(), t["returns"].flatten(), mask, 0.2)
+    value = aggregate(loss, mask, IDS, "token-mean", float(mask.sum()))
+    their_value, cut = verl.compute_value_loss(theirs, t["returns"], old, t["mask"].double(), 0.2)
+    same(value, their_value)
+    assert 0 < cut.item() == pytest.approx(metrics["value_clip_fraction"].sum().item() / int(mask.sum()))
+    value.backward()
+    their_value.backward()
+    assert ours.grad is not None and theirs.grad is not None
+    same(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregation(verl: ModuleType, mode: str) -> None:
+    t = table(0)
+    mask, loss = t["mask"], t["rewards"]
+    mask[3] = False
+    tokens, rows = int(mask.sum()), int(mask.any(1).sum())
+    ours = aggregate(loss.flatten(), mask.flatten(), IDS, mode, normalizer(mode, tokens, rows, WIDTH))
+    same(ours, verl.agg_loss(loss, mask.double(), mode, **whole_batch(mask)))
+
+
+def test_verl_normalises_dr_grpo_by_the_padding(verl: ModuleType) -> None:
+    """Without `loss_scale_factor`, its default, the constant length is the width to which the micro-batch is padded."""
+    loss, mask = torch.ones(2, 3), torch.ones(2, 3)
+    wide = [torch.nn.functional.pad(column, (0, 3)) for column in (loss, mask)]
+    found = [verl.agg_loss(*columns, "seq-mean-token-sum-norm").item() for columns in ((loss, mask), wide)]
+    assert found == [1.0, 0.5]
+
+
+# -- Clip-Cov and KL-Cov
+
+
+def our_covariances(t: Table) -> Tensor:
+    columns = t["logprobs"], t["token_advantages"]
+    sums = [advantages.moments(column, t["mask"]) for column in columns]
+    return losses.covariances(*(column.flatten() for column in columns), t["mask"].flatten(), *sums)
+
+
+def cov_loss(verl: ModuleType, name: str, t: Table, rows: slice = slice(None), **options: float) -> Tensor:
+    config = configuration(verl, t["mask"], **options)
+    columns = (t["old"], t["logprobs"], t["token_advantages"], t["mask"].double())
+    return verl.get_policy_loss_fn(name)(*(column[rows] for column in columns), "token-mean", config)[0]
+
+
+def test_kl_cov(verl: ModuleType) -> None:
+    t = table(3)
+    theirs = cov_loss(verl, "kl_cov", t, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
+    mask, found = t["mask"].flatten(), our_covariances(t)
+    count = losses.share_count(int(mask.sum()), 0.2)
+    chosen = losses.tokens_at_least(found, mask, losses.largest(found, mask, count)[-1].item())
+    given = (t[name].flatten() for name in ("logprobs", "old", "token_advantages"))
+    loss, _ = losses.kl_cov_loss(*given, mask, chosen, 0.7)
+    same(aggregate(loss, mask, IDS, "token-mean", float(mask.sum())), theirs)
+
+
+def test_clip_cov(verl: ModuleType) -> None:
+    # A share of all tokens: every candidate is cut, and no chance is left. verl does not cut what PPO clips already.
+    t = table(3)
+    theirs = cov_loss(verl, "clip_cov", t, clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.8)
+    mask = t["mask"].flatten()
+    given = [t[name].flatten() for name in ("logprobs", "old", "token_advantages")]
+    _, metrics = losses.clipped_policy_loss(*given, mask, 0.2, 0.28)
+    clipped = (metrics["clip_fraction_low"] + metrics["clip_fraction_high"]).bool()
+    cut = losses.tokens_between(our_covariances(t), mask & ~clipped, 0.1, 0.8)
+    loss, _ = losses.clip_cov_loss(*given, mask, cut, 0.2, 0.28)
+    assert cut.sum() >= 3
+    same(aggregate(loss, mask, IDS, "token-mean", float(mask.sum())), theirs)
+
+
+def test_verl_chooses_tokens_by_micro_batch(verl: ModuleType) -> None:
+    """Means and top k are of the micro-batch, so the loss of KL-Cov and Clip-Cov depends on how the rows are split."""
+    t = table(3)
+    for name, options in (
+        ("kl_cov", {"kl_cov_ratio": 0.05, "ppo_kl_coef": 1.0}),
+        ("clip_cov", {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.8}),
+    ):
+        whole = cov_loss(verl, name, t, **options).item()
+        parts = sum(cov_loss(verl, name, t, rows, **options).item() for rows in (slice(0, 3), slice(3, ROWS)))
+        assert abs(parts - whole) > 1e-3
+
+
+def test_verl_draws_the_tokens_of_clip_cov_without_a_seed_of_theirs(verl: ModuleType) -> None:
+    """The draw is from the process's generator: the same batch gives another loss the next time."""
+    t, options = table(3), {"clip_cov_ratio": 0.05, "clip_cov_lb": 0.05, "clip_cov_ub": 5.0}
+    assert len({cov_loss(verl, "clip_cov", t, **options).item() for _ in range(8)}) > 1
+    ids, positions = IDS, torch.arange(WIDTH).repeat(ROWS)
+    assert torch.equal(losses.priorities(ids, positions, 1), losses.priorities(ids, positions, 1))

@@ -1,0 +1,48 @@
+"""Advantage estimators: from rewards to how much better than expected a sample or a token was.
+
+    group         (n,) scores against those of the same prompt: GRPO, Dr. GRPO, RLOO, OPO, ReMax; dynamic sampling
+    gae           (n, T) token rewards to advantages or returns: PPO, VC-PPO, VAPO, REINFORCE++
+    prime         (n, T) implicit process rewards and their advantages
+    distillation  what a teacher thinks of each token
+    whitening     zero mean and unit variance over the whole batch, whatever the ranks hold of it
+    shaping       changes of the score before anything is estimated from it
+    resampling    which samples are trained on
+
+Tokens outside an (n, T) mask are no step of the policy: they are skipped, and nothing decays over them. What stands
+there may be anything, NaN too; every result is 0 there.
+"""
+
+from verl_mg.algorithms.advantages.distillation import distillation_advantages
+from verl_mg.algorithms.advantages.gae import (
+    discounted_returns,
+    gae,
+    length_adaptive_lambda,
+    reinforce_plus_plus,
+    token_rewards,
+)
+from verl_mg.algorithms.advantages.group import group_relative, informative, opo, remax, rloo
+from verl_mg.algorithms.advantages.prime import implicit_rewards, prime_advantages
+from verl_mg.algorithms.advantages.resampling import resampling_weights, select
+from verl_mg.algorithms.advantages.shaping import soft_overlong_penalty
+from verl_mg.algorithms.advantages.whitening import moments, whiten
+
+__all__ = [
+    "discounted_returns",
+    "distillation_advantages",
+    "gae",
+    "group_relative",
+    "implicit_rewards",
+    "informative",
+    "length_adaptive_lambda",
+    "moments",
+    "opo",
+    "prime_advantages",
+    "reinforce_plus_plus",
+    "remax",
+    "resampling_weights",
+    "rloo",
+    "select",
+    "soft_overlong_penalty",
+    "token_rewards",
+    "whiten",
+]

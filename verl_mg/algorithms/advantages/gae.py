@@ -1,0 +1,99 @@
+"""From token rewards to token advantages and returns, over the tokens that the policy wrote."""
+
+import torch
+from torch import Tensor
+
+from verl_mg.errors import UserError
+
+
+def token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
+    """The score of a response as the reward of its last token.
+
+    Args:
+        scores: (n,) float.
+        mask: (n, T) bool, true on tokens that the policy wrote; a row without any loses its score.
+
+    Returns:
+        (n, T) of the dtype of `scores`, 0 but on the last masked token of each row.
+    """
+    after = mask.flip(1).cumsum(1).flip(1)  # masked tokens from here on
+    return torch.where(mask & (after == 1), scores[:, None], 0.0)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation: arXiv:1506.02438, equation 16, over the masked tokens of each row.
+
+    With t running over masked tokens alone, and zero value and advantage after the last:
+    A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}, and the return is A_t + V_t. The advantages are not
+    whitened. Decoupled GAE (VC-PPO, arXiv:2503.01491; VAPO, arXiv:2504.05118) is two calls: the returns of one with
+    lam 1 teach the critic, the advantages of another the policy.
+
+    Args:
+        rewards: (n, T) float, of each token; one outside the mask is lost.
+        values: (n, T) float, what the critic expected before each token.
+        mask: (n, T) bool, true on tokens that the policy wrote.
+        gamma: discount from one masked token to the next, from 0 to 1.
+        lam: the same for advantages: one number, or (n,) a row.
+
+    Returns:
+        (n, T) advantages and (n, T) returns of the dtype of `values`, 0 outside the mask; made in float64.
+    """
+    _check_fraction("gamma", gamma)
+    if not isinstance(lam, Tensor):
+        _check_fraction("lam", lam)
+    reward = torch.where(mask, rewards, 0.0).detach().double()
+    value = torch.where(mask, values, 0.0).detach().double()
+    advantages = torch.zeros_like(value)
+    advantage = next_value = value.new_zeros(len(value))
+    for t in range(mask.shape[1] - 1, -1, -1):
+        here = mask[:, t]
+        found = reward[:, t] + gamma * next_value - value[:, t] + gamma * lam * advantage
+        advantage = torch.where(here, found, advantage)
+        next_value = torch.where(here, value[:, t], next_value)
+        advantages[:, t] = torch.where(here, found, 0.0)
+    return advantages.to(values.dtype), (advantages + value).to(values.dtype)
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """1 - 1 / (alpha l), never below 0: lam of the policy's advantages in VAPO, arXiv:2504.05118.
+
+    The weights lam^k of a long response's TD errors then add up to about alpha l.
+
+    Args:
+        lengths: (n,) tokens that the policy wrote.
+        alpha: above 0; 0.05 in the paper.
+
+    Returns:
+        (n,) float64 for `gae`.
+    """
+    if not alpha > 0:
+        raise UserError(f"alpha is {alpha}; write a number above 0, as in 0.05")
+    return (1 - 1 / (alpha * lengths.double())).clamp(min=0)
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """The rewards to come, G_t = r_t + gamma G_{t+1} with t running over masked tokens alone.
+
+    Args:
+        rewards: (n, T) float, of each token; one outside the mask is lost.
+        mask: (n, T) bool, true on tokens that the policy wrote.
+        gamma: discount from one masked token to the next, from 0 to 1.
+
+    Returns:
+        (n, T) of the dtype of `rewards`, 0 outside the mask.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
+
+
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """REINFORCE++ before its normalisation: arXiv:2501.03262.
+
+    The discounted returns of rewards that already hold the KL penalty (`kl.in_reward`); `whiten` them over the whole
+    batch. Shapes as in `discounted_returns`.
+    """
+    return discounted_returns(rewards, mask, gamma)
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise UserError(f"{name} is {value}; write a number from 0 to 1")

@@ -1,0 +1,121 @@
+"""A sample's score against the scores of the other samples of its prompt.
+
+Every sum runs in an order that the values alone decide, so neither the order of the rows nor a device's atomics
+change a bit of a result. All functions take `groups` (n,) int64, equal for samples of one prompt; neither sorted nor
+consecutive. All rows of a group must be here; a group of one teaches nothing and has advantage 0.
+"""
+
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms.segments import segment_sums
+
+STD_FLOOR = 1e-6  # keeps a group whose scores nearly agree finite
+
+
+def group_relative(scores: Tensor, groups: Tensor, normalize_std: bool = True) -> Tensor:
+    """How much better a sample scored than the other samples of its prompt.
+
+    The score minus the mean of its group, divided by the group's (unbiased) standard deviation plus 1e-6 when
+    `normalize_std`: GRPO with outcome supervision, arXiv:2402.03300, section 4.1.2. Without the division:
+    Dr. GRPO, arXiv:2503.20783, section 3.2; whitened over the batch afterwards, that is REINFORCE++ with
+    baseline, arXiv:2501.03262.
+
+    Args:
+        scores: (n,) float, in any unit; the result has their dtype, the sums are made in float64.
+        groups: (n,) int64.
+
+    Returns:
+        (n,) advantages.
+    """
+    order, index, counts = _in_groups(groups, scores)
+    advantages = _centered(scores[order].double(), index, counts)
+    if normalize_std:
+        variance = segment_sums(advantages.square(), counts) / (counts - 1).clamp(min=1)
+        advantages = advantages / (variance.sqrt() + STD_FLOOR)[index]
+    return _in_rows(advantages, order, scores)
+
+
+def rloo(scores: Tensor, groups: Tensor) -> Tensor:
+    """The score minus the mean score of the other samples of its prompt: RLOO, arXiv:2402.14740.
+
+    Args:
+        scores: (n,) float, in any unit; the result has their dtype, the sums are made in float64.
+        groups: (n,) int64.
+
+    Returns:
+        (n,) advantages.
+    """
+    order, index, counts = _in_groups(groups, scores)
+    factor = counts.double() / (counts - 1).clamp(min=1)  # integers alone would divide to float32
+    advantages = _centered(scores[order].double(), index, counts) * factor[index]
+    return _in_rows(advantages, order, scores)
+
+
+def opo(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+    """The score minus the optimal baseline sum(l r) / sum(l) of its prompt: OPO, arXiv:2505.23585.
+
+    The baseline of least gradient variance where a response's squared gradient norm grows with its length l.
+
+    Args:
+        scores: (n,) float, in any unit; the result has their dtype, the sums are made in float64.
+        lengths: (n,) tokens that the policy wrote.
+        groups: (n,) int64.
+
+    Returns:
+        (n,) advantages. A row of length 0 has no part in the baseline.
+    """
+    order, index, counts = _in_groups(groups, scores, lengths)
+    score, weight = scores[order].double(), lengths[order].double()
+    total = segment_sums(weight, counts)
+    baseline = segment_sums(weight * score, counts) / total.clamp(min=1)
+    return _in_rows(torch.where((counts > 1)[index], score - baseline[index], 0.0), order, scores)
+
+
+def remax(scores: Tensor, greedy_scores: Tensor) -> Tensor:
+    """The score minus that of the greedy response to the same prompt: ReMax, arXiv:2310.10505, algorithm 1.
+
+    Args:
+        scores, greedy_scores: (n,) float; row i of the second answers the prompt of row i of the first.
+
+    Returns:
+        (n,) advantages.
+    """
+    return scores - greedy_scores
+
+
+def informative(scores: Tensor, groups: Tensor) -> Tensor:
+    """Whether the scores of a sample's group differ, so that it has an advantage to learn from.
+
+    DAPO's dynamic sampling keeps these rows alone (arXiv:2503.14476, equation 11). GPG multiplies the advantages by
+    all rows over these rows, both counted over all ranks (accurate gradient estimation, arXiv:2504.02546).
+
+    Args:
+        scores: (n,), compared exactly.
+        groups: (n,) int64.
+
+    Returns:
+        (n,) bool, the same for all rows of a group; false for a group of one.
+    """
+    order, index, counts = _in_groups(groups, scores)
+    last = counts.cumsum(0) - 1
+    ordered = scores[order]
+    differ = ordered[last] != ordered[last - counts + 1]
+    return torch.empty_like(differ[index]).index_copy_(0, order, differ[index])
+
+
+def _in_groups(groups: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (n,) sorted by group and then by `keys`; the group (n,) of each; the rows (g,) of each group."""
+    order = torch.arange(len(groups), device=groups.device)
+    for key in (*reversed(keys), groups):
+        order = order[torch.argsort(key[order], stable=True)]
+    _, index, counts = torch.unique_consecutive(groups[order], return_inverse=True, return_counts=True)
+    return order, index, counts
+
+
+def _centered(ordered: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+    return ordered - (segment_sums(ordered, counts) / counts)[index]
+
+
+def _in_rows(ordered: Tensor, order: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(like).index_copy_(0, order, ordered.to(like.dtype))

@@ -1,0 +1,61 @@
+"""PRIME: dense rewards of a language model that was trained on outcomes alone (arXiv:2502.01456)."""
+
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms.advantages.gae import discounted_returns
+from verl_mg.algorithms.advantages.group import rloo
+from verl_mg.errors import UserError
+
+
+def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """beta (log pi_phi - log pi_ref) of each token: arXiv:2502.01456, equation 3.
+
+    Args:
+        logprobs: (...) nats, of the process reward model pi_phi.
+        ref_logprobs: (...) nats, of the model that its training began with.
+        mask: (...) bool.
+        beta: above 0; 0.05 in the paper.
+
+    Returns:
+        (...), 0 outside the mask.
+    """
+    if not beta > 0:
+        raise UserError(f"beta is {beta}; write a number above 0, as in 0.05")
+    return torch.where(mask, beta * (logprobs - ref_logprobs), 0.0).detach()
+
+
+def prime_advantages(
+    process_rewards: Tensor,
+    scores: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    gamma: float = 1.0,
+    process_weight: float = 1.0,
+    outcome_weight: float = 1.0,
+) -> Tensor:
+    """Process and outcome rewards, each against the other responses to the prompt: arXiv:2502.01456, equation 5.
+
+    A token's process reward loses the baseline, the mean over the other responses of a response's mean process reward;
+    what is left is summed over the tokens to come. To that the `rloo` advantage of the score is added.
+    The published code subtracts another baseline from single tokens, K / (K - 1) r_t minus the sum of all K means over
+    K - 1, which agrees with the equation in the mean over a response alone; this is the equation.
+
+    Args:
+        process_rewards: (n, T) float, of each token.
+        scores: (n,) float, of the outcomes.
+        mask: (n, T) bool; a row without masked tokens counts with mean process reward 0.
+        groups: (n,) int64, equal for responses to one prompt, all of which are here; a group of one has its own mean
+            process reward for a baseline.
+        gamma: discount of process rewards from one masked token to the next.
+        process_weight, outcome_weight: factors of the two parts.
+
+    Returns:
+        (n, T) of the dtype of `process_rewards`, 0 outside the mask.
+    """
+    rewards = torch.where(mask, process_rewards, 0.0).double()
+    means = rewards.sum(1) / mask.sum(1).clamp(min=1)
+    baseline = means - rloo(means, groups)
+    process = discounted_returns(rewards - baseline[:, None], mask, gamma)
+    outcome = torch.where(mask, rloo(scores.double(), groups)[:, None], 0.0)
+    return (process_weight * process + outcome_weight * outcome).to(process_rewards.dtype)

@@ -1,0 +1,83 @@
+"""What k tries at a problem are worth, from n tries at each."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verl_mg.errors import UserError
+
+
+def pass_at_k(correct: Tensor, k: int) -> Tensor:
+    """The chance that one of k tries is right: 1 - C(n - c, k) / C(n, k), arXiv:2107.03374, equation 1.
+
+    The unbiased estimate from c right ones of n tries, exact until its last rounding.
+
+    Args:
+        correct: (problems, n) bool.
+        k: from 1 to n.
+
+    Returns:
+        (problems,) float64.
+    """
+    n = correct.shape[1]
+    _check_tries(k, n)
+    ways = math.comb(n, k)
+    chances = [(ways - math.comb(n - right, k)) / ways for right in correct.sum(1).tolist()]
+    return torch.tensor(chances, dtype=torch.float64)
+
+
+def avg_at_k(rewards: Tensor, k: int) -> Tensor:
+    """The expected mean reward of k tries, which is the mean of all n tries whatever k is.
+
+    Args:
+        rewards: (problems, n) float.
+        k: from 1 to n.
+
+    Returns:
+        (problems,) float64.
+    """
+    _check_tries(k, rewards.shape[1])
+    return rewards.double().mean(1)
+
+
+def maj_at_k(answers: Sequence[Sequence[str | None]], rewards: Tensor, k: int) -> Tensor:
+    """The reward of the answer that most of k tries give: self-consistency, arXiv:2203.11171.
+
+    The tries of a problem are taken in their order as n // k blocks of k, and the blocks' rewards averaged; fewer
+    than k left over are not used. Answers are compared as strings. None, no answer, has no vote; a block without
+    votes is worth 0. Of answers with equally many votes the one that came first wins, and the winner's reward is
+    that of its first try.
+
+    Args:
+        answers: problems lists of n.
+        rewards: (problems, n) float, of each try.
+        k: from 1 to n.
+
+    Returns:
+        (problems,) float64.
+    """
+    n = rewards.shape[1]
+    _check_tries(k, n)
+    if [len(tries) for tries in answers] != [n] * len(rewards):
+        raise UserError(f"majority vote: answers must be {len(rewards)} lists of {n}, as the rewards are")
+    worth = [
+        [_majority(tries[start : start + k], row[start : start + k]) for start in range(0, n - k + 1, k)]
+        for tries, row in zip(answers, rewards.tolist(), strict=True)
+    ]
+    return torch.tensor(worth, dtype=torch.float64).reshape(len(rewards), n // k).mean(1)
+
+
+def _majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
+    # Counter keeps the order of first occurrence, and max takes the first of equals.
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    return rewards[list(answers).index(max(votes, key=votes.__getitem__))]
+
+
+def _check_tries(k: int, n: int) -> None:
+    if not 1 <= k <= n:
+        raise UserError(f"k is {k}, but each problem has {n} tries; write 1 to {n}")

@@ -1,0 +1,59 @@
+"""Per-token losses over flat (tokens,) tensors; `aggregation` turns them into one number.
+
+A loss returns its value for each token, exactly 0 outside the mask, and a dictionary of detached per-token
+metrics, also 0 outside it, of which the caller reports the mean over all masked tokens of all ranks.
+What stands outside the mask may be anything, NaN too: it reaches neither value nor gradient.
+
+    policy      token ratios: PPO, DAPO, Dr. GRPO, CISPO, GPG, SAPO
+    sequence    sequence ratios: GSPO, GMPO
+    covariance  PPO but for the tokens that cost the most entropy: Clip-Cov, KL-Cov
+    value       the critic's
+    imitation   given tokens: SFT, the positive examples of VAPO
+    preference  pairs and outcomes: DPO, IPO, hinge, Bradley-Terry, the implicit process reward model of PRIME
+
+Nothing but `mask` and `sequence_ids` says how the tokens are packed, and every statistic is of one token, one
+sequence or one pair, which are whole in a micro-batch, or was made over all ranks before: so no split of the rows
+changes the sum of a loss or its gradient.
+"""
+
+from verl_mg.algorithms.losses.columns import Metrics
+from verl_mg.algorithms.losses.covariance import (
+    clip_cov_loss,
+    covariances,
+    kl_cov_loss,
+    largest,
+    priorities,
+    share_count,
+    tokens_at_least,
+    tokens_between,
+)
+from verl_mg.algorithms.losses.imitation import imitation_loss, sft_loss
+from verl_mg.algorithms.losses.policy import cispo_loss, clipped_policy_loss, gpg_loss, sapo_loss
+from verl_mg.algorithms.losses.preference import bradley_terry_loss, dpo_loss, prime_loss
+from verl_mg.algorithms.losses.sequence import gmpo_loss, gspo_loss
+from verl_mg.algorithms.losses.value import explained_variance, value_loss
+
+__all__ = [
+    "Metrics",
+    "bradley_terry_loss",
+    "cispo_loss",
+    "clip_cov_loss",
+    "clipped_policy_loss",
+    "covariances",
+    "dpo_loss",
+    "explained_variance",
+    "gmpo_loss",
+    "gpg_loss",
+    "gspo_loss",
+    "imitation_loss",
+    "kl_cov_loss",
+    "largest",
+    "prime_loss",
+    "priorities",
+    "sapo_loss",
+    "sft_loss",
+    "share_count",
+    "tokens_at_least",
+    "tokens_between",
+    "value_loss",
+]

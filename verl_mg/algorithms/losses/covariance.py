@@ -1,0 +1,165 @@
+"""Clip-Cov and KL-Cov: PPO but for the tokens that cost the most entropy (arXiv:2505.22617).
+
+What a token costs is the covariance of its log-prob and its advantage. Which tokens are chosen depends on all tokens
+of the update, so it is settled before, on the batch of a recipe, and given to the loss as a column:
+
+    means        moments(logprobs, mask), moments(advantages, mask) of `advantages.whitening`, added over ranks
+    covariance   covariances(...) of each token
+    how many     k = share_count(tokens of all ranks, fraction)
+    KL-Cov       threshold: the k-th of largest(covariance, mask, k) of all ranks; tokens_at_least(covariance, ...)
+    Clip-Cov     candidates: tokens_between(covariance, mask, low, high); then as KL-Cov with `priorities` in place of
+                 covariances and the candidates in place of the mask
+
+Then no split, order or packing of the rows changes the choice.
+"""
+
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms.losses.columns import Metrics, constant, inside
+from verl_mg.algorithms.losses.policy import clipped_policy_loss
+from verl_mg.errors import UserError
+
+
+def covariances(
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, logprob_moments: Tensor, advantage_moments: Tensor
+) -> Tensor:
+    """(logprob - mean logprob) (advantage - mean advantage) of each token.
+
+    Args:
+        logprobs: (tokens,) nats, of the policy at the start of the update.
+        advantages: (tokens,).
+        mask: (tokens,) bool.
+        logprob_moments, advantage_moments: (3,) float64, `whitening.moments` of either, added over all ranks.
+
+    Returns:
+        (tokens,) float64, 0 outside the mask.
+    """
+    product = torch.ones_like(logprobs, dtype=torch.float64)
+    for column, moments in ((logprobs, logprob_moments), (advantages, advantage_moments)):
+        product = product * (column.detach().double() - moments[1] / moments[0].clamp(min=1))
+    return inside(mask, product)
+
+
+def share_count(tokens: int, fraction: float) -> int:
+    """How many tokens a fraction of all is: rounded down, and at least 1.
+
+    Args:
+        tokens: masked tokens of all ranks.
+        fraction: above 0, up to 1; 2e-4 for Clip-Cov and 2e-3 for KL-Cov in the paper.
+    """
+    if not 0 < fraction <= 1:
+        raise UserError(f"a fraction of {fraction} of the tokens: write a number above 0, up to 1, as in 0.0002")
+    return max(1, int(tokens * fraction))
+
+
+def largest(values: Tensor, mask: Tensor, count: int) -> Tensor:
+    """The `count` largest masked values, or all there are: (at most count,), falling.
+
+    Those of all ranks together hold the largest of all: the last of `largest` of them, the threshold.
+    """
+    kept = values[mask]
+    return kept.topk(min(count, len(kept))).values
+
+
+def tokens_at_least(values: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """(tokens,) bool, true on masked tokens whose value is `threshold` or more; all that are equal to it count."""
+    return mask & (values >= threshold)
+
+
+def tokens_between(values: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    """(tokens,) bool, true on masked tokens whose value is above `low` and below `high`; 1 and 5 in the paper."""
+    if not low < high:
+        raise UserError(f"no covariance lies between {low} and {high}; write the lower bound first, as in 1.0 and 5.0")
+    return mask & (values > low) & (values < high)
+
+
+def priorities(sample_ids: Tensor, positions: Tensor, seed: int) -> Tensor:
+    """A random number for each token that depends on nothing but its place in the run.
+
+    Args:
+        sample_ids: (tokens,) int64, unique over the run.
+        positions: (tokens,) int64, the token's place in its row.
+        seed: other numbers for another seed; give the iteration a part in it.
+
+    Returns:
+        (tokens,) float64, evenly spread over 0 to 1 without the ends.
+    """
+    mixed = _mix(torch.full_like(sample_ids, seed))
+    for part in (sample_ids, positions):
+        mixed = _mix(mixed ^ _mix(part))
+    return (_shifted(mixed, 12).double() + 0.5) * 2.0**-52
+
+
+def clip_cov_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cut: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """`clipped_policy_loss` without the tokens that are cut: Clip-Cov, arXiv:2505.22617.
+
+    Args:
+        cut: (tokens,) bool, chosen at random among those of high covariance; their loss is 0.
+        logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip: as in `clipped_policy_loss`.
+
+    Returns:
+        (tokens,) loss, and the metrics of `clipped_policy_loss`, with `cut`, 1 where a token is cut.
+    """
+    loss, metrics = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip)
+    return inside(~cut, loss), metrics | {"cut": (mask & cut).to(loss.dtype)}
+
+
+def kl_cov_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    penalized: Tensor,
+    coefficient: float,
+) -> tuple[Tensor, Metrics]:
+    """-A r, and on the chosen tokens a KL penalty to the old policy: KL-Cov, arXiv:2505.22617.
+
+    The penalty is coefficient |logprobs - old_logprobs|, as in the published code. Its gradient is 0 where the two
+    are equal, so it acts from the second update of an iteration on.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: as in `clipped_policy_loss`.
+        penalized: (tokens,) bool, those of the highest covariance.
+        coefficient: 0 or more; 1 in the paper.
+
+    Returns:
+        (tokens,) loss, and the metrics `ratio`, `penalized` (1 where a token is) and `abs_kl`
+        (|logprobs - old_logprobs|, nats).
+    """
+    if not coefficient >= 0:
+        raise UserError(f"the KL-Cov coefficient is {coefficient}; write 0 or more, as in 1.0")
+    difference = inside(mask, logprobs) - constant(mask, old_logprobs)
+    ratio, distance = torch.exp(difference), difference.abs()
+    loss = -constant(mask, advantages) * ratio + coefficient * inside(penalized, distance)
+    return loss, {
+        "ratio": inside(mask, ratio.detach()),
+        "penalized": (mask & penalized).to(loss.dtype),
+        "abs_kl": distance.detach(),
+    }
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014) after a step of its counter, in wrapping int64."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    # int64 >> copies the sign; the mask makes it the shift of unsigned numbers.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64)  # the int64 with these 64 bits, of which the first is set
