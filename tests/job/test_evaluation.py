@@ -1,0 +1,193 @@
+"""What a job says of held-out prompts, what it learns of its own, and weights of rewards that change on the way."""
+
+import json
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rank_pool import job_store
+from tests.tiny_models import tiny_model
+from verl_mg.config import load_config
+from verl_mg.job.evaluation import Tries, _metrics
+from verl_mg.job.job import Job
+from verl_mg.job.loop import run
+from verl_mg.job.recipe import load_recipe, wanted_roles
+from verl_mg.job.world import World
+
+GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
+
+REWARDS = """
+from verl_mg.rewards import Reward
+
+def digits(sample):
+    return Reward(float(sum(c.isdigit() for c in sample.response) > 1), {}, sample.response[:1] or None)
+
+def easy_or_hard(sample):
+    return float(sample.answer == "easy" or (sample.answer == "even" and len(sample.response) % 2 == 0))
+
+def length(sample):
+    return len(sample.response)
+
+def one(sample):
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_model(folder / "model", "qwen3")
+    (folder / "rewards.py").write_text(REWARDS)
+    write(folder / "sums.jsonl", ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(3)))
+    write(folder / "letters.jsonl", ({"prompt": c * n, "answer": c} for c in "abc" for n in range(1, 4)))
+    kinds = ("easy", "even", "hard")
+    write(folder / "kinds.jsonl", ({"prompt": f"{i}-1=", "answer": kinds[i % 3]} for i in range(9)))
+    return folder
+
+
+def write(file: Path, lines: Iterable[dict[str, str]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def config_of(inputs: Path, output: Path, overrides: list[str]):
+    common = [
+        f"model.path={inputs / 'model'}",
+        f"data.train={inputs / 'sums.jsonl'}",
+        f"reward.function={inputs / 'rewards.py'}:digits",
+        f"job.output={output}",
+        "job.console=false",
+        "job.iterations=2",
+        "job.save=false",
+        "rollout.max_new_tokens=6",
+        "algorithm.prompts_per_iteration=3",
+        "algorithm.group_size=4",
+    ]
+    return load_config(None, common + overrides, GRPO.config)
+
+
+def train(inputs: Path, output: Path, overrides: list[str]) -> None:
+    run(GRPO, config_of(inputs, output, overrides), World(dist.get_rank(), dist.get_world_size(), job_store()))
+
+
+def lines_of(output: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_sources_are_evaluated_one_by_one_whatever_the_ranks(ranks, inputs, tmp_path):
+    sources = f"{{sums: {{path: {inputs / 'sums.jsonl'}}}, letters: {{path: {inputs / 'letters.jsonl'}}}}}"
+    asked = ["evaluation.every=2", "evaluation.prompts=5", "evaluation.samples=6", "evaluation.temperature=0.8"]
+    found = []
+    for count in (1, 3):
+        ranks.run(count, train, inputs, tmp_path / str(count), [f"data.test={sources}", *asked])
+        lines = lines_of(tmp_path / str(count))
+        assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2]
+        # Before any update a sample depends on its seed alone.
+        found.append({name: value for name, value in lines[0].items() if name.startswith("eval/")})
+    assert found[0] == found[1]
+    names = ["reward", "pass@1", "pass@2", "maj@2", "pass@4", "maj@4", "pass@6", "avg@6", "maj@6"]
+    assert set(found[0]) == {f"eval/{part}{name}" for part in ("", "sums/", "letters/") for name in names}
+    assert 0 < found[0]["eval/pass@1"] == pytest.approx(found[0]["eval/reward"])
+    assert found[0]["eval/pass@1"] < found[0]["eval/pass@2"] <= found[0]["eval/pass@6"]
+    halves = (found[0]["eval/sums/reward"] + found[0]["eval/letters/reward"]) / 2
+    assert found[0]["eval/reward"] == pytest.approx(halves)
+    rows = (tmp_path / "1" / "evaluation.md").read_text().splitlines()
+    assert [row.split("|")[1].strip() for row in rows] == ["iteration", "---:", "0", "2"]
+    assert f"{found[0]['eval/pass@6']:.4f}" in rows[2] and "letters/maj@4" in rows[0]
+
+
+def test_a_vote_counts_answers_and_a_pass_counts_rewards():
+    tries = [
+        Tries("", [1.0, 0.0, 0.0, 1.0], ["7", "8", "8", "7"]),
+        Tries("", [0.0, 0.5, 0.0, 0.0], [None, "3", None, None]),
+    ]
+    metrics = _metrics(tries, "", passed=1.0)
+    assert metrics["reward"] == metrics["avg@4"] == pytest.approx(2.5 / 8)
+    assert metrics["pass@1"] == pytest.approx(0.25)
+    # Two of the first problem's four are right: both of two tries are wrong in 1 of 6 draws.
+    assert metrics["pass@2"] == pytest.approx((5 / 6 + 0) / 2) and metrics["pass@4"] == pytest.approx(0.5)
+    # Of equal votes the first answer wins: right, and the only one.
+    assert metrics["maj@4"] == pytest.approx((1.0 + 0.5) / 2)
+    assert "maj@1" not in metrics
+    assert list(_metrics([Tries("", [0.25], [None])], "eval/", 1.0)) == ["eval/reward"]
+
+
+def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, float]]:
+    """What kinds of prompts are taken, iteration by iteration."""
+    overrides = [
+        f"data.train={inputs / 'kinds.jsonl'}",
+        "data.curriculum={low: 0.05, high: 0.95, revisit: 20}",
+        f"reward.function={inputs / 'rewards.py'}:easy_or_hard",
+        "algorithm.group_size=8",
+        # The policy stays what it is, and so do the rates.
+        "actor.optimizer.lr=1e-12",
+    ]
+    config = config_of(inputs, output, overrides)
+    job = Job(config, wanted_roles(GRPO, config.algorithm), job_store())
+    taken, metrics = [], {}
+    take = job.prompts.take
+
+    def seen(n: int):
+        prompts = take(n)
+        taken.append([prompt.answer for prompt in prompts])
+        return prompts
+
+    job.prompts.take = seen
+    for iteration in range(1, 8):
+        job.begin(iteration)
+        GRPO.iteration(job, config.algorithm)
+        for batch in job.rollout.produced:
+            metrics = job.observe(batch)
+        job.rollout.produced = []
+    job.close()
+    return taken, metrics
+
+
+def test_a_curriculum_leaves_out_what_is_always_or_never_right(ranks, inputs, tmp_path):
+    results = ranks.run(2, curriculum, inputs, tmp_path)
+    assert results[0] == results[1], "all ranks must take the same prompts"
+    taken, metrics = results[0]
+    assert sorted(kind for kinds in taken[:3] for kind in kinds) == ["easy"] * 3 + ["even"] * 3 + ["hard"] * 3
+    # A turn over the set may meet a prompt of the band twice and another not at all: then the nearest fill up.
+    later = [kind for kinds in taken[3:] for kind in kinds]
+    assert later.count("even") >= 0.75 * len(later)
+    assert metrics["curriculum/known"] == 1 and metrics["curriculum/inside"] == pytest.approx(1 / 3)
+
+
+def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[list[float]], list[str]]:
+    """An iteration each with the file as it was, edited, spoilt, and taken away."""
+    file = output / "weights.yaml"
+    source = inputs / "rewards.py"
+    parts = f"{{length: {{function: '{source}:length', weight: 0.5}}, one: {{function: '{source}:one', weight: 0}}}}"
+    config = config_of(inputs, output, [f"reward.mixture={parts}", f"reward.weights_file={file}"])
+    texts = ["{length: 0.5}", "{length: 2, one: 10}", "{length: [}", None]
+    told, errors = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = Job(config, wanted_roles(GRPO, config.algorithm), job_store())
+        for iteration, text in enumerate(texts, 1):
+            if dist.get_rank() == 0:
+                output.mkdir(exist_ok=True)
+                file.unlink() if text is None else file.write_text(text)
+            told.append(job.begin(iteration))
+            batch = job.rollout.generate(job.prompts.take(3), samples=2)
+            lengths = torch.tensor([len(job.reward.sample(batch, row).response) for row in range(len(batch))])
+            length, one = (told[-1][f"reward/weight/{name}"] for name in ("length", "one"))
+            errors.append((job.reward(batch) - (length * lengths + one)).abs().tolist())
+            assert torch.equal(batch["reward.length"], lengths.float()) and (batch["reward.one"] == 1).all()
+        job.close()
+    return told, errors, [str(warning.message) for warning in caught if "weights" in str(warning.message)]
+
+
+def test_weights_of_rewards_can_be_changed_while_the_run_goes_on(ranks, inputs, tmp_path):
+    results = ranks.run(2, reweighed, inputs, tmp_path / "run")
+    for told, errors, _ in results:
+        weights = [(line["reward/weight/length"], line["reward/weight/one"]) for line in told]
+        assert weights == [(0.5, 0.0), (2.0, 10.0), (2.0, 10.0), (2.0, 10.0)]
+        assert all(error < 1e-5 for row in errors for error in row) and sum(map(len, errors)) > 0
+    complaints = results[0][2]
+    assert len(complaints) == 2 and all("the weights stay as they are" in line for line in complaints)
+    assert not results[1][2]
