@@ -3,8 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 cd "$repository"
-# Rollouts are tested on the real SGLang.
+# Rollouts are tested on the real SGLang, algorithms beside those of verl, adapters by PEFT.
 bash tools/install_sglang_cpu.sh
+bash tools/install_peers.sh
 
 failed=()
 # check NAME COMMAND...

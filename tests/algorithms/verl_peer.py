@@ -1,8 +1,9 @@
 """The algorithms of verl 0.9.1, if it is installed, for the tests that compare with them.
 
-verl is no dependency of anything. `pip install --no-deps verl==0.9.1` (2 MB) is enough for these tests: its chain of
-imports names ray, tensordict, omegaconf and codetiming, whose types stand in annotations only, so where one of them
-is absent an empty module stands in for it while verl is imported, and leaves with the import.
+verl is no dependency of anything. tools/install_peers.sh puts it into a folder of the environment (2 MB), without what
+it depends on, which is enough for these tests: its chain of imports names ray, tensordict, omegaconf and codetiming,
+whose types stand in annotations only, so where one of them is absent an empty module stands in for it while verl is
+imported, and leaves with the import.
 """
 
 import importlib
@@ -14,12 +15,14 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import pytest
 
 VERSION = "0.9.1"
+PEERS = Path(sys.prefix) / "peers"
 NAMED_IN_ANNOTATIONS = ("ray", "tensordict", "omegaconf", "codetiming")
 
 
@@ -61,10 +64,12 @@ def _stand_ins(names: Sequence[str]) -> Iterator[None]:
 
 def core_algos() -> ModuleType:
     """verl.trainer.ppo.core_algos; skips the test where verl is absent or of another version."""
+    if str(PEERS) not in sys.path:
+        sys.path.append(str(PEERS))  # last: it has packages named tests and scripts as well
     try:
         found = version("verl")
     except PackageNotFoundError:
-        pytest.skip(f"verl is not installed; pip install --no-deps verl=={VERSION} to compare with it")
+        pytest.skip("verl is not installed; run tools/install_peers.sh to compare with it")
     if found != VERSION:
         pytest.skip(f"verl {found} is installed; these tests know {VERSION}")
     root = logging.getLogger()
