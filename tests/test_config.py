@@ -5,22 +5,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.recipes.tiny_runs import recipe_of
 from verl_mg.config import dump_config, load_config
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
 MINIMUM = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}}
 
 
-def recipe_of(config: Path) -> Path:
-    """A configuration is for the recipe whose name it bears as one of its words."""
-    (recipe,) = [r for r in (ROOT / "recipes").glob("*.py") if r.stem in config.stem.split("_")]
-    return recipe
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_shipped_configuration_parses_against_its_recipe(config):
     recipe = load_recipe(recipe_of(config))
     loaded = load_config(config, [], recipe.config)

@@ -432,7 +432,8 @@ def _nearest(location: tuple[int | str, ...], kind: type[Section]) -> str:
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
     beside = [siblings[close] for close in difflib.get_close_matches(name, siblings, 1)]
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
-    if best := beside or elsewhere or difflib.get_close_matches(whole, known, 1):
+    within = [key for key in elsewhere if key.startswith(f"{parent}.")]
+    if best := within or beside or elsewhere or difflib.get_close_matches(whole, known, 1):
         return f"; did you mean {best[0]!r}?"
     return f"; {parent or 'the top level'} has {', '.join(siblings)}"
 

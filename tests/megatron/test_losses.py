@@ -20,6 +20,7 @@ from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.network import Network
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.critic import Critic, RewardModel
 from verl_mg.roles.trained import Trained
@@ -123,11 +124,11 @@ def gradients_of_all(model: Path, layout: str, budget: int, turned: bool) -> dic
         )
         seen: list[Parts] = []
 
-        def look(role: Trained, seen: list[Parts]) -> tuple[bool, float, int]:
-            seen.append(_gradients(role.network))
+        def look(network: Network, seen: list[Parts]) -> tuple[bool, float, int]:
+            seen.append(_gradients(network))
             return True, 0.0, 0
 
-        role.trainer.optimizer.step = partial(look, role, seen)
+        role.trainer.optimizer.step = partial(look, role.network, seen)
         for name, (needs, mode, loss) in LOSSES.items():
             if needs is kind:
                 batch = mine.select(range(len(mine)))

@@ -76,7 +76,8 @@ class _LogProbs(torch.autograd.Function):
         temperature, first_token, real_rows = ctx.constants
         of_logprobs, of_entropy = gradients
         of_hidden = torch.zeros_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        trained = ctx.needs_input_grad[1]
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         for chunk in _chunks(len(hidden), len(weight)):
             log_p = _logits(hidden[chunk], weight, real_rows, temperature).sub_(normalizer[chunk, None])
             p = log_p.exp()
@@ -87,8 +88,9 @@ class _LogProbs(torch.autograd.Function):
                 of_logits.scatter_add_(1, chosen[:, None], (of_logprobs[chunk] * here)[:, None])
             of_logits = (of_logits / temperature).to(hidden.dtype)
             of_hidden[chunk] = of_logits @ weight[:real_rows]
-            of_weight[:real_rows] += of_logits.T @ hidden[chunk]
-        return of_hidden, of_weight.to(weight.dtype), None, None, None, None, None
+            if of_weight is not None:
+                of_weight[:real_rows] += of_logits.T @ hidden[chunk]
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _chunks(tokens: int, rows: int) -> list[slice]:

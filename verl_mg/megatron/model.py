@@ -24,6 +24,7 @@ from verl_mg.errors import UserError
 from verl_mg.megatron.configuration import block_spec, transformer_config
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.logprobs import vocab_parallel_logprobs
+from verl_mg.megatron.lora import ADAPTER
 from verl_mg.megatron.microbatch import MicroBatch
 from verl_mg.weights import WeightTable
 
@@ -134,12 +135,20 @@ def _mark_tensor_parallel(model: PackedModel) -> None:
         weight.allreduce = not getattr(module, "is_expert", False)
 
 
+def chunks_by_prefix(chunks: list[PackedModel]) -> dict[str, PackedModel]:
+    """The chunks, by how the names of their parameters begin in the weight table."""
+    return {f"chunk{number}." if len(chunks) > 1 else "": chunk for number, chunk in enumerate(chunks)}
+
+
 def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:
-    """This rank's parameters under the names of the weight table, and the biases of routers, which are buffers."""
+    """This rank's parameters under the names of the weight table, and the biases of routers, which are buffers.
+
+    Adapters are not the table's.
+    """
     named: dict[str, Tensor] = {}
-    for number, chunk in enumerate(chunks):
-        prefix = f"chunk{number}." if len(chunks) > 1 else ""
-        named |= {prefix + name: parameter for name, parameter in chunk.named_parameters()}
+    for prefix, chunk in chunks_by_prefix(chunks).items():
+        own = {name: parameter for name, parameter in chunk.named_parameters() if ADAPTER not in name.split(".")}
+        named |= {prefix + name: parameter for name, parameter in own.items()}
         named |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)}
     return named
 

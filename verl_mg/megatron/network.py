@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from verl_mg import platform
 from verl_mg.batch import Batch
+from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.lora import Adapters
 from verl_mg.megatron.microbatch import MicroBatch, make_micro_batch
-from verl_mg.megatron.model import build_chunks, parameters_by_name, rotary_frequencies
+from verl_mg.megatron.model import build_chunks, chunks_by_prefix, parameters_by_name, rotary_frequencies
 from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.weights import SCORE, Head, HFConfig, Holdings, WeightTable, read_config, table
 from verl_mg.weights.files import CheckpointReader, load_shards
@@ -33,7 +35,8 @@ class Network:
     """A model on the placement of its groups. Every method that computes is called by all ranks of that at once.
 
     Ranks of the job outside the placement have the description, no chunk and no parameter. head: what judges tokens;
-    a value head that the directory lacks begins small and random. behind: see `make_micro_batch`.
+    a value head that the directory lacks begins small and random. behind: see `make_micro_batch`. lora: adapters to
+    train, and nothing else but a value head.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Network:
         recompute: bool = False,
         head: Head = "language",
         behind: int = 1,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.table = table(read_config(model_dir), head)
         self._behind = behind
@@ -56,7 +60,9 @@ class Network:
         self.runnable: list[torch.nn.Module] = list(self.chunks)
         with CheckpointReader(model_dir, _fresh_head(self.table)) as reader:
             reader.check(self.table.huggingface())
-            load_shards(reader, self.holdings().shards(torch.distributed.get_rank()), self.parameters())
+            shards = self.holdings().shards(torch.distributed.get_rank())
+            load_shards(reader, shards, self.parameters())
+        self.lora = Adapters(self.table, chunks_by_prefix(self.chunks), shards, lora) if lora else None
 
     @property
     def layout(self) -> Layout:
@@ -85,6 +91,22 @@ class Network:
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters under the names of the weight table; {} outside the placement."""
         return parameters_by_name(self.chunks)
+
+    def adapters(self) -> Mapping[str, Tensor]:
+        """What is trained in place of the weights: adapters, a value head; {} where the weights are trained."""
+        return self.lora.parameters if self.lora else {}
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        """The parameters that have adapters on this rank."""
+        return self.lora.of if self.lora else frozenset()
+
+    def served_parameters(self) -> Mapping[str, Tensor]:
+        """`parameters`, as the model computes with them: each with its adapters in it, made anew when asked for.
+
+        The sum is rounded to the dtype of the weights: in bfloat16 engines lose the smallest part of small adapters.
+        """
+        return self.lora.served(self.parameters()) if self.lora else self.parameters()
 
     def holdings(self) -> Holdings:
         """What every rank holds, by the weight table."""

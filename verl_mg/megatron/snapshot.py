@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from verl_mg.megatron.network import Network
-from verl_mg.megatron.state import as_bytes, inner_optimizers, kept_storages, to_host
+from verl_mg.megatron.state import as_bytes, changed_storages, inner_optimizers, to_host
 
 Numbers = list[dict[str, int | float]]
 
@@ -24,7 +24,7 @@ class Snapshot:
     def take(self) -> None:
         """Keep what is there now."""
         rooms = {address: room for address, (_, room) in self._kept.items()}
-        kept = kept_storages(self._network, self._optimizer)
+        kept = changed_storages(self._network, self._optimizer)
         self._kept = {s.data_ptr(): (s, to_host(s, rooms.get(s.data_ptr()))) for s in kept}
         self._numbers = [_numbers(inner) for inner in inner_optimizers(self._optimizer)]
         self._moments = [bool(inner.state) for inner in inner_optimizers(self._optimizer)]

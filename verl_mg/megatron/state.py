@@ -30,6 +30,12 @@ def kept_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:
     return storages(chain(_of_model(network), _of_optimizer(optimizer)))
 
 
+def changed_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:
+    """Of all that an update writes but the gradients: no frozen weights."""
+    trained = (tensor for tensor in _of_model(network) if tensor.requires_grad)
+    return storages(chain(trained, _of_optimizer(optimizer)))
+
+
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Each storage once, those of no byte left out."""
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch
+from verl_mg.config import LoraConfig
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.network import Network
 from verl_mg.megatron.packing import pack
@@ -40,9 +41,10 @@ class Role:
         temperature: float,
         tokens_per_micro_batch: int,
         recompute: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.model_dir = model_dir
-        self.network = Network(model_dir, groups, dtype, recompute, self.head, self.behind)
+        self.network = Network(model_dir, groups, dtype, recompute, self.head, self.behind, lora)
         self._temperature, self._budget = temperature, tokens_per_micro_batch
         self.claim: Callable[[], None] = lambda: None
         """Called before it computes: whoever shares the device gives its memory back."""

@@ -22,7 +22,7 @@ from verl_mg.reshard import Schedule, execute, plan, portions, schedule
 from verl_mg.reshard.portions import Portion
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.server_group import Meeting, ServerGroup, address_for
-from verl_mg.roles.sync import WeightSync, report
+from verl_mg.roles.sync import WeightSync, report, sources
 from verl_mg.rollout.sglang.server import ServerEngine
 from verl_mg.weights import ListedHoldings, WeightTable
 
@@ -122,13 +122,14 @@ class GroupSync:
         engine = self._engine if self._server in servers else None
         self._meet(engine, servers)
         parts, lower_bound = self._planned(actor)
-        traffic, sending = [], 0.0
+        traffic, sending, parameters = [], 0.0, actor.network.parameters()
         if engine:
             engine.begin_update()
         flat = self._room(parts)
         for number, part in enumerate(parts):
             own = flat[: part.nbytes] if flat is not None else None
-            traffic.append(execute(part.schedule, actor.network.parameters(), part.views(own)))
+            tensors = part.views(own)
+            traffic.append(execute(part.schedule, sources(part.schedule, actor.network, parameters), tensors))
             arrived = time.perf_counter()
             self._hand_over(engine, part, own, actor.updates if number == len(parts) - 1 else None)
             sending += time.perf_counter() - arrived

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -16,6 +16,7 @@ from torch import Tensor
 from verl_mg import platform
 from verl_mg.layout import EnginePlacement
 from verl_mg.megatron.collectives import all_gather_json, sum_over_ranks
+from verl_mg.megatron.network import Network
 from verl_mg.reshard import Schedule, Traffic, aliases, execute, plan, portions, schedule, shared
 from verl_mg.roles.actor import Actor
 from verl_mg.rollout.embedded import EmbeddedEngine
@@ -41,27 +42,31 @@ class ModuleSync:
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
-        self._schedule: Schedule | None = None
+        self._schedules: list[Schedule] = []
         self._lower_bound = 0
 
     def sync(self, actor: Actor) -> dict[str, float]:
         """See `WeightSync`."""
         started = time.perf_counter()
         self._engine.begin_update()
-        if self._schedule is None:
-            self._schedule = self._plan(actor)
-        traffic = execute(self._schedule, actor.network.parameters(), self._engine.parameters())
+        self._schedules = self._schedules or list(self._plan(actor))
+        network, target = actor.network, self._engine.parameters()
+        own = network.parameters()
+        traffic = [execute(portion, sources(portion, network, own), target) for portion in self._schedules]
         self._engine.end_update(actor.updates)
-        return report([traffic], self._lower_bound, started)
+        return report(traffic, self._lower_bound, started)
 
-    def _plan(self, actor: Actor) -> Schedule:
+    def _plan(self, actor: Actor) -> Iterator[Schedule]:
         """Made once: layouts do not change between iterations."""
-        rank, ranks, dtype = dist.get_rank(), range(dist.get_world_size()), actor.network.dtype
-        target = actor.network.table.on_modules(ranks)
-        moves = plan(actor.network.holdings(), target, platform.ranks_of_a_node(len(ranks)))
-        self._lower_bound = moves.lower_bound(rank, dtype.itemsize)
-        self._engine.share(shared(aliases(moves, rank), actor.network.parameters()))
-        return schedule(moves, rank, dtype)
+        rank, ranks, network = dist.get_rank(), range(dist.get_world_size()), actor.network
+        whole, size = network.table.on_modules(ranks), network.dtype.itemsize
+        for portion in portions(whole, ranks[:1], PORTION_BYTES // size):
+            moves = plan(network.holdings(), portion, platform.ranks_of_a_node(len(ranks)))
+            self._lower_bound += moves.lower_bound(rank, size)
+            found = aliases(moves, rank)
+            as_they_are = {name: alias for name, alias in found.items() if alias.source not in network.adapted}
+            self._engine.share(shared(as_they_are, network.parameters()))
+            yield schedule(moves, rank, network.dtype)
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class ShardSync:
         staged: list[dict[str, Tensor]] = []
         for number, portion in enumerate(planned):
             tensors = staging(portion.shards, portion.dtypes, platform.device())
-            traffic.append(execute(portion.schedule, parameters, tensors))
+            traffic.append(execute(portion.schedule, sources(portion.schedule, actor.network, parameters), tensors))
             # What the engine is still copying, and what comes next.
             staged = [*staged[-1:], tensors]
             payloads = self._handles(tensors) if here else []
@@ -152,6 +157,19 @@ class ShardSync:
             }
             planned.append(_Portion(schedule(moves, rank, dtype), shards, dtypes))
         return planned, lower_bound
+
+
+def sources(portion: Schedule, network: Network, own: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a rank's part of a portion is taken from: the network's `own` parameters, with the adapters of those that it
+    takes merged into copies.
+    """
+    if not network.adapted:
+        return own
+    taken = {copy.source for copy in portion.copies if not copy.of_target}
+    messages = (message for bucket in portion.buckets for message in bucket.messages)
+    taken |= {part.parameter for m in messages if m.outgoing and not m.relayed for part in m.parts}
+    served = network.served_parameters()
+    return own | {name: served[name] for name in taken & network.adapted}
 
 
 def _open(engine: SGLangEngine) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ from verl_mg.megatron.trainer import TokenLoss, Trainer
 from verl_mg.reshard.owners import duties
 from verl_mg.roles.exchange import index_rows
 from verl_mg.roles.role import Role
+from verl_mg.weights.adapters import AdapterWriter
 from verl_mg.weights.boxes import slices
 from verl_mg.weights.files import CheckpointWriter
+
+ADAPTER_FOLDER = "adapter"
+"""Of adapters in PEFT's format, in the directory of a model in which they are merged."""
 
 
 class Trained(Role):
@@ -83,22 +88,34 @@ class Trained(Role):
     def save(self, folder: Path, model_dir: Path) -> None:
         """Write a Hugging Face directory: each rank its own boxes, the small files copied from `model_dir`.
 
-        It is written beside `folder` and renamed when it is whole.
+        Adapters are merged into it, and lie in its ADAPTER_FOLDER by themselves. It is written beside `folder` and
+        renamed when it is whole.
         """
         self.claim()
         partial = folder.with_name(folder.name + ".partial")
-        writer = CheckpointWriter(partial, self.network.table.huggingface(), self.network.dtype)
+        lora, dtype = self.network.lora, self.network.dtype
+        writer = CheckpointWriter(partial, self.network.table.huggingface(), dtype)
+        beside = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             writer.create()
             _copy_small_files(model_dir, partial)
             _describe(partial / "config.json", self.network)
+            if lora and beside:
+                beside.create(lora.config, lora.adapted, self.model_dir)
         dist.barrier()
-        parameters = self.network.parameters()
-        for duty in duties(self.network.holdings(), dist.get_rank()):
-            writer.write(duty.tensor, duty.box, parameters[duty.parameter].detach()[slices(duty.at)])
+        served = self.network.served_parameters()
+        for parameter, own in groupby(duties(self.network.holdings(), dist.get_rank()), lambda duty: duty.parameter):
+            values = served[parameter].detach()
+            for duty in own:
+                writer.write(duty.tensor, duty.box, values[slices(duty.at)])
+        if lora and beside and self.network.present:
+            for tensor, box, values in lora.own(self.network.groups.coordinates):
+                beside.write(tensor, box, values)
         dist.barrier()
         if dist.get_rank() == 0:
+            if beside:
+                beside.finish()
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(partial, folder)
         dist.barrier()

@@ -1,0 +1,324 @@
+"""Adapters trained through Megatron under every layout, against `transformers` with W + alpha / r * B A as weights."""
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils import parametrize
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
+from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
+from verl_mg.batch import Batch
+from verl_mg.config import GuardConfig, LoraConfig
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.network import Network
+from verl_mg.megatron.offload import HostCopy
+from verl_mg.megatron.snapshot import Snapshot
+from verl_mg.megatron.trainer import Trainer
+from verl_mg.weights import read_config, table
+from verl_mg.weights.adapters import adapted_tensors, adapter_shapes, fresh_adapters
+from verl_mg.weights.boxes import full_box, slices
+
+RANK, ALPHA, ROWS = 3, 5.0, 7
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp2", 2), ("cp2", 2), ("tp1", 2), ("tp2-pp2", 4)]
+OF_MIXTURES = [("tp1", 1), ("ep2", 2), ("tp2-ep2-etp1", 2), ("tp2-ep2", 4)]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """After one step. adapters: (tensor of PEFT's file, box in it, values there), replicas included."""
+
+    loss: float
+    norm: float
+    adapters: list[tuple[str, tuple[tuple[int, int], ...], Tensor]]
+    base_is_untouched: bool
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The same of the whole model."""
+
+    loss: float
+    norm: float
+    adapters: dict[str, Tensor]
+
+
+def lora(folder: Path | None, targets: tuple[str, ...] | None = None) -> LoraConfig:
+    return LoraConfig(rank=RANK, alpha=ALPHA, targets=list(targets) if targets else None, path=folder)
+
+
+def given_adapters(model: Path, folder: Path, targets: tuple[str, ...] | None = None) -> Path:
+    """A folder in PEFT's format whose adapters change the model, written by hand."""
+    weights = table(read_config(model))
+    adapted = adapted_tensors(weights, list(targets) if targets else None)
+    generator = torch.Generator().manual_seed(5)
+    shapes = adapter_shapes(weights, adapted, RANK)
+    folder.mkdir()
+    values = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    save_file(values, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "use_dora": False}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def rows(model: Path) -> Batch:
+    return random_rows(ROWS, read_config(model).vocab)
+
+
+def network_on(model: Path, layout: str, config: LoraConfig, recompute: bool = False) -> Network:
+    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
+    return Network(model, groups, torch.float32, recompute, lora=config)
+
+
+def step(trainer: Trainer, batch: Batch) -> dict[str, float]:
+    """Two micro-batches of each data-parallel rank's share."""
+    network = trainer.network
+    own = list(range(network.groups.coordinates.dp, len(batch), network.layout.dp))
+    judged = int((batch["loss_mask"] & (batch.positions > 0)).sum())
+    micro_batches = [batch.select(own[:-1]), batch.select(own[-1:])]
+    return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", judged, judged)
+
+
+def train(model: Path, layout: str, config: LoraConfig, recompute: bool = False) -> Trained:
+    network = network_on(model, layout, config, recompute)
+    before = {name: values.detach().clone() for name, values in network.parameters().items()}
+    metrics = step(Trainer(network, OPTIMIZER), rows(model))
+    untouched = all(torch.equal(before[name], values) for name, values in network.parameters().items())
+    assert network.lora and not any(values.requires_grad for values in network.parameters().values())
+    adapters = [
+        (piece.tensor, piece.source, network.adapters()[name].detach()[slices(piece.target)].clone())
+        for name, shard in network.lora.shards.items()
+        for piece in shard.pieces
+    ]
+    return Trained(metrics["loss"], metrics["grad_norm"], adapters, untouched)
+
+
+class Adapted(torch.nn.Module):
+    """The weight of a linear layer with its adapter in it."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(a.clone()), torch.nn.Parameter(b.clone())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + ALPHA / RANK * self.b @ self.a
+
+
+def adapted_oracle(model: Path, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
+    """`transformers` with the adapters of a folder, and these by PEFT's names."""
+    net, values = copy.deepcopy(oracle(model)).requires_grad_(False), load_file(folder / "adapter_model.safetensors")
+    adapters = {}
+    for name in [name for name in values if name.endswith(".lora_A.weight")]:
+        other = name.replace("lora_A", "lora_B")
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        adapter = Adapted(values[name], values[other])
+        parametrize.register_parametrization(net.get_submodule(module), "weight", adapter)
+        adapters |= {name: adapter.a, other: adapter.b}
+    return net, adapters
+
+
+def train_in_plain_torch(model: Path, folder: Path) -> Expected:
+    net, adapters = adapted_oracle(model, folder)
+    optimizer = torch.optim.AdamW(
+        adapters.values(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, betas=OPTIMIZER.betas, weight_decay=0.0
+    )
+    batch = rows(model)
+    logprobs, entropy = oracle_outputs(net, batch, TEMPERATURE)
+    judged = batch["loss_mask"] & (batch.positions > 0)
+    sequences = torch.arange(len(batch)).repeat_interleave(batch.lengths)[judged]
+    output = torch.stack([logprobs[judged], entropy[judged]])
+    tokens = LossTokens(output, judged[judged], sequences, {"advantages": batch["advantages"][judged]})
+    loss = token_loss(tokens)[0].sum() / judged.sum()
+    loss.backward()
+    assert all(values.grad is not None and values.grad.any() for values in adapters.values())
+    norm = torch.nn.utils.clip_grad_norm_(adapters.values(), OPTIMIZER.clip_grad).item()
+    optimizer.step()
+    return Expected(loss.item(), norm, {name: values.detach() for name, values in adapters.items()})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    models = {name: tiny_model(folder / name, name, 2) for name in ("llama", "qwen2", "qwen3", "qwen3_moe")}
+    models["half_moe"] = half_mixture(models["qwen3_moe"], folder / "half_moe")
+    return models
+
+
+def half_mixture(source: Path, folder: Path) -> Path:
+    """A mixture whose first layer is a dense one: of feed-forward layers the second stage has no adapter."""
+    config = AutoConfig.from_pretrained(source, mlp_only_layers=[0])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cases(models, tmp_path_factory) -> dict[str, tuple[Path, Expected]]:
+    """{architecture: (a folder with adapters, what plain torch makes of them)}"""
+    folder, found = tmp_path_factory.mktemp("adapters"), {}
+    for name in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+        adapters = given_adapters(models[name], folder / name)
+        found[name] = (adapters, train_in_plain_torch(models[name], adapters))
+    return found
+
+
+def compare(results: list[Trained], expected: Expected, before: Path) -> None:
+    start = load_file(before / "adapter_model.safetensors")
+    seen: dict[str, int] = dict.fromkeys(expected.adapters, 0)
+    for result in results:
+        assert result.base_is_untouched
+        assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert result.norm == pytest.approx(expected.norm, rel=1e-5)
+        for name, box, values in result.adapters:
+            wanted = expected.adapters[name]
+            moved = (wanted - start[name]).abs().max()
+            assert moved > 0
+            assert (values - wanted[slices(box)]).abs().max() < 1e-4 * moved + 1e-7, name
+            seen[name] += values.numel()
+    assert all(count >= expected.adapters[name].numel() for name, count in seen.items())
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_one_step_is_that_of_plain_torch_under_every_layout(ranks, models, cases, name, layout, count) -> None:
+    folder, expected = cases[name]
+    compare(ranks.run(count, train, models[name], layout, lora(folder)), expected, folder)
+
+
+@pytest.mark.parametrize(("layout", "count"), OF_MIXTURES)
+def test_the_attention_of_a_mixture_is_adapted(ranks, models, cases, layout, count) -> None:
+    folder, expected = cases["qwen3_moe"]
+    assert {name.split(".")[-3] for name in expected.adapters} == set(ATTENTION)
+    compare(ranks.run(count, train, models["qwen3_moe"], layout, lora(folder)), expected, folder)
+
+
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
+def test_recomputed_activations_change_nothing(ranks, models, cases, layout, count) -> None:
+    folder, expected = cases["qwen3"]
+    compare(ranks.run(count, train, models["qwen3"], layout, lora(folder), True), expected, folder)
+
+
+@pytest.mark.parametrize(("name", "targets", "layout", "count"), [
+    ("qwen3", ("v_proj", "up_proj"), "tp2", 2),
+    ("qwen2", ("o_proj",), "tp2-pp2", 4),
+    ("half_moe", ("gate_proj", "down_proj"), "pp2", 2),
+    ("half_moe", ("gate_proj", "down_proj"), "pp2", 4),
+])  # fmt: skip
+def test_some_of_the_layers_are_adapted(ranks, models, tmp_path, name, targets, layout, count) -> None:
+    """Also where a fused parameter has adapters in a part of its rows, and a stage nothing to train."""
+    folder = given_adapters(models[name], tmp_path / "adapters", targets)
+    expected = train_in_plain_torch(models[name], folder)
+    assert {name.split(".")[-3] for name in expected.adapters} == set(targets)
+    compare(ranks.run(count, train, models[name], layout, lora(folder, targets)), expected, folder)
+
+
+def fresh(model: Path, layout: str) -> list[tuple[str, tuple[tuple[int, int], ...], Tensor]]:
+    network = network_on(model, layout, lora(None))
+    assert network.lora
+    return [
+        (piece.tensor, piece.source, network.adapters()[name].detach()[slices(piece.target)].clone())
+        for name, shard in network.lora.shards.items()
+        for piece in shard.pieces
+    ]
+
+
+def test_adapters_begin_alike_under_every_layout(ranks, models) -> None:
+    weights = table(read_config(models["qwen3"]))
+    shapes = adapter_shapes(weights, adapted_tensors(weights, None), RANK)
+    read = fresh_adapters(shapes, seed=0)
+    whole = {name: read(name, full_box(shape)) for name, shape in shapes.items()}
+    for layout, count in (("tp1", 1), ("tp2-pp2", 4)):
+        for result in ranks.run(count, fresh, models["qwen3"], layout):
+            assert result and all(torch.equal(values, whole[name][slices(box)]) for name, box, values in result)
+    for name, values in whole.items():
+        bound = values.shape[1] ** -0.5 if ".lora_A." in name else 0
+        assert values.abs().max() <= bound and bool(values.any()) == bool(bound)
+    assert len({float(values[0, 0]) for name, values in whole.items() if ".lora_A." in name}) == len(whole) / 2
+
+
+def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    network = network_on(model, "tp2", lora(folder))
+    trainer = Trainer(network, OPTIMIZER, GuardConfig())
+    copied, snapshot = HostCopy(trainer), Snapshot(network, trainer.optimizer)
+    step(trainer, rows(model))
+    if away:
+        snapshot.take()
+        kept = [values.detach().clone() for values in network.adapters().values()]
+        step(trainer, rows(model))
+        assert not all(map(torch.equal, kept, network.adapters().values()))
+        snapshot.restore()
+        assert all(map(torch.equal, kept, network.adapters().values()))
+        copied.leave()
+        tensors = (*network.parameters().values(), *network.adapters().values())
+        assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+        copied.come_back()
+    step(trainer, rows(model))
+    optimizer = sum(
+        value.nbytes
+        for part in trainer.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value) and value.dim()
+    )
+    parts = (network.adapters(), network.parameters())
+    adapters, weights = ([values.detach().clone() for values in part.values()] for part in parts)
+    return adapters, weights, optimizer
+
+
+def test_state_is_of_the_adapters_alone_and_comes_back(ranks, models, cases) -> None:
+    folder, _ = cases["qwen3"]
+    stayed, went = (ranks.run(2, moved_away, models["qwen3"], folder, away) for away in (False, True))
+    for (adapters, weights, size), (others, _, _) in zip(stayed, went, strict=True):
+        assert all(map(torch.equal, adapters, others))
+        # Two averages of fp32 numbers, and what the buffers of the distributed optimizer are padded with.
+        assert size <= 2 * sum(values.nbytes for values in adapters) + 8192
+        assert size < sum(values.nbytes for values in weights)
+
+
+def bad(model: Path, config: LoraConfig) -> str:
+    with pytest.raises(UserError) as error:
+        network_on(model, "tp1", config)
+    return str(error.value)
+
+
+def test_what_cannot_be_adapted_is_named(models, tmp_path) -> None:
+    mixture, dense = (table(read_config(models[name])) for name in ("qwen3_moe", "llama"))
+    with pytest.raises(UserError, match="every 'up_proj' of the model is an expert's.*name some of q_proj, k_proj"):
+        adapted_tensors(mixture, ["q_proj", "up_proj"])
+    with pytest.raises(UserError, match=r"no linear layer 'lm_head'; name some of q_proj.*down_proj$"):
+        adapted_tensors(dense, ["lm_head"])
+
+
+def test_a_folder_with_other_adapters_is_refused(ranks, models, cases, tmp_path) -> None:
+    model, (folder, _) = models["llama"], cases["llama"]
+
+    def said(config: LoraConfig) -> str:
+        return ranks.run(1, bad, model, config)[0]
+
+    assert said(lora(folder).model_copy(update={"rank": 4})).endswith("r is 3; write lora.rank=3")
+    assert said(lora(folder).model_copy(update={"alpha": 4.0})).endswith("lora_alpha is 5.0; write lora.alpha=5.0")
+    assert "which the model and lora.targets ask for" in said(lora(given_adapters(model, tmp_path / "q", ("q_proj",))))
+    assert "is none that lora.targets ask for" in said(lora(folder, ("q_proj",)))
+    assert "adapter_config.json: not readable" in said(lora(tmp_path))
+    config, name = folder / "adapter_config.json", "adapter_config.json"
+    for field, value in (("use_dora", True), ("rank_pattern", {"q_proj": 4}), ("bias", "all"), ("peft_type", "IA3")):
+        changed = tmp_path / field
+        changed.mkdir()
+        (changed / name).write_text(json.dumps(json.loads(config.read_text()) | {field: value}))
+        assert f"{name}: {field} is " in said(lora(changed))
+    (changed / name).write_text(config.read_text())
+    (changed / "adapter_model.safetensors").write_text("{")
+    assert "not a readable safetensors file" in said(lora(changed))
+    other = ranks.run(1, bad, models["qwen3"], lora(folder))[0]
+    assert "q_proj.lora_B.weight' has shape (32, 3), the model and lora.rank ask for (48, 3)" in other

@@ -1,0 +1,249 @@
+"""Roles that train adapters: what they save, in PEFT's format too, and what their engines compute with."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.rank_pool import job_store
+from tests.roles.test_critic import classifier, heads, square_loss
+from tests.tiny_models import oracle, random_rows, tiny_model
+from verl_mg.batch import Batch
+from verl_mg.config import Config, LoraConfig, OptimizerConfig, load_config
+from verl_mg.errors import UserError
+from verl_mg.job.networks import Networks
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.roles import sync
+from verl_mg.roles.actor import Actor
+from verl_mg.roles.critic import Critic
+from verl_mg.roles.fleet import EmbeddedFleet
+from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.trained import Trained
+from verl_mg.rollout import Sampling
+from verl_mg.rollout.embedded import EmbeddedEngine
+from verl_mg.weights import read_config
+
+COUNT, LORA = 8, LoraConfig(rank=4, alpha=6.0)
+# Two steps: in the first one only B has a gradient.
+OPTIMIZER = OptimizerConfig(lr=0.05)
+NAMES = ("qwen2", "qwen3", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(folder / name, name, layers=2) for name in NAMES}
+
+
+def rows(model: Path) -> Batch:
+    batch = random_rows(COUNT, read_config(model).vocab)
+    batch["sample_id"] = torch.arange(COUNT)
+    batch["returns"] = batch["noise"] * 5
+    return batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+
+
+def role_on(
+    kind: type[Trained], model: Path, layout: str, lora: LoraConfig, dtype: torch.dtype = torch.float32, ranks: int = 0
+) -> Trained:
+    """On the first `ranks`, or all."""
+    return kind(
+        model,
+        ParallelGroups(Placement.on(Layout.parse(layout), ranks or dist.get_world_size())),
+        dtype=dtype,
+        temperature=0.9,
+        tokens_per_micro_batch=60,
+        optimizer=OPTIMIZER,
+        lora=lora,
+    )
+
+
+def learn(role: Trained, batch: Batch) -> None:
+    loss = square_loss if isinstance(role, Critic) else policy_loss
+    for _ in range(2):
+        role.update(batch, loss, "token-mean")
+
+
+def policy_loss(tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    return -tokens["advantages"] * tokens.logprobs, {}
+
+
+def judged(role: Trained, batch: Batch) -> dict[int, Tensor]:
+    column = role.judge(batch)
+    return dict(zip(batch["sample_id"].tolist(), column.split(batch.lengths.tolist()), strict=True))
+
+
+def trained_and_saved(kind: type[Trained], model: Path, layout: str, folder: Path, ranks: int) -> dict[int, Tensor]:
+    role = role_on(kind, model, layout, LORA, ranks=ranks)
+    batch = rows(model)
+    before = {name: values.detach().clone() for name, values in role.network.parameters().items()}
+    learn(role, batch)
+    for name, values in role.network.parameters().items():
+        assert torch.equal(before[name], values) or name == "output_layer.weight"
+    role.save(folder, model)
+    assert role.network.present == (dist.get_rank() < (ranks or dist.get_world_size()))
+    return judged(role, batch)
+
+
+def judged_anew(kind: type[Trained], model: Path, layout: str, folder: Path) -> dict[int, Tensor]:
+    return judged(role_on(kind, model, layout, LORA.model_copy(update={"path": folder})), rows(model))
+
+
+def together(results: list[dict[int, Tensor]]) -> dict[int, Tensor]:
+    found = {i: values for result in results for i, values in result.items()}
+    assert sorted(found) == list(range(COUNT))
+    return found
+
+
+def assert_close(results: list[dict[int, Tensor]], expected: dict[int, Tensor]) -> None:
+    for i, values in together(results).items():
+        assert torch.allclose(values, expected[i], atol=2e-5)
+
+
+def merged(base: dict[str, Tensor], adapters: dict[str, Tensor]) -> dict[str, Tensor]:
+    whole, count = dict(base), 0
+    for name, a in adapters.items():
+        if ".lora_A." in name:
+            tensor = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            delta = LORA.alpha / LORA.rank * adapters[name.replace("lora_A", "lora_B")] @ a
+            assert delta.abs().max() > 1e-3
+            whole[tensor], count = base[tensor] + delta, count + 1
+    assert count
+    return whole
+
+
+@pytest.mark.parametrize(("name", "layout", "count", "ranks_of_it", "other"), [
+    ("qwen2", "tp2-pp2", 4, 4, "tp1"),
+    ("qwen3", "tp1", 1, 1, "tp2"),
+    ("qwen3", "tp2", 3, 2, "pp2"),
+    ("qwen3_moe", "tp2-ep2", 4, 4, "ep2"),
+])  # fmt: skip
+def test_a_saved_model_has_its_adapters_merged_and_beside_it(
+    ranks, models, tmp_path, name, layout, count, ranks_of_it, other
+) -> None:
+    model, saved = models[name], tmp_path / "saved"
+    expected = together(ranks.run(count, trained_and_saved, Actor, model, layout, saved, ranks_of_it))
+    base, adapters = load_file(model / "model.safetensors"), load_file(saved / "adapter" / "adapter_model.safetensors")
+    whole, found = merged(base, adapters), load_file(saved / "model.safetensors")
+    assert found.keys() == base.keys()
+    assert all(torch.allclose(found[name], whole[name], atol=1e-6) for name in base)
+    assert all(torch.equal(found[name], base[name]) for name in base if whole[name] is base[name])
+    assert_close(ranks.run(2, judged_anew, Actor, model, other, saved / "adapter"), expected)
+
+
+def test_peft_reads_what_was_saved(ranks, models, tmp_path) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    for name in NAMES:
+        saved = tmp_path / name
+        ranks.run(2, trained_and_saved, Actor, models[name], "tp2", saved, 2)
+        net = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models[name]), saved / "adapter")
+        whole = AutoModelForCausalLM.from_pretrained(saved)
+        tokens = torch.arange(1, 17)[None]
+        with torch.no_grad():
+            ours, theirs, before = (m(tokens).logits for m in (whole, net, oracle(models[name])))
+        assert (ours - theirs).abs().max() < 1e-4 < 1e-2 < (ours - before).abs().max()
+
+
+def test_what_peft_saved_is_read(ranks, models, tmp_path) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model = models["qwen3"]
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    net = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).eval()
+    net.save_pretrained(tmp_path / "peft")
+    lora = LORA.model_copy(update={"path": tmp_path / "peft", "targets": ["q_proj", "down_proj"]})
+    batch = random_rows(COUNT, read_config(model).vocab)
+    for result in ranks.run(2, logprobs_with, model, "tp2", lora):
+        for i, values in result.items():
+            tokens, mask = batch.row("tokens", i), batch.row("loss_mask", i)
+            with torch.no_grad():
+                log_p = (net(tokens[None]).logits[0] / 0.9).log_softmax(-1)[:-1]
+            wanted = log_p.gather(1, tokens[1:, None]).squeeze(1)
+            assert torch.allclose(values[1:][mask[1:]], wanted[mask[1:]], atol=2e-5)
+
+
+def logprobs_with(model: Path, layout: str, lora: LoraConfig) -> dict[int, Tensor]:
+    return judged(role_on(Actor, model, layout, lora), rows(model))
+
+
+def test_a_critic_has_adapters_and_a_head(ranks, models, tmp_path) -> None:
+    model, saved = models["qwen3"], tmp_path / "saved"
+    expected = together(ranks.run(4, trained_and_saved, Critic, model, "tp2-pp2", saved, 4))
+    assert_close(ranks.run(1, trained_and_saved, Critic, model, "tp1", tmp_path / "alone", 1), expected)
+    assert_close(ranks.run(2, judged_anew, Critic, model, "tp2", saved / "adapter"), expected)
+    adapters = load_file(saved / "adapter" / "adapter_model.safetensors")
+    found = load_file(saved / "model.safetensors")
+    assert torch.equal(adapters["base_model.model.score.weight"], found["score.weight"])
+    assert (found["score.weight"] - classifier(model).score.weight).abs().max() > 1e-2
+    assert json.loads((saved / "adapter" / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
+    nets = [AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)]
+    try:
+        from peft import PeftModel
+
+        base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+        nets.append(PeftModel.from_pretrained(base, saved / "adapter").base_model.model)
+    except ImportError:
+        pass
+    batch = random_rows(COUNT, read_config(model).vocab)
+    for net in nets:
+        for i, values in expected.items():
+            mask = batch.row("loss_mask", i)
+            assert torch.allclose(values[mask], heads(net, batch, i).detach()[:-1][mask[1:]], atol=2e-5)
+
+
+def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[str, object]:
+    actor = role_on(Actor, model, layout, LORA, dtype)
+    engine = EmbeddedEngine(model, "cpu", dtype, load_weights=False)
+    rollout = Rollout(EmbeddedFleet(engine), Sampling(max_new_tokens=4), seed=5, store=job_store())
+    own = actor.network.parameters()
+    before = {name: values.detach().clone() for name, values in own.items()}
+    with mock.patch.object(sync, "PORTION_BYTES", portion):
+        rollout.sync(actor)
+        learn(actor, rows(model))
+        rollout.sync(actor)
+    assert rollout.metrics["sync/bytes_received"] == rollout.metrics["sync/bytes_lower_bound"]
+    assert all(torch.equal(before[name], values) for name, values in own.items())
+    storages = {name: values.untyped_storage().data_ptr() for name, values in own.items()}
+    held = engine.parameters()
+    shared = {name for name, values in held.items() if values.untyped_storage().data_ptr() in storages.values()}
+    adapted = {storages[name] for name in actor.network.adapted}
+    assert adapted and not adapted & {values.untyped_storage().data_ptr() for values in held.values()}
+    actor.save(model.parent / f"synced-{model.name}-{layout}", model)
+    return {"held": {name: values.clone() for name, values in held.items()}, "shared": shared}
+
+
+@pytest.mark.parametrize(("layout", "count", "portion", "dtype"), [
+    ("tp1", 2, 2**30, torch.float32),
+    ("tp2-pp2", 4, 2**14, torch.float32),
+    ("tp2", 2, 2**14, torch.bfloat16),
+])  # fmt: skip
+def test_the_engine_has_the_merged_weights(ranks, models, layout, count, portion, dtype) -> None:
+    model = models["qwen2"]
+    results = ranks.run(count, synced, model, layout, portion, dtype)
+    saved = AutoModelForCausalLM.from_pretrained(model.parent / f"synced-{model.name}-{layout}", dtype=dtype)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert (saved.state_dict()[name] - load_file(model / "model.safetensors")[name]).abs().max() > 1e-2
+    for result in results:
+        assert all(torch.equal(values, saved.state_dict()[name]) for name, values in result["held"].items())
+        if layout == "tp1":
+            assert "model.embed_tokens.weight" in result["shared"]
+
+
+def test_what_cannot_be_adapted_is_named_before_anything_is_built(models, tmp_path) -> None:
+    config = Config.model_validate({
+        "model": {"path": models["qwen3_moe"]},
+        "data": {"train": tmp_path},
+        "actor": {"lora": {"targets": ["q_proj", "gate_proj"]}},
+    })  # fmt: skip
+    with pytest.raises(UserError, match=r"^actor\.lora\.targets: every 'gate_proj' of the model is an expert's"):
+        Networks(config, 1).check({"actor"})
+    with pytest.raises(UserError, match=r"unknown key 'alhpa'; lora has rank, alpha, targets, path, seed"):
+        load_config(None, ["model.path=m", "data.train=d", "actor.lora.alhpa=3"], type(config.algorithm))
