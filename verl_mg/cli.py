@@ -53,28 +53,37 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan = commands.add_parser("plan", help="memory, weight sync and predicted seconds of a job's layouts, on paper")
-    plan.add_argument("--model", required=True, help="a Hugging Face model directory, or a config.json")
+    plan.add_argument("recipe", nargs="?", help="a recipe, whose --config says what the options do not")
+    plan.add_argument("--config", help="the YAML file of a job; options win over it")
+    plan.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    plan.add_argument("--model", help="a Hugging Face model directory, or a config.json")
     plan.add_argument("--ranks", required=True, type=int, help="how many GPUs the job has")
     plan.add_argument("--train", metavar="LAYOUT", help="Megatron's layout, such as tp4-pp4-ep8")
     plan.add_argument("--rollout", metavar="LAYOUT", help="the layout of an SGLang engine, such as tp8-ep8")
-    plan.add_argument("--search", action="store_true", help="rank the layouts that fit, of the sides not given")
+    plan.add_argument("--reference", metavar="LAYOUT", help="of a reference on the same ranks")
+    plan.add_argument("--critic", metavar="LAYOUT", help="of a critic on the same ranks")
+    plan.add_argument("--search", action="store_true", help="rank the layouts that fit, of the sides not typed")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
-    numbers: dict[str, tuple[float, str]] = {
-        "--top": (5, "how many layouts a search shows"),
-        "--node": (8, "ranks of a node"),
-        "--memory": (80.0, "GiB of a device"),
-        "--reserve": (6.0, "GiB of a device that are kept free"),
-        "--intra-node": (400.0, "GB/s of a rank to others of its node"),
-        "--inter-node": (50.0, "GB/s of a rank to other nodes"),
-        "--sequence": (8192, "tokens of a sample, prompt and response"),
-        "--micro-batch": (8192, "tokens of a micro-batch"),
-        "--batch": (4 * 2**20, "tokens of an iteration, over all ranks"),
+    plan.add_argument("--top", type=int, default=5, metavar="N", help="how many a search shows (default: %(default)s)")
+    numbers: dict[str, tuple[type, str]] = {
+        "--node": (int, "ranks of a node (default: 8)"),
+        "--memory": (float, "GiB of a device (default: 80)"),
+        "--reserve": (float, "GiB of a device that are kept free (default: 6)"),
+        "--intra-node": (float, "GB/s of a rank to others of its node (default: 400)"),
+        "--inter-node": (float, "GB/s of a rank to other nodes (default: 50)"),
+        "--sequence": (int, "tokens of a sample, prompt and response (default: the file's, or 8192)"),
+        "--micro-batch": (int, "tokens of a micro-batch (default: the file's, or 8192)"),
+        "--batch": (int, f"tokens of an iteration, over all ranks (default: the file's, or {4 * 2**20})"),
+        "--minibatches": (int, "optimizer steps of an iteration (default: the file's, or 1)"),
+        "--rollout-ranks": (int, "how many of the ranks hold engines alone (default: the file's, or 0)"),
+        "--memory-fraction": (float, "what engines take of what is free (default: the file's, or all of it)"),
     }
-    for name, (default, meaning) in numbers.items():
-        what = f"{meaning} (default: %(default)s)"
-        plan.add_argument(name, type=type(default), default=default, metavar="N", help=what)
-    recompute = "the layers of which only inputs are kept, or attention's matrix alone (default: %(default)s)"
-    plan.add_argument("--recompute", choices=("full", "selective"), default="full", help=recompute)
+    for name, (kind, meaning) in numbers.items():
+        plan.add_argument(name, type=kind, metavar="N", help=meaning)
+    offload = "the actor waits on the host while engines are awake (default: the file's, or yes)"
+    plan.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
+    recompute = "layers keep their inputs alone, or all but attention's matrix (default: the file's, or full)"
+    plan.add_argument("--recompute", choices=("full", "selective"), help=recompute)
     plan.set_defaults(run=_plan)
 
 
@@ -118,7 +127,27 @@ def _quickstart(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     from verl_mg.paper.command import run
 
-    run(arguments)
+    if arguments.recipe is None:
+        if arguments.overrides or arguments.config:
+            lost = repr(arguments.overrides[0]) if arguments.overrides else "--config"
+            raise UserError(f"{lost} is for the job of a recipe; write verl-mg plan RECIPE --config FILE ...")
+        run(arguments)
+        return
+    if arguments.config is None:
+        raise UserError(f"{arguments.recipe}: a recipe is planned with its configuration; add --config FILE")
+    # As in `_train`: a recipe imports both libraries.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    from verl_mg.config import load_config
+    from verl_mg.job.recipe import load_recipe, wanted_roles
+    from verl_mg.paper.configured import job_numbers
+
+    recipe = load_recipe(arguments.recipe)
+    config = load_config(arguments.config, arguments.overrides, recipe.config)
+    try:
+        job = job_numbers(config, wanted_roles(recipe, config.algorithm))
+    except UserError as error:
+        raise UserError(f"{arguments.config}: {error}") from None
+    run(arguments, job)
 
 
 def _trace(arguments: argparse.Namespace) -> None:

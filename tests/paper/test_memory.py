@@ -7,7 +7,8 @@ import pytest
 from tests.paper.tiny_settings import DENSE, LATENT, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.paper.memory import Elements, elements, kv_bytes, problem, rollout_memory, train_memory
+from verl_mg.paper.memory import Elements, elements, kv_bytes, rollout_memory, train_memory
+from verl_mg.paper.phases import problem
 from verl_mg.paper.setting import GIB
 
 
@@ -109,11 +110,11 @@ def test_more_parallelism_is_never_more_memory():
 
 def test_what_is_too_large_is_named():
     setting = published("qwen3_235b_a22b", 256)
-    fine, large = (train_memory(setting, Layout.parse(text).fit(256)) for text in ("tp4-pp4-ep8", "tp4-pp4"))
+    fine, large = (train_memory(setting, Layout.parse(text).fit(256)) for text in ("tp4-pp8-ep8", "tp4-pp4"))
     engine, heavy = (rollout_memory(setting, EngineLayout(tp=tp)) for tp in (8, 4))
     assert problem(setting, fine, engine) is None
     assert problem(setting, large, engine).startswith("training needs") and "gradients" in problem(setting, large, None)
-    assert problem(setting, fine, heavy).startswith("generation needs") and "rollout weights" in problem(
+    assert problem(setting, fine, heavy).startswith("generation needs") and "the engine's weights" in problem(
         setting, None, heavy
     )
     both = published("qwen3_235b_a22b", 256, memory=62.0)

@@ -6,7 +6,8 @@ from tests.paper.tiny_settings import DENSE, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.paper.cost import bubble_share, fullest_stage, rollout_seconds, train_seconds
-from verl_mg.paper.memory import problem, rollout_memory, train_memory
+from verl_mg.paper.memory import rollout_memory, train_memory
+from verl_mg.paper.phases import problem
 from verl_mg.paper.search import (
     nearest_rollout,
     nearest_train,
@@ -52,8 +53,14 @@ def test_a_side_that_is_given_stays():
 
 
 def test_an_engine_spans_nodes_only_where_it_must():
-    setting = published("llama_3_1_405b", 128)
+    setting = published("llama_3_1_405b", 128, memory=140.0)
     assert {pair.rollout.layout.tp for pair in search(setting, None, None, 2)} == {16}
+
+
+def test_an_engine_spans_more_nodes_where_training_needs_the_room():
+    """810 GB of weights over 16 ranks are 47 GiB, beside 54 GiB of the actor in the sync."""
+    (pair,) = search(published("llama_3_1_405b", 128), None, None, 1)
+    assert pair.rollout.layout.tp > 16
 
 
 def test_nothing_fits():

@@ -32,8 +32,9 @@ def kept_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:
 
 def changed_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:
     """Of all that an update writes but the gradients: no frozen weights."""
-    trained = (tensor for tensor in _of_model(network) if tensor.requires_grad)
-    return storages(chain(trained, _of_optimizer(optimizer)))
+    frozen = {id(weight) for chunk in network.chunks for weight in chunk.parameters() if not weight.requires_grad}
+    changed = (tensor for tensor in _of_model(network) if id(tensor) not in frozen)
+    return storages(chain(changed, _of_optimizer(optimizer)))
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

@@ -2,8 +2,11 @@
 
     setting.py       what a layout is judged by: model, ranks, device, links, tokens
     memory.py        GiB of one rank: weights, gradients, optimizer states, KV cache; activations.py the activations
+    roles.py         the roles beside the actor: critic, reference, reward models
+    phases.py        what stands on a device together, and whether it fits
     sync.py          bytes and seconds of a weight sync
     cost.py          predicted seconds of training and of generation, by which a search ranks layouts
+    configured.py    a job's configuration as these numbers
     search.py        all admissible layouts, those nearest to a given one, the best ones
     report.py        the numbers as a table and as JSON
 

@@ -44,8 +44,8 @@ def _experts(c: HFConfig, etp: int) -> int:
 
 
 def micro_batches(setting: Setting, layout: Layout) -> int:
-    """How many micro-batches a rank runs in an iteration of one optimizer step."""
-    return max(1, -(-setting.batch // (layout.dp * setting.micro_batch)))
+    """How many micro-batches a rank runs in an optimizer step."""
+    return max(1, -(-setting.batch // (setting.minibatches * layout.dp * setting.longest_micro_batch)))
 
 
 def chunks_in_flight(layout: Layout, stage: int, micros: int) -> int:
@@ -66,13 +66,27 @@ def activation_bytes(setting: Setting, layout: Layout, stage: int) -> int:
     whole = [kept_elements(c, c.has_experts(layer), layout.etp) for layer in layers]
     kept, working = ([c.hidden] * len(layers), max(whole)) if setting.recompute else (whole, 0)
     flying = chunks_in_flight(layout, stage, micro_batches(setting, layout)) / layout.vpp
-    tokens = setting.micro_batch / layout.cp
+    tokens = setting.longest_micro_batch / layout.cp
     in_layers = WEIGHT_BYTES * tokens / layout.tp * (flying * sum(kept) + working)
     return round(in_layers + (_output_bytes(setting, layout, tokens) if stage == layout.pp - 1 else 0))
 
 
+def judging_bytes(setting: Setting, layout: Layout, stage: int) -> int:
+    """Bytes on a rank of a stage that only judges: one layer's at a time, and a chunk of logits."""
+    c = setting.weights.config
+    layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
+    widest = max(kept_elements(c, c.has_experts(layer), layout.etp) for layer in layers)
+    tokens = setting.longest_micro_batch / layout.cp
+    output = WEIGHT_BYTES * tokens * c.hidden + LOGIT_CHUNKS if stage == layout.pp - 1 else 0
+    return round(WEIGHT_BYTES * tokens / layout.tp * widest + output)
+
+
 def _output_bytes(setting: Setting, layout: Layout, tokens: float) -> float:
-    """Hidden states of all tokens and their gradient, the projection's float32 gradient, chunks of logits."""
-    rows = setting.weights.padded_vocab(layout.tp) / layout.tp
+    """Hidden states of all tokens and their gradient; of a language model, also the projection's float32 gradient and
+    chunks of logits."""
     hidden = setting.weights.config.hidden
-    return 2 * WEIGHT_BYTES * tokens * hidden + 4 * rows * hidden + LOGIT_CHUNKS
+    states = 2 * WEIGHT_BYTES * tokens * hidden
+    if setting.weights.head == "value":
+        return states
+    rows = setting.weights.padded_vocab(layout.tp) / layout.tp
+    return states + 4 * rows * hidden + LOGIT_CHUNKS

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
-from verl_mg.paper.memory import problem
+from verl_mg.paper.configured import JobNumbers, RoleNumbers
+from verl_mg.paper.phases import problem
 from verl_mg.paper.report import Numbers, pair_numbers, search_numbers, show
+from verl_mg.paper.roles import Role, beside
 from verl_mg.paper.search import (
     AnyLayout,
     Pair,
@@ -26,26 +29,31 @@ from verl_mg.paper.setting import Setting
 from verl_mg.paper.sync import weight_sync
 from verl_mg.weights import read_config, table
 
+OPTIONS = (
+    *("ranks", "node", "memory", "reserve", "intra_node", "inter_node", "sequence", "micro_batch", "batch"),
+    *("minibatches", "rollout_ranks", "memory_fraction", "offload"),
+)
+"""Those that have the names of a setting's fields."""
+ROLES = {"reference": False, "critic": True}
+"""Roles with an option of their own, and whether they learn."""
 
-def run(options: argparse.Namespace) -> None:
-    """Print the report. UserError for what cannot be planned, and, after the report, for what does not fit."""
-    setting = Setting(
-        table(read_config(Path(options.model))),
-        ranks=options.ranks,
-        node=options.node,
-        memory=options.memory,
-        reserve=options.reserve,
-        intra_node=options.intra_node,
-        inter_node=options.inter_node,
-        sequence=options.sequence,
-        micro_batch=options.micro_batch,
-        batch=options.batch,
-        recompute=options.recompute == "full",
-    )
-    train = Layout.parse(options.train) if options.train else None
-    rollout = EngineLayout.parse(options.rollout) if options.rollout else None
-    train = train and _checked(setting, train, check_train, nearest_train)
-    rollout = rollout and _checked(setting, rollout, check_rollout, nearest_rollout)
+
+def run(options: argparse.Namespace, job: JobNumbers | None = None) -> None:
+    """Print the report. UserError for what cannot be planned, and, after the report, for what does not fit.
+
+    job: what a configuration says; options that were typed win over it.
+    """
+    job = job or JobNumbers()
+    typed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
+    if options.recompute:
+        typed["recompute"] = options.recompute == "full"
+    model = options.model or job.model
+    if model is None:
+        raise UserError("verl-mg plan takes --model, or RECIPE and --config, a file that names one")
+    setting = Setting(table(read_config(Path(model))), **{**job.setting, **typed})
+    roles = _roles(setting, options, job)
+    setting = replace(setting, beside=tuple(beside(setting, role) for role in roles), notes=job.notes)
+    train, rollout = _given(setting, options, JobNumbers() if options.search else job)
     if options.search:
         if options.top < 1:
             raise UserError(f"--top is {options.top}; write 1 or more")
@@ -53,11 +61,41 @@ def run(options: argparse.Namespace) -> None:
         return
     if train is None or rollout is None:
         raise UserError("verl-mg plan takes both --train and --rollout, or --search to find what is left out")
-    one, other = train_side(setting, train), rollout_side(setting, rollout)
-    pair = Pair(one, other, weight_sync(setting, train, rollout))
+    one = train_side(setting, train)
+    pair = Pair(one, rollout_side(setting, rollout, one.memory), weight_sync(setting, train, rollout))
     _print(pair_numbers(setting, pair), options.json)
-    if too_large := problem(setting, one.memory, other.memory):
+    if too_large := problem(setting, one.memory, pair.rollout.memory):
         raise UserError(too_large + _instead(setting, pair))
+
+
+def _roles(setting: Setting, options: argparse.Namespace, job: JobNumbers) -> list[Role]:
+    """Those of the job, with layouts that were typed in place of its own, and those that were only typed."""
+    described = {role.name: role for role in job.roles}
+    for name, learns in ROLES.items():
+        if layout := getattr(options, name):
+            like = described.get(name) or RoleNumbers(name, layout, learns, setting.micro_batch, setting.recompute)
+            described[name] = replace(like, layout=layout)
+    return [
+        Role(
+            role.name,
+            role.layout,
+            table(read_config(Path(role.model)) if role.model else setting.weights.config, role.head),
+            role.learns,
+            role.micro_batch,
+            role.recompute,
+        )
+        for role in described.values()
+    ]
+
+
+def _given(
+    setting: Setting, options: argparse.Namespace, job: JobNumbers
+) -> tuple[Layout | None, EngineLayout | None]:
+    """The layouts of both sides, checked; None for one that a search is to find."""
+    trained, served = options.train or job.train, options.rollout or job.rollout
+    train = _checked(setting, Layout.parse(trained), check_train, nearest_train) if trained else None
+    rollout = _checked(setting, EngineLayout.parse(served), check_rollout, nearest_rollout) if served else None
+    return train, rollout
 
 
 def _checked(
@@ -73,10 +111,11 @@ def _checked(
 
 
 def _instead(setting: Setting, pair: Pair) -> str:
-    """The nearest layouts of the side that is too large, or of training where only the sync is."""
-    if problem(setting, None, pair.rollout.memory):
+    """The nearest layouts of the side that is too large, or of training where only both together are."""
+    heavy = problem(setting, None, pair.rollout.memory) is not None
+    if heavy and not problem(setting, pair.train.memory, None):
         return _that_hold(nearest_rollout(setting, pair.rollout.layout))
-    return _that_hold(nearest_train(setting, pair.train.layout, pair.rollout.memory))
+    return _that_hold(nearest_train(setting, pair.train.layout, None if heavy else pair.rollout.memory))
 
 
 def _that_hold(layouts: list[str]) -> str:

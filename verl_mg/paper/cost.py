@@ -29,13 +29,14 @@ def train_seconds(setting: Setting, layout: Layout) -> float:
     """Forward, backward and the optimizer's collectives over one iteration's tokens.
 
     fullest stage * ((6 FLOPs a token and active weight, 8 with recomputation, + tensor-parallel and expert traffic)
-    / (1 - bubble) + gradients and weights through the distributed optimizer).
+    / (1 - bubble) + gradients and weights through the distributed optimizer, at each of its steps), in each epoch.
     """
     passes = 8 if setting.recompute else 6
-    compute = passes * setting.active_elements * setting.batch / (setting.ranks * FLOPS)
+    compute = passes * setting.active_elements * setting.batch / (setting.training_ranks * FLOPS)
     exchange = _tensor_parallel(setting, layout) + _expert_parallel(setting, layout)
-    step = (compute + exchange) / (1 - bubble_share(setting, layout)) + _optimizer(setting, layout)
-    return step * fullest_stage(setting, layout)
+    steps = setting.minibatches * _optimizer(setting, layout)
+    epoch = (compute + exchange) / (1 - bubble_share(setting, layout)) + steps
+    return setting.epochs * epoch * fullest_stage(setting, layout)
 
 
 def fullest_stage(setting: Setting, layout: Layout) -> float:
@@ -101,8 +102,8 @@ def rollout_seconds(setting: Setting, layout: EngineLayout, memory: RolloutMemor
     pp times a step, for a pp-th of the samples each.
     """
     c = setting.weights.config
-    samples = setting.batch / setting.sequence * layout.ranks / setting.ranks
-    running = max(1.0, min(samples, memory.tokens // setting.sequence * layout.adp))
+    samples = setting.batch / setting.sequence * layout.ranks / len(setting.engine_ranks)
+    running = max(1.0, min(samples, samples_at_once(setting, layout, memory)))
     cached = running / layout.adp * setting.sequence / 2
     share = c.experts.top_k / c.experts.count if c.experts else 1.0
     met = 1 - (1 - share) ** (running / layout.pp)  # the share of experts that any of the tokens is routed to
@@ -113,6 +114,12 @@ def rollout_seconds(setting: Setting, layout: EngineLayout, memory: RolloutMemor
     compute = 2 * setting.active_elements * running / (layout.ranks * FLOPS)
     step = max(max(reads) / READ_BYTES, compute) + 2 * c.layers * _all_reduce(setting, layout.tp, running)
     return max(1.0, samples / running) * setting.sequence * step
+
+
+def samples_at_once(setting: Setting, layout: EngineLayout, memory: RolloutMemory) -> int:
+    """How many samples of full length an engine works on together."""
+    room = memory.tokens // setting.sequence * layout.adp
+    return min(room, setting.max_batch) if setting.max_batch else room
 
 
 def _all_reduce(setting: Setting, tp: int, tokens: float) -> float:

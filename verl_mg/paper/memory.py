@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.paper.activations import activation_bytes
+from verl_mg.paper.activations import activation_bytes, judging_bytes
 from verl_mg.paper.setting import WEIGHT_BYTES, Setting
 from verl_mg.weights import Holdings, Shard, WeightTable
 
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12  # the main weight and Adam's two moments, each float32
+ACTIVATIONS = "activations"  # what a role keeps only while it computes
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,27 @@ class TrainMemory:
 
 
 def train_memory(setting: Setting, layout: Layout) -> TrainMemory:
-    """What training keeps on a rank of each stage; `layout` stands on all ranks of the setting."""
-    holdings = setting.weights.on_megatron(Placement.on(layout, setting.ranks))
-    stages = range(layout.pp)
-    counted = tuple(elements(setting.weights, holdings, layout.rank_of(pp=stage)) for stage in stages)
+    """What training keeps on a rank of each stage; `layout` stands on all training ranks of the setting."""
+    counted = _counted(setting, layout)
     parts = {
         "weights": tuple(e.bytes for e in counted),
         "gradients": tuple(GRADIENT_BYTES * (e.dense + e.experts) for e in counted),
         "optimizer states": tuple(_optimizer_bytes(e, layout) for e in counted),
-        "activations": tuple(activation_bytes(setting, layout, stage) for stage in stages),
+        ACTIVATIONS: tuple(activation_bytes(setting, layout, stage) for stage in range(layout.pp)),
     }
     return TrainMemory(counted, parts)
+
+
+def frozen_memory(setting: Setting, layout: Layout) -> TrainMemory:
+    """The same of a model that only judges."""
+    counted = _counted(setting, layout)
+    activations = tuple(judging_bytes(setting, layout, stage) for stage in range(layout.pp))
+    return TrainMemory(counted, {"weights": tuple(e.bytes for e in counted), ACTIVATIONS: activations})
+
+
+def _counted(setting: Setting, layout: Layout) -> tuple[Elements, ...]:
+    holdings = setting.weights.on_megatron(Placement.on(layout, setting.training_ranks))
+    return tuple(elements(setting.weights, holdings, layout.rank_of(pp=stage)) for stage in range(layout.pp))
 
 
 def _optimizer_bytes(e: Elements, layout: Layout) -> int:
@@ -81,15 +92,20 @@ def _optimizer_bytes(e: Elements, layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class RolloutMemory:
-    """Bytes of the weights, of the room left for the KV cache, and of a token in it, for each pipeline stage.
+    """An engine's weights and key-value cache, an entry for each pipeline stage.
 
-    `room` is negative where the weights alone are too large.
+    limit: bytes that both together have on a rank. per_token: bytes of a token in the cache.
     """
 
     layout: EngineLayout
     elements: tuple[Elements, ...]
-    room: tuple[float, ...]
+    limit: float
     per_token: tuple[int, ...]
+
+    @property
+    def room(self) -> tuple[float, ...]:
+        """Bytes left for the cache; negative where the weights alone are too large."""
+        return tuple(self.limit - size for size in self.weights)
 
     @cached_property
     def weights(self) -> tuple[int, ...]:
@@ -107,13 +123,13 @@ class RolloutMemory:
         return self.tokens * self.layout.adp
 
 
-def rollout_memory(setting: Setting, layout: EngineLayout) -> RolloutMemory:
-    """What an engine has on a rank of each stage: device memory less the reserve and the weights is KV cache."""
+def rollout_memory(setting: Setting, layout: EngineLayout, limit: float | None = None) -> RolloutMemory:
+    """What an engine has on a rank of each stage, all that a device has unless `limit` is given."""
     holdings = setting.weights.on_sglang(EnginePlacement(layout, tuple(range(layout.ranks))))
     stages = range(layout.pp)
     counted = tuple(elements(setting.weights, holdings, stage * layout.tp) for stage in stages)
-    room = tuple(setting.usable - e.bytes for e in counted)
-    return RolloutMemory(layout, counted, room, tuple(kv_bytes(setting.weights, layout, stage) for stage in stages))
+    per_token = tuple(kv_bytes(setting.weights, layout, stage) for stage in stages)
+    return RolloutMemory(layout, counted, setting.usable if limit is None else limit, per_token)
 
 
 def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:
@@ -129,33 +145,3 @@ def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:
         else 2 * c.head_dim * max(1, c.kv_heads // layout.attention_tp)
     )
     return WEIGHT_BYTES * width * len(layout.layers(c.layers, stage))
-
-
-def problem(setting: Setting, train: TrainMemory | None, rollout: RolloutMemory | None) -> str | None:
-    """Which phase of the job is too large for the device and by which part, or None where it fits."""
-    phases: dict[str, dict[str, float]] = {}
-    if train:
-        stage = train.totals.index(max(train.totals))
-        phases["training"] = {name: sizes[stage] for name, sizes in train.parts.items()}
-    if rollout:
-        phases["generation"] = {
-            "rollout weights": max(rollout.weights),
-            f"the KV cache of one sample of {setting.sequence} tokens": setting.sequence * max(rollout.per_token),
-        }
-    if train and rollout:
-        phases["the weight sync"] = {
-            "training weights": max(train.parts["weights"]),
-            "rollout weights": max(rollout.weights),
-        }
-    for phase, parts in phases.items():
-        if sum(parts.values()) > setting.usable:
-            largest = max(parts, key=lambda name: parts[name])
-            return (
-                f"{phase} needs {_gib(sum(parts.values()))} GiB on a rank and has {_gib(setting.usable)}; "
-                f"{_gib(parts[largest])} GiB of that are {largest}"
-            )
-    return None
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f}"

@@ -10,24 +10,27 @@ from rich.table import Table
 
 from verl_mg.layout import EnginePlacement
 from verl_mg.paper.activations import micro_batches
-from verl_mg.paper.cost import bubble_share
-from verl_mg.paper.memory import problem
+from verl_mg.paper.cost import bubble_share, samples_at_once
+from verl_mg.paper.phases import at_rest, awake, problem, training
 from verl_mg.paper.search import Pair, RolloutSide, TrainSide, written
-from verl_mg.paper.setting import GIB, Setting
+from verl_mg.paper.setting import GIB, Beside, Setting
 from verl_mg.paper.sync import gathered_bytes
 
 Numbers = dict[str, Any]
 """What JSON can say: texts, numbers, lists, and dictionaries of them."""
 
+OVER_NODES = "engines span nodes here; a job starts none that do, so far"
 PLAIN_WIDTH = 130
 """Characters of a line where the output is no terminal."""
 
 
 def pair_numbers(setting: Setting, pair: Pair) -> Numbers:
     """Everything about two given layouts; `gib` are GiB of a rank, the worst and the mean of all."""
-    return _frame(setting) | {
+    return _frame(setting, [pair]) | {
         "problem": problem(setting, pair.train.memory, pair.rollout.memory),
         "train": _train(setting, pair.train),
+        "beside": [_beside(role) for role in setting.beside],
+        "phases": _phases(setting, pair),
         "rollout": _rollout(setting, pair.rollout, pair.sync.stride),
         "sync": _sync(setting, pair),
     }
@@ -35,7 +38,7 @@ def pair_numbers(setting: Setting, pair: Pair) -> Numbers:
 
 def search_numbers(setting: Setting, pairs: Sequence[Pair]) -> Numbers:
     """The layouts that a search found, best first."""
-    return _frame(setting) | {
+    return _frame(setting, pairs) | {
         "score": "predicted seconds of training + generation + weight sync of an iteration",
         "found": [
             {
@@ -55,13 +58,14 @@ def search_numbers(setting: Setting, pairs: Sequence[Pair]) -> Numbers:
     }
 
 
-def _frame(setting: Setting) -> Numbers:
+def _frame(setting: Setting, pairs: Sequence[Pair]) -> Numbers:
+    spans = any(pair.rollout.layout.ranks > setting.node for pair in pairs)
     return {
         "model": setting.weights.config.architecture,
         "parameters": setting.elements,
         "ranks": setting.ranks,
         "node": setting.node,
-        "assumptions": setting.assumptions(),
+        "assumptions": [*setting.assumptions(), *([OVER_NODES] if spans else [])],
     }
 
 
@@ -78,15 +82,30 @@ def _train(setting: Setting, side: TrainSide) -> Numbers:
     }
 
 
+def _beside(role: Beside) -> Numbers:
+    parts = {name: _spread(sizes) for name, sizes in role.parts.items()}
+    return {"role": role.name, "layout": written(role.layout), "seconds": round(role.seconds, 3), "gib": parts}
+
+
+def _phases(setting: Setting, pair: Pair) -> dict[str, float]:
+    """GiB of the fullest rank of each phase, without the key-value cache."""
+    weights, train = max(pair.rollout.memory.weights), pair.train.memory
+    sizes = {"training": sum(training(setting, train).values())}
+    sizes["generation"] = sum(awake(setting, train).values()) + weights
+    if not setting.rollout_ranks:
+        sizes["weight sync"] = sum(at_rest(setting, train).values()) + weights
+    return {phase: _gib(size) for phase, size in sizes.items()}
+
+
 def _rollout(setting: Setting, side: RolloutSide, stride: int) -> Numbers:
     memory, layout = side.memory, side.layout
     return {
         "layout": written(layout),
         "stride": stride,
-        "engines": EnginePlacement(layout, tuple(range(setting.ranks)), stride).engines,
+        "engines": EnginePlacement(layout, setting.engine_ranks, stride).engines,
         "kv_bytes_per_token": max(memory.per_token),
         "kv_tokens": memory.tokens_per_engine,
-        "samples_at_once": memory.tokens // setting.sequence * layout.adp,
+        "samples_at_once": samples_at_once(setting, layout, memory),
         "seconds": round(side.seconds, 3),
         "gib": {
             "weights": _spread(memory.weights),
@@ -147,12 +166,20 @@ def _sizes(numbers: Numbers) -> Table:
     table = Table("", "")
     for heading in ("GiB, worst", "mean"):
         table.add_column(heading, justify="right")
-    for side in ("train", "rollout", "sync"):
-        name = f"{side} {numbers[side].get('layout', '')}".strip()
-        for row, (what, sizes) in enumerate(numbers[side]["gib"].items()):
+    for name, side in _sides(numbers):
+        for row, (what, sizes) in enumerate(side["gib"].items()):
             table.add_row("" if row else name, what, f"{sizes['worst']:,.3f}", f"{sizes['mean']:,.3f}")
         table.add_section()
     return table
+
+
+def _sides(numbers: Numbers) -> Iterator[tuple[str, Numbers]]:
+    train, rollout = numbers["train"], numbers["rollout"]
+    yield f"train {train['layout']}", train
+    for role in numbers["beside"]:
+        yield f"{role['role']} {role['layout']}", role
+    yield f"rollout {rollout['layout']}", rollout
+    yield "sync", numbers["sync"]
 
 
 def _facts(numbers: Numbers) -> Table:
@@ -172,10 +199,11 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
         f"{rollout['kv_tokens']:,} tokens of {rollout['kv_bytes_per_token']:,} bytes a rank, "
         f"{rollout['samples_at_once']:,} samples at once",
     )
-    yield (
-        "predicted seconds",
-        f"training {train['seconds']:,.3f}, generation {rollout['seconds']:,.3f}, weight sync {sync['seconds']:,.3f}",
-    )
+    seconds = {"training": train["seconds"]} | {role["role"]: role["seconds"] for role in numbers["beside"]}
+    seconds |= {"generation": rollout["seconds"], "weight sync": sync["seconds"]}
+    yield "predicted seconds", ", ".join(f"{what} {value:,.3f}" for what, value in seconds.items() if value)
+    phases = ", ".join(f"{phase} {size:,.1f}" for phase, size in numbers["phases"].items())
+    yield "GiB of a rank, without the KV cache", phases
     yield "memory", numbers["problem"] or "fits"
 
 

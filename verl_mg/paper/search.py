@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
 from typing import TypeVar
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.paper.cost import rollout_seconds, train_seconds
-from verl_mg.paper.memory import GRADIENT_BYTES, RolloutMemory, TrainMemory, problem, rollout_memory, train_memory
+from verl_mg.paper.memory import GRADIENT_BYTES, RolloutMemory, TrainMemory, rollout_memory, train_memory
+from verl_mg.paper.phases import at_rest, engine_limit, problem
+from verl_mg.paper.roles import fitted
 from verl_mg.paper.setting import WEIGHT_BYTES, Setting
 from verl_mg.paper.sync import Sync, weight_sync
 
@@ -56,15 +59,13 @@ class Pair:
 
 def check_train(setting: Setting, layout: Layout) -> Layout:
     """The layout on all ranks. UserError naming what it does not divide."""
-    fitted = layout.fit(setting.ranks)
-    setting.weights.check(fitted)
-    return fitted
+    return fitted(setting, layout)
 
 
 def check_rollout(setting: Setting, layout: EngineLayout) -> EngineLayout:
     """The layout itself. UserError naming what it does not divide, or what SGLang cannot do."""
     setting.weights.check_engine(layout)
-    EnginePlacement(layout, tuple(range(setting.ranks)))
+    EnginePlacement(layout, setting.engine_ranks)
     return layout
 
 
@@ -73,18 +74,22 @@ def train_side(setting: Setting, layout: Layout) -> TrainSide:
     return TrainSide(layout, train_memory(setting, layout), train_seconds(setting, layout))
 
 
-def rollout_side(setting: Setting, layout: EngineLayout) -> RolloutSide:
-    """Everything about a checked layout that does not need that of training."""
-    memory = rollout_memory(setting, layout)
-    return RolloutSide(layout, memory, rollout_seconds(setting, layout, memory))
+def rollout_side(setting: Setting, layout: EngineLayout, train: TrainMemory | None = None) -> RolloutSide:
+    """Everything about a checked layout; without training, as if no actor stood beside it."""
+    return _with_limit(setting, rollout_memory(setting, layout), train)
+
+
+def _with_limit(setting: Setting, memory: RolloutMemory, train: TrainMemory | None) -> RolloutSide:
+    limited = replace(memory, limit=engine_limit(setting, train))
+    return RolloutSide(memory.layout, limited, rollout_seconds(setting, memory.layout, limited))
 
 
 def train_layouts(setting: Setting, like: Layout | None = None) -> Iterator[Layout]:
     """All admissible ones: tp within a node, etp 1 or tp, cp and vpp 1 or those of `like`."""
     c = setting.weights.config
     contexts, interleavings = ({1, like.cp}, {1, like.vpp}) if like else ({1}, {1})
-    for tp in _divisors(math.gcd(setting.node, setting.ranks)):
-        for pp in _divisors(setting.ranks // tp):
+    for tp in _divisors(math.gcd(setting.node, setting.training_ranks)):
+        for pp in _divisors(setting.training_ranks // tp):
             for ep in _divisors(c.experts.count if c.experts else 1):
                 for etp in sorted({1, tp} if c.experts else {tp}):
                     for cp in sorted(contexts):
@@ -99,7 +104,7 @@ def rollout_layouts(setting: Setting, like: EngineLayout | None = None) -> Itera
     Pipeline stages wait for each other while one token is decoded, so a search leaves them out.
     """
     c = setting.weights.config
-    for tp in _divisors(setting.ranks):
+    for tp in _divisors(len(setting.engine_ranks)):
         if setting.node % tp and tp % setting.node:
             continue
         for ep in _divisors(math.gcd(tp, c.experts.count) if c.experts else 1):
@@ -132,23 +137,36 @@ def written(layout: Layout | EngineLayout) -> str:
 def search(setting: Setting, train: Layout | None, rollout: EngineLayout | None, top: int) -> list[Pair]:
     """The best pairs of layouts that fit into memory, best first; a side that is given stays as it is.
 
-    Each side is ranked by its own predicted seconds (`cost`), engines on as few nodes as hold the model. Bytes are
-    planned for the best training layouts alone, each with some of the best rollout layouts, of which one is shown;
-    all are where the training layout is given. UserError where nothing fits.
+    Each side is ranked by its own predicted seconds (`cost`), engines on as few nodes as hold the model and leave room
+    for training. Bytes are planned for the best training layouts alone, each with some of the best rollout layouts, of
+    which one is shown; all are where the training layout is given. UserError where nothing fits.
     """
-    rollouts = _fitting_rollouts(setting, [check_rollout(setting, rollout)] if rollout else rollout_layouts(setting))
-    trains = [check_train(setting, train)] if train else train_layouts(setting)
+    rollouts = [check_rollout(setting, rollout)] if rollout else rollout_layouts(setting)
+    trains = [check_train(setting, train)] if train else list(train_layouts(setting))
+    counted = cache(partial(train_side, setting))
+    refused = "generation"
+    for engines in _fitting_rollouts(setting, rollouts):
+        if sides := _fitting_trains(setting, trains, counted, engines, top):
+            return _pairs(setting, sides, engines, top if train else PARTNERS, all_of_them=train is not None)
+        refused = "training"
+    raise _nothing_fits(setting, refused)
+
+
+def _pairs(
+    setting: Setting, trains: list[TrainSide], engines: list[RolloutSide], partners: int, all_of_them: bool
+) -> list[Pair]:
     found: list[Pair] = []
-    for side in _fitting_trains(setting, trains, rollouts, top):
-        partners = [other for other in rollouts if not problem(setting, side.memory, other.memory)]
-        partners = sorted(partners, key=lambda other: other.seconds)[: top if train else PARTNERS]
-        pairs = [Pair(side, other, weight_sync(setting, side.layout, other.layout)) for other in partners]
-        found += pairs if train else [min(pairs, key=lambda pair: pair.seconds)]
+    for side in trains:
+        beside = [_with_limit(setting, other.memory, side.memory) for other in engines]
+        fitting = [other for other in beside if not problem(setting, side.memory, other.memory)]
+        best = sorted(fitting, key=lambda other: other.seconds)[:partners]
+        pairs = [Pair(side, other, weight_sync(setting, side.layout, other.layout)) for other in best]
+        found += pairs if all_of_them else [min(pairs, key=lambda pair: pair.seconds)]
     return sorted(found, key=lambda pair: pair.seconds)
 
 
-def _fitting_rollouts(setting: Setting, layouts: Iterable[EngineLayout]) -> list[RolloutSide]:
-    """Those that fit, on as few nodes an engine as any of them: an engine over nodes waits for the slow links."""
+def _fitting_rollouts(setting: Setting, layouts: Iterable[EngineLayout]) -> Iterator[list[RolloutSide]]:
+    """Those that fit, an engine on as few nodes as any of them, then on more: over nodes it waits for slow links."""
 
     def nodes(layout: EngineLayout) -> int:
         return -(-layout.ranks // setting.node)
@@ -157,23 +175,24 @@ def _fitting_rollouts(setting: Setting, layouts: Iterable[EngineLayout]) -> list
         may_fit = [layout for layout in equal if setting.weight_bytes / layout.ranks <= setting.usable]
         sides = [rollout_side(setting, layout) for layout in may_fit]
         if fitting := [side for side in sides if not problem(setting, None, side.memory)]:
-            return fitting
-    raise _nothing_fits(setting, "generation")
+            yield fitting
 
 
 def _fitting_trains(
-    setting: Setting, layouts: Iterable[Layout], rollouts: list[RolloutSide], count: int
+    setting: Setting,
+    layouts: Iterable[Layout],
+    counted: Callable[[Layout], TrainSide],
+    rollouts: list[RolloutSide],
+    count: int,
 ) -> list[TrainSide]:
     """The best `count` that fit, also beside the lightest rollout weights; memory is counted until they are found."""
     lightest = min(rollouts, key=lambda side: max(side.memory.weights))
     fitting: list[TrainSide] = []
     for layout in sorted(layouts, key=lambda layout: train_seconds(setting, layout)):
         if len(fitting) < count and _may_fit(setting, layout):
-            side = train_side(setting, layout)
+            side = counted(layout)
             if not problem(setting, side.memory, lightest.memory):
                 fitting.append(side)
-    if not fitting:
-        raise _nothing_fits(setting, "training")
     return fitting
 
 
@@ -188,7 +207,8 @@ def _may_fit(setting: Setting, layout: Layout) -> bool:
     """Whether weights and gradients fit at all, by a bound from below, before anything is counted."""
     dense = (setting.elements - setting.expert_elements) / layout.tp
     experts = setting.expert_elements / (layout.ep * layout.etp)
-    return (WEIGHT_BYTES + GRADIENT_BYTES) * (dense + experts) / layout.pp <= setting.usable
+    others = sum(at_rest(setting, None).values())
+    return (WEIGHT_BYTES + GRADIENT_BYTES) * (dense + experts) / layout.pp + others <= setting.usable
 
 
 def _admissible(

@@ -1,4 +1,4 @@
-"""Bytes and seconds of one weight sync: training and rollout stand on the same ranks."""
+"""Bytes and seconds of one weight sync, from the ranks of training to those of the engines."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Sync:
 def weight_sync(setting: Setting, train: Layout, rollout: EngineLayout) -> Sync:
     """The sync from Megatron's layout to SGLang's, by the same plan that carries it out."""
     ranks = tuple(range(setting.ranks))
-    source = setting.weights.on_megatron(Placement.on(train, setting.ranks))
-    placement = best_stride(source, setting.weights, EnginePlacement(rollout, ranks), setting.node)
+    source = setting.weights.on_megatron(Placement.on(train, setting.training_ranks))
+    placement = best_stride(source, setting.weights, EnginePlacement(rollout, setting.engine_ranks), setting.node)
     traffic = plan(source, setting.weights.on_sglang(placement), setting.node).traffic(WEIGHT_BYTES)
     nodes = [ranks[first : first + setting.node] for first in range(0, setting.ranks, setting.node)]
     return Sync(

@@ -1,0 +1,89 @@
+"""A job's configuration as the numbers that a plan is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from verl_mg.config import Config, CriticConfig, ReferenceConfig, TrainedConfig
+from verl_mg.errors import UserError
+
+BESIDE = ("critic", "reward_model", "process_reward", "reference")
+"""Roles on the actor's ranks, by the names of their sections."""
+WITH_VALUE_HEAD = ("critic", "reward_model")
+
+
+@dataclass(frozen=True)
+class RoleNumbers:
+    """A role beside the actor. `model`: its own directory, where it has one."""
+
+    name: str
+    layout: str
+    learns: bool
+    micro_batch: int
+    recompute: bool
+    model: str | None = None
+
+    @property
+    def head(self) -> Literal["language", "value"]:
+        """What stands on top of it."""
+        return "value" if self.name in WITH_VALUE_HEAD else "language"
+
+
+@dataclass(frozen=True)
+class JobNumbers:
+    """What a configuration says; nothing, without one. `setting`: fields of a `Setting` by name."""
+
+    model: str | None = None
+    train: str | None = None
+    rollout: str | None = None
+    roles: tuple[RoleNumbers, ...] = ()
+    setting: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def job_numbers(config: Config, roles: set[str]) -> JobNumbers:
+    """Of the roles that the recipe asks for. UserError naming the key where there is nothing to plan."""
+    _check(config, roles)
+    actor, rollout, algorithm = config.actor, config.rollout, config.algorithm
+    sequence = config.data.max_prompt_tokens + rollout.max_new_tokens
+    setting = {
+        "sequence": sequence,
+        "micro_batch": actor.tokens_per_micro_batch,
+        "recompute": actor.recompute,
+        "minibatches": getattr(algorithm, "minibatches", 1),
+        "epochs": getattr(algorithm, "epochs", 1),
+        "rollout_ranks": rollout.ranks,
+        "memory_fraction": rollout.memory_fraction,
+        "max_batch": rollout.max_batch,
+        "offload": actor.offload,
+        "sleep": rollout.sleep,
+    }
+    if prompts := getattr(algorithm, "prompts_per_iteration", None):
+        setting["batch"] = prompts * getattr(algorithm, "group_size", 1) * sequence
+    others = tuple(_role(name, getattr(config, name)) for name in BESIDE if name in roles)
+    lora = [name for name in ("actor", *BESIDE) if name in roles and getattr(getattr(config, name), "lora", None)]
+    notes = tuple(f"{name}.lora: counted as if all weights were trained" for name in lora)
+    return JobNumbers(str(config.model.path), actor.layout, rollout.layout, others, setting, notes)
+
+
+def _check(config: Config, roles: set[str]) -> None:
+    if "rollout" not in roles:
+        raise UserError("the recipe draws no samples, and a plan is of training and rollout; name one that does")
+    if config.rollout.engine != "sglang":
+        raise UserError(
+            f"rollout.engine={config.rollout.engine}: a plan is of SGLang's engines; write rollout.engine=sglang"
+        )
+    if config.rollout.urls:
+        raise UserError("rollout.urls: servers that run elsewhere are not planned; leave them out of the plan")
+    if config.model.dtype != "bfloat16":
+        raise UserError(f"model.dtype={config.model.dtype}: a plan counts bf16; write model.dtype=bfloat16")
+
+
+def _role(name: str, section: TrainedConfig | ReferenceConfig) -> RoleNumbers:
+    path = section.path if isinstance(section, CriticConfig | ReferenceConfig) else None
+    learns = isinstance(section, TrainedConfig)
+    recompute = isinstance(section, TrainedConfig) and section.recompute
+    return RoleNumbers(
+        name, section.layout, learns, section.tokens_per_micro_batch, recompute, str(path) if path else None
+    )
