@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recipes.pieces import sampling
 from recipes.pieces.penalties import regularized, scores, steered
-from recipes.pieces.sampling import judge, learn, roles
+from recipes.pieces.sampling import judge, learn, roles, together
 from verl_mg.algorithms.advantages import group_relative, informative, soft_overlong_penalty
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.batch import Batch
@@ -45,8 +45,8 @@ def sample_informative(job: Job, cfg: Config) -> tuple[Batch, dict[str, float]]:
         batch = job.rollout.generate(prompts, samples=cfg.group_size, keep=cfg.prompts_per_iteration)
         batch["reward"] = job.reward(batch)
         kept.append(batch.select(informative(batch["reward"], batch["group"])))
-        groups = job.column(Batch.concat(kept), "group").unique()
-    batch = Batch.concat(kept)
+        groups = job.column(together(kept), "group").unique()
+    batch = together(kept)
     first = groups[: cfg.prompts_per_iteration]
     told = {"dapo/rounds": float(len(kept)), "dapo/groups": float(len(first))}
     return batch.select(torch.isin(batch["group"], first)), told

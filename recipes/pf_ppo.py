@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from recipes import ppo
 from recipes.pieces.penalties import steered
-from recipes.pieces.sampling import learn, sample
+from recipes.pieces.sampling import learn, sample, together
 from recipes.ppo import add_advantages, policy_loss, roles, update_critic
 from verl_mg.algorithms.advantages import select
 from verl_mg.batch import Batch
@@ -31,7 +31,7 @@ def replayed(job: Job, batch: Batch, cfg: Config) -> Batch:
     """The rows of the last iterations, these ones included; the buffer forgets older ones."""
     batch["iteration"] = torch.full((len(batch),), job.iteration)
     earlier = job.state.get("replay")
-    pool = Batch.concat([earlier, batch]) if isinstance(earlier, Batch) else batch
+    pool = together([earlier, batch] if isinstance(earlier, Batch) else [batch])
     pool = pool.select(pool["iteration"] > job.iteration - cfg.replay)
     job.state["replay"] = pool
     return pool

@@ -25,6 +25,15 @@ settings.load_profile("suite")
 _POOL = pytest.StashKey[RankPool]()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is `nightly` unless -m names it."""
+    if "nightly" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("nightly")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the ranks when the test modules are known and nothing has run yet, so that no thread is copied."""
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):

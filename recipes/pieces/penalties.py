@@ -66,11 +66,12 @@ def steered(job: Job, cfg: C) -> C:
 
 
 def steer(job: Job, cfg: KLConfig, batch: Batch) -> dict[str, float]:
-    """The coefficient of the next iteration from the divergence in this one."""
-    if not (cfg.kl_coefficient and cfg.kl_target):
+    """The divergence in this iteration and, where it has a target, from it the coefficient of the next."""
+    if not cfg.kl_coefficient:
         return {}
     divergence = kl.penalty(batch["old_logprobs"], batch["ref_logprobs"], "k1")
     tokens, total, _ = job.total(moments(divergence, batch["loss_mask"])).tolist()
     observed, rows = total / max(tokens, 1), int(job.total(torch.tensor(len(batch))))
-    job.state["kl_coefficient"] = kl.adapted(cfg.kl_coefficient, observed, cfg.kl_target, cfg.kl_horizon, rows)
+    if cfg.kl_target:
+        job.state["kl_coefficient"] = kl.adapted(cfg.kl_coefficient, observed, cfg.kl_target, cfg.kl_horizon, rows)
     return {"kl/observed": observed, "kl/coefficient": cfg.kl_coefficient}

@@ -10,7 +10,7 @@
 weighs the tokens that rollout engine and trainer judge differently, see verl_mg/algorithms/correction.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -51,6 +51,16 @@ def judge(job: Job, cfg: Config, batch: Batch) -> Batch:
     if cfg.kl_coefficient:
         batch["ref_logprobs"] = job.reference.logprobs(batch)
     return batch
+
+
+def together(batches: Sequence[Batch]) -> Batch:
+    """One batch of several rollouts, without the parts of the reward: one may have some that another lacks."""
+    bare = [Batch(batch.lengths) for batch in batches]
+    for batch, copy in zip(batches, bare, strict=True):
+        for name in batch.names():
+            if not name.startswith("reward."):
+                copy.put(name, batch[name], batch.kind(name))
+    return Batch.concat(bare)
 
 
 def add_correction(batch: Batch, cfg: Config) -> None:

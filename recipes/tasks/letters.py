@@ -15,10 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from verl_mg.rewards import Reward, Sample
 from verl_mg.tiny import make_tiny_model
 
 DIGITS, LENGTH = "0123456789", 6
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def score(sample: Sample) -> Reward:
@@ -32,6 +35,7 @@ def make(folder: Path, seed: int = 0) -> None:
     for name, architecture in (("model", "qwen3"), ("mixture", "qwen3_moe")):
         size: dict[str, Any] = {"hidden": 64, "layers": 2, "ffn": 128, "max_positions": 64, "init_std": 0.06}
         make_tiny_model(folder / name, architecture, characters=DIGITS + "=", seed=seed, **size)
+        _embed_padding(folder / name / "model.safetensors")
     prompts = [{"prompt": f"{a}{b}=", "answer": b * LENGTH} for a, b in itertools.product(DIGITS, repeat=2)]
     chance = random.Random(seed)
     chance.shuffle(prompts)
@@ -39,6 +43,14 @@ def make(folder: Path, seed: int = 0) -> None:
     _write(data / "test.jsonl", prompts[:20])
     _write(data / "train.jsonl", prompts[20:])
     _write(data / "preferences.jsonl", [_preference(prompt, chance) for prompt in prompts[20:] for _ in range(8)])
+
+
+def _embed_padding(weights: Path) -> None:
+    # A policy of random weights writes padding too. Its embedding is 0, where the gradient of a norm is a thousand
+    # times that of other tokens: the first update would see nothing else.
+    tensors = load_file(weights)
+    tensors[EMBEDDING][0] = -tensors[EMBEDDING][1]
+    save_file(tensors, weights, {"format": "pt"})
 
 
 def _preference(prompt: dict[str, str], chance: random.Random) -> dict[str, str]:

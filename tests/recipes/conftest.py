@@ -1,0 +1,24 @@
+"""The task that every recipe is shown on."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from recipes.tasks import letters
+
+Tasks = Callable[[int], Path]
+
+
+@pytest.fixture(scope="session")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+    """The folder of the task with the model and the data of a seed."""
+
+    @cache
+    def of(seed: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"letters-{seed}")
+        letters.make(folder, seed)
+        return folder
+
+    return of

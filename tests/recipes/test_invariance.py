@@ -1,0 +1,69 @@
+"""An iteration of every recipe tells the same whatever the ranks, the layout and the micro-batches."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.tiny_runs import RECIPES, tiny_run
+from verl_mg.job.recipe import load_recipe
+
+NAMES = sorted(recipe.stem for recipe in RECIPES.glob("*.py"))
+# What depends on the ranks, and what compares the engines with the trainer, which differ by roundings alone.
+OTHER = ("time/", "sync/", "rollout/", "mismatch/")
+TRAINED = ("actor", "critic", "process_reward", "reward_model")
+SMALL = [f"{role}.tokens_per_micro_batch=40" for role in (*TRAINED, "reference")]
+SIZES = {
+    "prompts_per_iteration": 9,
+    "group_size": 4,
+    "examples_per_iteration": 9,
+    "pairs_per_iteration": 9,
+    "critic_warmup": 0,
+    "minibatches": 2,
+    "epochs": 1,
+    "kl_coefficient": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def task(ranks, tasks, tmp_path_factory) -> Path:
+    """With a model that is sometimes right: a random one gives nothing to imitate or to filter."""
+    output = tmp_path_factory.mktemp("taught") / "sft"
+    tiny_run(ranks, "sft", tasks(0), output, ["job.iterations=12"])
+    (output / "data").symlink_to(tasks(0) / "data")
+    (output / "mixture").symlink_to(tasks(0) / "mixture")
+    return output
+
+
+def first_iteration(ranks, name: str, task, output, count: int, overrides: list[str]) -> dict[str, float]:
+    known = load_recipe(RECIPES / f"{name}.py").config.model_fields
+    if name == "distillation":
+        # Any other model can teach.
+        overrides = [*overrides, f"reference.path={task / 'mixture'}"]
+    sizes = [f"algorithm.{key}={value}" for key, value in SIZES.items() if key in known]
+    overrides = ["job.iterations=1", "job.save=false", *sizes, *overrides]
+    (line,) = tiny_run(ranks, name, task, output, overrides, count=count)
+    return {key: value for key, value in line.items() if not key.startswith(OTHER)}
+
+
+def compare(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=1e-4, abs=2e-6), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_and_micro_batches_change_nothing(ranks, task, tmp_path, name):
+    alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, [])
+    norms = [value for key, value in alone.items() if key.endswith("/grad_norm")]
+    assert norms and all(norm > 1e-3 for norm in norms)
+    compare(first_iteration(ranks, name, task, tmp_path / "two", 2, SMALL), alone)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "tp2-pp2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_change_nothing(ranks, task, tmp_path, name, layout):
+    alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, [])
+    # The reference too: a policy is compared with it, and where the two are equal a rounding would decide.
+    layouts = [f"{role}.layout={layout}" for role in (*TRAINED, "reference")]
+    compare(first_iteration(ranks, name, task, tmp_path / "cut", 4, [*layouts, *SMALL]), alone)

@@ -1,0 +1,89 @@
+"""A recipe on the task of recipes/tasks/letters.py, under the configuration that is shipped for it, on real ranks."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.rank_pool import RankPool, job_store
+from verl_mg.config import load_config
+from verl_mg.job.loop import METRICS, MODEL, run
+from verl_mg.job.recipe import load_recipe
+from verl_mg.job.world import World
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LETTERS = RECIPES / "configs" / "letters"
+TEACHER_OF = {"distillation": "sft"}
+ENDS = 3
+"""Of so many iterations, the first and the last ones, the mean is compared."""
+
+Metrics = list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a run must reach: the mean of the metric begins in the band `start`, and ends `margin` short of `end`."""
+
+    metric: str
+    start: tuple[float, float]
+    end: float
+    margin: float
+
+    def means(self, lines: Metrics) -> tuple[float, float]:
+        """Of the first and of the last iterations that have it."""
+        values = [line[self.metric] for line in lines if line.get(self.metric) is not None]
+        return sum(values[:ENDS]) / ENDS, sum(values[-ENDS:]) / ENDS
+
+    def check(self, lines: Metrics) -> None:
+        low, high = self.start
+        first, last = self.means(lines)
+        assert low <= first <= high, f"{self.metric} begins with {first:.3g}"
+        reached = last >= self.end - self.margin if self.end > high else last <= self.end + self.margin
+        assert reached, f"{self.metric} goes from {first:.3g} to {last:.3g}"
+
+
+def recipe_of(config: Path) -> Path:
+    """A configuration bears the name of its recipe, or has it as one of its words."""
+    recipes = {recipe.stem: recipe for recipe in RECIPES.glob("*.py")}
+    if config.stem in recipes:
+        return recipes[config.stem]
+    (recipe,) = [recipe for name, recipe in recipes.items() if name in config.stem.split("_")]
+    return recipe
+
+
+def tiny_run(
+    ranks: RankPool,
+    name: str,
+    task: Path,
+    output: Path,
+    overrides: Sequence[str] = (),
+    *,
+    count: int = 2,
+    recipe: Path | None = None,
+) -> Metrics:
+    """The lines of metrics.jsonl of a run of recipes/configs/letters/NAME.yaml on `count` ranks.
+
+    task: what `letters.make` has written, where a teacher is kept too; output: a folder that is not there; recipe: to
+    take in place of the one of that name.
+    """
+    config = LETTERS / f"{name}.yaml"
+    teacher = TEACHER_OF.get(name)
+    taught = not any(override.startswith("reference.path=") for override in overrides)
+    if teacher and taught and not (task / teacher / MODEL).exists():
+        tiny_run(ranks, teacher, task, task / teacher)
+    ranks.run(count, _job, recipe or recipe_of(config), placed(config.read_text(), task), output, overrides)
+    return [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
+
+
+def _job(recipe_file: Path, text: str, output: Path, overrides: Sequence[str]) -> None:
+    recipe, config = load_recipe(recipe_file), output.with_name(f"{output.name}-{dist.get_rank()}.yaml")
+    config.write_text(text)
+    tree = load_config(config, [f"job.output={output}", "job.console=false", *overrides], recipe.config)
+    run(recipe, tree, World(dist.get_rank(), dist.get_world_size(), job_store()))
+
+
+def placed(config: str, task: Path) -> str:
+    """The text of a configuration, for any working directory and with the task elsewhere."""
+    return config.replace("runs/letters/", f"{task}/").replace("recipes/tasks/", f"{RECIPES}/tasks/")
