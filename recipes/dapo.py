@@ -7,33 +7,24 @@ within the last `overlong_buffer` tokens, and with `overlong_filter` those cut a
 
 import torch
 from pydantic import Field, PositiveInt
-from torch import Tensor
 
-from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, scores, steered
+from recipes.pieces import clipping
+from recipes.pieces.clipping import policy_loss
+from recipes.pieces.penalties import scores, steered
 from recipes.pieces.sampling import judge, learn, roles, together
 from verl_mg.algorithms.advantages import group_relative, informative, soft_overlong_penalty
-from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
 
-class Config(sampling.Config):
+class Config(clipping.Config):
     group_size: int = Field(16, ge=2)
-    clip_low: float = Field(0.2, gt=0)
     clip_high: float = Field(0.28, gt=0)
     rounds: PositiveInt = 10
     overlong_buffer: int = Field(0, ge=0)
     overlong_filter: bool = False
-
-
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantages = tokens["old_logprobs"], tokens["advantages"]
-    loss = clipped_policy_loss(tokens.logprobs, old, advantages, tokens.mask, cfg.clip_low, cfg.clip_high)
-    return regularized(loss, tokens, cfg)
 
 
 def sample_informative(job: Job, cfg: Config) -> tuple[Batch, dict[str, float]]:

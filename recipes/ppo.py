@@ -11,11 +11,12 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, steered, token_scores
+from recipes.pieces import clipping, sampling
+from recipes.pieces.clipping import policy_loss
+from recipes.pieces.penalties import steered, token_scores
 from recipes.pieces.sampling import learn, sample
 from verl_mg.algorithms.advantages import gae, moments, whiten
-from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, value_loss
+from verl_mg.algorithms.losses import explained_variance, value_loss
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
 from verl_mg.megatron.microbatch import LossTokens
@@ -23,7 +24,7 @@ from verl_mg.megatron.microbatch import LossTokens
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
 
-class Config(sampling.Config):
+class Config(clipping.Config):
     group_size: int = Field(1, ge=1)
     kl_in: Literal["loss", "reward"] = "reward"
     kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k1"
@@ -31,19 +32,11 @@ class Config(sampling.Config):
     lam: float = Field(0.95, ge=0, le=1)
     critic_lam: float = Field(1.0, ge=0, le=1)
     critic_warmup: int = Field(0, ge=0)
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
     value_clip: float | None = Field(0.5, gt=0)
 
 
 def roles(cfg: Config) -> set[str]:
     return sampling.roles(cfg) | {"critic"}
-
-
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantages = tokens["old_logprobs"], tokens["advantages"]
-    loss = clipped_policy_loss(tokens.logprobs, old, advantages, tokens.mask, cfg.clip_low, cfg.clip_high)
-    return regularized(loss, tokens, cfg)
 
 
 def critic_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:

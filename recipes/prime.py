@@ -9,11 +9,12 @@ from functools import partial
 from pydantic import Field
 from torch import Tensor
 
-from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, scores, steered
+from recipes.pieces import clipping, sampling
+from recipes.pieces.clipping import policy_loss
+from recipes.pieces.penalties import scores, steered
 from recipes.pieces.sampling import learn, sample
 from verl_mg.algorithms.advantages import implicit_rewards, prime_advantages
-from verl_mg.algorithms.losses import clipped_policy_loss, prime_loss
+from verl_mg.algorithms.losses import prime_loss
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
 from verl_mg.megatron.microbatch import LossTokens
@@ -21,22 +22,14 @@ from verl_mg.megatron.microbatch import LossTokens
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
 
-class Config(sampling.Config):
+class Config(clipping.Config):
     group_size: int = Field(4, ge=2)
     beta: float = Field(0.05, gt=0)
     gamma: float = Field(1.0, gt=0, le=1)
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
 
 
 def roles(cfg: Config) -> set[str]:
     return sampling.roles(cfg) | {"process_reward", "reference"}
-
-
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantages = tokens["old_logprobs"], tokens["advantages"]
-    loss = clipped_policy_loss(tokens.logprobs, old, advantages, tokens.mask, cfg.clip_low, cfg.clip_high)
-    return regularized(loss, tokens, cfg)
 
 
 def outcome_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:

@@ -7,32 +7,22 @@ that is its advantage. Clipped as in PPO.
 from typing import Literal
 
 from pydantic import Field
-from torch import Tensor
 
-from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, steered, token_scores
+from recipes.pieces import clipping
+from recipes.pieces.clipping import policy_loss
+from recipes.pieces.penalties import steered, token_scores
 from recipes.pieces.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import moments, reinforce_plus_plus, whiten
-from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
 
-class Config(sampling.Config):
+class Config(clipping.Config):
     group_size: int = Field(1, ge=1)
     kl_in: Literal["loss", "reward"] = "reward"
     kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k1"
     gamma: float = Field(1.0, gt=0, le=1)
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
-
-
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantages = tokens["old_logprobs"], tokens["advantages"]
-    loss = clipped_policy_loss(tokens.logprobs, old, advantages, tokens.mask, cfg.clip_low, cfg.clip_high)
-    return regularized(loss, tokens, cfg)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:

@@ -8,21 +8,19 @@ from typing import Literal
 
 from pydantic import Field
 
-from recipes.pieces import sampling
+from recipes.pieces import clipping
+from recipes.pieces.clipping import policy_loss
 from recipes.pieces.penalties import scores, steered
 from recipes.pieces.sampling import learn, roles, sample
-from recipes.reinforce_plus_plus import policy_loss
 from verl_mg.algorithms.advantages import group_relative, moments, whiten
 from verl_mg.job.job import Job
 
 __all__ = ["Config", "iteration", "roles"]
 
 
-class Config(sampling.Config):
+class Config(clipping.Config):
     group_size: int = Field(8, ge=2)
     kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k2"
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:

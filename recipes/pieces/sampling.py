@@ -20,6 +20,7 @@ from recipes.pieces.penalties import KLConfig, Loss, steer
 from verl_mg.algorithms.correction import Correction, correct
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
+from verl_mg.job.observe import mismatch_metrics
 
 
 class Config(KLConfig):
@@ -77,4 +78,4 @@ def learn(
     steps: dict[str, Any] = {"minibatches": cfg.minibatches, "epochs": cfg.epochs, "max_length": length}
     metrics = job.actor.update(batch, partial(loss, cfg=cfg), aggregation, **steps)
     job.rollout.sync(job.actor)
-    return metrics | steer(job, cfg, batch)
+    return metrics | steer(job, cfg, batch) | mismatch_metrics([batch])

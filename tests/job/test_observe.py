@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch
-from verl_mg.job.observe import rollout_metrics
+from verl_mg.job.observe import mismatch_metrics, rollout_metrics
 
 ROWS = 11
 
@@ -62,7 +62,8 @@ def by_hand() -> dict[str, float]:
 
 def metrics(shares: list[list[list[int]]]) -> dict[str, float]:
     """shares[rank]: the rows of each of its batches."""
-    return rollout_metrics([rows().select(part) for part in shares[dist.get_rank()]])
+    batches = [rows().select(part) for part in shares[dist.get_rank()]]
+    return rollout_metrics(batches) | mismatch_metrics(batches)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,8 @@ def test_any_spread_over_ranks_gives_the_metrics_of_all_rows(ranks, shares):
 
 def without(shares: list[list[list[int]]], names: list[str]) -> dict[str, float]:
     batches = [rows().select(part) for part in shares[dist.get_rank()]]
-    return rollout_metrics([Batch(b.lengths, {n: b[n] for n in b.names() if n not in names}) for b in batches])
+    bare = [Batch(b.lengths, {n: b[n] for n in b.names() if n not in names}) for b in batches]
+    return rollout_metrics(bare) | mismatch_metrics(bare)
 
 
 def test_nothing_generated_nothing_judged_nothing_recomputed(ranks):

@@ -15,10 +15,7 @@ from verl_mg.roles.scorer import Scorer
 
 
 def rollout_metrics(batches: Sequence[Batch]) -> dict[str, float]:
-    """Means over all samples (or tokens) of all ranks; empty where nothing was generated.
-
-    `mismatch/` tells how far `old_logprobs` are from `rollout_logprobs`, see `mismatch.summarize`.
-    """
+    """Means over all samples of all ranks; empty where nothing was generated."""
     sums = sum_over_ranks([_sums(batch) for batch in batches])
     if not sums.get("samples"):
         return {}
@@ -36,7 +33,7 @@ def rollout_metrics(batches: Sequence[Batch]) -> dict[str, float]:
         if name.startswith("reward."):
             # A reward may lack a part: the mean is over those that have it.
             metrics[f"reward/{name.removeprefix('reward.')}"] = sums[name] / max(sums[f"count.{name}"], 1.0)
-    return metrics | _mismatch(batches)
+    return metrics
 
 
 def _sums(batch: Batch) -> dict[str, Tensor]:
@@ -54,7 +51,8 @@ def _sums(batch: Batch) -> dict[str, Tensor]:
     return sums
 
 
-def _mismatch(batches: Sequence[Batch]) -> dict[str, float]:
+def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
+    """How far `old_logprobs` are from `rollout_logprobs` over all ranks, see `mismatch.summarize`."""
     parts = [
         mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
         for batch in batches
