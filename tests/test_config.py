@@ -68,6 +68,7 @@ def test_the_dump_reads_back_equal(tmp_path, grpo):
         (["rollout.temperature=-1"], "'rollout.temperature' is -1: .*greater than or equal to 0"),
         (["job.iterations=many"], "'job.iterations' is 'many'"),
         (["model={}"], "'model.path' is missing"),
+        (["evaluation.samples=4"], "'evaluation.temperature' is 0.0: greedy samples are copies; write a temperature"),
         (["novalue"], "override 'novalue': write section.key=value"),
         (["job.seed.deep.er=1", "job.seed=1", "job.seed.x=2"], "'seed' is a value, not a section"),
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.decay_steps=9"], "must be larger than warmup_steps"),

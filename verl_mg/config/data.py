@@ -135,7 +135,7 @@ class EvaluationConfig(Section):
     every: int = Field(0, ge=0)
     prompts: PositiveInt = 256
     samples: PositiveInt = 1
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(0.0, ge=0, validate_default=True)
     passed: float = 1.0
 
     @field_validator("temperature")
