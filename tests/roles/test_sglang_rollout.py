@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.rank_pool import job_store
 from tests.traces import needs_sglang
-from verl_mg.config import load_config
+from verl_mg.config import LoraConfig, load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import Recipe, load_recipe
+from verl_mg.layout import Layout
 from verl_mg.tiny import make_tiny_model
 
 pytestmark = needs_sglang
@@ -64,20 +65,24 @@ def sglang_job(folder: Path, *overrides: str) -> tuple[Job, Recipe]:
 
 
 def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
-    """Under each layout: three iterations, and after each a checkpoint and SGLang's greedy answers."""
+    """Under each layout, then of adapters: some iterations, and after each a checkpoint and SGLang's greedy answers."""
     told = []
     job, recipe = sglang_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2", *overrides)
-    for layout in LAYOUTS:
-        if layout != LAYOUTS[0]:
+    actor = job.config.actor
+    sections = {layout: actor.model_copy(update={"layout": layout}) for layout in LAYOUTS}
+    sections["tp2-lora"] = actor.model_copy(update={"layout": "tp2", "lora": LoraConfig(rank=4, alpha=8)})
+    for name, section in sections.items():
+        if name != LAYOUTS[0]:
             # The same engine, fed by another actor.
-            job.config = job.config.model_copy(
-                update={"actor": job.config.actor.model_copy(update={"layout": layout})}
-            )
-            claim, job.actor = job.actor.claim, job.build_actor()
+            claim, job.actor = job.actor.claim, job.build_actor(section)
             job.actor.claim = claim
             job.rollout.sync(job.actor)
+            assert (str(job.actor.network.layout), bool(job.actor.network.adapted)) == (
+                str(Layout.parse(section.layout).fit(2)),
+                name == "tp2-lora",
+            )
         for update in range(UPDATES):
-            told.append(trained_once(job, recipe, folder, f"{layout}-{update}"))
+            told.append(trained_once(job, recipe, folder, f"{name}-{update}"))
     return told
 
 
