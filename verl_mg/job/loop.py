@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from verl_mg.job.trace import SampleTrace
 from verl_mg.job.trackers import ConsoleTracker, EvaluationTable, JsonlTracker, TensorBoardTracker, Tracker
 from verl_mg.job.world import World
 
+log = logging.getLogger(__name__)
+
 METRICS, CURVE, MODEL, EVALUATIONS = "metrics.jsonl", "reward_curve.png", "model", "evaluation.md"
 
 
@@ -26,6 +29,7 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
     output = config.job.output
     if world.rank == 0:
         _open_folder(output, config)
+        _tell_what_was_left_out(job)
     dist.barrier()  # the other ranks write nothing until the folder is known to be free
     trackers = _trackers(recipe, config) if world.rank == 0 else []
     trace = SampleTrace(output / "samples", world.rank) if hasattr(job, "rollout") else None
@@ -74,6 +78,13 @@ def _open_folder(output: Path, config: Config) -> None:
         (output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{output}: job.output cannot be written ({error.strerror})") from None
+
+
+def _tell_what_was_left_out(job: Job) -> None:
+    for which, prompts in (("train", job.prompts), ("test", job.test_prompts)):
+        if prompts is not None and prompts.dropped:
+            limit = job.config.data.max_prompt_tokens
+            log.warning("data.%s: %d prompts of more than %d tokens are left out", which, prompts.dropped, limit)
 
 
 def _trackers(recipe: Recipe, config: Config) -> list[Tracker]:

@@ -19,10 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class Guard:
-    """The rules of `GuardConfig`. Metrics: `skipped` and, where it can happen, `rolled_back`, 1 where it did."""
+    """The rules of `GuardConfig`. Metrics: `skipped` and, where it can happen, `rolled_back`, 1 where it did.
 
-    def __init__(self, config: GuardConfig, name: str) -> None:
-        self._config, self._name = config, name
+    name: of the role, for messages. tells: whether this is the rank that writes them.
+    """
+
+    def __init__(self, config: GuardConfig, name: str, tells: bool = True) -> None:
+        self._config, self._name, self._tells = config, name, tells
         self._bad_in_a_row = 0
 
     @property
@@ -66,4 +69,5 @@ class Guard:
         return told["approx_kl"] > self._config.max_kl
 
     def _tell(self, what: str) -> None:
-        log.warning("%s: %s", self._name, what)
+        if self._tells:
+            log.warning("%s: %s", self._name, what)

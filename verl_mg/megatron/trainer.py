@@ -37,7 +37,7 @@ class Trainer:
     ) -> None:
         check_schedule(config, name)
         self.network, self._config = network, config
-        self._guard = Guard(guard or GuardConfig(), name)
+        self._guard = Guard(guard or GuardConfig(), name, tells=torch.distributed.get_rank() == 0)
         if network.present:
             self._build(network, config)
             self._last_good = Snapshot(network, self.optimizer) if self._guard.rolls_back else None
