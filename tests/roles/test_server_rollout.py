@@ -299,7 +299,7 @@ def test_an_abort_that_overtakes_its_requests_cuts_them(engine):
 
 
 def test_a_late_request_is_cut_alone(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_request_timeout", 0.2)
+    monkeypatch.setattr(engine, "_request_timeout", 0.02)
     engine.submit([Request(1, (6, 7), 1)], LONG)
     monkeypatch.setattr(engine, "_request_timeout", 100.0)
     engine.submit([Request(2, (6, 7), 1)], LONG)
