@@ -5,33 +5,25 @@ reward takes no part; it tells how well the student does. `reference.path` is th
 """
 
 from pydantic import Field
-from torch import Tensor
 
+from recipes import cispo
+from recipes.cispo import policy_loss
 from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, steered
+from recipes.pieces.penalties import steered
 from recipes.pieces.sampling import learn, sample
 from verl_mg.algorithms.advantages import distillation_advantages
-from verl_mg.algorithms.losses import cispo_loss
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
 
-class Config(sampling.Config):
+class Config(cispo.Config):
     group_size: int = Field(1, ge=1)
-    clip_low: float = Field(1.0, gt=0, le=1)
     clip_high: float = Field(4.0, gt=0)
 
 
 def roles(cfg: Config) -> set[str]:
     return sampling.roles(cfg) | {"reference"}
-
-
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantages = tokens["old_logprobs"], tokens["advantages"]
-    loss = cispo_loss(tokens.logprobs, old, advantages, tokens.mask, cfg.clip_low, cfg.clip_high)
-    return regularized(loss, tokens, cfg)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:

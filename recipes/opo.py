@@ -4,26 +4,13 @@ One exact on-policy update an iteration, neither clip nor KL, against the baseli
 reward of the group with responses weighed by their length.
 """
 
-from pydantic import Field
-from torch import Tensor
-
-from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, scores, steered
+from recipes.gpg import Config, policy_loss
+from recipes.pieces.penalties import scores, steered
 from recipes.pieces.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import opo
-from verl_mg.algorithms.losses import gpg_loss
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
-
-
-class Config(sampling.Config):
-    group_size: int = Field(8, ge=2)
-
-
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    return regularized(gpg_loss(tokens.logprobs, tokens["advantages"], tokens.mask), tokens, cfg)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:

@@ -343,7 +343,7 @@ def test_kl_cov(verl: ModuleType) -> None:
     theirs = cov_loss(verl, "kl_cov", t, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
     mask, found = t["mask"].flatten(), our_covariances(t)
     count = losses.share_count(int(mask.sum()), 0.2)
-    chosen = losses.tokens_at_least(found, mask, losses.largest(found, mask, count)[-1].item())
+    chosen = losses.tokens_at_least(found, mask, found[mask].topk(count).values[-1].item())
     given = (t[name].flatten() for name in ("logprobs", "old", "token_advantages"))
     loss, _ = losses.kl_cov_loss(*given, mask, chosen, 0.7)
     same(aggregate(loss, mask, IDS, "token-mean", float(mask.sum())), theirs)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.rank_pool import job_store
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
-from verl_mg.job.evaluation import Tries, _metrics
+from verl_mg.job.evaluation import Tries, metrics_of
 from verl_mg.job.job import Job
 from verl_mg.job.loop import run
 from verl_mg.job.recipe import load_recipe, wanted_roles
@@ -104,7 +104,7 @@ def test_a_vote_counts_answers_and_a_pass_counts_rewards():
         Tries("", [1.0, 0.0, 0.0, 1.0], ["7", "8", "8", "7"]),
         Tries("", [0.0, 0.5, 0.0, 0.0], [None, "3", None, None]),
     ]
-    metrics = _metrics(tries, "", passed=1.0)
+    metrics = metrics_of(tries, "", passed=1.0)
     assert metrics["reward"] == metrics["avg@4"] == pytest.approx(2.5 / 8)
     assert metrics["pass@1"] == pytest.approx(0.25)
     # Two of the first problem's four are right: both of two tries are wrong in 1 of 6 draws.
@@ -112,7 +112,7 @@ def test_a_vote_counts_answers_and_a_pass_counts_rewards():
     # Of equal votes the first answer wins: right, and the only one.
     assert metrics["maj@4"] == pytest.approx((1.0 + 0.5) / 2)
     assert "maj@1" not in metrics
-    assert list(_metrics([Tries("", [0.25], [None])], "eval/", 1.0)) == ["eval/reward"]
+    assert list(metrics_of([Tries("", [0.25], [None])], "eval/", 1.0)) == ["eval/reward"]
 
 
 def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, float]]:

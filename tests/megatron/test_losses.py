@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.megatron.training import Parts, _assembled, _gradients
+from tests.megatron.training import Parts, assembled, gradients_here
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.algorithms import losses
 from verl_mg.algorithms.losses import Metrics
@@ -125,7 +125,7 @@ def gradients_of_all(model: Path, layout: str, budget: int, turned: bool) -> dic
         seen: list[Parts] = []
 
         def look(network: Network, seen: list[Parts]) -> tuple[bool, float, int]:
-            seen.append(_gradients(network))
+            seen.append(gradients_here(network))
             return True, 0.0, 0
 
         role.trainer.optimizer.step = partial(look, role.network, seen)
@@ -146,7 +146,7 @@ def test_there_is_no_loss_without_a_test() -> None:
 def alone(ranks, model: Path) -> dict[str, tuple[dict[str, float], dict[str, Tensor]]]:
     """All rows in one micro-batch of one rank."""
     (result,) = ranks.run(1, gradients_of_all, model, "tp1", 4096, False)
-    return {name: (metrics, _assembled(parts)) for name, (metrics, parts) in result.items()}
+    return {name: (metrics, assembled(parts)) for name, (metrics, parts) in result.items()}
 
 
 @pytest.mark.parametrize(("layout", "count", "budget"), SPLITS)

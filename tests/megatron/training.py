@@ -80,7 +80,7 @@ def train(model: Path, layout: str, rows: Batch, recompute: bool = False) -> Tra
     step = trainer.optimizer.step
 
     def seen() -> tuple[bool, float, int]:
-        gradients.extend([] if gradients else _gradients(network))
+        gradients.extend([] if gradients else gradients_here(network))
         return step()
 
     trainer.optimizer.step = seen
@@ -110,7 +110,7 @@ def _outputs(network: Network, micro_batches: list[Batch], share: list[list[int]
     return found
 
 
-def _gradients(network: Network) -> Parts:
+def gradients_here(network: Network) -> Parts:
     """Whole, as the optimizer will take them: the distributed one has left each rank a shard of every buffer."""
     for model in network.runnable:
         for bucket_group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
@@ -170,10 +170,10 @@ def _as_checkpoint(net: torch.nn.Module, values: Callable[[Tensor], Tensor], fol
 def one_rank(trained: Trained) -> Expected:
     """What a single rank saw, as the measure of many."""
     outputs = [trained.outputs[row] for row in sorted(trained.outputs)]
-    return Expected(outputs, _assembled(trained.gradients), _assembled(trained.weights), trained.norms)
+    return Expected(outputs, assembled(trained.gradients), assembled(trained.weights), trained.norms)
 
 
-def _assembled(parts: Parts) -> dict[str, Tensor]:
+def assembled(parts: Parts) -> dict[str, Tensor]:
     sizes: dict[str, list[int]] = {}
     for name, box, _ in parts:
         known = sizes.get(name, [0] * len(box))

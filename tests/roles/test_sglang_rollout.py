@@ -12,6 +12,7 @@ from tests.rank_pool import job_store
 from tests.traces import needs_sglang
 from verl_mg.config import LoraConfig, load_config
 from verl_mg.job.job import Job
+from verl_mg.job.networks import Networks
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.layout import Layout
 from verl_mg.tiny import make_tiny_model
@@ -74,7 +75,8 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
     for name, section in sections.items():
         if name != LAYOUTS[0]:
             # The same engine, fed by another actor.
-            claim, job.actor = job.actor.claim, job.build_actor(section)
+            other = Networks(job.config.model_copy(update={"actor": section}), 2)
+            claim, job.actor = job.actor.claim, other.build("actor")
             job.actor.claim = claim
             job.rollout.sync(job.actor)
             assert (str(job.actor.network.layout), bool(job.actor.network.adapted)) == (

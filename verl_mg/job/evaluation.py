@@ -35,10 +35,10 @@ def evaluate(rollout: Rollout, prompts: Prompts, config: EvaluationConfig) -> di
     sources = {prompt.id: prompt.source for prompt in chosen}
     batch = rollout.aside(chosen, config.samples, config.temperature)
     tries = _tries(batch, sources)
-    metrics = _metrics(tries, "eval/", config.passed)
+    metrics = metrics_of(tries, "eval/", config.passed)
     names = sorted(set(sources.values()))
     for name in names if len(names) > 1 else ():
-        metrics |= _metrics([one for one in tries if one.source == name], f"eval/{name}/", config.passed)
+        metrics |= metrics_of([one for one in tries if one.source == name], f"eval/{name}/", config.passed)
     return metrics
 
 
@@ -53,7 +53,8 @@ def _tries(batch: Batch, sources: dict[int, str]) -> list[Tries]:
     return list(found.values())
 
 
-def _metrics(tries: Sequence[Tries], prefix: str, passed: float) -> dict[str, float]:
+def metrics_of(tries: Sequence[Tries], prefix: str, passed: float) -> dict[str, float]:
+    """See `evaluate`; a reward of `passed` or more passes."""
     rewards = torch.tensor([one.rewards for one in tries], dtype=torch.float64)
     metrics = {f"{prefix}reward": float(rewards.mean())}
     answers = [one.answers for one in tries]

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 from transformers import AutoTokenizer
 
 from verl_mg.batch import Batch
-from verl_mg.config import ActorConfig, Config
+from verl_mg.config import Config
 from verl_mg.data import Curriculum, Prompt, Prompts, demonstrations_batch, pairs_batch, read_prompts
 from verl_mg.errors import UserError
 from verl_mg.job.engines import build_fleet, check_engines, training_ranks
@@ -80,11 +80,6 @@ class Job:
         if "rollout" in roles:
             self.rollout = self._build_rollout()
             self.rollout.sync(self.actor)
-
-    def build_actor(self, section: ActorConfig) -> Actor:
-        """Another policy, with the weights of the model's directory."""
-        actor: Actor = self._networks.build("actor", section)
-        return actor
 
     @property
     def trained(self) -> dict[str, Trained]:

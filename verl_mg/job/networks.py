@@ -54,9 +54,9 @@ class Networks:
             except UserError as error:
                 raise UserError(f"{role}.{error}") from None
 
-    def build(self, role: str, section: TrainedConfig | ReferenceConfig | None = None) -> Any:
-        """The role, with the weights of its model's directory; `section`: in place of the configuration's."""
-        section = section or self._section(role)
+    def build(self, role: str) -> Any:
+        """The role, with the weights of its model's directory."""
+        section = self._section(role)
         options: dict[str, Any] = {}
         if isinstance(section, TrainedConfig):
             options = {

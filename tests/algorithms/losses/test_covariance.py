@@ -12,7 +12,6 @@ from verl_mg.algorithms.losses import (
     clipped_policy_loss,
     covariances,
     kl_cov_loss,
-    largest,
     priorities,
     share_count,
     tokens_at_least,
@@ -43,15 +42,11 @@ def test_covariances_against_a_loop() -> None:
     assert found.sum().item() == pytest.approx(3 * statistics.covariance(*zip(*kept, strict=True)), rel=1e-12)
 
 
-def test_the_largest_of_all_parts() -> None:
+def test_the_tokens_from_the_kth_largest_on() -> None:
     values = torch.randn(40, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(40) % 3 != 0
     expected = sorted(values[mask].tolist(), reverse=True)[:7]
-    parts = [largest(values[part], mask[part], 7) for part in (slice(0, 4), slice(4, 30), slice(30, 40))]
-    together = torch.cat(parts)
-    best = largest(together, torch.ones_like(together, dtype=torch.bool), 7)
-    assert best.tolist() == expected
-    chosen = tokens_at_least(values, mask, best[-1].item())
+    chosen = tokens_at_least(values, mask, expected[-1])
     assert sorted(values[chosen].tolist(), reverse=True) == expected and not chosen[~mask].any()
 
 

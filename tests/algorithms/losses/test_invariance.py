@@ -21,7 +21,7 @@ ROWS, MAX_LENGTH = 12, 10
 PAIRS = [[row, row + ROWS // 2] for row in range(ROWS // 2)]  # the chosen row and the rejected
 SINGLES = [[row] for row in range(ROWS)]
 HELPERS = {
-    *("covariances", "largest", "priorities", "share_count", "tokens_at_least", "tokens_between"),
+    *("covariances", "priorities", "share_count", "tokens_at_least", "tokens_between"),
     "explained_variance",
 }
 
@@ -65,8 +65,8 @@ def select_globally(
 ) -> list[Tensor]:
     """Tokens of the highest values over all parts, as ranks do it: each gives its largest, all cut at the same one."""
     count = losses.share_count(sum(int(part["masked_but_3"].sum()) for part in parts), fraction)
-    best = torch.cat([losses.largest(value, where, count) for value, where in zip(values, allowed, strict=True)])
-    threshold = losses.largest(best, torch.ones_like(best, dtype=torch.bool), count)[-1].item()
+    best = torch.cat([value[where] for value, where in zip(values, allowed, strict=True)])
+    threshold = best.topk(min(count, len(best))).values[-1].item()
     return [losses.tokens_at_least(*pair, threshold) for pair in zip(values, allowed, strict=True)]
 
 

@@ -6,7 +6,7 @@ of the update, so it is settled before, on the batch of a recipe, and given to t
     means        moments(logprobs, mask), moments(advantages, mask) of `advantages.whitening`, added over ranks
     covariance   covariances(...) of each token
     how many     k = share_count(tokens of all ranks, fraction)
-    KL-Cov       threshold: the k-th of largest(covariance, mask, k) of all ranks; tokens_at_least(covariance, ...)
+    KL-Cov       threshold: the k-th largest covariance of all ranks; tokens_at_least(covariance, mask, threshold)
     Clip-Cov     candidates: tokens_between(covariance, mask, low, high); then as KL-Cov with `priorities` in place of
                  covariances and the candidates in place of the mask
 
@@ -51,15 +51,6 @@ def share_count(tokens: int, fraction: float) -> int:
     if not 0 < fraction <= 1:
         raise UserError(f"a fraction of {fraction} of the tokens: write a number above 0, up to 1, as in 0.0002")
     return max(1, int(tokens * fraction))
-
-
-def largest(values: Tensor, mask: Tensor, count: int) -> Tensor:
-    """The `count` largest masked values, or all there are: (at most count,), falling.
-
-    Those of all ranks together hold the largest of all: the last of `largest` of them, the threshold.
-    """
-    kept = values[mask]
-    return kept.topk(min(count, len(kept))).values
 
 
 def tokens_at_least(values: Tensor, mask: Tensor, threshold: float) -> Tensor:
