@@ -269,11 +269,11 @@ def requests(count: int) -> list[Request]:
     return [Request(10 + i, (6 + i % 8, 7, 9), i) for i in range(count)]
 
 
-def all_of(engine: ServerEngine, count: int, seconds: float = 100.0) -> list[Sample]:
+def all_of(engine: ServerEngine, count: int, seconds: float = 100.0, wait: float = 0.5) -> list[Sample]:
     samples: list[Sample] = []
     until = time.monotonic() + seconds
     while len(samples) < count and time.monotonic() < until:
-        samples += engine.collect(0.5)
+        samples += engine.collect(wait)
     assert len(samples) == count
     return sorted(samples, key=lambda sample: sample.id)
 
@@ -303,7 +303,8 @@ def test_a_late_request_is_cut_alone(engine, monkeypatch):
     engine.submit([Request(1, (6, 7), 1)], LONG)
     monkeypatch.setattr(engine, "_request_timeout", 100.0)
     engine.submit([Request(2, (6, 7), 1)], LONG)
-    late, other = all_of(engine, 2)
+    # Who is late is looked for after each wait, and a fast server is done within half a second.
+    late, other = all_of(engine, 2, wait=0.01)
     assert late.finish == "timeout" and len(late.tokens) < 58
     assert other.finish == "length" and len(other.tokens) == 58
 
