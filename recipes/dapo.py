@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from recipes.pieces import clipping
 from recipes.pieces.clipping import policy_loss
 from recipes.pieces.penalties import scores, steered
-from recipes.pieces.sampling import judge, learn, roles, together
+from recipes.pieces.sampling import draw, judge, learn, roles, together
 from verl_mg.algorithms.advantages import group_relative, informative, soft_overlong_penalty
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
@@ -32,9 +32,7 @@ def sample_informative(job: Job, cfg: Config) -> tuple[Batch, dict[str, float]]:
     kept: list[Batch] = []
     groups = torch.empty(0)
     while len(groups) < cfg.prompts_per_iteration and len(kept) < cfg.rounds:
-        prompts = job.prompts.take(cfg.prompts_per_iteration + cfg.oversampling - job.rollout.unfinished)
-        batch = job.rollout.generate(prompts, samples=cfg.group_size, keep=cfg.prompts_per_iteration)
-        batch["reward"] = job.reward(batch)
+        batch = draw(job, cfg)
         kept.append(batch.select(informative(batch["reward"], batch["group"])))
         groups = job.column(together(kept), "group").unique()
     batch = together(kept)

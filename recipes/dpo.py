@@ -4,6 +4,7 @@ Of two answers the policy is to find the preferred one likelier than the referen
 no reward model, no sampling. `kind` "ipo" is IPO (arXiv:2310.12036), "hinge" RSO's loss (arXiv:2309.06657).
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal
 
@@ -32,7 +33,7 @@ def preference_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, 
     return dpo_loss(tokens.logprobs, *columns, cfg.beta, cfg.label_smoothing, cfg.kind)
 
 
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
+def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
     batch = job.preferences(job.prompts.take(cfg.pairs_per_iteration))
     batch["ref_logprobs"] = job.reference.logprobs(batch)
     return job.actor.update(batch, partial(preference_loss, cfg=cfg), "seq-mean-token-mean")

@@ -11,8 +11,8 @@ from pydantic import Field, PositiveInt
 
 from recipes import ppo
 from recipes.pieces.penalties import steered
-from recipes.pieces.sampling import learn, sample, together
-from recipes.ppo import add_advantages, policy_loss, roles, update_critic
+from recipes.pieces.sampling import sample, together
+from recipes.ppo import add_advantages, learn_both, policy_loss, roles
 from verl_mg.algorithms.advantages import select
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
@@ -52,7 +52,4 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     pool = replayed(job, fresh, cfg)
     batch = drawn(job, pool, int(job.total(torch.tensor(len(fresh)))), cfg)
     add_advantages(job, batch, cfg, cfg.lam)
-    metrics = update_critic(job, batch, cfg)
-    if job.iteration > cfg.critic_warmup:
-        metrics |= learn(job, cfg, batch, policy_loss)
-    return metrics
+    return learn_both(job, cfg, batch, policy_loss)

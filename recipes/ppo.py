@@ -5,6 +5,7 @@ is the policy's, `critic_lam` the critic's own: with both at 1 it is Monte Carlo
 (VC-PPO, arXiv:2503.01491). In the first `critic_warmup` iterations the critic learns alone.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from recipes.pieces import clipping, sampling
 from recipes.pieces.clipping import policy_loss
-from recipes.pieces.penalties import steered, token_scores
+from recipes.pieces.penalties import Loss, steered, token_scores
 from recipes.pieces.sampling import learn, sample
 from verl_mg.algorithms.advantages import gae, moments, whiten
 from verl_mg.algorithms.losses import explained_variance, value_loss
@@ -54,18 +55,17 @@ def add_advantages(job: Job, batch: Batch, cfg: Config, lam: float | Tensor) -> 
     batch["returns"] = batch.flat(returns)
 
 
-def update_critic(job: Job, batch: Batch, cfg: Config) -> dict[str, float]:
+def learn_both(job: Job, cfg: Config, batch: Batch, loss: Callable[..., Loss]) -> dict[str, float]:
+    """Critic and, after the warm-up, policy; on ranks of their own at the same time."""
     steps = {"minibatches": cfg.minibatches, "epochs": cfg.epochs}
-    metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
-    means = {name.removeprefix("critic/"): value for name, value in metrics.items()}
-    return metrics | {"critic/explained_variance": explained_variance(means)}
+    of_critic = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
+    of_actor = learn(job, cfg, batch, loss) if job.iteration > cfg.critic_warmup else {}
+    means = {name.removeprefix("critic/"): value for name, value in of_critic.items()}
+    return of_critic | {"critic/explained_variance": explained_variance(means)} | of_actor
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
     add_advantages(job, batch, cfg, cfg.lam)
-    metrics = update_critic(job, batch, cfg)
-    if job.iteration > cfg.critic_warmup:
-        metrics |= learn(job, cfg, batch, policy_loss)
-    return metrics
+    return learn_both(job, cfg, batch, policy_loss)

@@ -4,6 +4,8 @@ A score at the last token of prompt and answer, higher for the answer that peopl
 classifier that `transformers` and verl_mg.rewards.classifier read.
 """
 
+from collections.abc import Mapping
+
 from pydantic import PositiveInt
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def ranking_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
     return bradley_terry_loss(tokens.values, tokens.mask, tokens["pair"], tokens["chosen"])
 
 
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
+def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
     batch = job.preferences(job.prompts.take(cfg.pairs_per_iteration))
     batch["loss_mask"] = batch.last
     return job.reward_model.update(batch, ranking_loss, "seq-mean-token-mean")

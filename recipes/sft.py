@@ -1,5 +1,7 @@
 """Supervised fine-tuning: raise the log-probability of given answers, each token weighing the same."""
 
+from collections.abc import Mapping
+
 from pydantic import PositiveInt
 from torch import Tensor
 
@@ -21,6 +23,6 @@ def imitation_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
     return sft_loss(tokens.logprobs, tokens.mask)
 
 
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
+def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
     batch = job.demonstrations(job.prompts.take(cfg.examples_per_iteration))
     return job.actor.update(batch, imitation_loss, "token-mean")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from recipes import ppo
 from recipes.pieces.penalties import steered
-from recipes.pieces.sampling import learn, sample
-from recipes.ppo import add_advantages, roles, update_critic
+from recipes.pieces.sampling import sample
+from recipes.ppo import add_advantages, learn_both, roles
 from verl_mg.algorithms.advantages import length_adaptive_lambda
 from verl_mg.algorithms.losses import imitation_loss
 from verl_mg.batch import Batch
@@ -49,7 +49,4 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     lengths = batch.padded("loss_mask")[0].sum(1)
     add_advantages(job, batch, cfg, length_adaptive_lambda(lengths, cfg.lam_alpha))
     add_right_tokens(job, batch)
-    metrics = update_critic(job, batch, cfg)
-    if job.iteration > cfg.critic_warmup:
-        metrics |= learn(job, cfg, batch, policy_loss)
-    return metrics
+    return learn_both(job, cfg, batch, policy_loss)

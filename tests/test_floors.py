@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 FLOORS = {
-    **dict.fromkeys(("layout", "batch", "config", "errors", "platform"), 0),
+    **dict.fromkeys(("layout", "batch", "clock", "config", "errors", "platform"), 0),
     **dict.fromkeys(("weights", "named", "sandbox"), 1),
     **dict.fromkeys(("reshard", "algorithms", "rewards", "data", "tiny"), 2),
     **dict.fromkeys(("megatron", "rollout", "paper"), 3),

@@ -191,6 +191,14 @@ class Batch:
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         return torch.repeat_interleave(starts, lengths) + within
 
+    def only(self, names: Iterable[str]) -> Batch:
+        """The same rows with those of the named columns that are there."""
+        rows = Batch(self.lengths)
+        for name in names:
+            if name in self:
+                rows.put(name, self[name], self._kinds[name])
+        return rows
+
     def repeat(self, times: int) -> Batch:
         """Each row `times` times, copies side by side."""
         return self.select(torch.arange(len(self)).repeat_interleave(times))

@@ -6,8 +6,10 @@
     return learn(job, cfg, batch, policy_loss)    updates of the policy, and its weights to the engines
 
 `oversampling` prompts more are asked than kept: the slowest are cut, and go on in the next iteration with
-`rollout.partial=true`. The reference judges only where the KL penalty has a weight, see `penalties`. `correction`
-weighs the tokens that rollout engine and trainer judge differently, see verl_mg/algorithms/correction.py.
+`rollout.partial=true`. With `one_step_off` engines on ranks of their own draw the next iteration's samples while this
+one trains, from weights that are one iteration old: `rollout/staleness` tells. With `reward_model` the reward is what
+the model of that section says. The reference judges only where the KL penalty has a weight, see `penalties`.
+`correction` weighs the tokens that rollout engine and trainer judge differently, see verl_mg/algorithms/correction.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +29,8 @@ class Config(KLConfig):
     prompts_per_iteration: PositiveInt = 64
     group_size: PositiveInt = 8
     oversampling: int = Field(0, ge=0)
+    one_step_off: bool = False
+    reward_model: bool = False
     minibatches: PositiveInt = 1
     epochs: PositiveInt = 1
     correction: Literal["none", Correction] = "none"
@@ -35,22 +39,35 @@ class Config(KLConfig):
 
 
 def roles(cfg: Config) -> set[str]:
-    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl_coefficient else set())
+    asked = {"reference"} if cfg.kl_coefficient else set()
+    return asked | {"actor", "rollout", "reward"} | ({"frozen_reward_model"} if cfg.reward_model else set())
 
 
 def sample(job: Job, cfg: Config) -> Batch:
+    return judge(job, cfg, draw(job, cfg))
+
+
+def draw(job: Job, cfg: Config) -> Batch:
+    if not (cfg.one_step_off and job.rollout.drawing):
+        begin(job, cfg)
+    batch = job.rollout.finish()
+    if cfg.one_step_off and job.iteration < job.config.job.iterations:
+        begin(job, cfg)
+    batch["reward"] = job.frozen_reward_model.scores(batch) if cfg.reward_model else job.reward(batch)
+    return batch
+
+
+def begin(job: Job, cfg: Config) -> None:
     prompts = job.prompts.take(cfg.prompts_per_iteration + cfg.oversampling - job.rollout.unfinished)
-    batch = job.rollout.generate(prompts, samples=cfg.group_size, keep=cfg.prompts_per_iteration)
-    batch["reward"] = job.reward(batch)
-    return judge(job, cfg, batch)
+    job.rollout.begin(prompts, samples=cfg.group_size, keep=cfg.prompts_per_iteration, ahead=cfg.one_step_off)
 
 
 def judge(job: Job, cfg: Config, batch: Batch) -> Batch:
     batch["old_logprobs"] = job.actor.logprobs(batch)
-    if cfg.correction != "none":
-        add_correction(batch, cfg)
     if cfg.kl_coefficient:
         batch["ref_logprobs"] = job.reference.logprobs(batch)
+    if cfg.correction != "none":
+        add_correction(batch, cfg)
     return batch
 
 

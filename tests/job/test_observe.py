@@ -10,7 +10,7 @@ import torch.distributed as dist
 from verl_mg.batch import Batch
 from verl_mg.job.observe import mismatch_metrics, rollout_metrics
 
-ROWS = 11
+ROWS, VERSION = 11, 6
 
 
 def rows() -> Batch:
@@ -26,18 +26,21 @@ def rows() -> Batch:
     noise = torch.where(batch["loss_mask"], torch.randn(total, generator=generator) * 0.3, 0)
     batch["rollout_logprobs"], batch["old_logprobs"] = rollout, rollout + noise
     batch["reward"] = torch.randn(ROWS, generator=generator)
+    versions = torch.randint(2, VERSION + 1, (total,), generator=generator)
+    batch["versions"] = torch.where(batch["loss_mask"], versions, -1)
     batch["truncated"] = torch.rand(ROWS, generator=generator) < 0.5
     return batch
 
 
 def by_hand() -> dict[str, float]:
     batch = rows()
-    old, rollout, lengths = [], [], []
+    old, rollout, lengths, ages = [], [], [], []
     for row in range(ROWS):
         own = [i for i, judged in enumerate(batch.row("loss_mask", row).tolist()) if judged]
         old += [batch.row("old_logprobs", row).tolist()[i] for i in own]
         rollout += [batch.row("rollout_logprobs", row).tolist()[i] for i in own]
         lengths.append(len(own))
+        ages += [VERSION - batch.row("versions", row).tolist()[i] for i in own]
     differences = [a - b for a, b in zip(old, rollout, strict=True)]
     ratios = [math.exp(d) for d in differences]
     rewards = batch["reward"].tolist()
@@ -45,6 +48,7 @@ def by_hand() -> dict[str, float]:
         "response/length": fmean(lengths),
         "response/truncated": fmean(batch["truncated"].tolist()),
         "response/samples": ROWS,
+        "rollout/staleness": fmean(ages),
         "reward/mean": fmean(rewards),
         "reward/std": math.sqrt(fmean((r - fmean(rewards)) ** 2 for r in rewards)),
         "mismatch/mean_abs": fmean(abs(d) for d in differences),
@@ -63,7 +67,7 @@ def by_hand() -> dict[str, float]:
 def metrics(shares: list[list[list[int]]]) -> dict[str, float]:
     """shares[rank]: the rows of each of its batches."""
     batches = [rows().select(part) for part in shares[dist.get_rank()]]
-    return rollout_metrics(batches) | mismatch_metrics(batches)
+    return rollout_metrics(batches, VERSION) | mismatch_metrics(batches)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_any_spread_over_ranks_gives_the_metrics_of_all_rows(ranks, shares):
 def without(shares: list[list[list[int]]], names: list[str]) -> dict[str, float]:
     batches = [rows().select(part) for part in shares[dist.get_rank()]]
     bare = [Batch(b.lengths, {n: b[n] for n in b.names() if n not in names}) for b in batches]
-    return rollout_metrics(bare) | mismatch_metrics(bare)
+    return rollout_metrics(bare, VERSION) | mismatch_metrics(bare)
 
 
 def test_nothing_generated_nothing_judged_nothing_recomputed(ranks):

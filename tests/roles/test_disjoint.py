@@ -110,13 +110,14 @@ def refused(folder, overrides):
             "or write rollout.engine=sglang",
         ),
         (
-            ["rollout.ranks=2", "actor.offload=true"],
-            "actor.offload=true: with rollout.ranks=2 no engine waits for the actor's memory; leave it out",
+            ["rollout.ranks=2", "actor.ranks=1-2"],
+            "actor.layout=tp1 on actor.ranks=1-2: rank 2 is none of the 2 that hold networks, 0 to 1; write lower ones "
+            "in actor.ranks, or start more",
         ),
         (
             ["rollout.ranks=1", "actor.layout=tp2"],
             "actor.layout=tp2 beside rollout.ranks=1: layout tp2 stands on a multiple of 2 ranks, not on 3: "
-            "start 2 or 4, or write tp1",
+            "start 2 or 4",
         ),
         (
             ["rollout.ranks=3", "rollout.layout=tp2"],

@@ -377,7 +377,6 @@ def test_a_server_of_another_model_is_named(server, ranks, others, model, words)
             ["rollout.urls=[URL]", "rollout.update=disk", "rollout.shared_folder=/dev/null/x"],
             r"^rollout\.shared_folder=/dev/null/x: cannot be made \(Not a directory\); name a folder",
         ),
-        (["rollout.urls=[URL]", "actor.offload=true"], r"^actor\.offload=true: servers"),
         (["rollout.urls=[URL]", "rollout.engine=embedded"], r"rollout\.engine is embedded; write sglang"),
         (["rollout.urls=[URL]", "rollout.replay_routing=true"], r"replay_routing needs a model with experts"),
     ],

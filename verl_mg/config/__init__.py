@@ -7,13 +7,12 @@ same for every recipe. Nothing here changes what was written: derived values are
 from verl_mg.config.data import CurriculumConfig, DataConfig, EvaluationConfig, MixedReward, RewardConfig, SourceConfig
 from verl_mg.config.reading import dump_config, load_config
 from verl_mg.config.roles import (
-    ActorConfig,
     CriticConfig,
     GuardConfig,
-    LayoutSection,
     LoraConfig,
     OptimizerConfig,
     ReferenceConfig,
+    RoleSection,
     RolloutConfig,
     TrainedConfig,
 )
@@ -21,7 +20,6 @@ from verl_mg.config.section import Section
 from verl_mg.config.tree import Config, JobConfig, ModelConfig, tree_for
 
 __all__ = [
-    "ActorConfig",
     "Config",
     "CriticConfig",
     "CurriculumConfig",
@@ -29,13 +27,13 @@ __all__ = [
     "EvaluationConfig",
     "GuardConfig",
     "JobConfig",
-    "LayoutSection",
     "LoraConfig",
     "MixedReward",
     "ModelConfig",
     "OptimizerConfig",
     "ReferenceConfig",
     "RewardConfig",
+    "RoleSection",
     "RolloutConfig",
     "Section",
     "SourceConfig",

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from verl_mg.config.section import Section
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, Layout
+from verl_mg.layout import EngineLayout, Layout, parse_ranks
 
 
 class OptimizerConfig(Section):
@@ -79,18 +79,36 @@ def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
     return text
 
 
-class LayoutSection(Section):
-    """A section with a parallel layout such as tp2-pp2."""
+class RoleSection(Section):
+    """A role with a network, under a parallel `layout` such as tp2-pp2.
+
+    `ranks`: those of the job that it stands on, such as 0-7 or 0-3,8-11; without it all that `rollout.ranks` leaves.
+    Roles on different ranks compute at the same time. `offload`: what it keeps waits on the host while other roles
+    compute and while samples are drawn.
+    """
 
     layout: str = "tp1"
+    ranks: str | None = None
+    offload: bool = False
 
     @field_validator("layout")
     @classmethod
     def _can_be_parsed(cls, text: str) -> str:
         return _parsed(Layout, text)
 
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _rise(cls, value: Any) -> Any:
+        text = str(value) if isinstance(value, int) else value  # YAML reads a single rank as a number
+        if isinstance(text, str):
+            try:
+                parse_ranks(text)
+            except UserError as error:
+                raise ValueError(str(error)) from None
+        return text
 
-class TrainedConfig(LayoutSection):
+
+class TrainedConfig(RoleSection):
     """A model that learns. A micro-batch is filled up to `tokens_per_micro_batch` tokens. `lora`: train adapters."""
 
     tokens_per_micro_batch: PositiveInt = 8192
@@ -100,19 +118,13 @@ class TrainedConfig(LayoutSection):
     lora: LoraConfig | None = None
 
 
-class ActorConfig(TrainedConfig):
-    """The policy that is trained. `offload`: parameters and optimizer wait on the host while samples are drawn."""
-
-    offload: bool = False
-
-
 class CriticConfig(TrainedConfig):
     """A model that learns to judge, built only where a recipe asks for it. `path`: of its own, not `model.path`."""
 
     path: Path | None = None
 
 
-class ReferenceConfig(LayoutSection):
+class ReferenceConfig(RoleSection):
     """A frozen policy, built only where a recipe asks for it: the initial one, or a teacher at `path`."""
 
     path: Path | None = None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, create_model
 
 from verl_mg.config.data import DataConfig, EvaluationConfig, RewardConfig
-from verl_mg.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RolloutConfig
+from verl_mg.config.roles import CriticConfig, ReferenceConfig, RolloutConfig, TrainedConfig
 from verl_mg.config.section import Section
 
 
@@ -20,13 +20,18 @@ class ModelConfig(Section):
 
 
 class JobConfig(Section):
-    """Where the run goes and how long it is. `save`: write the trained model as a Hugging Face directory."""
+    """Where the run goes and how long it is. `save`: write the trained model as a Hugging Face directory.
+
+    `profile`: wait for devices and ranks between phases, so that `time/phase/` is exact, and tell at the end where the
+    time went.
+    """
 
     output: Path = Path("runs/job")
     iterations: PositiveInt = 100
     seed: int = 0
     save: bool = True
     console: bool = True
+    profile: bool = False
 
 
 class Config(Section):
@@ -34,7 +39,7 @@ class Config(Section):
 
     model: ModelConfig
     data: DataConfig
-    actor: ActorConfig = ActorConfig()
+    actor: TrainedConfig = TrainedConfig()
     critic: CriticConfig = CriticConfig()
     reward_model: CriticConfig = CriticConfig()
     process_reward: CriticConfig = CriticConfig()

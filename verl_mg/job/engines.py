@@ -35,10 +35,6 @@ def training_ranks(config: Config, ranks: int) -> int:
             f"rollout.ranks={own}: the embedded engine stands on the ranks of the actor; leave it out, "
             "or write rollout.engine=sglang"
         )
-    if own and config.actor.offload:
-        raise UserError(
-            f"actor.offload=true: with rollout.ranks={own} no engine waits for the actor's memory; leave it out"
-        )
     return ranks - own
 
 
@@ -73,8 +69,9 @@ def build_fleet(config: Config, dtype: torch.dtype, actor: Actor, store: Store, 
         engine = SGLangEngine(config.model.path, settings, _log(config, leaders[rank]), config.rollout.request_timeout)
     leads = [r in leaders for r in range(ranks)]
     # Engines on ranks of their own have their devices for themselves.
-    sleeps, offload = config.rollout.sleep and not config.rollout.ranks, config.actor.offload
-    return SGLangFleet(ShardSync(placement, engine), engine, leads, store, sleeps=sleeps, offload=offload, wrap=wrap)
+    apart = config.rollout.ranks > 0
+    sleeps = config.rollout.sleep and not apart
+    return SGLangFleet(ShardSync(placement, engine), engine, leads, store, sleeps=sleeps, apart=apart, wrap=wrap)
 
 
 def _placement(config: Config, ranks: int) -> EnginePlacement:

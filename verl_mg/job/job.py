@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, Store
 from transformers import AutoTokenizer
 
 from verl_mg.batch import Batch
+from verl_mg.clock import Clock
 from verl_mg.config import Config
 from verl_mg.data import Curriculum, Prompt, Prompts, demonstrations_batch, pairs_batch, read_prompts
 from verl_mg.errors import UserError
@@ -22,7 +23,7 @@ from verl_mg.job.networks import NETWORKS, Networks
 from verl_mg.rewards import load_rewards
 from verl_mg.roles import agreement
 from verl_mg.roles.actor import Actor
-from verl_mg.roles.critic import Critic, RewardModel
+from verl_mg.roles.critic import Critic, FrozenRewardModel, RewardModel
 from verl_mg.roles.fleet import Wrap
 from verl_mg.roles.policy import Policy
 from verl_mg.roles.rollout import Rollout
@@ -48,6 +49,7 @@ class Job:
     actor: Actor
     critic: Critic
     reward_model: RewardModel
+    frozen_reward_model: FrozenRewardModel
     process_reward: Actor
     reference: Policy
     rollout: Rollout
@@ -87,6 +89,15 @@ class Job:
         present = {name: getattr(self, name, None) for name in NETWORKS}
         return {name: role for name, role in present.items() if isinstance(role, Trained)}
 
+    @property
+    def clock(self) -> Clock:
+        """Of all roles, see `Clock`."""
+        return self._networks.agenda.clock
+
+    def settle(self) -> None:
+        """Have all done that the roles were asked for, see `Agenda`."""
+        self._networks.agenda.settle()
+
     # -- around an iteration
 
     def begin(self, iteration: int) -> dict[str, float]:
@@ -112,18 +123,22 @@ class Job:
 
     def total(self, values: Tensor) -> Tensor:
         """See `agreement.total`."""
+        self.settle()
         return agreement.total(values)
 
     def column(self, batch: Batch, name: str) -> Tensor:
         """See `agreement.column`."""
+        self.settle()
         return agreement.column(batch, name)
 
     def kth_largest(self, values: Tensor, k: int) -> float:
         """See `agreement.kth_largest`."""
+        self.settle()
         return agreement.kth_largest(values, k)
 
     def renumbered(self, batch: Batch) -> Batch:
         """See `agreement.renumbered`."""
+        self.settle()
         return agreement.renumbered(batch)
 
     # -- data
@@ -165,7 +180,10 @@ class Job:
         for role in (getattr(self, name, None) for name in NETWORKS):
             if role is not None:
                 role.claim = fleet.rest
-        return Rollout(fleet, sampling, self.config.job.seed, store, config.partial, self.reward)
+        fleet.residence = self._networks.residence
+        rollout = Rollout(fleet, sampling, self.config.job.seed, store, config.partial, self.reward)
+        rollout.agenda = self._networks.agenda
+        return rollout
 
     def _with_tools(self) -> Wrap:
         """What puts tools around an engine, where the configuration names any."""

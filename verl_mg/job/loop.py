@@ -13,6 +13,7 @@ from verl_mg.errors import UserError
 from verl_mg.job.curve import draw_curve
 from verl_mg.job.job import Job
 from verl_mg.job.observe import rollout_metrics, sample_records
+from verl_mg.job.profile import Profile
 from verl_mg.job.recipe import Recipe, wanted_roles
 from verl_mg.job.trace import SampleTrace
 from verl_mg.job.trackers import ConsoleTracker, EvaluationTable, JsonlTracker, TensorBoardTracker, Tracker
@@ -34,9 +35,18 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
     trackers = _trackers(recipe, config) if world.rank == 0 else []
     trace = SampleTrace(output / "samples", world.rank) if hasattr(job, "rollout") else None
     _log(trackers, 0, _evaluation(job, 0))
+    profile = Profile(job.clock)
     for iteration in range(1, config.job.iterations + 1):
-        metrics = one_iteration(recipe, job, iteration, trace)
-        _log(trackers, iteration, metrics | _evaluation(job, iteration))
+        with job.clock("recipe"):
+            metrics = one_iteration(recipe, job, iteration, trace)
+        metrics |= profile.iteration() | _evaluation(job, iteration)
+        profile.leave_out()  # the evaluation
+        with job.clock("logging"):
+            _log(trackers, iteration, metrics)
+    if config.job.profile:
+        told = profile.table()
+        if world.rank == 0:
+            print(told, flush=True)
     for tracker in trackers:
         tracker.close()
     if trace is not None:
@@ -52,14 +62,16 @@ def run(recipe: Recipe, config: Config, world: World) -> None:
 def one_iteration(recipe: Recipe, job: Job, iteration: int, trace: SampleTrace | None) -> dict[str, float]:
     """The recipe's iteration and its metrics, the same on every rank but for `time/`."""
     started = time.perf_counter()
-    weights = job.begin(iteration)
+    weights, version = job.begin(iteration), job.actor.updates if trace is not None else 0
     metrics = weights | recipe.iteration(job, job.config.algorithm)
+    job.settle()
     if trace is not None:
-        produced, job.rollout.produced = job.rollout.produced, []
-        metrics |= rollout_metrics(produced) | job.rollout.metrics
-        for batch in produced:
-            metrics |= job.observe(batch)
-            trace.write(sample_records(iteration, batch, job.reward))
+        with job.clock("logging"):
+            produced, job.rollout.produced = job.rollout.produced, []
+            metrics |= rollout_metrics(produced, version) | job.rollout.metrics
+            for batch in produced:
+                metrics |= job.observe(batch)
+                trace.write(sample_records(iteration, batch, job.reward))
     return metrics | {"time/iteration": time.perf_counter() - started}
 
 

@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 
+from verl_mg.clock import Clock
 from verl_mg.config import Config, ReferenceConfig, TrainedConfig
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
+from verl_mg.layout import Layout, Placement, parse_ranks
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.network import check_layout
 from verl_mg.roles.actor import Actor
-from verl_mg.roles.critic import Critic, RewardModel
+from verl_mg.roles.agenda import Agenda
+from verl_mg.roles.critic import Critic, FrozenRewardModel, RewardModel
 from verl_mg.roles.policy import Policy
+from verl_mg.roles.residence import Residence
 from verl_mg.roles.role import Role
+from verl_mg.roles.trained import Trained
 from verl_mg.weights import read_config, table
 from verl_mg.weights.adapters import adapted_tensors
 
@@ -23,27 +27,31 @@ NETWORKS: dict[str, type[Role]] = {
     "actor": Actor,
     "critic": Critic,
     "reward_model": RewardModel,
+    "frozen_reward_model": FrozenRewardModel,
     "process_reward": Actor,
     "reference": Policy,
 }
-"""What each role is; the section of the configuration has its name."""
+"""What each role is; the section of the configuration has its name, or one of SECTIONS."""
+SECTIONS = {"frozen_reward_model": "reward_model"}
 
 
 class Networks:
-    """ranks: how many of the job's ranks, the first ones, hold networks."""
+    """ranks: how many of the job's ranks, the first ones, hold networks. agenda, residence: what all roles share."""
 
     def __init__(self, config: Config, ranks: int) -> None:
         self._config, self._ranks = config, ranks
         self._groups: dict[Placement, ParallelGroups] = {}
+        self.agenda, self.residence = Agenda(clock=Clock(config.job.profile)), Residence()
 
     def check(self, roles: set[str], beside: str = "") -> None:
         """UserError, before any group or model exists, where a layout fits the ranks or the model not."""
         for role in sorted(roles & NETWORKS.keys()):
-            layout = self._section(role).layout
+            section = self._section(role)
+            own = f" on {section_of(role)}.ranks={section.ranks}" if section.ranks else beside
             try:
-                check_layout(read_config(self._path(role)), Layout.parse(layout).fit(self._ranks))
+                check_layout(read_config(self._path(role)), self._placement(role).layout)
             except UserError as error:
-                raise UserError(f"{role}.layout={layout}{beside}: {error}") from None
+                raise UserError(f"{section_of(role)}.layout={section.layout}{own}: {error}") from None
             self._check_lora(role)
 
     def _check_lora(self, role: str) -> None:
@@ -56,9 +64,9 @@ class Networks:
 
     def build(self, role: str) -> Any:
         """The role, with the weights of its model's directory."""
-        section = self._section(role)
+        section, kind = self._section(role), NETWORKS[role]
         options: dict[str, Any] = {}
-        if isinstance(section, TrainedConfig):
+        if isinstance(section, TrainedConfig) and issubclass(kind, Trained):
             options = {
                 "name": role,
                 "recompute": section.recompute,
@@ -66,24 +74,42 @@ class Networks:
                 "guard": section.guard,
                 "lora": section.lora,
             }
-        return NETWORKS[role](
+        built = kind(
             self._path(role),
-            self._groups_of(section.layout),
+            self._groups_of(self._placement(role)),
             dtype=torch.bfloat16 if self._config.model.dtype == "bfloat16" else torch.float32,
             temperature=self._config.rollout.temperature,
             tokens_per_micro_batch=section.tokens_per_micro_batch,
             **options,
         )
+        built.agenda, built.residence, built.network.clock = self.agenda, self.residence, self.agenda.clock
+        if section.offload:
+            self.residence.join(built.host_copy)
+        return built
 
     def _section(self, role: str) -> TrainedConfig | ReferenceConfig:
-        section: TrainedConfig | ReferenceConfig = getattr(self._config, role)
+        section: TrainedConfig | ReferenceConfig = getattr(self._config, section_of(role))
         return section
 
     def _path(self, role: str) -> Path:
         return getattr(self._section(role), "path", None) or self._config.model.path
 
-    def _groups_of(self, layout: str) -> ParallelGroups:
-        placement = Placement.on(Layout.parse(layout), self._ranks)
+    def _placement(self, role: str) -> Placement:
+        section = self._section(role)
+        ranks = parse_ranks(section.ranks) if section.ranks else tuple(range(self._ranks))
+        if ranks[-1] >= self._ranks:
+            raise UserError(
+                f"rank {ranks[-1]} is none of the {self._ranks} that hold networks, 0 to {self._ranks - 1}; "
+                f"write lower ones in {section_of(role)}.ranks, or start more"
+            )
+        return Placement(Layout.parse(section.layout).fit(len(ranks)), ranks)
+
+    def _groups_of(self, placement: Placement) -> ParallelGroups:
         if placement not in self._groups:
             self._groups[placement] = ParallelGroups(placement, self._config.job.seed)
         return self._groups[placement]
+
+
+def section_of(role: str) -> str:
+    """Where the configuration describes it."""
+    return SECTIONS.get(role, role)

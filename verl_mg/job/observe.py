@@ -14,9 +14,13 @@ from verl_mg.megatron.collectives import all_gather_json, sum_over_ranks
 from verl_mg.roles.scorer import Scorer
 
 
-def rollout_metrics(batches: Sequence[Batch]) -> dict[str, float]:
-    """Means over all samples of all ranks; empty where nothing was generated."""
-    sums = sum_over_ranks([_sums(batch) for batch in batches])
+def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
+    """Means over all samples of all ranks; empty where nothing was generated.
+
+    version: of the weights that were trained with them; `rollout/staleness` is how many optimizer steps older those
+    were that wrote a token.
+    """
+    sums = sum_over_ranks([_sums(batch, version) for batch in batches])
     if not sums.get("samples"):
         return {}
     samples = sums["samples"]
@@ -24,6 +28,7 @@ def rollout_metrics(batches: Sequence[Batch]) -> dict[str, float]:
         "response/length": sums["tokens"] / samples,
         "response/truncated": sums["truncated"] / samples,
         "response/samples": samples,
+        "rollout/staleness": sums["staleness"] / max(sums["tokens"], 1.0),
     }
     if "reward" in sums:
         mean = sums["reward"] / samples
@@ -36,12 +41,13 @@ def rollout_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     return metrics
 
 
-def _sums(batch: Batch) -> dict[str, Tensor]:
+def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
     mask = batch["loss_mask"]
     sums = {
         "samples": torch.tensor(float(len(batch))),
         "tokens": mask.double().sum(),
         "truncated": batch["truncated"].double().sum(),
+        "staleness": (version - batch["versions"][mask]).double().sum(),
     }
     if "reward" in batch:
         reward = batch["reward"].double()
@@ -73,6 +79,8 @@ def sample_records(iteration: int, batch: Batch, scorer: Scorer) -> Iterator[dic
             "version": int(batch["version"][row]),
             "prompt": sample.prompt,
             "response": sample.response,
+            "prompt_tokens": int(batch["prompt_length"][row]),
+            "response_tokens": int(batch.lengths[row]) - int(batch["prompt_length"][row]),
             "answer": sample.answer,
             "finish": sample.finish,
             **_scores(batch, row),

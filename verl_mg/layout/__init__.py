@@ -7,5 +7,16 @@ from verl_mg.layout.dimensions import Dimensions
 from verl_mg.layout.engine import EngineCoordinates, EngineLayout, EnginePlacement
 from verl_mg.layout.layout import Coordinates, Layout
 from verl_mg.layout.placement import Placement
+from verl_mg.layout.ranks import parse_ranks, written_ranks
 
-__all__ = ["Coordinates", "Dimensions", "EngineCoordinates", "EngineLayout", "EnginePlacement", "Layout", "Placement"]
+__all__ = [
+    "Coordinates",
+    "Dimensions",
+    "EngineCoordinates",
+    "EngineLayout",
+    "EnginePlacement",
+    "Layout",
+    "Placement",
+    "parse_ranks",
+    "written_ranks",
+]

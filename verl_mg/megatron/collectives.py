@@ -1,4 +1,4 @@
-"""Small messages between all ranks of the job: JSON and raw tensor bytes, never pickles."""
+"""Small messages between ranks, all of the job unless a group is named: JSON and raw tensor bytes, never pickles."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) 
     return list(received.split(list(incoming_sizes)))
 
 
-def sum_over_ranks(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def sum_over_ranks(
+    reports: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """Add up scalars by name over the reports of all ranks; a name that a report lacks counts as 0 there."""
-    return _added(all_gather_json(_added(reports)))
+    return _added(all_gather_json(_added(reports), group))
 
 
 def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -21,7 +21,8 @@ from verl_mg.layout import Coordinates, Layout, Placement
 class ParallelGroups:
     """The process groups of a placement, whose ranks rise; every rank of the job builds it at the same time.
 
-    collection: of this rank's groups; without any on a rank that is not `present`.
+    collection: of this rank's groups; without any on a rank that is not `present`. host_group: of all ranks of the
+    placement, for messages in host memory; None where these are all of the job.
     """
 
     def __init__(self, placement: Placement, seed: int = 0) -> None:
@@ -30,6 +31,7 @@ class ParallelGroups:
         self.placement = placement
         self._at = placement.coordinates(dist.get_rank())
         self.collection = ProcessGroupCollection()
+        self.host_group = _host_group(placement)
         outer = _globals()
         _set_globals(dict.fromkeys(outer, None) | {"_HYBRID_DP_CP_GROUPS": {}})
         try:
@@ -77,6 +79,12 @@ class ParallelGroups:
             gather(objects, own, whole if group is None else group)
 
         return _replaced(dist, get_world_size=_size_of(self.placement.ranks), all_gather_object=gather_here)
+
+
+def _host_group(placement: Placement) -> dist.ProcessGroup | None:
+    if len(placement.ranks) == dist.get_world_size():
+        return None
+    return dist.new_group(list(placement.ranks), backend="gloo")
 
 
 def _make_groups(placement: Placement) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from verl_mg import platform
 from verl_mg.batch import Batch
+from verl_mg.clock import Clock
 from verl_mg.config import LoraConfig
-from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.lora import Adapters
@@ -50,7 +50,7 @@ class Network:
         lora: LoraConfig | None = None,
     ) -> None:
         self.table = table(read_config(model_dir), head)
-        self._behind = behind
+        self._behind, self.clock = behind, Clock()
         check_layout(self.table.config, groups.layout)
         self.groups, self.dtype = groups, dtype
         frequencies, self._attention_scaling = rotary_frequencies(model_dir)
@@ -133,14 +133,15 @@ class Network:
         for rows in micro_batches:
             check_routed_experts(rows, self.table.config)
         description = (self._frequencies, self._attention_scaling, self.dtype, self.layout, self.groups.coordinates)
-        prepared = [make_micro_batch(rows, *description, self._behind) for rows in micro_batches]
+        filled = [*micro_batches, *_fillers(micro_batches, self.layout)]
+        prepared = [make_micro_batch(rows, *description, self._behind) for rows in filled]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
             return model(micro, scale), partial(_judged, judge, micro)
 
         iterators = [iter(prepared) for _ in self.runnable]
-        with self.groups.active():
+        with self.groups.active(), self.clock("forward" if forward_only else "update"):
             reports = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -150,7 +151,12 @@ class Network:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        return list(reports)
+        return list(reports)[: len(micro_batches)]
+
+
+def _fillers(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
+    """Empty micro-batches: interleaved pipelines take as many as make the number a multiple of their stages."""
+    return [micro_batches[0].select([])] * (-len(micro_batches) % layout.pp) if layout.vpp > 1 else []
 
 
 def _judged(judge: Judge, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Report]:
@@ -169,17 +175,5 @@ def _fresh_head(table: WeightTable) -> dict[str, Tensor]:
 
 def check_layout(config: HFConfig, layout: Layout) -> None:
     """UserError where the model cannot be trained on the layout."""
-    untrained = {
-        "latent attention is": config.latent,
-        "the norms behind attention and feed-forward are": config.four_norms,
-    }
-    for what, present in untrained.items():
-        if present:
-            raise UserError(
-                f"model_type {config.architecture!r}: {what} not trained yet; "
-                "name a model of llama, qwen2, qwen3, qwen3_moe, mixtral"
-            )
     table(config).check(layout)
     layout.check_context(config.heads)
-    if layout.vpp > 1:
-        raise UserError(f"layout {layout}: interleaving is not supported yet; leave vpp{layout.vpp} out")

@@ -1,45 +1,84 @@
-"""What training keeps on the device, moved to the host while others need the room."""
+"""What a role keeps on the device, moved to the host while others need the room."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from verl_mg.megatron.state import as_bytes, gradient_buffers, kept_storages, storages, to_host
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.network import Network
+from verl_mg.megatron.state import as_bytes, gradient_buffers, optimizer_storages, storages, to_host, weight_storages
 
 
 class HostCopy:
-    """The storages of a trainer: parameters, optimizer state, gradient buffers. Tensors and views stay the same ones.
+    """The storages of a network and of its optimizer, if it has one; tensors and views stay the same ones.
 
-    Gradients are not kept: an update begins by clearing them.
+    Two parts come and go: the weights, and what only training needs, the optimizer's state and the gradient buffers.
+    Gradients are not kept: an update begins by clearing them. Weights that nothing trains are copied once.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._away: list[tuple[UntypedStorage, int, Tensor | None]] = []
+    def __init__(self, network: Network, optimizer: Any = None) -> None:
+        self._network, self._optimizer = network, optimizer
+        self._weights, self._state, self._gradients = _Part(), _Part(), _Part()
 
-    def leave(self) -> None:
+    def leave(self, weights: bool = True) -> None:
         """Copy to the host, pinned where there is a GPU, and free the device; nothing where nothing is there."""
-        network = self._trainer.network
-        if self._away or not network.present:
+        if not self._network.present:
             return
-        scratch = storages(gradient_buffers(network))
-        kept = kept_storages(network, self._trainer.optimizer)
-        self._away = [(storage, storage.nbytes(), None) for storage in scratch]
-        self._away += [(storage, storage.nbytes(), to_host(storage)) for storage in kept]
+        trained = self._optimizer is not None
+        if weights:
+            self._weights.copy(weight_storages(self._network), once=not trained)
+        if trained:
+            self._state.copy(optimizer_storages(self._network, self._optimizer))
+            self._gradients.forget(storages(gradient_buffers(self._network)))
         torch.cuda.synchronize()
-        for storage, _, _ in self._away:
-            storage.resize_(0)
+        for part in (self._weights, self._state, self._gradients):
+            part.free()
         torch.cuda.empty_cache()
 
-    def come_back(self) -> None:
+    def come_back(self, training: bool = True) -> None:
         """Take the device's memory again, with the values of before; gradients are zero."""
-        away, self._away = self._away, []
-        for storage, size, host in away:
+        for part in (self._weights, self._state, self._gradients)[: 3 if training else 1]:
+            part.come_back()
+        torch.cuda.synchronize()
+
+
+class _Part:
+    """Storages that come and go together. Room on the host is taken once."""
+
+    def __init__(self) -> None:
+        self._leaving: list[tuple[UntypedStorage, int]] = []
+        self._rooms: list[Tensor | None] = []
+
+    def copy(self, here: Sequence[UntypedStorage], once: bool = False) -> None:
+        """Begin to copy what is here; once: what an earlier copy has is still right."""
+        if not here:
+            return
+        if not (once and self._rooms):
+            # An optimizer makes its moments in its first step.
+            rooms = self._rooms if len(self._rooms) == len(here) else [None] * len(here)
+            self._rooms = [to_host(storage, room) for storage, room in zip(here, rooms, strict=True)]
+        self._leaving = [(storage, storage.nbytes()) for storage in here]
+
+    def forget(self, here: Sequence[UntypedStorage]) -> None:
+        """They come back as zeros."""
+        if here:
+            self._rooms = [None] * len(here)
+            self._leaving = [(storage, storage.nbytes()) for storage in here]
+
+    def free(self) -> None:
+        """Give the device's memory back, when the copies are complete."""
+        for storage, _ in self._leaving:
+            storage.resize_(0)
+
+    def come_back(self) -> None:
+        """Take memory and begin to fill it."""
+        leaving, self._leaving = self._leaving, []
+        for (storage, size), room in zip(leaving, self._rooms, strict=bool(leaving)):
             storage.resize_(size)
-            if host is None:
+            if room is None:
                 as_bytes(storage).zero_()
             else:
-                as_bytes(storage).copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
+                as_bytes(storage).copy_(room, non_blocking=True)

@@ -25,9 +25,15 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
-def kept_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:
-    """Of all that an update reads and writes but the gradients."""
-    return storages(chain(_of_model(network), _of_optimizer(optimizer)))
+def weight_storages(network: Network) -> list[UntypedStorage]:
+    """Of parameters and buffers."""
+    return storages(_of_model(network))
+
+
+def optimizer_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:
+    """Of the optimizer's state, where that is not the weights themselves."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in _of_model(network)}
+    return storages(t for t in _of_optimizer(optimizer) if t.untyped_storage().data_ptr() not in weights)
 
 
 def changed_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:

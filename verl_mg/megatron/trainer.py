@@ -37,13 +37,14 @@ class Trainer:
     ) -> None:
         check_schedule(config, name)
         self.network, self._config = network, config
-        self._guard = Guard(guard or GuardConfig(), name, tells=torch.distributed.get_rank() == 0)
+        first = torch.distributed.get_rank() == network.placement.ranks[0]
+        self._guard = Guard(guard or GuardConfig(), name, tells=first)
         if network.present:
             self._build(network, config)
             self._last_good = Snapshot(network, self.optimizer) if self._guard.rolls_back else None
 
     def _build(self, network: Network, config: OptimizerConfig) -> None:
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         with network.groups.active(), network.groups.among_themselves(), optimizer_calls():
             network.runnable = [
                 DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
@@ -67,7 +68,8 @@ class Trainer:
         normalizer: float,
         total_tokens: int,
     ) -> dict[str, float]:
-        """One optimizer step over one mini-batch, whose micro-batches on this rank are given; every rank calls it.
+        """One optimizer step over one mini-batch, whose micro-batches on this rank are given; all the network's ranks
+        call it.
 
         `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the loss and its gradient are those
         of the mini-batch in one piece. Returns the same metrics on every rank: the loss; its metrics and `entropy` as
@@ -90,9 +92,10 @@ class Trainer:
             means = {name: mean(values.detach()) for name, values in metrics.items()}
             return total, {"loss": total.detach().double(), **means}
 
-        told = sum_over_ranks(self._gradients(micro_batches, temperature, judge) if self.network.present else [])
+        among = self.network.groups.host_group
+        told = sum_over_ranks(self._gradients(micro_batches, temperature, judge), among)
         verdict, seen = self._guard.judge(told)
-        taken = sum_over_ranks(self._carry_out(verdict) if self.network.present else [])
+        taken = sum_over_ranks(self._carry_out(verdict), among)
         return {name: value for name, value in told.items() if name != BROKEN} | seen | taken
 
     def _gradients(self, micro_batches: Sequence[Batch], temperature: float, judge: Judge) -> list[Report]:
@@ -111,7 +114,7 @@ class Trainer:
             if self._last_good is not None:
                 self._last_good.take()
             self.scheduler.step(1)
-            with self.network.groups.active(), optimizer_calls():
+            with self.network.groups.active(), optimizer_calls(), self.network.clock("optimizer"):
                 _, grad_norm, _ = self.optimizer.step()
         elif verdict == "rollback" and self._last_good is not None:
             self._last_good.restore()

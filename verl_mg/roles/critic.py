@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl_mg.batch import Batch
+from verl_mg.roles.role import Role
 from verl_mg.roles.trained import Trained
 
 
@@ -18,13 +19,17 @@ class Critic(Trained):
         return self.judge(batch)
 
 
-class RewardModel(Trained):
+class FrozenRewardModel(Role):
     """A score for each row, read at its last token, where `transformers` reads it in sequence classification."""
 
     head, behind = "value", 0
 
     def scores(self, batch: Batch) -> Tensor:
         """(n,) float32."""
-        rows = Batch(batch.lengths, {name: batch[name] for name in ("tokens", "sample_id")})
+        rows = batch.only(("tokens", "sample_id", "routed_experts"))
         rows["loss_mask"] = batch.last
-        return self.judge(rows)[batch.last]
+        return self.judge(rows, of=batch.last)
+
+
+class RewardModel(Trained, FrozenRewardModel):
+    """One that learns."""

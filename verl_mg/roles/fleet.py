@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.residence import Residence
 from verl_mg.roles.revival import Revivals
 from verl_mg.roles.sync import ModuleSync, ShardSync
 from verl_mg.rollout.dealing import Deal, FixedDeal, Group, SharedDeal
@@ -24,24 +25,27 @@ Wrap = Callable[[RolloutEngine], RolloutEngine]
 class Fleet(ABC):
     """engine: this rank's, if it leads one. engines: how many there are. leads: which ranks lead one.
 
-    at_home: whether rows are on the ranks where a recipe wants them as soon as they are written.
-    version: of the weights in the engines.
+    at_home: whether rows are on the ranks where a recipe wants them as soon as they are written. apart: whether the
+    engines can draw samples while training computes. version: of their weights. residence: the roles beside them.
     """
 
     engine: RolloutEngine | None
     at_home: bool
+    apart: bool
 
     def __init__(self, leads: Sequence[bool]) -> None:
         self.leads = tuple(leads)
         self.engines = sum(leads)
         self.version = -1
+        self.residence = Residence()
 
     @abstractmethod
     def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
         """How the work of a call is shared."""
 
-    def ready(self) -> None:  # noqa: B027, not all have something to do
+    def ready(self) -> None:
         """Called before samples are drawn: take memory that was given back."""
+        self.residence.clear()
 
     def rest(self) -> None:  # noqa: B027, not all have something to do
         """Called before something else computes on the engines' devices: give their memory back."""
@@ -65,7 +69,7 @@ class Fleet(ABC):
 class EmbeddedFleet(Fleet):
     """A module of `transformers` on every rank; each answers its own share, so that runs repeat to the bit."""
 
-    at_home = True
+    at_home, apart = True, False
 
     def __init__(self, engine: EmbeddedEngine, wrap: Wrap = lambda engine: engine) -> None:
         super().__init__([True] * dist.get_world_size())
@@ -91,8 +95,7 @@ class EmbeddedFleet(Fleet):
 class SGLangFleet(Fleet):
     """SGLang engines on groups of ranks; whichever has room takes the next sample.
 
-    sleeps: the engines release weights and key-value cache while training computes. offload: the actor's state waits
-    on the host while samples are drawn.
+    sleeps: the engines release weights and key-value cache while training computes.
     """
 
     at_home = False
@@ -105,14 +108,13 @@ class SGLangFleet(Fleet):
         store: Store,
         *,
         sleeps: bool,
-        offload: bool,
+        apart: bool,
         wrap: Wrap = lambda engine: engine,
     ) -> None:
         super().__init__(leads)
         self.engine = wrap(inner) if inner else None
         self._inner, self._sync, self._revivals = inner, sync, Revivals(store)
-        self._sleeps, self._offload = sleeps, offload
-        self._resting = False
+        self._sleeps, self._resting, self.apart = sleeps, False, apart
         self._actor: Actor | None = None
 
     def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
@@ -120,15 +122,14 @@ class SGLangFleet(Fleet):
         return SharedDeal(store, key, groups, enough)
 
     def sync(self, actor: Actor) -> dict[str, float]:
-        """See `Fleet`. Weights first, then the actor leaves, then the key-value cache comes."""
+        """See `Fleet`. The actor's weights stand beside the engines'; when it has left, the key-value cache comes."""
         self._actor, self.version = actor, actor.updates
+        self.residence.enter(actor.host_copy, training=False)
         if self._inner:
             with suppress(EngineDiedError):  # the sync finds that out too
                 self._inner.wake(weights=True, kv=False)
-        actor.host_copy.come_back()
         report = self._sync.sync(actor)
-        if self._offload:
-            actor.host_copy.leave()
+        self.residence.clear()
         if self._inner:
             self._inner.wake(weights=False, kv=True)
         self._resting = False
@@ -138,6 +139,7 @@ class SGLangFleet(Fleet):
         """See `Fleet`. Weights that were released come from the actor again."""
         if self._resting and self._actor is not None:
             self.sync(self._actor)
+        super().ready()
 
     def rest(self) -> None:
         """See `Fleet`."""
@@ -147,8 +149,6 @@ class SGLangFleet(Fleet):
                     self._inner.sleep()
             self._sync.meet()
             self._resting = True
-        if self._actor is not None:
-            self._actor.host_copy.come_back()
 
     def close(self) -> None:
         """See `Fleet`."""
@@ -168,7 +168,6 @@ class SGLangFleet(Fleet):
         """See `verl_mg.rollout.shift.Rescue`."""
         for engine in self._revivals.unseen():
             assert self._actor is not None
-            self._actor.host_copy.come_back()
+            self.residence.enter(self._actor.host_copy, training=False)
             self._sync.sync_one(self._actor, engine)
-            if self._offload:
-                self._actor.host_copy.leave()
+            self.residence.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,20 +13,28 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.config import LoraConfig
+from verl_mg.layout.packing import pack
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.network import Network
-from verl_mg.megatron.packing import pack
+from verl_mg.megatron.offload import HostCopy
+from verl_mg.roles.agenda import Agenda
 from verl_mg.roles.exchange import RowIndex, fetch_rows, index_rows, return_column
+from verl_mg.roles.residence import Residence
 from verl_mg.weights import Head
+from verl_mg.weights.flops import row_flops
 
 Shares = list[list[list[int]]]
 """shares[data-parallel index][micro-batch] = row numbers of a RowIndex."""
+
+JUDGED_FROM = ("tokens", "loss_mask", "sample_id", "routed_experts")
+"""The columns of which a forward pass is a function."""
 
 
 class Role:
     """A network under its own layout and groups.
 
-    All ranks of the job call its methods together; those outside the placement hold rows, and compute nothing.
+    All ranks of the job call its methods together; those outside the placement hold rows, and compute nothing. What a
+    method answers is computed when it is looked at, see `Agenda`. agenda, residence: the job's, which all roles share.
     """
 
     head: ClassVar[Head] = "language"
@@ -46,31 +55,51 @@ class Role:
         self.model_dir = model_dir
         self.network = Network(model_dir, groups, dtype, recompute, self.head, self.behind, lora)
         self._temperature, self._budget = temperature, tokens_per_micro_batch
+        self._flops = row_flops(self.network.table)
         self.claim: Callable[[], None] = lambda: None
-        """Called before it computes: whoever shares the device gives its memory back."""
+        """Called before it computes: engines that share the device give its memory back."""
+        self.host_copy = HostCopy(self.network)
+        self.agenda, self.residence = Agenda(eager=True), Residence()
 
-    def judge(self, batch: Batch) -> Tensor:
-        """What the network says of every token under the loss mask, a float32 token column with 0 elsewhere."""
+    def judge(self, batch: Batch, of: Tensor | None = None) -> Tensor:
+        """What the network says of every token under the loss mask, a float32 token column with 0 elsewhere.
+
+        of: (sum(lengths),) bool, the entries to return in place of the whole column.
+        """
         self.claim()
-        index = index_rows(batch)
-        shares = self.share(index, index.units)
-        micro_batches = self.fetch(batch, index, shares)
-        answers: dict[int, Tensor] = {}
+        with self.agenda.clock("rows"):
+            rows = batch.only(JUDGED_FROM)
+            index = index_rows(rows)
+            shares = self.share(index, index.units)
+            micro_batches = self.fetch(rows, index, shares)
+
+        def deliver(answers: dict[int, Tensor]) -> Tensor:
+            speakers = [
+                (self.network.speaker(dp), [row for micro in share for row in micro]) for dp, share in enumerate(shares)
+            ]
+            column = return_column("what was judged", rows, index, speakers, answers)
+            return column if of is None else column[of]
+
+        entries = rows.total_tokens if of is None else int(of.sum())
         own = self._share_of(dist.get_rank(), shares)
+        return self.agenda.column(entries, partial(self._answers, own, micro_batches), deliver)
+
+    def _answers(self, rows: list[list[int]], micro_batches: list[Batch]) -> dict[int, Tensor]:
+        """The judged rows that this rank speaks for, by their numbers in the index."""
+        self.residence.enter(self.host_copy, training=False)
+        answers: dict[int, Tensor] = {}
         judged = self.network.judge(micro_batches, self._temperature)
-        for rows, micro, (entries, values) in zip(own, micro_batches, judged, strict=bool(judged)):
+        for numbers, micro, (entries, values) in zip(rows, micro_batches, judged, strict=bool(judged)):
             column = torch.zeros(micro.total_tokens)
             column[entries] = values
-            answers |= dict(zip(rows, column.split(micro.lengths.tolist()), strict=True))
-        speakers = [
-            (self.network.speaker(dp), [row for micro in share for row in micro]) for dp, share in enumerate(shares)
-        ]
-        return return_column("what was judged", batch, index, speakers, answers)
+            answers |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
+        return answers
 
     def share(self, index: RowIndex, units: Sequence[Sequence[int]]) -> Shares:
         """Pack the rows of the given units into micro-batches and deal them to the data-parallel indices."""
-        hidden, ranks = self.network.table.config.hidden, self.network.layout.dp
-        packed = pack([sum(index.lengths[row] for row in unit) for unit in units], ranks, self._budget, hidden)
+        rows = [[index.lengths[row] for row in unit] for unit in units]
+        costs = [sum(map(self._flops, lengths)) for lengths in rows]
+        packed = pack([sum(lengths) for lengths in rows], costs, self.network.layout.dp, self._budget)
         return [[[row for i in micro for row in units[i]] for micro in share] for share in packed]
 
     def fetch(self, batch: Batch, index: RowIndex, shares: Shares) -> list[Batch]:

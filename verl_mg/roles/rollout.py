@@ -14,12 +14,14 @@ from torch.distributed import Store
 
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
+from verl_mg.errors import UserError
 from verl_mg.megatron.collectives import all_gather_json
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.agenda import Agenda
 from verl_mg.roles.exchange import fetch_rows, index_rows
 from verl_mg.roles.fleet import Fleet
 from verl_mg.roles.scorer import Scorer
-from verl_mg.rollout.dealing import Group, complete_groups
+from verl_mg.rollout.dealing import Deal, Group, complete_groups
 from verl_mg.rollout.engine import OBSERVED, Request, Sample, Sampling
 from verl_mg.rollout.shift import Shift
 
@@ -38,6 +40,18 @@ class _Asked:
         """What is left to do."""
         fresh = tuple(i for i in self.ids if i not in self.done and i not in self.begun)
         return Group(fresh, tuple(sorted(self.begun)))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Samples that are being drawn. ready, open_groups: indices of prompts that are complete, and that are not."""
+
+    asked: Sequence[_Asked]
+    ready: Sequence[int]
+    open_groups: Sequence[int]
+    enough: int
+    deal: Deal
+    shift: Shift
 
 
 class Rollout:
@@ -63,6 +77,11 @@ class Rollout:
         # This rank's engine wrote them, and their groups are not complete.
         self._done: dict[int, Sample] = {}
         self._cut: dict[int, Sample] = {}
+        self._call: _Call | None = None
+        self._ready: Batch | None = None
+        self._newer: Actor | None = None
+        """Whose weights the engines are given when the samples that they draw are done."""
+        self.agenda = Agenda(eager=True)
         self.produced: list[Batch] = []
         self.metrics: dict[str, float] = {}
 
@@ -80,10 +99,38 @@ class Rollout:
         truncated, routed_experts where the engines tell, and with a scorer what that says, see `Scorer.columns`.
         A sample depends on the job's seed and its sample id, not on how many ranks there are, where the engine can.
         """
-        asked = self._waiting + self._ask(prompts, samples)
-        batch, self._waiting = self._answer(asked, self._sampling, keep)
+        self.begin(prompts, samples, keep)
+        return self.finish()
+
+    def begin(
+        self, prompts: Sequence[Prompt], samples: int = 1, keep: int | None = None, ahead: bool = False
+    ) -> None:
+        """`generate` that returns at once: `finish` brings the samples.
+
+        ahead: they are drawn meanwhile, from the weights that the engines have now; a `sync` before `finish` waits for
+        it. UserError where the engines share their ranks with training.
+        """
+        if self.drawing:
+            raise RuntimeError("what was begun comes first: call finish")
+        if ahead and not self._fleet.apart:
+            raise UserError(
+                "samples are drawn while training computes only by engines on ranks of their own: write "
+                "rollout.engine=sglang and rollout.ranks, or rollout.urls, or leave one_step_off out"
+            )
+        self._call = self._open(self._waiting + self._ask(prompts, samples), self._sampling, keep)
+        if ahead:
+            self._call.shift.ahead()
+
+    def finish(self) -> Batch:
+        """What `begin` asked for."""
+        batch, self._ready = self._ready or self._finished(), None
         self.produced.append(batch)
         return batch
+
+    @property
+    def drawing(self) -> bool:
+        """Whether there is something to `finish`."""
+        return self._call is not None or self._ready is not None
 
     def greedy(self, prompts: Sequence[Prompt]) -> Batch:
         """The most probable response to each prompt; see `aside`."""
@@ -91,16 +138,23 @@ class Rollout:
 
     def aside(self, prompts: Sequence[Prompt], samples: int, temperature: float) -> Batch:
         """Responses that are not trained on; the samples of training stay the same."""
+        if self._call:
+            self._ready = self._finished()
         asked = self._ask(prompts, samples)
         self._next_id -= len(prompts) * samples
         metrics = dict(self.metrics)
-        batch, _ = self._answer(asked, replace(self._sampling, temperature=temperature), None)
+        batch, _ = self._close(self._open(asked, replace(self._sampling, temperature=temperature), None))
         self.metrics = metrics
         return batch
 
     def sync(self, actor: Actor) -> None:
         """Bring the actor's weights into the engines, each byte that a rank lacks once."""
-        self.metrics |= self._fleet.sync(actor)
+        actor.agenda.settle()
+        if self._call:
+            self._newer = actor
+        else:
+            with self.agenda.clock("sync"):
+                self.metrics |= self._fleet.sync(actor)
 
     def close(self) -> None:
         """End the engines that this job has started."""
@@ -110,17 +164,48 @@ class Rollout:
         first, self._next_id = self._next_id, self._next_id + len(prompts) * samples
         return [_Asked(p, range(first + i * samples, first + (i + 1) * samples)) for i, p in enumerate(prompts)]
 
-    def _answer(
-        self, asked: Sequence[_Asked], sampling: Sampling, keep: int | None
-    ) -> tuple[Batch, list[_Asked]]:
-        """The rows of the first `keep` prompts to be complete, at home on this rank, and the prompts that wait."""
+    def _finished(self) -> Batch:
+        assert self._call is not None
+        call, self._call = self._call, None
+        batch, self._waiting = self._close(call)
+        if self._newer is not None:
+            actor, self._newer = self._newer, None
+            self.sync(actor)
+        return batch
+
+    def _open(self, asked: Sequence[_Asked], sampling: Sampling, keep: int | None) -> _Call:
+        """Give the engines their first work."""
+        self.agenda.settle()
         enough = len(asked) if keep is None else min(keep, len(asked))
         ready = [i for i, one in enumerate(asked) if not one.group.size]
         open_groups = [i for i, one in enumerate(asked) if one.group.size]
-        orders, done, cut = self._work(asked, open_groups, sampling, max(0, enough - len(ready)))
-        kept = sorted([*ready, *(open_groups[g] for g in complete_groups(orders, enough - len(ready)))][:enough])
+        prompt_of = {i: one.prompt for one in asked for i in one.ids}
+        self._calls += 1
+        key = f"rollout/{self._calls}"
+        deal = self._fleet.deal(self._store, key, [asked[i].group for i in open_groups], max(0, enough - len(ready)))
+
+        def request_of(sample: int) -> Request:
+            return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), self._cut.pop(sample, None))
+
+        def finished(sample: Sample) -> None:
+            if self._scorer:
+                self._scorer.begin(prompt_of[sample.id], sample)
+
+        begun = [request_of(i) for i in sorted(self._cut.keys() & prompt_of.keys())]
+        self._fleet.ready()
+        shift = Shift(self._fleet.engine, self._fleet.engines, deal, self._store, key, self._fleet, finished)
+        shift.begin(begun, request_of, sampling)
+        return _Call(asked, ready, open_groups, enough, deal, shift)
+
+    def _close(self, call: _Call) -> tuple[Batch, list[_Asked]]:
+        """The rows of the first `enough` prompts to be complete, at home on this rank, and the prompts that wait."""
+        asked, ready = call.asked, call.ready
+        orders, done, cut = self._work(call)
+        missing = call.enough - len(ready)
+        kept = sorted([*ready, *(call.open_groups[g] for g in complete_groups(orders, missing))][: call.enough])
         untouched = len(kept) == len(asked) and not any(one.done or one.begun for one in asked)
-        home = self._bring_home([asked[i] for i in kept], untouched)
+        with self.agenda.clock("rows"):
+            home = self._bring_home([asked[i] for i in kept], untouched)
         waiting = [
             replace(one, done=one.done | (done & set(one.ids)), begun=frozenset(cut & set(one.ids)))
             for i, one in enumerate(asked)
@@ -134,40 +219,24 @@ class Rollout:
             self._scorer.forget(list(gone))
         return home, waiting
 
-    def _work(
-        self, asked: Sequence[_Asked], open_groups: Sequence[int], sampling: Sampling, enough: int
-    ) -> tuple[list[dict[int, int]], set[int], set[int]]:
+    def _work(self, call: _Call) -> tuple[list[dict[int, int]], set[int], set[int]]:
         """Run the engines; the orders in which ranks completed groups, and all samples that are done, and cut."""
-        prompt_of = {i: one.prompt for one in asked for i in one.ids}
-        self._calls += 1
-        key = f"rollout/{self._calls}"
-        deal = self._fleet.deal(self._store, key, [asked[i].group for i in open_groups], enough)
-
-        def request_of(sample: int) -> Request:
-            return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), self._cut.pop(sample, None))
-
-        begun = [request_of(i) for i in sorted(self._cut.keys() & prompt_of.keys())]
-        self._fleet.ready()
-
-        def finished(sample: Sample) -> None:
-            if self._scorer:
-                self._scorer.begin(prompt_of[sample.id], sample)
-
-        shift = Shift(self._fleet.engine, self._fleet.engines, deal, self._store, key, self._fleet, finished)
-        work = shift.run(begun, request_of, sampling)
+        with self.agenda.clock("generate"):
+            work = call.shift.run()
+        self.agenda.clock.meet()
         self._done |= work.done
         self._cut |= {i: sample for i, sample in work.cut.items() if sample.tokens}
         told = all_gather_json(
             {
                 "done": list(work.done),
                 "cut": list(self._cut),
-                "order": list(deal.order.items()),
+                "order": list(call.deal.order.items()),
                 "tokens": work.tokens,
                 "busy": work.busy_seconds,
                 "deaths": work.deaths,
             }
         )
-        deal.forget()
+        call.deal.forget()
         self._measure(told)
         orders = [{group: place for group, place in own["order"]} for own in told]
         return orders, {i for own in told for i in own["done"]}, {i for own in told for i in own["cut"]}

@@ -27,7 +27,7 @@ NO_SERVER = -1
 class ServerFleet(Fleet):
     """Servers, each led by one rank; whichever has room takes the next sample."""
 
-    at_home = False
+    at_home, apart = False, True
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class ServerFleet(Fleet):
     def sync(self, actor: Actor) -> dict[str, float]:
         """See `Fleet`."""
         self._actor, self.version = actor, actor.updates
+        self.residence.enter(actor.host_copy, training=False)
         return self._sync.sync(actor)
 
     def revive(self) -> None:
@@ -66,6 +67,7 @@ class ServerFleet(Fleet):
         """See `verl_mg.rollout.shift.Rescue`."""
         for server in self._revivals.unseen():
             assert self._actor is not None
+            self.residence.enter(self._actor.host_copy, training=False)
             self._sync.sync_one(self._actor, server)
 
 
@@ -74,8 +76,6 @@ def check_servers(config: Config, table: WeightTable) -> None:
     rollout, ranks = config.rollout, dist.get_world_size()
     if rollout.engine != "sglang":
         raise UserError(f"rollout.urls: these are SGLang servers, rollout.engine is {rollout.engine}; write sglang")
-    if config.actor.offload:
-        raise UserError("actor.offload=true: servers at rollout.urls have memory of their own; leave it out")
     if len(set(rollout.urls)) < len(rollout.urls):
         raise UserError("rollout.urls: a server is named twice; name each once")
     if len(rollout.urls) > ranks:

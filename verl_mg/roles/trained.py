@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,13 @@ import torch.distributed as dist
 from verl_mg.algorithms.aggregation import normalizer
 from verl_mg.batch import Batch
 from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.megatron.collectives import all_gather_json
 from verl_mg.megatron.network import Network
 from verl_mg.megatron.offload import HostCopy
 from verl_mg.megatron.trainer import TokenLoss, Trainer
 from verl_mg.reshard.owners import duties
-from verl_mg.roles.exchange import index_rows
+from verl_mg.roles.agenda import Metrics
+from verl_mg.roles.exchange import RowIndex, index_rows
 from verl_mg.roles.role import Role
 from verl_mg.weights.adapters import AdapterWriter
 from verl_mg.weights.boxes import slices
@@ -28,6 +32,15 @@ from verl_mg.weights.files import CheckpointWriter
 
 ADAPTER_FOLDER = "adapter"
 """Of adapters in PEFT's format, in the directory of a model in which they are merged."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A mini-batch: this rank's micro-batches of it, and its judged tokens and sequences over all ranks."""
+
+    micro_batches: list[Batch]
+    tokens: int
+    sequences: int
 
 
 class Trained(Role):
@@ -44,7 +57,7 @@ class Trained(Role):
         super().__init__(*arguments, **options)
         self.name = name
         self.trainer = Trainer(self.network, optimizer, guard or GuardConfig(), name)
-        self.host_copy = HostCopy(self.trainer)
+        self.host_copy = HostCopy(self.network, self.trainer.optimizer if self.network.present else None)
         self.updates = 0
 
     def update(
@@ -56,34 +69,43 @@ class Trained(Role):
         minibatches: int = 1,
         epochs: int = 1,
         max_length: int | None = None,
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """`epochs` passes over the batch, an optimizer step for each of its `minibatches` parts.
 
         `loss` is a function of the judged tokens, see `verl_mg.megatron.microbatch.LossTokens`. Parts are cut in the
         order of the sample ids, so they do not depend on the layout; rows that share their `pair` stay together, in
         one part and in one micro-batch. Returns metrics averaged over the steps.
         """
+        self.agenda.settle_for(batch)
         self.claim()
-        index = index_rows(batch)
-        totals: dict[str, float] = defaultdict(float)
-        parts = torch.arange(len(index.units)).tensor_split(min(minibatches, max(len(index.units), 1)))
-        steps = [[index.units[i] for i in part.tolist()] for part in parts] * epochs
-        for units in steps:
-            rows = [row for unit in units for row in unit]
-            tokens = sum(index.judged[row] for row in rows)
-            sequences = sum(index.judged[row] > 0 for row in rows)
-            metrics = self.trainer.update(
-                self.fetch(batch, index, self.share(index, units)),
-                self._temperature,
-                loss,
-                aggregation,
-                normalizer(aggregation, tokens, sequences, max_length),
-                tokens,
-            )
-            self.updates += 1
-            for name, value in metrics.items():
-                totals[f"{self.name}/{name}"] += value / len(steps)
-        return dict(totals)
+        with self.agenda.clock("rows"):
+            index = index_rows(batch)
+            parts = torch.arange(len(index.units)).tensor_split(min(minibatches, max(len(index.units), 1)))
+            steps = [self._step(batch, index, [index.units[i] for i in part.tolist()]) for part in parts] * epochs
+        self.updates += len(steps)
+
+        def work() -> dict[str, float]:
+            totals: dict[str, float] = defaultdict(float)
+            if self.network.present:
+                self.residence.enter(self.host_copy)
+                for step in steps:
+                    divisor = normalizer(aggregation, step.tokens, step.sequences, max_length)
+                    told = self.trainer.update(
+                        step.micro_batches, self._temperature, loss, aggregation, divisor, step.tokens
+                    )
+                    for name, value in told.items():
+                        totals[f"{self.name}/{name}"] += value / len(steps)
+            return dict(totals)
+
+        return self.agenda.metrics(work, lambda told: all_gather_json(told)[self.network.placement.ranks[0]])
+
+    def _step(self, batch: Batch, index: RowIndex, units: Sequence[Sequence[int]]) -> _Step:
+        rows = [row for unit in units for row in unit]
+        return _Step(
+            self.fetch(batch, index, self.share(index, units)),
+            tokens=sum(index.judged[row] for row in rows),
+            sequences=sum(index.judged[row] > 0 for row in rows),
+        )
 
     def save(self, folder: Path, model_dir: Path) -> None:
         """Write a Hugging Face directory: each rank its own boxes, the small files copied from `model_dir`.
@@ -91,7 +113,9 @@ class Trained(Role):
         Adapters are merged into it, and lie in its ADAPTER_FOLDER by themselves. It is written beside `folder` and
         renamed when it is whole.
         """
+        self.agenda.settle()
         self.claim()
+        self.residence.enter(self.host_copy, training=False)
         partial = folder.with_name(folder.name + ".partial")
         lora, dtype = self.network.lora, self.network.dtype
         writer = CheckpointWriter(partial, self.network.table.huggingface(), dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,10 @@ class Work:
 
 
 class Shift:
-    """Every rank runs one in each call; those without an engine wait, and help to bring an engine back."""
+    """Every rank runs one in each call; those without an engine wait, and help to bring an engine back.
+
+    `begin`, then `run`. Between the two `ahead` may work in a thread, where engines have ranks of their own.
+    """
 
     def __init__(
         self,
@@ -62,28 +66,58 @@ class Shift:
         self._cutting = False
         self._finished = engine is None
         self._work = Work()
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._error: Exception | None = None
 
-    def run(self, begun: Sequence[Request], request_of: Callable[[int], Request], sampling: Sampling) -> Work:
-        """Go on with `begun`, then begin what the deal gives; until enough groups are complete and all have stopped."""
+    def begin(self, begun: Sequence[Request], request_of: Callable[[int], Request], sampling: Sampling) -> None:
+        """Give the engine what was `begun` earlier; what the deal gives comes next."""
+        self._request_of, self._sampling = request_of, sampling
         if self._engine is not None:
-            self._submit(list(begun), sampling)
+            self._submit(list(begun))
+
+    def ahead(self) -> None:
+        """Work in a thread while this rank does something else, until `run` goes on."""
+        if self._engine is not None:
+            self._thread = threading.Thread(target=self._work_ahead, args=(self._engine,), daemon=True)
+            self._thread.start()
+
+    def run(self) -> Work:
+        """Until enough groups are complete and all engines have stopped."""
+        self._take_over()
         while self._store.add(self._handed_in, 0) < self._engines:
             self._rescue.serve()
             if self._engine is None or self._finished:
                 time.sleep(IDLE_SECONDS)
                 continue
             try:
-                self._advance(self._engine, request_of, sampling)
+                self._advance(self._engine)
             except EngineDiedError as error:
                 self._survive(error)
         return self._work
 
-    def _advance(self, engine: RolloutEngine, request_of: Callable[[int], Request], sampling: Sampling) -> None:
+    def _work_ahead(self, engine: RolloutEngine) -> None:
+        try:
+            while not (self._finished or self._stopped.is_set()):
+                self._advance(engine)
+        except Exception as error:
+            self._error = error  # a dead engine needs all ranks to come back: `run` sees to it
+
+    def _take_over(self) -> None:
+        self._stopped.set()
+        if self._thread:
+            self._thread.join()
+        if isinstance(self._error, EngineDiedError):
+            self._survive(self._error)
+        elif self._error:
+            raise self._error
+
+    def _advance(self, engine: RolloutEngine) -> None:
         started = time.perf_counter()
         if not self._cutting:
             ahead = engine.ahead() if self._deal.plenty(self._engines) else 0
             fresh = self._deal.take(max(0, engine.room() + ahead))
-            self._submit([request_of(sample) for sample in fresh], sampling)
+            self._submit([self._request_of(sample) for sample in fresh])
         if self._in_flight:
             for sample in engine.collect(COLLECT_SECONDS):
                 self._in_flight -= 1
@@ -99,10 +133,10 @@ class Shift:
             self._finished = True
             self._store.add(self._handed_in, 1)
 
-    def _submit(self, requests: list[Request], sampling: Sampling) -> None:
+    def _submit(self, requests: list[Request]) -> None:
         if requests and self._engine is not None:
             self._in_flight += len(requests)
-            self._engine.submit(requests, sampling)
+            self._engine.submit(requests, self._sampling)
 
     def _put_away(self, sample: Sample) -> None:
         if self._cutting and sample.finish == "abort":

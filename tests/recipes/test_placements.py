@@ -1,0 +1,96 @@
+"""Each role under its own layout, on its own ranks, resting on the host: the numbers of one layout for all."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from recipes.tasks.letters import DIGITS, LENGTH
+from tests.recipes.tiny_runs import tiny_run
+from verl_mg.job.loop import MODEL
+from verl_mg.tiny import make_tiny_model
+
+RANKS = 4
+COMMON = [
+    "job.iterations=3",
+    "algorithm.prompts_per_iteration=24",
+    "algorithm.critic_warmup=0",
+    # A large eps makes Adam's step proportional to small gradients: weights compare as gradients do.
+    *(f"{role}.optimizer.eps=0.01" for role in ("actor", "critic")),
+    *(f"{role}.optimizer.warmup_steps=0" for role in ("actor", "critic")),
+]
+ONE = ["actor.layout=tp1", "critic.layout=tp1", "reference.layout=tp1"]
+MIXED = ["actor.layout=tp2-pp2", "critic.layout=tp4", "reference.layout=tp1"]
+PLACEMENTS = {
+    "mixed": MIXED,
+    "mixed and offloaded": [*MIXED, "critic.offload=true", "reference.offload=true"],
+    "apart": ["actor.layout=tp2", "actor.ranks=0-1", "critic.layout=pp2", "critic.ranks=2-3", "reference.ranks=3"],
+    "overlapping": ["actor.layout=tp2", "actor.ranks=1-2", "critic.ranks=0,2", "critic.offload=true"],
+}
+# What tells of ranks and bytes, and what compares the engine with the trainer, which differ by roundings alone.
+OTHER = ("time/", "sync/", "rollout/busiest", "mismatch/")
+
+
+@pytest.fixture(scope="module")
+def task(tasks, tmp_path_factory) -> Path:
+    """With heads enough for four tensor-parallel ranks, and models to score answers."""
+    folder = tmp_path_factory.mktemp("placements")
+    (folder / "data").symlink_to(tasks(0) / "data")
+    for name, seed in (("model", 0), ("judge", 1)):
+        make_tiny_model(
+            folder / name,
+            "qwen3",
+            characters=DIGITS + "=",
+            hidden=64,
+            layers=2,
+            ffn=128,
+            kv_heads=4,
+            max_positions=64,
+            init_std=0.06,
+            perturb=True,
+            seed=seed,
+        )
+    return folder
+
+
+def run(ranks, task, output, overrides):
+    lines = tiny_run(ranks, "ppo", task, output, [*COMMON, *overrides], count=RANKS)
+    return [{key: value for key, value in line.items() if not key.startswith(OTHER)} for line in lines]
+
+
+def compare(found, expected):
+    assert len(found) == len(expected) == 3
+    for line, (own, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert own.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert own[key] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{key} of iteration {line + 1}"
+
+
+@pytest.fixture(scope="module")
+def one_layout(ranks, task, tmp_path_factory):
+    output = tmp_path_factory.mktemp("one") / "run"
+    lines = run(ranks, task, output, ONE)
+    for line in lines:
+        assert min(line["actor/grad_norm"], line["critic/grad_norm"]) > 1e-3 and line["response/length"] <= LENGTH
+    return lines, output
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_ppo_tells_the_same_wherever_its_roles_stand(ranks, task, one_layout, tmp_path, placement):
+    expected, trained = one_layout
+    compare(run(ranks, task, tmp_path / "run", PLACEMENTS[placement]), expected)
+    for role in (MODEL, "critic"):
+        before, after = (load_file(folder / role / "model.safetensors") for folder in (trained, tmp_path / "run"))
+        assert before.keys() == after.keys()
+        for name, weight in before.items():
+            assert (after[name] - weight).abs().max() <= 1e-5 * weight.abs().max(), name
+
+
+def test_a_reward_model_stands_on_ranks_of_its_own(ranks, task, tmp_path):
+    scored = ["algorithm.reward_model=true", f"reward_model.path={task / 'judge'}"]
+    expected = run(ranks, task, tmp_path / "one", [*ONE, *scored])
+    apart = ["reward_model.ranks=3", "reward_model.offload=true", "actor.ranks=0-1", "actor.layout=pp2"]
+    compare(run(ranks, task, tmp_path / "apart", [*scored, *apart]), expected)
+    # Scores of the model, not shares of six places.
+    assert all(line["reward/std"] > 0 and abs(line["reward/mean"] - line["reward/right"]) > 1e-3 for line in expected)
+    assert any(not (line["reward/mean"] * 24 * 3).is_integer() for line in expected)

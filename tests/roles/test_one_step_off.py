@@ -1,0 +1,97 @@
+"""Engines on ranks of their own draw the next samples while this iteration trains, from weights one iteration old."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.roles.test_sglang_rollout import inputs, sglang_job
+from tests.traces import needs_sglang
+from verl_mg.errors import UserError
+from verl_mg.job.loop import one_iteration
+from verl_mg.job.trace import SampleTrace
+
+ITERATIONS, PROMPTS, GROUP = 3, 6, 4
+OVERRIDES = ["algorithm.one_step_off=true", f"job.iterations={ITERATIONS}"]
+
+
+def train_ahead(folder):
+    """What this rank saw of each iteration; a checkpoint stands beside each, and greedy answers come in between."""
+    job, recipe = sglang_job(folder, "actor.layout=tp2", "rollout.ranks=1", *OVERRIDES)
+    job.actor.save(folder / "weights-0", folder / "model")
+    told = []
+    for iteration in range(1, ITERATIONS + 1):
+        trained, update = [], job.actor.update
+
+        def kept(batch, *arguments, trained=trained, update=update, **options):
+            trained.append(batch)
+            return update(batch, *arguments, **options)
+
+        job.actor.update = kept
+        metrics = one_iteration(recipe, job, iteration, SampleTrace(folder / "samples", dist.get_rank()))
+        job.actor.update = update
+        job.actor.save(folder / f"weights-{iteration}", folder / "model")
+        greedy = job.rollout.greedy(list(job.prompts)[:1]) if iteration == 2 else None
+        told.append(
+            {
+                "drawing": job.rollout.drawing,
+                "metrics": {name: value for name, value in metrics.items() if not name.startswith("time/")},
+                "ids": trained[0]["sample_id"].tolist(),
+                "versions": trained[0]["versions"][trained[0]["loss_mask"]].unique().tolist(),
+                "rows": [(trained[0].row("tokens", i), trained[0].row("rollout_logprobs", i)) for i in range(len(trained[0]))],
+                "greedy": None if greedy is None else greedy["versions"].unique().tolist(),
+            }
+        )
+    job.close()
+    return told
+
+
+def off(folder, step, rows):
+    """How far what the engine told is from a checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(folder / f"weights-{step}", dtype=torch.float32)
+    most = 0.0
+    with torch.no_grad():
+        for tokens, logprobs in rows:
+            log_p = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+            written = logprobs[1:] != 0
+            most = max(most, (log_p - logprobs[1:])[written].abs().max().item())
+    return most
+
+
+@needs_sglang
+def test_samples_are_drawn_one_iteration_ahead(ranks, tmp_path):
+    folder = inputs(tmp_path, "qwen3")
+    results = ranks.run(3, train_ahead, folder)
+    for number, told in enumerate(zip(*results, strict=True)):
+        older = min(number, 1)
+        # After the last iteration nothing more is asked for.
+        assert all(rank["drawing"] == (number < ITERATIONS - 1) for rank in told)
+        assert {v for rank in told for v in rank["versions"]} == {number - older}
+        ids = sorted(i for rank in told for i in rank["ids"])
+        assert ids == list(range(number * PROMPTS * GROUP, (number + 1) * PROMPTS * GROUP))
+        for rank in told:
+            assert rank["metrics"] == told[0]["metrics"]
+        assert told[0]["metrics"]["rollout/staleness"] == older and told[0]["metrics"]["actor/grad_norm"] > 0
+        rows = [row for rank in told for row in rank["rows"]]
+        assert off(folder, number - older, rows) < 1e-4
+        if older:
+            assert off(folder, number, rows) > 1e-3
+            assert told[0]["metrics"]["mismatch/max_abs"] > 1e-3
+    # An evaluation in between waits for the samples that are drawn, and then for the weights that wait for them.
+    assert [rank["greedy"] for told in results for rank in told if rank["greedy"]] == [[-1, 2]]
+
+
+def refused(folder, overrides):
+    job, recipe = sglang_job(folder, *overrides, *OVERRIDES)
+    try:
+        one_iteration(recipe, job, 1, None)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("overrides", [["rollout.engine=embedded"]])
+def test_engines_on_the_ranks_of_training_cannot(ranks, tmp_path, overrides):
+    (told,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
+    assert re.match("samples are drawn while training computes only by engines on ranks of their own: write", told)

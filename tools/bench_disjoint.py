@@ -1,0 +1,104 @@
+"""Seconds of a PPO iteration with actor and critic on different ranks: at the same time, and one after the other.
+
+    python tools/bench_disjoint.py [--hidden 256] [--layers 4] [--prompts 48] [--tokens 48] [--rounds 5]
+
+Two ranks over gloo, a thread each: the actor on rank 0, critic and reference on rank 1, engines on both. Iterations of
+recipes/ppo.py run in turn in the same two processes on the same weights' path; medians are compared. The other way
+differs in one thing: every role is waited for before the next one is asked.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from recipes.tasks import letters
+from verl_mg.config import load_config
+from verl_mg.job.job import Job
+from verl_mg.job.loop import one_iteration
+from verl_mg.job.networks import NETWORKS
+from verl_mg.job.recipe import load_recipe
+from verl_mg.roles.agenda import Agenda
+from verl_mg.tiny import make_tiny_model
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "ppo.py"
+
+
+def main() -> None:
+    """Print both medians and their ratio."""
+    options = _options()
+    with tempfile.TemporaryDirectory() as folder:
+        letters.make(Path(folder))
+        make_tiny_model(
+            Path(folder) / "model",
+            "qwen3",
+            characters=letters.DIGITS + "=",
+            hidden=options.hidden,
+            layers=options.layers,
+            ffn=3 * options.hidden,
+            max_positions=1024,
+        )
+        multiprocessing.spawn(_rank, (Path(folder), options), nprocs=2)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"hidden": 256, "layers": 4, "prompts": 48, "tokens": 48, "rounds": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=2)
+    recipe = load_recipe(RECIPE)
+    config = load_config(None, _overrides(folder, options), recipe.config)
+    job = Job(config, recipe.roles(config.algorithm), store)
+    roles = [getattr(job, name) for name in NETWORKS if hasattr(job, name)]
+    together, seconds = roles[0].agenda, dict[bool, list[float]]({True: [], False: []})
+    for iteration in range(2 * (options.rounds + 1)):
+        at_once = iteration % 2 == 0
+        for role in roles:
+            role.agenda = together if at_once else Agenda(eager=True)
+        dist.barrier()
+        started = time.perf_counter()
+        one_iteration(recipe, job, iteration + 1, None)
+        dist.barrier()
+        seconds[at_once].append(time.perf_counter() - started)
+    if rank == 0:
+        _tell(statistics.median(seconds[True][1:]), statistics.median(seconds[False][1:]))
+    dist.destroy_process_group()
+
+
+def _overrides(folder: Path, options: argparse.Namespace) -> list[str]:
+    return [
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'data' / 'train.jsonl'}",
+        "actor.ranks=0",
+        "critic.ranks=1",
+        "reference.ranks=1",
+        f"rollout.max_new_tokens={options.tokens}",
+        f"reward.function={letters.__file__}:score",
+        f"algorithm.prompts_per_iteration={options.prompts}",
+        "algorithm.critic_warmup=0",
+        "algorithm.kl_coefficient=0.01",
+        "algorithm.minibatches=2",
+        "algorithm.epochs=2",
+    ]
+
+
+def _tell(at_once: float, in_turn: float) -> None:
+    print(
+        f"one PPO iteration, actor and critic on ranks of their own: at the same time {at_once:.2f} s, "
+        f"one after the other {in_turn:.2f} s, ratio {at_once / in_turn:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
