@@ -117,7 +117,7 @@ def refused(folder, overrides):
         (
             ["rollout.ranks=1", "actor.layout=tp2"],
             "actor.layout=tp2 beside rollout.ranks=1: layout tp2 stands on a multiple of 2 ranks, not on 3: "
-            "start 2 or 4",
+            "start 2 or 4; nearest that work on 3 ranks: tp1",
         ),
         (
             ["rollout.ranks=3", "rollout.layout=tp2"],

@@ -34,13 +34,14 @@ def train_ahead(folder):
         job.actor.update = update
         job.actor.save(folder / f"weights-{iteration}", folder / "model")
         greedy = job.rollout.greedy(list(job.prompts)[:1]) if iteration == 2 else None
+        rows = trained[0]
         told.append(
             {
                 "drawing": job.rollout.drawing,
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith("time/")},
-                "ids": trained[0]["sample_id"].tolist(),
-                "versions": trained[0]["versions"][trained[0]["loss_mask"]].unique().tolist(),
-                "rows": [(trained[0].row("tokens", i), trained[0].row("rollout_logprobs", i)) for i in range(len(trained[0]))],
+                "ids": rows["sample_id"].tolist(),
+                "versions": rows["versions"][rows["loss_mask"]].unique().tolist(),
+                "rows": [(rows.row("tokens", i), rows.row("rollout_logprobs", i)) for i in range(len(rows))],
                 "greedy": None if greedy is None else greedy["versions"].unique().tolist(),
             }
         )

@@ -12,6 +12,7 @@ from verl_mg import platform
 from verl_mg.config import Config
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.layout.nearest import checked_engine
 from verl_mg.reshard import best_stride
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.fleet import EmbeddedFleet, Fleet, SGLangFleet, Wrap
@@ -45,9 +46,13 @@ def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
     if config.rollout.urls:
         check_servers(config, table)
     elif config.rollout.engine == "sglang":
-        placement = _placement(config, ranks)
-        table.check_engine(placement.layout)
-        check_on_cpu(table.dimensions, placement.layout)
+        placement, experts = _placement(config, ranks), table.config.experts
+
+        def check(layout: EngineLayout) -> None:
+            table.check_engine(layout)
+            check_on_cpu(table.dimensions, layout)
+
+        checked_engine(placement.layout, len(placement.ranks), experts.count if experts else 0, check)
 
 
 def build_fleet(config: Config, dtype: torch.dtype, actor: Actor, store: Store, wrap: Wrap) -> Fleet:

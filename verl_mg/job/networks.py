@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from verl_mg.clock import Clock
 from verl_mg.config import Config, ReferenceConfig, TrainedConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement, parse_ranks
+from verl_mg.layout.nearest import checked_on
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.network import check_layout
 from verl_mg.roles.actor import Actor
@@ -46,10 +48,12 @@ class Networks:
     def check(self, roles: set[str], beside: str = "") -> None:
         """UserError, before any group or model exists, where a layout fits the ranks or the model not."""
         for role in sorted(roles & NETWORKS.keys()):
-            section = self._section(role)
+            section, model = self._section(role), read_config(self._path(role))
             own = f" on {section_of(role)}.ranks={section.ranks}" if section.ranks else beside
             try:
-                check_layout(read_config(self._path(role)), self._placement(role).layout)
+                experts = model.experts.count if model.experts else 0
+                layout, ranks = Layout.parse(section.layout), self._standing(role)
+                checked_on(layout, len(ranks), experts, partial(check_layout, model))
             except UserError as error:
                 raise UserError(f"{section_of(role)}.layout={section.layout}{own}: {error}") from None
             self._check_lora(role)
@@ -95,6 +99,10 @@ class Networks:
         return getattr(self._section(role), "path", None) or self._config.model.path
 
     def _placement(self, role: str) -> Placement:
+        ranks = self._standing(role)
+        return Placement(Layout.parse(self._section(role).layout).fit(len(ranks)), ranks)
+
+    def _standing(self, role: str) -> tuple[int, ...]:
         section = self._section(role)
         ranks = parse_ranks(section.ranks) if section.ranks else tuple(range(self._ranks))
         if ranks[-1] >= self._ranks:
@@ -102,7 +110,7 @@ class Networks:
                 f"rank {ranks[-1]} is none of the {self._ranks} that hold networks, 0 to {self._ranks - 1}; "
                 f"write lower ones in {section_of(role)}.ranks, or start more"
             )
-        return Placement(Layout.parse(section.layout).fit(len(ranks)), ranks)
+        return ranks
 
     def _groups_of(self, placement: Placement) -> ParallelGroups:
         if placement not in self._groups:

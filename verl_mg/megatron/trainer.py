@@ -20,6 +20,7 @@ from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.collectives import sum_over_ranks
 from verl_mg.megatron.guard import BROKEN, Guard, Verdict
+from verl_mg.megatron.host_adam import move_to_host
 from verl_mg.megatron.microbatch import LossTokens, MicroBatch, loss_tokens
 from verl_mg.megatron.network import Judge, Network, Report
 from verl_mg.megatron.snapshot import Snapshot
@@ -53,6 +54,8 @@ class Trainer:
             self.optimizer = get_megatron_optimizer(
                 _megatron_config(config, network.dtype), network.runnable, use_gloo_process_groups=False
             )
+        if config.on_host:
+            move_to_host(self.optimizer)
         self.scheduler = learning_rate_schedule(self.optimizer, config)
         for chunk in network.chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_dividing
