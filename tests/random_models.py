@@ -37,6 +37,8 @@ def fields(family: str, **changes: Any) -> dict[str, Any]:
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 8,
         "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
         "first_k_dense_replace": 1,
         "q_lora_rank": 8,
         "kv_lora_rank": 12,

@@ -21,14 +21,22 @@ VARIANTS = {
     "qwen3": {"head_dim": 12},
     "qwen3_moe": {"head_dim": 12},
     "mixtral": {},
-    "deepseek_v2": {"shared_experts": 2, "dense_layers": 1},
-    "deepseek_v3": {"shared_experts": 2, "dense_layers": 2, "q_rank": 12},
-    "gemma2": {"tie_embeddings": True, "head_dim": 12},
+    "deepseek_v2": {"shared_experts": 2, "dense_layers": 1, "experts": 8,
+                    "fields": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1,
+                               "routed_scaling_factor": 1.7}},
+    "deepseek_v3": {"shared_experts": 2, "dense_layers": 1, "experts": 8, "q_rank": 12,
+                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+                                     "original_max_position_embeddings": 16},
+                    "fields": {"n_group": 4, "topk_group": 2}},
+    "gemma2": {"tie_embeddings": True, "head_dim": 12, "fields": {"sliding_window": 5, "attn_logit_softcapping": 0.5,
+                                                               "final_logit_softcapping": 3.0}},
 }  # fmt: skip
-TRAINED = ("llama", "qwen2", "qwen3")
-"""The dense ones that have a forward pass in Megatron."""
+TRAINED = ("llama", "qwen2", "qwen3", "gemma2")
+"""The dense ones."""
 MIXTURES = ("qwen3_moe", "mixtral")
-"""The mixtures of experts that have one; of the others there are only the weights."""
+"""The mixtures of experts without latent attention."""
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Those with it."""
 
 
 def tiny_model(folder: Path, architecture: str, layers: int = 4) -> Path:

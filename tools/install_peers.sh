@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Adds what tests compare with and nothing else needs to the environment that launch/environment.sh makes.
+# Adds what tests and benchmarks compare with, and nothing else needs, to the environment that launch/environment.sh makes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 
@@ -10,10 +10,13 @@ wanted=$(cksum <"${BASH_SOURCE[0]}")
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     exit
 fi
-echo "environment: installing peft and verl, to compare with"
-install=("$python" -m pip install --quiet --disable-pip-version-check --no-deps)
-"${install[@]}" peft==0.21.2 accelerate==1.15.0
-# verl brings packages named tests and scripts: in a folder of its own, which tests/algorithms/verl_peer.py looks into.
-"${install[@]}" --upgrade --target "$repository/.venv/peers" verl==0.9.1
+echo "environment: installing peft, verl and TRL, to compare with"
+install=("$python" -m pip install --quiet --disable-pip-version-check)
+"${install[@]}" --no-deps peft==0.21.2 accelerate==1.15.0
+# What TRL imports and the project does not have; the versions of tools/requirements-sglang-cpu.txt.
+"${install[@]}" datasets==5.2.0 pandas==3.1.1
+# In a folder of their own, behind all others on the path: verl brings packages named tests and scripts.
+# tests/algorithms/verl_peer.py and tools/trl_side.py look into it.
+"${install[@]}" --no-deps --upgrade --target "$repository/.venv/peers" verl==0.9.1 trl==1.16.0
 # Last, so that an interrupted installation is done again.
 echo "$wanted" >"$stamp"

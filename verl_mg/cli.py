@@ -71,6 +71,9 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--reserve": (float, "GiB of a device that are kept free (default: 6)"),
         "--intra-node": (float, "GB/s of a rank to others of its node (default: 400)"),
         "--inter-node": (float, "GB/s of a rank to other nodes (default: 50)"),
+        "--host": (float, "GB/s between a device and its host (default: 50)"),
+        "--flops": (float, "TFLOP/s of bf16 matrix products that a device reaches (default: 400)"),
+        "--memory-bandwidth": (float, "GB/s at which a device reads its memory (default: 2400)"),
         "--sequence": (int, "tokens of a sample, prompt and response (default: the file's, or 8192)"),
         "--micro-batch": (int, "tokens of a micro-batch (default: the file's, or 8192)"),
         "--batch": (int, f"tokens of an iteration, over all ranks (default: the file's, or {4 * 2**20})"),
@@ -80,7 +83,8 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     }
     for name, (kind, meaning) in numbers.items():
         plan.add_argument(name, type=kind, metavar="N", help=meaning)
-    offload = "the actor waits on the host while engines are awake (default: the file's, or yes)"
+    plan.add_argument("--measured", metavar="FILE", help="JSON with such figures; options win over it")
+    offload = "the actor waits on the host while others compute (default: the file's, or yes)"
     plan.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
     recompute = "layers keep their inputs alone, or all but attention's matrix (default: the file's, or full)"
     plan.add_argument("--recompute", choices=("full", "selective"), help=recompute)

@@ -1,7 +1,7 @@
 """Tiny random models in the Hugging Face layout, for tests and first runs without a download."""
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,7 @@ def make_tiny_model(
     tie_embeddings: bool = False,
     rope_scaling: dict[str, Any] | None = None,
     max_positions: int = 1024,
+    fields: Mapping[str, Any] | None = None,
     init_std: float = 0.02,
     perturb: bool = False,
     seed: int = 0,
@@ -121,8 +122,9 @@ def make_tiny_model(
         dense_layers: how many of the first layers have no experts (DeepSeek).
         q_rank: width to which queries are compressed (DeepSeek); 0: they are not.
         rope_scaling: `rope_type` and its factors as Hugging Face writes them, for example of "llama3".
+        fields: of config.json, more of them or other values, as Hugging Face names them.
         init_std: standard deviation of the initial matrices.
-        perturb: add small noise to norms and biases, which start at one and zero, so that a comparison
+        perturb: add small noise to norms and biases, which start at one or zero, so that a comparison
             of two implementations sees them.
 
     Returns:
@@ -158,6 +160,7 @@ def make_tiny_model(
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope_scaling or {}),
         **attention,
         **_mixture(architecture, experts, ffn // 2, shared_experts, dense_layers),
+        **(fields or {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -200,13 +203,12 @@ def _config(architecture: str, tokenizer: "PreTrainedTokenizerFast", **fields: A
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        **fields,
-        **ARCHITECTURES[architecture],
+        **ARCHITECTURES[architecture] | fields,
     )
 
 
 @torch.no_grad()
 def _perturb(model: torch.nn.Module, std: float = 0.05) -> None:
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.add_(torch.randn_like(parameter), alpha=std)
+    for tensor in model.state_dict().values():  # a router's bias is a buffer
+        if tensor.dim() == 1:
+            tensor.add_(torch.randn_like(tensor), alpha=std)

@@ -53,9 +53,7 @@ def test_sizes_left_out() -> None:
     assert Layout.parse("tp2-etp1").etp == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["", "tp", "tp2-", "tp0", "tp2-xp3", "tp2-tp2", "tp2.5", "tp-2", "TP2", "tp²", "2"]
-)
+@pytest.mark.parametrize("text", ["", "tp", "tp2-", "tp0", "tp2-xp3", "tp2-tp2", "tp2.5", "tp-2", "TP2", "tp²", "2"])
 def test_unreadable_text_names_the_part_and_the_keys(text: str) -> None:
     with pytest.raises(UserError, match=r"keys are tp, pp, vpp, cp, ep, etp, dp.*as in tp4-pp2-ep8"):
         Layout.parse(text)
@@ -96,18 +94,14 @@ def test_fit_agrees_with_division(layout: Layout, ranks: int) -> None:
 
 
 def test_fit_names_what_would_work() -> None:
-    with pytest.raises(
-        UserError, match=r"layout tp4-pp2 .* not on 12: start 8 or 16, or write tp3-pp2 or tp4"
-    ):
+    with pytest.raises(UserError, match=r"layout tp4-pp2 .* not on 12: start 8 or 16$"):
         Layout.parse("tp4-pp2").fit(12)
-    with pytest.raises(UserError, match=r"start 8, or write tp2-pp2 or tp4$"):
+    with pytest.raises(UserError, match=r"start 8$"):
         Layout.parse("tp4-pp2").fit(4)
-    with pytest.raises(UserError, match=r"not on 2: start 4, or write ep2$"):
+    with pytest.raises(UserError, match=r"not on 2: start 4$"):
         Layout.parse("ep4").fit(2)
     with pytest.raises(UserError, match=r"not on 0: start 2$"):
         Layout.parse("tp2").fit(0)
-    with pytest.raises(UserError, match=r"or write pp3-vpp2 or|or write pp3-vpp2$"):
-        Layout.parse("pp4-vpp2").fit(6)
 
 
 def test_a_given_dp_must_agree() -> None:
@@ -115,7 +109,7 @@ def test_a_given_dp_must_agree() -> None:
         Layout.parse("tp2-dp4").fit(6)
     with pytest.raises(UserError, match="given dp1, so 2 ranks, not 6"):
         Layout.parse("tp2-dp1").fit(6)
-    with pytest.raises(UserError, match=r"not on 7: start 8, or write"):
+    with pytest.raises(UserError, match=r"not on 7: start 8$"):
         Layout.parse("tp2-dp4").fit(7)
 
 
@@ -136,9 +130,7 @@ def test_coordinates_are_megatrons(layout: Layout) -> None:
         for theirs, ours in names.items():
             for group in generator.get_ranks(theirs):
                 assert [getattr(found[rank], ours) for rank in group] == list(range(getattr(layout, ours)))
-                others = {
-                    tuple(getattr(found[rank], n) for n in names.values() if n != ours) for rank in group
-                }
+                others = {tuple(getattr(found[rank], n) for n in names.values() if n != ours) for rank in group}
                 assert len(others) == 1
 
 

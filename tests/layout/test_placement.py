@@ -10,9 +10,7 @@ def test_on_the_first_ranks() -> None:
     placement = Placement.on(Layout.parse("tp2-pp2"), 8)
     assert placement.ranks == tuple(range(8))
     assert placement.layout.dp == 2
-    assert [placement.coordinates(rank) for rank in range(8)] == [
-        placement.layout.coordinates(r) for r in range(8)
-    ]
+    assert [placement.coordinates(rank) for rank in range(8)] == [placement.layout.coordinates(r) for r in range(8)]
     assert placement.coordinates(8) is None
 
 

@@ -17,12 +17,13 @@ def whole():
     return [torch.randn(shape, generator=generator) for shape in ((6, 1, 8), (4, 8), (4,))]
 
 
-def forward(tp):
+def forward(tp, zero_centered):
     x, weight, norm = whole()
     groups = ParallelGroups(Placement.on(Layout(tp=tp), tp))
     config = TransformerConfig(
         num_layers=1, hidden_size=4, num_attention_heads=2, layernorm_epsilon=EPSILON, use_cpu_initialization=True,
         perform_initialization=False, tensor_model_parallel_size=tp, sequence_parallel=tp > 1,
+        layernorm_zero_centered_gamma=zero_centered,
     )  # fmt: skip
     with groups.active(), torch.no_grad():
         layer = NormedRowParallelLinear(
@@ -35,9 +36,9 @@ def forward(tp):
     return output
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_whole_output_is_normalised(ranks, tp):
+@pytest.mark.parametrize(("tp", "zero_centered"), [(1, False), (2, False), (2, True)])
+def test_the_whole_output_is_normalised(ranks, tp, zero_centered):
     x, weight, norm = whole()
     y = x @ weight.T
-    expected = y * (y.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * norm
-    assert torch.allclose(torch.cat(ranks.run(tp, forward, tp)), expected, atol=1e-5)
+    expected = y * (y.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * (norm + zero_centered)
+    assert torch.allclose(torch.cat(ranks.run(tp, forward, tp, zero_centered)), expected, atol=1e-5)

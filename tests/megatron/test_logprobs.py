@@ -18,7 +18,7 @@ def inputs():
     return hidden, weight, targets, pulls
 
 
-def sharded(rows_per_rank, chunk_bytes):
+def sharded(rows_per_rank, chunk_bytes, softcap):
     logprobs.CHUNK_BYTES = chunk_bytes
     rank = dist.get_rank()
     hidden, weight, targets, pulls = inputs()
@@ -28,19 +28,20 @@ def sharded(rows_per_rank, chunk_bytes):
     shard[:real] = weight[first : first + real]
     hidden.requires_grad_()
     shard.requires_grad_()
-    out = vocab_parallel_logprobs(hidden, shard, targets, 0.7, first, real, dist.group.WORLD)
+    out = vocab_parallel_logprobs(hidden, shard, targets, 0.7, first, real, dist.group.WORLD, softcap)
     (torch.stack(out) * pulls).sum().backward()
     return torch.stack(out).detach(), hidden.grad, shard.grad, real
 
 
 @pytest.mark.parametrize("count,rows", [(1, 13), (1, 16), (2, 8), (4, 5), (4, 13)])
-@pytest.mark.parametrize("chunk_bytes", [1, 200, 2**20])
-def test_values_and_gradients_equal_autograd_over_the_whole_vocabulary(ranks, count, rows, chunk_bytes):
-    results = ranks.run(count, sharded, rows, chunk_bytes)
+@pytest.mark.parametrize(("chunk_bytes", "softcap"), [(1, None), (200, None), (2**20, None), (200, 1.5)])
+def test_values_and_gradients_equal_autograd_over_the_whole_vocabulary(ranks, count, rows, chunk_bytes, softcap):
+    results = ranks.run(count, sharded, rows, chunk_bytes, softcap)
     hidden, weight, targets, pulls = inputs()
     hidden.requires_grad_()
     weight.requires_grad_()
-    log_p = (hidden @ weight.T / 0.7).log_softmax(-1)
+    logits = hidden @ weight.T if softcap is None else softcap * torch.tanh(hidden @ weight.T / softcap)
+    log_p = (logits / 0.7).log_softmax(-1)
     expected = torch.stack([log_p[torch.arange(TOKENS), targets], -(log_p.exp() * log_p).sum(-1)])
     (expected * pulls).sum().backward()
     for out, *_ in results:

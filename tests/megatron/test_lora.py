@@ -298,6 +298,9 @@ def test_what_cannot_be_adapted_is_named(models, tmp_path) -> None:
         adapted_tensors(mixture, ["q_proj", "up_proj"])
     with pytest.raises(UserError, match=r"no linear layer 'lm_head'; name some of q_proj.*down_proj$"):
         adapted_tensors(dense, ["lm_head"])
+    for family, what in (("deepseek_v3", "latent attention"), ("gemma2", "layers with a norm behind them")):
+        with pytest.raises(UserError, match=f"{family} has {what}, for which there are no adapters yet; leave lora"):
+            adapted_tensors(table(read_config(tiny_model(tmp_path / family, family))), None)
 
 
 def test_a_folder_with_other_adapters_is_refused(ranks, models, cases, tmp_path) -> None:

@@ -5,18 +5,18 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
+from tests.tiny_models import LATENT, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.groups import Cut, ParallelGroups
 from verl_mg.megatron.microbatch import make_micro_batch
 from verl_mg.megatron.network import Network, check_layout
 from verl_mg.weights import read_config
 
-LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp3", 3), ("tp2-pp2", 4)]
+LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp3", 3), ("cp2", 2), ("tp2-pp2", 4)]
 
 
-@pytest.fixture(scope="module", params=[*TRAINED, *MIXTURES])
+@pytest.fixture(scope="module", params=[*TRAINED, *MIXTURES, *LATENT])
 def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
@@ -45,10 +45,17 @@ def all_logits(model, layout):
     if not chunk.post_process:
         return None
     with net.groups.active(), torch.no_grad():
-        shard = chunk.whole_run(found[0])[: rows.total_tokens] @ chunk.output_weight().T
-        parts = [torch.empty_like(shard) for _ in range(net.layout.tp)]
-        dist.all_gather(parts, shard, group=net.groups.collection.tp)
-    return torch.cat(parts, dim=1)[:, : net.table.config.vocab] if net.speaks else None
+        runs = gathered(chunk.whole_run(found[0]), net.groups.collection.cp)
+        logits = gathered(runs[: rows.total_tokens] @ chunk.output_weight().T, net.groups.collection.tp, dim=1)
+    if softcap := chunk.logit_softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits[:, : net.table.config.vocab] if net.speaks else None
+
+
+def gathered(own, group, dim=0):
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
 
 
 @pytest.mark.parametrize("layout,count", LAYOUTS)
@@ -123,8 +130,7 @@ def empty_micro_batch(model):
     rows = random_rows(3, net.table.config.vocab).select([])
     reports = net.run([rows], 1.0, lambda micro, out: (out.sum(), {"n": out.shape[1]}), forward_only=True)
     odd = random_rows(1, 9, longest=3)
-    layout = Layout(tp=2)
-    micro = make_micro_batch(odd, torch.ones(4), 1.0, torch.float32, layout, layout.coordinates(0))
+    micro = make_micro_batch(odd, torch.ones(4), 1.0, torch.float32, Cut(tp=2, context=1))
     return reports, micro.input_ids.shape[1]
 
 
@@ -143,7 +149,6 @@ def test_an_empty_micro_batch_runs_and_alignment_adds_less_than_tp_tokens(ranks,
         ("ep2", "ep2 spreads experts, and the model has none"),
         ("cp8", "cp8 does not divide the 4 attention heads; cp 1, 2, 4 would"),
         ("tp2-cp4", r"tp2-cp4 does not divide the 4 attention heads; tp\*cp 1, 2, 4 would"),
-        ("pp2-vpp2", "interleaving is not supported yet"),
     ],
 )
 def test_a_layout_the_model_cannot_stand_on_is_refused(tmp_path, layout, message):

@@ -1,5 +1,6 @@
 """Routing replay against a mixture of experts in plain torch that takes the experts it is told."""
 
+import copy
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.given_experts import told
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
-from tests.tiny_models import oracle, random_rows, tiny_model
+from tests.tiny_models import LATENT, oracle, random_rows, tiny_model
 from verl_mg.errors import UserError
 from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.weights import read_config
@@ -67,8 +68,13 @@ def test_tokens_take_the_experts_that_the_batch_names(ranks, model, expected, la
 
 def test_the_experts_named_are_not_those_that_the_routers_would_take(ranks, model, expected):
     free = one_rank(ranks.run(1, train, model, "tp1", rows(model))[0])
-    assert max((a - b).abs().max() for a, b in zip(free.outputs, expected.outputs, strict=True)) > 0.1
+    assert apart(free, expected) > 0.1
     assert not free.idle()
+
+
+def apart(one, other):
+    """How far log-probs and entropies differ at most."""
+    return max((a[:2] - b[:2]).abs().max() for a, b in zip(one.outputs, other.outputs, strict=True))
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2", 2)])
@@ -98,6 +104,42 @@ def test_the_plain_torch_mixture_is_that_of_transformers(model):
     with torch.no_grad():
         found = told(model, torch.full((tokens.shape[1], LAYERS, TOP_K), -1))(tokens).logits
         assert torch.allclose(found, oracle(model)(tokens).logits, atol=1e-5)
+
+
+class Told:
+    """Put behind a router of DeepSeek in `transformers`: another choice of experts, with the weights they then have."""
+
+    def __init__(self, given):
+        self.given, self.at = given, 0
+
+    def __call__(self, gate, _, output):
+        logits, _, own = output
+        given, self.at = self.given[self.at :][: len(own)], (self.at + len(own)) % len(self.given)
+        taken = torch.where((given >= 0).all(1, keepdim=True), given.long(), own)
+        biased = hasattr(gate, "e_score_correction_bias")
+        weights = (logits.sigmoid() if biased else logits.softmax(-1)).gather(1, taken)
+        if biased and gate.norm_topk_prob:
+            weights = weights / weights.sum(1, keepdim=True)
+        return logits, weights * gate.routed_scaling_factor, taken
+
+
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2-ep2-etp1", 4), ("cp2-ep2", 2)])
+@pytest.mark.parametrize("family", LATENT)
+def test_the_routers_of_deepseek_are_told_too(ranks, tmp_path, family, layout, count):
+    model = tiny_model(tmp_path / "model", family, layers=2)
+    batch, generator = rows(model), torch.Generator().manual_seed(1)
+    given = torch.rand(batch.total_tokens, 2, 8, generator=generator).topk(TOP_K).indices
+    given[torch.rand(len(given), generator=generator) < 0.3] = -1
+    net = copy.deepcopy(oracle(model))
+    for number, layer in enumerate(net.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(Told(given[:, number]))
+    expected = train_in_plain_torch(net, batch, tmp_path / "expected")
+    free = one_rank(ranks.run(1, train, model, "tp1", batch)[0])
+    batch["routed_experts"] = given.to(torch.int16)
+    assert_equal(ranks.run(count, train, model, layout, batch), expected, 2e-5)
+    assert apart(free, expected) > 0.1
+    assert not expected.idle()
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,23 @@
-"""The learning-rate schedule, step by step, against its formulas."""
+"""The learning-rate schedule, step by step, against its formulas; what is float32 where weights are bfloat16."""
 
 import math
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
+from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.megatron.trainer import check_schedule, learning_rate_schedule
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.network import Network
+from verl_mg.megatron.state import gradient_buffers
+from verl_mg.megatron.trainer import Trainer, check_schedule, learning_rate_schedule
+from verl_mg.weights import read_config
+
+ROWS = 16
 
 
 class Groups:
@@ -45,3 +56,82 @@ def test_cosine():
 def test_a_decay_without_its_length_is_refused():
     with pytest.raises(UserError, match=r"write actor\.optimizer\.decay_steps"):
         check_schedule(OptimizerConfig(schedule="cosine"))
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def model(request, tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param, layers=2)
+
+
+def in_bfloat16(model, **config):
+    groups = ParallelGroups(Placement.on(Layout.parse("tp1"), dist.get_world_size()))
+    return Trainer(Network(model, groups, torch.bfloat16), OptimizerConfig(**config))
+
+
+def rows(model):
+    return random_rows(ROWS, read_config(model).vocab)
+
+
+def update(trainer, micro_batches, judged):
+    return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", judged, judged)
+
+
+def two_small_steps(model, lr):
+    """[weights before, after one step, after two], and the same of the optimizer's."""
+    trainer = in_bfloat16(model, lr=lr, betas=(0.9, 0.9), clip_grad=0.0)
+    batch = rows(model)
+    parameters = {name: p for name, p in trainer.network.parameters().items() if p.requires_grad}
+    weights, mains = [], []
+    for step in range(3):
+        if step:
+            update(trainer, [batch], 1)
+        weights.append({name: p.detach().clone() for name, p in parameters.items()})
+        mains.append({name: p.main_param.detach().clone().view(p.shape) for name, p in parameters.items()})
+    return weights, mains
+
+
+def test_steps_too_small_for_bfloat16_add_up(ranks, model):
+    # Between 1/4 and 1/2 bfloat16 has steps of 2**-9: one of ours is less than half of that, two are more.
+    lr = 0.65 * 2**-10
+    ((weights, mains),) = ranks.run(1, two_small_steps, model, lr)
+    for name in weights[0]:
+        before, after_one, after_two = (stage[name] for stage in weights)
+        assert before.dtype is torch.bfloat16 and mains[0][name].dtype is torch.float32
+        for step in range(3):
+            assert torch.equal(weights[step][name], mains[step][name].bfloat16()), (name, step)
+        moved = (mains[1][name] - mains[0][name]).abs()
+        assert (moved > 0.9 * lr).float().mean() > 0.8, name
+        between = (before.abs() > 0.26) & (before.abs() < 0.49) & (moved > 0.9 * lr)
+        assert torch.equal(after_one[between], before[between]), name
+        if between.any():
+            assert (after_two[between] != before[between]).float().mean() > 0.8, name
+
+
+def summed_gradients(model, cuts):
+    """The gradients of the rows in float32, cut into micro-batches in each of these ways, by rank."""
+    trainer, batch = in_bfloat16(model), rows(model)
+    found = []
+    trainer.optimizer.step = lambda: (found.append(assembled(gradients_here(trainer.network))), 0.0, 0)
+    for cut in cuts:
+        update(trainer, [batch.select(numbers) for numbers in cut[dist.get_rank()]], 100)
+    assert {buffer.dtype for buffer in gradient_buffers(trainer.network)} == {torch.float32}
+    return found
+
+
+def test_gradients_of_bfloat16_weights_add_up_in_float32(ranks, model):
+    each = [[row] for row in range(ROWS)]
+    alone = ranks.run(1, summed_gradients, model, [[[numbers]] for numbers in each])[0]
+    together = ranks.run(1, summed_gradients, model, [[each], [each[::-1]]])[0]
+    dealt = ranks.run(2, summed_gradients, model, [[each[::2], each[1::2]]])
+    coarse = 0.0
+    for name in alone[0]:
+        parts = [gradients[name] for gradients in alone]
+        exact, largest = torch.stack(parts).double().sum(0), torch.stack(parts).abs().max()
+        assert largest > 0, name
+        for found in (*together, dealt[0][0], dealt[1][0]):
+            assert (found[name] - exact).abs().max() <= 2e-6 * largest, name
+        rounded = parts[0].bfloat16()
+        for part in parts[1:]:
+            rounded += part.bfloat16()
+        coarse = max(coarse, float((rounded - exact).abs().max() / largest))
+    assert coarse > 1e-3  # what it would be in bfloat16

@@ -35,3 +35,22 @@ def exchange(kv_heads):
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 3), (2, 4), (2, 3), (4, 2), (4, 6), (4, 1)])
 def test_every_query_head_meets_its_key_value_head(ranks, size, kv_heads):
     assert not any(wrong for found in ranks.run(size, exchange, kv_heads) for wrong in found)
+
+
+def shared_key():
+    """As latent attention exchanges them: one key, narrower than the query, and values of as many heads as queries."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((TOKENS, HEADS, WIDTH), (TOKENS, 1, WIDTH - 1), (TOKENS, HEADS, WIDTH + 2))
+    whole = [torch.randn(shape, generator=generator) for shape in shapes]
+    size, rank = dist.get_world_size(), dist.get_rank()
+    own = [x.chunk(size)[rank].clone().requires_grad_() for x in whole]
+    query, key, value = to_heads(*own, dist.group.WORLD)
+    wrong = [not torch.equal(found, x.chunk(size, dim=1)[rank]) for found, x in ((query, whole[0]), (value, whole[2]))]
+    wrong.append(not torch.equal(key, whole[1]))
+    key.sum().backward()
+    return [*wrong, not (own[1].grad == size).all()]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_queries_keys_and_values_may_differ_in_heads_and_width(ranks, size):
+    assert not any(wrong for found in ranks.run(size, shared_key) for wrong in found)

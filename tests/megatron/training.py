@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -20,11 +21,13 @@ from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossTokens, MicroBatch
 from verl_mg.megatron.network import Network
 from verl_mg.megatron.trainer import Trainer
+from verl_mg.weights import Head
 from verl_mg.weights.boxes import Box, slices
 
+ROUTER_BIAS = "e_score_correction_bias"  # a buffer
 TEMPERATURE, STEPS = 0.8, 2
 # A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
 OPTIMIZER = OptimizerConfig(lr=0.02, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
@@ -35,22 +38,26 @@ Parts = list[tuple[str, Box, Tensor]]
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw. outputs: {row: (2, judged)}, log-probs and entropies, where the rank speaks."""
+    """What one rank saw. outputs: {row: (2 + vocab, judged)}, log-probs, entropies and logits, or (1, judged), values,
+    where the rank speaks.
+    """
 
     outputs: dict[int, Tensor]
     gradients: Parts
     weights: Parts
     norms: list[float]
+    losses: list[float]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The same of the whole model. outputs: (2, judged) of each row."""
+    """The same of the whole model. outputs: of each row, with logits or without."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     norms: list[float]
+    losses: list[float]
 
     def idle(self) -> set[str]:
         """The tensors without a gradient."""
@@ -58,7 +65,9 @@ class Expected:
 
 
 def token_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of each judged token; a sequence's log-prob enters through every one of them."""
+    """Of each judged token; a sequence's log-prob enters through every one of them. Of values: their squares."""
+    if len(tokens.output) == 1:
+        return (tokens.values - 5 * tokens["noise"]) ** 2, {}
     rows = int(tokens.sequence_ids.max()) + 1 if len(tokens.sequence_ids) else 0
     whole = tokens.logprobs.new_zeros(rows).index_add(0, tokens.sequence_ids, tokens.logprobs)[tokens.sequence_ids]
     return _loss(tokens.logprobs, tokens.entropy, whole, tokens["advantages"]), {}
@@ -68,10 +77,13 @@ def _loss(logprobs: Tensor, entropy: Tensor, whole: Tensor, advantages: Tensor) 
     return 0.01 * whole**2 - advantages * logprobs - 0.1 * entropy
 
 
-def train(model: Path, layout: str, rows: Batch, recompute: bool = False) -> Trained:
+def train(
+    model: Path, layout: str, rows: Batch, recompute: bool = False, head: Head = "language", behind: int = 1
+) -> Trained:
     """On this rank; every rank is given all rows."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    network = Network(model, groups, torch.float32, recompute)
+    network = Network(model, groups, torch.float32, recompute, head, behind)
+    assert_built(network, Layout.parse(layout).fit(dist.get_world_size()), recompute)
     share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
     micro_batches = [rows.select(numbers) for numbers in share]
     outputs = _outputs(network, micro_batches, share)
@@ -85,28 +97,69 @@ def train(model: Path, layout: str, rows: Batch, recompute: bool = False) -> Tra
 
     trainer.optimizer.step = seen
     judged = int((rows["loss_mask"] & (rows.positions > 0)).sum())
-    norms = [
-        trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", judged, judged)["grad_norm"]
-        for _ in range(STEPS)
+    seen_by = [
+        trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", judged, judged) for _ in range(STEPS)
     ]
-    return Trained(outputs, gradients, _parts(network, network.parameters()), norms)
+    norms, losses = ([metrics[name] for metrics in seen_by] for name in ("grad_norm", "loss"))
+    return Trained(outputs, gradients, _parts(network, network.parameters()), norms, losses)
+
+
+def assert_built(network: Network, layout: Layout, recompute: bool) -> None:
+    """The network, its groups and its modules are really those of the layout."""
+    assert network.layout == layout
+    groups = network.groups.collection
+    sizes = (groups.tp, groups.pp, groups.cp, groups.dp, groups.dp_cp, groups.ep, groups.expt_tp, groups.expt_dp)
+    assert [group.size() for group in sizes] == [
+        *(layout.tp, layout.pp, layout.cp, layout.dp, layout.dp * layout.cp, layout.ep, layout.etp, layout.edp)
+    ]
+    at = network.groups.coordinates
+    layers = [list(layout.layers(network.table.config.layers, at.pp, chunk)) for chunk in range(layout.vpp)]
+    assert [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in network.chunks] == layers
+    for chunk in network.chunks:
+        assert chunk.config.sequence_parallel == (layout.tp > 1)
+        assert (chunk.config.recompute_granularity == "full") == recompute
 
 
 def _deal(rows: int, ranks: int, rank: int) -> list[list[int]]:
-    """Two micro-batches a rank, uneven ones; of several ranks the last one's second is empty."""
+    """Three micro-batches a rank, uneven ones; of several ranks the last one's second and third are empty."""
     own = list(range(rank, rows, ranks))
-    return [own, []] if rank == ranks - 1 > 0 else [own[:-1], own[-1:]]
+    return [own, [], []] if rank == ranks - 1 > 0 else [own[:-2], own[-2:-1], own[-1:]]
 
 
 def _outputs(network: Network, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:
+    logits = _watch_logits(network)
+
+    def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return output.sum(), {"output": torch.cat([output, *logits]).clone()}
+
     with torch.no_grad():
-        reports = network.run(
-            micro_batches, TEMPERATURE, lambda micro, output: (output.sum(), {"output": output}), forward_only=True
-        )
+        reports = network.run(micro_batches, TEMPERATURE, report, forward_only=True)
+    network.chunks[-1].__dict__.pop("_logprobs", None)
     found: dict[int, Tensor] = {}
     for report, rows, numbers in zip(reports, micro_batches, share, strict=bool(reports)):
         counts = [int(rows.row("loss_mask", i)[1:].sum()) for i in range(len(rows))]
         found |= dict(zip(numbers, report["output"].split(counts, dim=1), strict=True))
+    return found
+
+
+def _watch_logits(network: Network) -> list[Tensor]:
+    """A list that holds, after the last stage's forward pass, the (vocab, n) logits of the judged tokens."""
+    chunk, groups, found = network.chunks[-1], network.groups.collection, []
+    if not chunk.post_process or chunk.judges_by_value:
+        return found
+    logprobs = chunk._logprobs
+
+    def watched(hidden: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
+        shard = chunk.output_weight() @ chunk.whole_run(hidden)[micro.where].T
+        parts = [torch.empty_like(shard) for _ in range(groups.tp.size())]
+        dist.all_gather(parts, shard, group=groups.tp)
+        own = torch.cat(parts)[: network.table.config.vocab]
+        whole = own.new_zeros(len(own), len(micro.entries)).index_copy(1, micro.own, own)
+        dist.all_reduce(whole, group=groups.cp)
+        found[:] = [whole]
+        return logprobs(hidden, micro, temperature)
+
+    chunk._logprobs = watched
     return found
 
 
@@ -118,7 +171,8 @@ def gradients_here(network: Network) -> Parts:
             for bucket in bucket_group.buckets:
                 shards = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-    return _parts(network, {name: weight.main_grad for name, weight in network.parameters().items()})
+    trained = {name: weight for name, weight in network.parameters().items() if weight.requires_grad}
+    return _parts(network, {name: weight.main_grad for name, weight in trained.items()})
 
 
 def _parts(network: Network, values: dict[str, Tensor]) -> Parts:
@@ -126,6 +180,7 @@ def _parts(network: Network, values: dict[str, Tensor]) -> Parts:
     return [
         (piece.tensor, piece.source, values[name][slices(piece.target)].detach().clone())
         for name, shard in shards.items()
+        if name in values
         for piece in shard.pieces
     ]
 
@@ -136,7 +191,7 @@ def train_in_plain_torch(model: torch.nn.Module, rows: Batch, folder: Path) -> E
     optimizer = torch.optim.AdamW(
         net.parameters(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, betas=OPTIMIZER.betas, weight_decay=0.0
     )
-    outputs, gradients, norms = [], {}, []
+    outputs, gradients, norms, seen = [], {}, [], []
     for step in range(STEPS):
         logprobs, entropy = oracle_outputs(net, rows, TEMPERATURE)
         judged = rows["loss_mask"] & (rows.positions > 0)
@@ -149,13 +204,16 @@ def train_in_plain_torch(model: torch.nn.Module, rows: Batch, folder: Path) -> E
             for i, (lp, h) in enumerate(per_row)
         ]
         optimizer.zero_grad()
-        (torch.cat(losses).sum() / judged.sum()).backward()
+        loss = torch.cat(losses).sum() / judged.sum()
+        loss.backward()
+        seen.append(loss.item())
         if step == 0:
             outputs = [output.detach() for output in per_row]
             gradients = _as_checkpoint(net, lambda weight: weight.grad, folder / "gradients")
+            gradients = {name: values for name, values in gradients.items() if not name.endswith(ROUTER_BIAS)}
         norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), OPTIMIZER.clip_grad).item())
         optimizer.step()
-    return Expected(outputs, gradients, _as_checkpoint(net, lambda weight: weight, folder / "weights"), norms)
+    return Expected(outputs, gradients, _as_checkpoint(net, lambda weight: weight, folder / "weights"), norms, seen)
 
 
 def _as_checkpoint(net: torch.nn.Module, values: Callable[[Tensor], Tensor], folder: Path) -> dict[str, Tensor]:
@@ -170,7 +228,7 @@ def _as_checkpoint(net: torch.nn.Module, values: Callable[[Tensor], Tensor], fol
 def one_rank(trained: Trained) -> Expected:
     """What a single rank saw, as the measure of many."""
     outputs = [trained.outputs[row] for row in sorted(trained.outputs)]
-    return Expected(outputs, assembled(trained.gradients), assembled(trained.weights), trained.norms)
+    return Expected(outputs, assembled(trained.gradients), assembled(trained.weights), trained.norms, trained.losses)
 
 
 def assembled(parts: Parts) -> dict[str, Tensor]:
@@ -185,15 +243,13 @@ def assembled(parts: Parts) -> dict[str, Tensor]:
 
 
 def assert_equal(results: list[Trained], expected: Expected, tolerance: float) -> None:
-    """Outputs to 1e-4; every copy of every gradient and weight on every rank relative to the largest of its tensor."""
-    outputs = {row: output for result in results for row, output in result.outputs.items()}
-    assert sorted(outputs) == list(range(len(expected.outputs)))
-    for row, wanted in enumerate(expected.outputs):
-        assert (outputs[row] - wanted).abs().max() < 1e-4, f"row {row}"
-    for norms in (result.norms for result in results):
-        assert norms == results[0].norms
-        for norm, wanted in zip(norms, expected.norms, strict=True):
+    """Outputs of each kind, every copy of every gradient and weight on every rank relative to the largest; losses."""
+    for result in results:
+        assert (result.norms, result.losses) == (results[0].norms, results[0].losses)
+        for norm, wanted in zip(result.norms, expected.norms, strict=True):
             assert abs(norm - wanted) < tolerance * wanted and wanted > OPTIMIZER.clip_grad
+        assert result.losses == pytest.approx(expected.losses, rel=tolerance)
+    _assert_outputs_equal(results, expected, tolerance)
     for parts, wanted in (("gradients", expected.gradients), ("weights", expected.weights)):
         found = [part for result in results for part in getattr(result, parts)]
         assert {name for name, _, _ in found} == set(wanted)
@@ -201,3 +257,15 @@ def assert_equal(results: list[Trained], expected: Expected, tolerance: float) -
             largest = wanted[name].abs().max()
             error = (values.reshape(wanted[name][slices(box)].shape) - wanted[name][slices(box)]).abs().max()
             assert error <= tolerance * largest, f"{parts}: {name} {box} is {error / largest:.1e} of the largest off"
+
+
+def _assert_outputs_equal(results: list[Trained], expected: Expected, tolerance: float) -> None:
+    """On every rank that speaks, and no row is spoken of by none."""
+    assert {row for result in results for row in result.outputs} == set(range(len(expected.outputs)))
+    largest = torch.cat(expected.outputs, dim=1).abs().amax(dim=1, keepdim=True)
+    if len(largest) > 2:  # logits are of one kind
+        largest[2:] = largest[2:].max()
+    for result in results:
+        for row, output in result.outputs.items():
+            error = ((output[: len(largest)] - expected.outputs[row]).abs() / largest).max()
+            assert error <= tolerance, f"outputs of row {row} are {error:.1e} of the largest off"

@@ -8,13 +8,14 @@ from tests.paper.tiny_settings import DENSE, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.paper.memory import TrainMemory, rollout_memory, train_memory
-from verl_mg.paper.phases import at_rest, awake, engine_limit, problem, training
+from verl_mg.paper.phases import at_rest, awake, engine_limit, problem, syncing, training
 from verl_mg.paper.roles import Role, beside
 from verl_mg.paper.setting import GIB, Beside
 from verl_mg.weights import table
 
 ACTOR = TrainMemory((), {"weights": (10, 20), "gradients": (20, 40), "optimizer states": (5, 5), "activations": (9, 1)})
-CRITIC = Beside("critic", Layout(pp=4), {"weights": (1, 2, 3, 40), "activations": (7, 8, 9, 10)}, 0.0)
+ALL = tuple(range(8))
+CRITIC = Beside("critic", Layout(pp=4), {"weights": (1, 2, 3, 40), "activations": (7, 8, 9, 10)}, 0.0, 0.0, ALL)
 
 
 def size(parts):
@@ -24,7 +25,8 @@ def size(parts):
 def test_each_rank_has_its_own_stages_and_one_role_computes():
     """Ranks 0 to 1, 2 to 3, ... of 8: actor's stages 0, 0, 1, 1, critic's 0, 1, 2, 3."""
     setting = replace(tiny(DENSE), beside=(CRITIC,))
-    assert size(training(setting, ACTOR)) == 20 + 40 + 5 + 40 + max(1, 10)
+    assert size(training(replace(setting, offload=False), ACTOR)) == 20 + 40 + 5 + 40 + max(1, 10)
+    assert size(training(setting, ACTOR)) == 20 + 40 + 5 + 1 + 40, "the actor is away while the critic computes"
     assert size(at_rest(setting, ACTOR)) == 20 + 40 + 5 + 40
     assert size(training(tiny(DENSE), ACTOR)) == 20 + 40 + 5 + 1
     assert size(at_rest(setting, None)) == 40
@@ -73,3 +75,24 @@ def test_a_role_that_learns_and_one_that_judges():
     assert max(reference.parts["activations"]) < max(actor.parts["activations"])
     with pytest.raises(UserError, match="^critic: layout pp3"):
         beside(setting, Role("critic", "pp3", value, True, 64))
+
+
+def test_roles_on_other_ranks_do_not_add_up():
+    """The critic stands on ranks 4 to 7, the actor on 0 to 3."""
+    setting = replace(
+        tiny(DENSE), beside=(replace(CRITIC, ranks=(4, 5, 6, 7)),), role_ranks=(0, 1, 2, 3), offload=False
+    )
+    assert size(training(setting, ACTOR)) == 20 + 40 + 5 + 1
+    assert size(at_rest(setting, ACTOR)) == 65
+    assert size(awake(replace(setting, offload=True), ACTOR)) == 40, "the fullest rank is the critic's last"
+    half = replace(setting, beside=(replace(CRITIC, ranks=(2, 3, 4, 5)),))
+    assert size(training(half, ACTOR)) == 20 + 40 + 5 + 2 + 8, "its second stage is beside the actor's second"
+
+
+def test_offloaded_roles_share_a_rank_in_turns():
+    setting = replace(tiny(DENSE), beside=(replace(CRITIC, offload=True),))
+    assert size(training(setting, ACTOR)) == 20 + 40 + 5 + 1, "the critic waits on the host"
+    assert size(awake(setting, ACTOR)) == 0
+    assert size(syncing(setting, ACTOR)) == 20, "weights alone move to the engines"
+    assert size(syncing(replace(setting, offload=False), ACTOR)) == 65
+    assert size(at_rest(setting, ACTOR)) == 105, "when engines start all are there"

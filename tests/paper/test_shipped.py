@@ -63,7 +63,10 @@ def test_the_file_says_what_the_options_said(capsys):
     told = " ".join(numbers["assumptions"])
     assert f"an iteration has {512 * 16 * 22528} tokens in samples of 22528, and 1 x 16 optimizer steps" in told
     assert "a micro-batch has 22528 tokens, a layer keeps its input" in told
-    assert "the actor waits on the host" in told and "engines take 0.85 of what is free when they start" in told
+    assert (
+        "on the host while others compute and engines are awake: the actor" in told
+        and "engines take 0.85 of what is free when they start" in told
+    )
     assert numbers["beside"] == []
     options = ["--sequence", "22528", "--micro-batch", "22528", "--batch", str(512 * 16 * 22528)]
     options += ["--train", "tp2-pp8-ep2-etp1", "--rollout", "tp8-ep8-adp8", "--minibatches", "16"]
@@ -82,7 +85,11 @@ def test_what_is_typed_wins_over_the_file(capsys):
     numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"), *typed, *overrides)
     assert numbers["train"]["layout"] == "tp2-pp4-ep2-etp1" and numbers["rollout"]["layout"] == "tp4"
     told = " ".join(numbers["assumptions"])
-    assert "45056 tokens" in told and "1 x 2 optimizer steps" in told and "the actor never leaves it" in told
+    assert (
+        "45056 tokens" in told
+        and "1 x 2 optimizer steps" in told
+        and "never leaving it: the actor and reference" in told
+    )
     assert [role["role"] for role in numbers["beside"]] == ["reference"]
 
 

@@ -31,6 +31,8 @@ LATENT = DENSE | {
     "model_type": "deepseek_v3",
     "n_routed_experts": 8,
     "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,

@@ -88,12 +88,14 @@ class RoleSection(Section):
 
     `ranks`: those of the job that it stands on, such as 0-7 or 0-3,8-11; without it all that `rollout.ranks` leaves.
     Roles on different ranks compute at the same time. `offload`: what it keeps waits on the host while other roles
-    compute and while samples are drawn.
+    compute and while samples are drawn. `dynamic_context`: with cp4, rows that fit a quarter of a micro-batch stay
+    whole on one rank, those that fit half of it are cut in two, and only longer ones in four.
     """
 
     layout: str = "tp1"
     ranks: str | None = None
     offload: bool = False
+    dynamic_context: bool = False
 
     @field_validator("layout")
     @classmethod

@@ -42,7 +42,7 @@ class Networks:
 
     def __init__(self, config: Config, ranks: int) -> None:
         self._config, self._ranks = config, ranks
-        self._groups: dict[Placement, ParallelGroups] = {}
+        self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
         self.agenda, self.residence = Agenda(clock=Clock(config.job.profile)), Residence()
 
     def check(self, roles: set[str], beside: str = "") -> None:
@@ -80,7 +80,7 @@ class Networks:
             }
         built = kind(
             self._path(role),
-            self._groups_of(self._placement(role)),
+            self._groups_of(self._placement(role), section.dynamic_context),
             dtype=torch.bfloat16 if self._config.model.dtype == "bfloat16" else torch.float32,
             temperature=self._config.rollout.temperature,
             tokens_per_micro_batch=section.tokens_per_micro_batch,
@@ -112,10 +112,11 @@ class Networks:
             )
         return ranks
 
-    def _groups_of(self, placement: Placement) -> ParallelGroups:
-        if placement not in self._groups:
-            self._groups[placement] = ParallelGroups(placement, self._config.job.seed)
-        return self._groups[placement]
+    def _groups_of(self, placement: Placement, dynamic: bool) -> ParallelGroups:
+        key = (placement, dynamic)
+        if key not in self._groups:
+            self._groups[key] = ParallelGroups(placement, self._config.job.seed, short_contexts=dynamic)
+        return self._groups[key]
 
 
 def section_of(role: str) -> str:

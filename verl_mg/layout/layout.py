@@ -106,8 +106,7 @@ class Layout:
         if ranks < 1 or ranks % unit:
             counts = [self.ranks] if self.dp_given else _multiples_around(unit, ranks)
             raise UserError(
-                f"layout {self} stands on a multiple of {unit} ranks, not on {ranks}: "
-                f"start {_or(map(str, counts))}{self._instead(ranks)}"
+                f"layout {self} stands on a multiple of {unit} ranks, not on {ranks}: start {_or(map(str, counts))}"
             )
         fitted = self._with(dp=ranks // (self.tp * self.pp * self.cp))
         if self.dp_given and fitted != self:
@@ -197,18 +196,6 @@ class Layout:
         sizes["etp"] = 0 if self.etp == self.tp else self.etp
         sizes["dp"] = 0
         return Layout(**{**sizes, **changes})
-
-    def _instead(self, ranks: int) -> str:
-        """For each size above 1, the nearest smaller one with which the layout stands on `ranks`."""
-        found = []
-        for key in ("tp", "pp", "cp", "ep"):
-            for size in range(getattr(self, key) - 1, 0, -1):
-                chunks = self.vpp if key != "pp" or size > 1 else 1
-                candidate = self._with(**{"vpp": chunks, key: size})
-                if ranks > 0 and ranks % candidate.ranks == 0:
-                    found.append(str(candidate))
-                    break
-        return f", or write {_or(found)}" if found else ""
 
 
 def parse_sizes(text: str, keys: tuple[str, ...], example: str) -> dict[str, int]:

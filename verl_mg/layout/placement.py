@@ -22,9 +22,7 @@ class Placement:
                 f"give it {self.layout.ranks}, or another dp"
             )
         if len(self._index) != len(self.ranks) or min(self.ranks) < 0:
-            raise UserError(
-                f"placement of layout {self.layout}: name each rank once, from 0 up, not {self.ranks}"
-            )
+            raise UserError(f"placement of layout {self.layout}: name each rank once, from 0 up, not {self.ranks}")
 
     @classmethod
     def on(cls, layout: Layout, n: int) -> "Placement":

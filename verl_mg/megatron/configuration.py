@@ -1,7 +1,6 @@
 """What megatron-core builds of a Hugging Face model under a layout: its configuration, and the modules of a layer.
 
-Every family of the weight table can be built. Latent attention and Gemma 2's norms have their parameters in place and
-are not trained yet.
+Every family of the weight table can be built and trained.
 """
 
 from __future__ import annotations
@@ -12,19 +11,24 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from verl_mg.layout import Layout
 from verl_mg.megatron.attention import PackedAttention
+from verl_mg.megatron.latent import LatentAttention, PackedLatentAttention
 from verl_mg.megatron.linear import NormedRowParallelLinear
 from verl_mg.megatron.norm import RMSNorm
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.weights import HFConfig
 
 Fields = dict[str, Any]
+
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 # Without Transformer Engine megatron-core has mock objects for its classes, and still asks for instances of them.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
@@ -47,18 +51,29 @@ def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recomput
         perform_initialization=False,
         use_cpu_initialization=not on_gpu,
         bias_dropout_fusion=on_gpu,
-        bias_activation_fusion=on_gpu,
+        bias_activation_fusion=on_gpu and c.activation == "silu",
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=adds_gradients_in_kernel(),
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
 
 
+def adds_gradients_in_kernel() -> bool:
+    """Whether Apex's kernel is there, by which a weight's gradient is added to its float32 buffer as it is computed."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import fused_weight_gradient_mlp_cuda  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def block_spec(c: HFConfig, layers: range) -> TransformerBlockSubmodules:
     """The modules of a run of layers, given by their global indices."""
-    specs = [_layer_spec(c, c.has_experts(layer)) for layer in layers]
+    specs = [_layer_spec(c, layer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
@@ -72,11 +87,13 @@ def _network(c: HFConfig) -> Fields:
         "ffn_hidden_size": c.ffn,
         "normalization": "RMSNorm",
         "layernorm_epsilon": c.norm_eps,
+        "layernorm_zero_centered_gamma": c.zero_centered_norms,
+        "softmax_scale": c.attention_scale,
         "qk_layernorm": _norms_inside_attention(c),
         "add_bias_linear": False,
         "add_qkv_bias": c.qkv_bias,
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": ACTIVATIONS[c.activation],
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -106,8 +123,7 @@ def _experts(c: HFConfig, layout: Layout) -> Fields:
         "moe_shared_expert_intermediate_size": c.experts.shared_ffn or None,
         "moe_layer_freq": [int(c.has_experts(layer)) for layer in range(c.layers)],
         "moe_router_topk": c.experts.top_k,
-        "moe_router_enable_expert_bias": c.experts.router_bias,
-        "moe_router_score_function": "sigmoid" if c.experts.router_bias else "softmax",
+        "moe_router_dtype": "fp32" if c.experts.float32 else None,
         "moe_router_pre_softmax": True,  # our router normalises after it, where the model does
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": layout.ep,
@@ -142,9 +158,10 @@ def _pipeline(c: HFConfig, layout: Layout) -> list[list[str]]:
     return chunks
 
 
-def _layer_spec(c: HFConfig, with_experts: bool) -> ModuleSpec:
+def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
+    experts = c.experts if c.has_experts(number) else None
     layer: ModuleSpec = get_gpt_layer_local_spec(
-        num_experts=c.experts.count if c.experts and with_experts else None,
+        num_experts=experts.count if experts else None,
         qk_layernorm=_norms_inside_attention(c),
         multi_latent_attention=c.latent is not None,
         normalization="RMSNorm",
@@ -153,13 +170,15 @@ def _layer_spec(c: HFConfig, with_experts: bool) -> ModuleSpec:
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     if c.latent:
-        attention.core_attention = IdentityOp  # has no parameters; ours knows no latent attention yet
+        parts.self_attention.module = LatentAttention
+        attention.core_attention = ModuleSpec(PackedLatentAttention, {"interleaved": c.latent.interleaved})
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-        return layer
-    attention.core_attention = PackedAttention
-    if c.experts and with_experts:
+    else:
+        options = {"window": c.window(number), "softcap": c.attention_softcap}
+        attention.core_attention = ModuleSpec(PackedAttention, options)
+    if experts:
         layer.module = RoutedLayer
-        parts.mlp.submodules.router = partial(Router, normalized=c.experts.normalized)
+        parts.mlp.submodules.router = partial(Router, experts=experts)
     if c.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if c.four_norms:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch.distributed as dist
@@ -18,14 +20,29 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from verl_mg.layout import Coordinates, Layout, Placement
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How the token axis of a micro-batch is cut: into `context` runs, and outside attention each into tp parts.
+
+    tp_index, context_index: which of them are this rank's. group: of the ranks that share a micro-batch.
+    """
+
+    tp: int
+    context: int
+    tp_index: int = 0
+    context_index: int = 0
+    group: dist.ProcessGroup | None = None
+
+
 class ParallelGroups:
     """The process groups of a placement, whose ranks rise; every rank of the job builds it at the same time.
 
     collection: of this rank's groups; without any on a rank that is not `present`. host_group: of all ranks of the
-    placement, for messages in host memory; None where these are all of the job.
+    placement, for messages in host memory; None where these are all of the job. short_contexts: whether fewer than all
+    context-parallel ranks may share a micro-batch, see `cut`.
     """
 
-    def __init__(self, placement: Placement, seed: int = 0) -> None:
+    def __init__(self, placement: Placement, seed: int = 0, short_contexts: bool = False) -> None:
         if list(placement.ranks) != sorted(placement.ranks):
             raise ValueError(f"torch numbers the ranks of a group by their size: {placement.ranks} must rise")
         self.placement = placement
@@ -42,6 +59,15 @@ class ParallelGroups:
             self._own = _globals()
         finally:
             _set_globals(outer)
+        self.short_contexts = short_contexts
+        self._contexts = {placement.layout.cp: getattr(self.collection, "cp", None)}
+        if short_contexts:
+            self._contexts |= _short_contexts(placement)
+
+    def cut(self, context: int) -> Cut:
+        """For a micro-batch of `context` neighbouring context-parallel ranks, of a number that divides cp."""
+        at = self.coordinates
+        return Cut(self.layout.tp, context, at.tp, at.cp % context, self._contexts[context])
 
     @property
     def layout(self) -> Layout:
@@ -85,6 +111,19 @@ def _host_group(placement: Placement) -> dist.ProcessGroup | None:
     if len(placement.ranks) == dist.get_world_size():
         return None
     return dist.new_group(list(placement.ranks), backend="gloo")
+
+
+def _short_contexts(placement: Placement) -> dict[int, dist.ProcessGroup]:
+    """For each divisor of cp the group of so many neighbours that this rank is in."""
+    layout, own = placement.layout, {}
+    for context in (size for size in range(1, layout.cp) if layout.cp % size == 0):
+        starts = range(0, layout.cp, context)
+        for pp, dp, tp, start in product(range(layout.pp), range(layout.dp), range(layout.tp), starts):
+            members = [placement.ranks[layout.rank_of(tp, start + i, dp, pp)] for i in range(context)]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                own[context] = group
+    return own
 
 
 def _make_groups(placement: Placement) -> None:

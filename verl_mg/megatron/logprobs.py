@@ -24,14 +24,17 @@ def vocab_parallel_logprobs(
     first_token: int,
     real_rows: int,
     group: dist.ProcessGroup,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and the entropy (nats) of softmax(hidden @ weight.T / temperature), each (n,) float32.
+
+    softcap: products are bent before the division, z to softcap * tanh(z / softcap) (Gemma 2, arXiv:2408.00118).
 
     hidden (n, h), the same on every rank of `group`; weight (rows, h), this rank's vocabulary shard, of which the
     first `real_rows` are tokens first_token, first_token + 1, ... and the rest padding; targets (n,) int64.
     The gradient of `hidden` is this rank's part only: the caller sums it over the group.
     """
-    logprobs, entropy = _LogProbs.apply(hidden, weight, targets, temperature, first_token, real_rows, group)
+    logprobs, entropy = _LogProbs.apply(hidden, weight, targets, temperature, first_token, real_rows, group, softcap)
     return logprobs, entropy
 
 
@@ -46,11 +49,12 @@ class _LogProbs(torch.autograd.Function):
         first_token: int,
         real_rows: int,
         group: dist.ProcessGroup,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for chunk in _chunks(len(hidden), len(weight)):
-            logits = _logits(hidden[chunk], weight, real_rows, temperature)
+            logits = _bent(hidden[chunk] @ weight[:real_rows].T, softcap) / temperature
             chosen, here = _own_targets(targets[chunk], first_token, real_rows)
             highest = _highest(logits, group)
             exponentials = (logits - highest[:, None]).exp()
@@ -67,30 +71,34 @@ class _LogProbs(torch.autograd.Function):
             logprobs[chunk] = target_logit - normalizer[chunk]
             entropy[chunk] = normalizer[chunk] - weighted / total
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.constants = (temperature, first_token, real_rows)
+        ctx.constants = (temperature, first_token, real_rows, softcap)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
-        temperature, first_token, real_rows = ctx.constants
+        temperature, first_token, real_rows, softcap = ctx.constants
         of_logprobs, of_entropy = gradients
         of_hidden = torch.zeros_like(hidden)
         trained = ctx.needs_input_grad[1]
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         for chunk in _chunks(len(hidden), len(weight)):
-            log_p = _logits(hidden[chunk], weight, real_rows, temperature).sub_(normalizer[chunk, None])
+            bent = _bent(hidden[chunk] @ weight[:real_rows].T, softcap)
+            log_p = bent / temperature - normalizer[chunk, None]
             p = log_p.exp()
             # d logp(y) / dz = [y] - p;  d H / dz = -p (log p + H)
             of_logits = p * (-of_logprobs[chunk, None] - of_entropy[chunk, None] * (log_p + entropy[chunk, None]))
             chosen, here = _own_targets(targets[chunk], first_token, real_rows)
             if real_rows:
                 of_logits.scatter_add_(1, chosen[:, None], (of_logprobs[chunk] * here)[:, None])
-            of_logits = (of_logits / temperature).to(hidden.dtype)
+            of_logits /= temperature
+            if softcap is not None:
+                of_logits *= 1 - (bent / softcap) ** 2  # d tanh(x) / dx = 1 - tanh(x)^2
+            of_logits = of_logits.to(hidden.dtype)
             of_hidden[chunk] = of_logits @ weight[:real_rows]
             if of_weight is not None:
                 of_weight[:real_rows] += of_logits.T @ hidden[chunk]
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None, None
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 6
 
 
 def _chunks(tokens: int, rows: int) -> list[slice]:
@@ -99,8 +107,9 @@ def _chunks(tokens: int, rows: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: float) -> Tensor:
-    return (hidden @ weight[:real_rows].T).float() / temperature
+def _bent(products: Tensor, softcap: float | None) -> Tensor:
+    products = products.float()
+    return products if softcap is None else softcap * torch.tanh(products / softcap)
 
 
 def _own_targets(targets: Tensor, first_token: int, real_rows: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from verl_mg.batch import Batch, Kind
-from verl_mg.layout import Coordinates, Layout
 from verl_mg.megatron.attention import PackedSequences, describe
+from verl_mg.megatron.groups import Cut
 from verl_mg.megatron.routing import routed_experts
 
 
@@ -40,30 +40,31 @@ def make_micro_batch(
     inverse_frequencies: Tensor,
     attention_scaling: float,
     dtype: torch.dtype,
-    layout: Layout,
-    at: Coordinates,
+    cut: Cut,
     behind: int = 1,
 ) -> MicroBatch:
-    """Put rows side by side, for the rank that stands at `at` in the layout.
+    """Put rows side by side, for the rank that has its part of the cut.
 
     A token is judged by the hidden state `behind` places before it: 1, that it was drawn from, or 0, its own.
     """
     device = inverse_frequencies.device
-    total, parts = rows.total_tokens, layout.tp * layout.cp
+    total, parts = rows.total_tokens, cut.tp * cut.context
     filler = -total % parts if total else parts
     lengths = torch.cat([rows.lengths, torch.tensor([filler] if filler else [], dtype=torch.int64)])
     tokens = torch.cat([rows["tokens"], torch.zeros(filler, dtype=torch.int64)])
     entries = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
-    run = len(tokens) // layout.cp
-    own = ((entries - behind) // run == at.cp).nonzero().flatten()
+    run = len(tokens) // cut.context
+    start = cut.context_index * run
+    own = ((entries - behind) // run == cut.context_index).nonzero().flatten()
     packed = describe(lengths, inverse_frequencies, attention_scaling, dtype)
-    experts = routed_experts(rows, filler, layout, at)
+    experts = routed_experts(rows, filler, cut)
     packed.experts = None if experts is None else experts.to(device)
+    packed.context = cut.group
     return MicroBatch(
         rows=rows,
-        input_ids=tokens[at.cp * run :][:run][None].to(device),
+        input_ids=tokens[start : start + run][None].to(device),
         packed=packed,
-        where=(entries[own] - behind - at.cp * run).to(device),
+        where=(entries[own] - behind - start).to(device),
         targets=tokens[entries[own]].to(device),
         own=own.to(device),
         entries=entries,

@@ -37,6 +37,9 @@ class PackedModel(GPTModel):
     def __init__(self, weights: WeightTable, groups: ParallelGroups, **arguments: Any) -> None:
         super().__init__(pg_collection=groups.collection, position_embedding_type="none", **arguments)
         self.judges_by_value = weights.head == "value"
+        self.logit_softcap = weights.config.logit_softcap
+        if weights.config.scaled_embedding and self.pre_process:
+            self.embedding.register_forward_hook(_scaled)
         if self.judges_by_value and self.post_process:
             self.output_layer = torch.nn.Linear(weights.config.hidden, 1, bias=False, dtype=self.config.params_dtype)
         self.first_token = groups.coordinates.tp * self.vocab_size // groups.layout.tp
@@ -53,7 +56,7 @@ class PackedModel(GPTModel):
         own = self._values(hidden, micro) if self.judges_by_value else self._logprobs(hidden, micro, temperature)
         judged_here = own.new_zeros(len(own), len(micro.entries)).index_copy(1, micro.own, own)
         # The sum passes each rank the gradient of all n, of which it takes its own m: each is counted once.
-        return reduce_from_tensor_model_parallel_region(judged_here, group=self.pg_collection.cp)
+        return reduce_from_tensor_model_parallel_region(judged_here, group=micro.packed.context)
 
     def _logprobs(self, hidden: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
         logprobs, entropy = vocab_parallel_logprobs(
@@ -64,6 +67,7 @@ class PackedModel(GPTModel):
             self.first_token,
             self.real_rows,
             self.pg_collection.tp,
+            self.logit_softcap,
         )
         return torch.stack([logprobs, entropy])
 
@@ -88,6 +92,11 @@ class PackedModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
+
+
+def _scaled(_: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    """By the root of the width, which Gemma rounds to the type of the embedding first."""
+    return embedded * torch.tensor(embedded.shape[-1] ** 0.5, dtype=embedded.dtype)
 
 
 def build_chunks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,6 +24,7 @@ from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.weights import SCORE, Head, HFConfig, Holdings, WeightTable, read_config, table
 from verl_mg.weights.files import CheckpointReader, load_shards
 
+T = TypeVar("T")
 Report = dict[str, Tensor]
 Judge = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 """(micro-batch, output of the last stage) -> (scalar to differentiate, what to report)."""
@@ -79,14 +80,30 @@ class Network:
         """Whether this rank is in the placement, and computes."""
         return self.groups.present
 
-    def speaker(self, dp: int) -> int:
-        """The rank that answers for a data-parallel index: the first of its last pipeline stage."""
-        return self.placement.ranks[self.layout.rank_of(dp=dp, pp=self.layout.pp - 1)]
+    def speaker(self, seat: int) -> int:
+        """The rank that answers for a seat, see `layout.contexts`: the first of its last pipeline stage."""
+        dp, cp = divmod(seat, self.layout.cp)
+        return self.placement.ranks[self.layout.rank_of(cp=cp, dp=dp, pp=self.layout.pp - 1)]
 
     @property
     def speaks(self) -> bool:
         """Whether this rank answers for its data-parallel index."""
-        return self.present and torch.distributed.get_rank() == self.speaker(self.groups.coordinates.dp)
+        return self.speaks_for(self.layout.cp)
+
+    def speaks_for(self, context: int) -> bool:
+        """Whether this rank answers for what `context` context-parallel ranks share, itself one of them."""
+        if not self.present:
+            return False
+        at = self.groups.coordinates
+        return at.tp == 0 and at.pp == self.layout.pp - 1 and at.cp % context == 0
+
+    def spoken(self, reports: Sequence[T], contexts: Sequence[int] | None = None) -> list[T | None]:
+        """Of what `run` reports, an entry for each micro-batch, those that this rank answers for."""
+        contexts = contexts or [self.layout.cp] * len(reports)
+        return [
+            report if self.speaks_for(context) else None
+            for report, context in zip(reports, contexts, strict=bool(reports))
+        ]
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters under the names of the weight table; {} outside the placement."""
@@ -112,29 +129,44 @@ class Network:
         """What every rank holds, by the weight table."""
         return self.table.on_megatron(self.placement)
 
-    def judge(self, micro_batches: Sequence[Batch], temperature: float) -> list[tuple[Tensor, Tensor]]:
-        """(places in the token columns, log-probs or values there) by micro-batch, where `speaks`; elsewhere []."""
+    def judge(
+        self, micro_batches: Sequence[Batch], temperature: float, contexts: Sequence[int] | None = None
+    ) -> list[tuple[Tensor, Tensor] | None]:
+        """(places in the token columns, log-probs or values there) by micro-batch, where this rank speaks for it."""
 
         def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Report]:
             return output.sum(), {"entries": micro.entries, "judged": output[0].cpu()}
 
         with torch.no_grad():
-            reports = self.run(micro_batches, temperature, report, forward_only=True)
-        return [(r["entries"], r["judged"]) for r in reports] if self.speaks else []
+            reports = self.run(micro_batches, temperature, report, forward_only=True, contexts=contexts)
+        spoken = self.spoken(reports, contexts)
+        return [None if report is None else (report["entries"], report["judged"]) for report in spoken]
 
     def run(
-        self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, forward_only: bool
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        judge: Judge,
+        forward_only: bool,
+        contexts: Sequence[int] | None = None,
     ) -> list[Report]:
-        """Megatron's pipeline schedule over the micro-batches; the reports in order, on the last stage alone."""
+        """Megatron's pipeline schedule over the micro-batches; the reports in order, on the last stage alone.
+
+        contexts: how many context-parallel ranks share each of them, all unless given.
+        """
         if not self.present:
             return []
         # Temperature 0 is greedy sampling, whose log-probs are those of the unscaled distribution.
         scale = temperature if temperature > 0 else 1.0
         for rows in micro_batches:
             check_routed_experts(rows, self.table.config)
-        description = (self._frequencies, self._attention_scaling, self.dtype, self.layout, self.groups.coordinates)
         filled = [*micro_batches, *_fillers(micro_batches, self.layout)]
-        prepared = [make_micro_batch(rows, *description, self._behind) for rows in filled]
+        contexts = [*(contexts or []), *[self.layout.cp] * (len(filled) - len(contexts or []))]
+        cuts = [self.groups.cut(context) for context in contexts]
+        description = (self._frequencies, self._attention_scaling, self.dtype)
+        prepared = [
+            make_micro_batch(rows, *description, cut, self._behind) for rows, cut in zip(filled, cuts, strict=True)
+        ]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)

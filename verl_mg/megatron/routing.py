@@ -19,9 +19,10 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
-from verl_mg.layout import Coordinates, Layout
 from verl_mg.megatron.attention import PackedSequences
+from verl_mg.megatron.groups import Cut
 from verl_mg.weights import HFConfig
+from verl_mg.weights.model_config import ExpertsConfig
 
 COLUMN = "routed_experts"
 
@@ -44,7 +45,7 @@ def check_routed_experts(rows: Batch, config: HFConfig) -> None:
         )
 
 
-def routed_experts(rows: Batch, filler: int, layout: Layout, at: Coordinates) -> Tensor | None:
+def routed_experts(rows: Batch, filler: int, cut: Cut) -> Tensor | None:
     """(T / (cp * tp), layers, k): what the column tells of the tokens that the routers of this rank see.
 
     `filler`: the tokens behind the rows that make T a multiple of cp * tp.
@@ -53,35 +54,57 @@ def routed_experts(rows: Batch, filler: int, layout: Layout, at: Coordinates) ->
         return None
     known = rows[COLUMN]
     given = torch.cat([known, known.new_full((filler, *known.shape[1:]), -1)])
-    return given.chunk(layout.cp * layout.tp)[at.cp * layout.tp + at.tp]
+    return given.chunk(cut.context * cut.tp)[cut.context_index * cut.tp + cut.tp_index]
 
 
 class Router(TopKRouter):
-    """Softmax over all experts in float32, the k highest, as `transformers` routes Qwen3-MoE and Mixtral.
+    """The highest of all experts by scores in float32, as `transformers` routes.
 
-    `normalized`: the weights of a token's experts add up to 1. Megatron's own router rounds its scores to the type of
-    the model before it compares them, and refuses to normalise over one expert.
+    Qwen3-MoE and Mixtral score by softmax. DeepSeek-V2 (arXiv:2405.04434, section 2.1.2) takes experts from the groups
+    of the highest scores; DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) scores by sigmoid and chooses by scores plus
+    `expert_bias`, which is not in the weights of the experts. That bias is a buffer in float32 without gradient and
+    stays as the checkpoint has it. Megatron's own router rounds its scores to the type of the model before it compares
+    them, and moves the bias.
 
     `given`: (t, k), experts to take instead of the highest; -1 in a row leaves its token to the router.
     """
 
     given: Tensor | None = None
 
-    def __init__(self, *, normalized: bool, **arguments: Any) -> None:
+    def __init__(self, *, experts: ExpertsConfig, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._normalized = normalized
+        self._experts = experts
+        if experts.router_bias:
+            del self.expert_bias  # None
+            bias = torch.zeros(experts.count, dtype=torch.float32, device=torch.cuda.current_device())
+            self.register_buffer("expert_bias", bias)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(t, 1, experts) -> the weights (t, experts) float32, 0 for experts not taken, and which are taken, bool."""
-        probabilities = logits.flatten(0, 1).softmax(-1, dtype=torch.float32)
-        experts = probabilities.topk(self.topk, dim=-1).indices
+        logits = logits.flatten(0, 1).float()
+        scores = logits.sigmoid() if self._experts.sigmoid else logits.softmax(-1)
+        chosen = self._choose(scores.detach())
         if self.given is not None:
-            experts = torch.where((self.given >= 0).all(-1, keepdim=True), self.given.long(), experts)
-        weights = probabilities.gather(1, experts)
-        if self._normalized:
+            chosen = torch.where((self.given >= 0).all(-1, keepdim=True), self.given.long(), chosen)
+        weights = scores.gather(1, chosen)
+        if self._experts.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        nothing = torch.zeros_like(probabilities)
-        return nothing.scatter(1, experts, weights), nothing.bool().scatter(1, experts, True)
+        nothing = torch.zeros_like(scores)
+        weights = weights * self._experts.scale
+        return nothing.scatter(1, chosen, weights), nothing.bool().scatter(1, chosen, True)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """(t, experts) -> the experts of each token (t, k)."""
+        e = self._experts
+        if e.router_bias:
+            scores = scores + self.expert_bias
+        if e.groups > 1:
+            by_group = scores.unflatten(-1, (e.groups, -1))
+            ratings = by_group.topk(e.rated_by, dim=-1).values.sum(-1)
+            out = torch.ones_like(ratings, dtype=torch.bool)
+            out = out.scatter(1, ratings.topk(e.top_groups, dim=-1).indices, False)
+            scores = by_group.masked_fill(out[..., None], -torch.inf).flatten(1)
+        return scores.topk(e.top_k, dim=-1).indices
 
 
 class RoutedLayer(TransformerLayer):

@@ -70,14 +70,15 @@ class Trainer:
         mode: str,
         normalizer: float,
         total_tokens: int,
+        contexts: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """One optimizer step over one mini-batch, whose micro-batches on this rank are given; all the network's ranks
         call it.
 
-        `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the loss and its gradient are those
-        of the mini-batch in one piece. Returns the same metrics on every rank: the loss; its metrics and `entropy` as
-        means over all judged tokens, or, where pairs are compared, over sequences; `grad_norm`, `lr`, and what the
-        guard did, see `Guard`.
+        contexts: see `Network.run`. `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the loss
+        and its gradient are those of the mini-batch in one piece. Returns the same metrics on every rank: the loss; its
+        metrics and `entropy` as means over all judged tokens, or, where pairs are compared, over sequences;
+        `grad_norm`, `lr`, and what the guard did, see `Guard`.
         """
 
         def judge(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -96,19 +97,22 @@ class Trainer:
             return total, {"loss": total.detach().double(), **means}
 
         among = self.network.groups.host_group
-        told = sum_over_ranks(self._gradients(micro_batches, temperature, judge), among)
+        told = sum_over_ranks(self._gradients(micro_batches, temperature, judge, contexts), among)
         verdict, seen = self._guard.judge(told)
         taken = sum_over_ranks(self._carry_out(verdict), among)
         return {name: value for name, value in told.items() if name != BROKEN} | seen | taken
 
-    def _gradients(self, micro_batches: Sequence[Batch], temperature: float, judge: Judge) -> list[Report]:
+    def _gradients(
+        self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, contexts: Sequence[int] | None
+    ) -> list[Report]:
         """Make them; what this rank has to tell of them."""
         for chunk in self.network.runnable:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        reports = self.network.run(micro_batches, temperature, judge, forward_only=False)
+        reports = self.network.run(micro_batches, temperature, judge, forward_only=False, contexts=contexts)
+        spoken = [report for report in self.network.spoken(reports, contexts) if report is not None]
         broken = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.network))
-        return [*(reports if self.network.speaks else []), {BROKEN: torch.as_tensor(broken)}]
+        return [*spoken, {BROKEN: torch.as_tensor(broken)}]
 
     def _carry_out(self, verdict: Verdict) -> list[Mapping[str, Any]]:
         """Change the weights, or not."""

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, Layout
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout
+from verl_mg.layout.nearest import suggestion
 from verl_mg.paper.configured import JobNumbers, RoleNumbers
+from verl_mg.paper.measured import read_measured
 from verl_mg.paper.phases import problem
 from verl_mg.paper.report import Numbers, pair_numbers, search_numbers, show
-from verl_mg.paper.roles import Role, beside
+from verl_mg.paper.roles import Role, beside, check
 from verl_mg.paper.search import (
-    AnyLayout,
     Pair,
-    check_rollout,
-    check_train,
     nearest_rollout,
     nearest_train,
+    pair_of,
     rollout_side,
     search,
     train_side,
 )
 from verl_mg.paper.setting import Setting
-from verl_mg.paper.sync import weight_sync
 from verl_mg.weights import read_config, table
 
 OPTIONS = (
     *("ranks", "node", "memory", "reserve", "intra_node", "inter_node", "sequence", "micro_batch", "batch"),
-    *("minibatches", "rollout_ranks", "memory_fraction", "offload"),
+    *("minibatches", "rollout_ranks", "memory_fraction", "offload", "host", "flops", "memory_bandwidth"),
 )
 """Those that have the names of a setting's fields."""
 ROLES = {"reference": False, "critic": True}
@@ -47,10 +45,11 @@ def run(options: argparse.Namespace, job: JobNumbers | None = None) -> None:
     typed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if options.recompute:
         typed["recompute"] = options.recompute == "full"
+    measured = read_measured(options.measured) if options.measured else {}
     model = options.model or job.model
     if model is None:
         raise UserError("verl-mg plan takes --model, or RECIPE and --config, a file that names one")
-    setting = Setting(table(read_config(Path(model))), **{**job.setting, **typed})
+    setting = Setting(table(read_config(Path(model))), **{**job.setting, **measured, **typed})
     roles = _roles(setting, options, job)
     setting = replace(setting, beside=tuple(beside(setting, role) for role in roles), notes=job.notes)
     train, rollout = _given(setting, options, JobNumbers() if options.search else job)
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace, job: JobNumbers | None = None) -> None:
     if train is None or rollout is None:
         raise UserError("verl-mg plan takes both --train and --rollout, or --search to find what is left out")
     one = train_side(setting, train)
-    pair = Pair(one, rollout_side(setting, rollout, one.memory), weight_sync(setting, train, rollout))
+    pair = pair_of(setting, one, rollout_side(setting, rollout, one.memory))
     _print(pair_numbers(setting, pair), options.json)
     if too_large := problem(setting, one.memory, pair.rollout.memory):
         raise UserError(too_large + _instead(setting, pair))
@@ -83,43 +82,46 @@ def _roles(setting: Setting, options: argparse.Namespace, job: JobNumbers) -> li
             role.learns,
             role.micro_batch,
             role.recompute,
+            role.ranks,
+            role.offload,
         )
         for role in described.values()
     ]
 
 
-def _given(
-    setting: Setting, options: argparse.Namespace, job: JobNumbers
-) -> tuple[Layout | None, EngineLayout | None]:
+def _given(setting: Setting, options: argparse.Namespace, job: JobNumbers) -> tuple[Layout | None, EngineLayout | None]:
     """The layouts of both sides, checked; None for one that a search is to find."""
     trained, served = options.train or job.train, options.rollout or job.rollout
-    train = _checked(setting, Layout.parse(trained), check_train, nearest_train) if trained else None
-    rollout = _checked(setting, EngineLayout.parse(served), check_rollout, nearest_rollout) if served else None
-    return train, rollout
+    return _trained(setting, trained) if trained else None, _served(setting, served) if served else None
 
 
-def _checked(
-    setting: Setting,
-    layout: AnyLayout,
-    check: Callable[[Setting, AnyLayout], AnyLayout],
-    nearest: Callable[[Setting, AnyLayout], list[str]],
-) -> AnyLayout:
+def _trained(setting: Setting, text: str) -> Layout:
+    layout, ranks = Layout.parse(text), len(setting.standing)
     try:
-        return check(setting, layout)
+        fitted = layout.fit(ranks)
+        check(setting, fitted)
     except UserError as error:
-        raise UserError(f"{error}{_that_hold(nearest(setting, layout))}") from None
+        raise UserError(f"{error}; {suggestion(nearest_train(setting, layout), ranks)}") from None
+    return fitted
+
+
+def _served(setting: Setting, text: str) -> EngineLayout:
+    layout, ranks = EngineLayout.parse(text), setting.engine_ranks
+    try:
+        setting.weights.check_engine(layout)
+        EnginePlacement(layout, ranks)
+    except UserError as error:
+        raise UserError(f"{error}; {suggestion(nearest_rollout(setting, layout), len(ranks))}") from None
+    return layout
 
 
 def _instead(setting: Setting, pair: Pair) -> str:
     """The nearest layouts of the side that is too large, or of training where only both together are."""
     heavy = problem(setting, None, pair.rollout.memory) is not None
     if heavy and not problem(setting, pair.train.memory, None):
-        return _that_hold(nearest_rollout(setting, pair.rollout.layout))
-    return _that_hold(nearest_train(setting, pair.train.layout, None if heavy else pair.rollout.memory))
-
-
-def _that_hold(layouts: list[str]) -> str:
-    return f"; nearest layouts that hold: {', '.join(layouts)}" if layouts else "; no other layout holds either"
+        return f"; {suggestion(nearest_rollout(setting, pair.rollout.layout), len(setting.engine_ranks))}"
+    found = nearest_train(setting, pair.train.layout, None if heavy else pair.rollout.memory)
+    return f"; {suggestion(found, len(setting.standing))}"
 
 
 def _print(numbers: Numbers, as_json: bool) -> None:

@@ -7,10 +7,18 @@ from typing import Any, Literal
 
 from verl_mg.config import Config, CriticConfig, ReferenceConfig, TrainedConfig
 from verl_mg.errors import UserError
+from verl_mg.layout import parse_ranks
 
-BESIDE = ("critic", "reward_model", "process_reward", "reference")
-"""Roles on the actor's ranks, by the names of their sections."""
-WITH_VALUE_HEAD = ("critic", "reward_model")
+BESIDE = {
+    "critic": "critic",
+    "reward_model": "reward_model",
+    "frozen_reward_model": "reward_model",
+    "process_reward": "process_reward",
+    "reference": "reference",
+}
+"""Roles beside the actor, and the sections that describe them."""
+WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")
+FROZEN = ("frozen_reward_model", "reference")
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,8 @@ class RoleNumbers:
     micro_batch: int
     recompute: bool
     model: str | None = None
+    ranks: tuple[int, ...] = ()
+    offload: bool = False
 
     @property
     def head(self) -> Literal["language", "value"]:
@@ -56,13 +66,15 @@ def job_numbers(config: Config, roles: set[str]) -> JobNumbers:
         "rollout_ranks": rollout.ranks,
         "memory_fraction": rollout.memory_fraction,
         "max_batch": rollout.max_batch,
+        "role_ranks": parse_ranks(actor.ranks) if actor.ranks else (),
         "offload": actor.offload,
         "sleep": rollout.sleep,
     }
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
         setting["batch"] = prompts * getattr(algorithm, "group_size", 1) * sequence
-    others = tuple(_role(name, getattr(config, name)) for name in BESIDE if name in roles)
-    lora = [name for name in ("actor", *BESIDE) if name in roles and getattr(getattr(config, name), "lora", None)]
+    others = tuple(_role(name, getattr(config, section)) for name, section in BESIDE.items() if name in roles)
+    sections = {"actor": "actor", **BESIDE}
+    lora = [name for name in sections if name in roles and getattr(getattr(config, sections[name]), "lora", None)]
     notes = tuple(f"{name}.lora: counted as if all weights were trained" for name in lora)
     return JobNumbers(str(config.model.path), actor.layout, rollout.layout, others, setting, notes)
 
@@ -82,8 +94,15 @@ def _check(config: Config, roles: set[str]) -> None:
 
 def _role(name: str, section: TrainedConfig | ReferenceConfig) -> RoleNumbers:
     path = section.path if isinstance(section, CriticConfig | ReferenceConfig) else None
-    learns = isinstance(section, TrainedConfig)
-    recompute = isinstance(section, TrainedConfig) and section.recompute
+    learns = name not in FROZEN
+    recompute = learns and isinstance(section, TrainedConfig) and section.recompute
     return RoleNumbers(
-        name, section.layout, learns, section.tokens_per_micro_batch, recompute, str(path) if path else None
+        name,
+        section.layout,
+        learns,
+        section.tokens_per_micro_batch,
+        recompute,
+        str(path) if path else None,
+        parse_ranks(section.ranks) if section.ranks else (),
+        section.offload,
     )

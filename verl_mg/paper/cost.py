@@ -1,19 +1,39 @@
 """Predicted seconds of an iteration's training and generation: a score that ranks layouts, not a promise.
 
-Rates are those that an H100 reaches in practice. Attention's own FLOPs, uneven experts, kernels' launch times and
-overlap of computing with communication are left out, because they hardly tell one layout from another.
+Uneven experts, kernels' launch times and overlap of computing with communication are left out, because they hardly
+tell one layout from another.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.paper.activations import micro_batches
 from verl_mg.paper.memory import GRADIENT_BYTES, RolloutMemory
 from verl_mg.paper.setting import GIGA, WEIGHT_BYTES, Setting
 
-FLOPS = 400e12  # bf16 matrix products, a second
-READ_BYTES = 2.4e12  # device memory, a second
+TERA = 1e12
 ALL_REDUCE_SECONDS = {True: 1e-5, False: 4e-5}  # of a small message, within a node and across nodes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with a token, in forward passes' FLOPs and in rounds of collectives of its hidden states.
+
+    gathers: around tensor-parallel layers (Korthikanti et al., arXiv:2205.05198, section 4.2.2). exchanges: of
+    attention over context-parallel ranks. dispatches: to experts and back.
+    """
+
+    passes: int
+    gathers: int
+    exchanges: int
+    dispatches: int
+
+
+JUDGING = Work(passes=1, gathers=2, exchanges=1, dispatches=2)
+UPDATE = {False: Work(3, 5, 2, 4), True: Work(4, 7, 3, 6)}
+"""By whether the forward pass is repeated in the backward pass."""
 
 
 def bubble_share(setting: Setting, layout: Layout) -> float:
@@ -28,15 +48,35 @@ def bubble_share(setting: Setting, layout: Layout) -> float:
 def train_seconds(setting: Setting, layout: Layout) -> float:
     """Forward, backward and the optimizer's collectives over one iteration's tokens.
 
-    fullest stage * ((6 FLOPs a token and active weight, 8 with recomputation, + tensor-parallel and expert traffic)
-    / (1 - bubble) + gradients and weights through the distributed optimizer, at each of its steps), in each epoch.
+    fullest stage * ((3 forward passes' FLOPs, 4 with recomputation, + traffic within tensor-, context- and
+    expert-parallel groups) / (1 - bubble) + gradients and weights through the distributed optimizer, at each of its
+    steps), in each epoch.
     """
-    passes = 8 if setting.recompute else 6
-    compute = passes * setting.active_elements * setting.batch / (setting.training_ranks * FLOPS)
-    exchange = _tensor_parallel(setting, layout) + _expert_parallel(setting, layout)
-    steps = setting.minibatches * _optimizer(setting, layout)
-    epoch = (compute + exchange) / (1 - bubble_share(setting, layout)) + steps
+    epoch = _seconds(setting, layout, UPDATE[setting.recompute]) + setting.minibatches * optimizer_seconds(
+        setting, layout
+    )
     return setting.epochs * epoch * fullest_stage(setting, layout)
+
+
+def judge_seconds(setting: Setting, layout: Layout) -> float:
+    """One forward pass over an iteration's tokens: log-probabilities or values."""
+    return _seconds(setting, layout, JUDGING) * fullest_stage(setting, layout)
+
+
+def _seconds(setting: Setting, layout: Layout, work: Work) -> float:
+    tokens = setting.batch / layout.dp
+    flops = setting.row_flops(setting.sequence) * tokens / setting.sequence
+    return working_seconds(setting, layout, work, flops, tokens) / (1 - bubble_share(setting, layout))
+
+
+def working_seconds(setting: Setting, layout: Layout, work: Work, flops: float, tokens: float) -> float:
+    """Of the ranks of one data-parallel index, for tokens whose forward pass takes so many FLOPs, without a bubble."""
+    index = layout.tp * layout.pp * layout.cp
+    compute = work.passes * flops / (index * setting.flops * TERA)
+    local = tokens / layout.cp
+    gathering = _tensor_parallel(setting, layout, work.gathers, local)
+    exchanging = _context_parallel(setting, layout, work.exchanges, local)
+    return compute + gathering + exchanging + _expert_parallel(setting, layout, work.dispatches, local / layout.tp)
 
 
 def fullest_stage(setting: Setting, layout: Layout) -> float:
@@ -48,31 +88,37 @@ def fullest_stage(setting: Setting, layout: Layout) -> float:
     return most * layout.pp / layers
 
 
-def _tensor_parallel(setting: Setting, layout: Layout) -> float:
+def _tensor_parallel(setting: Setting, layout: Layout, rounds: int, tokens: float) -> float:
     """Gathers and scatters of hidden states around attention and each dense feed-forward layer.
 
-    Two in the forward pass, three in the backward pass (Korthikanti et al., arXiv:2205.05198, section 4.2.2), two
-    more where the forward pass is repeated; a rank receives (tp - 1) / tp of a micro-batch's hidden states in each.
+    A rank receives (tp - 1) / tp of a micro-batch's hidden states in each of the rounds.
     """
     c = setting.weights.config
     mixtures = len(c.experts.layers) if c.experts else 0
     blocks = 2 * c.layers - mixtures
-    rounds = 7 if setting.recompute else 5
-    tokens = setting.batch / (layout.dp * layout.cp)
     received = rounds * blocks / layout.pp * tokens * c.hidden * WEIGHT_BYTES * (1 - 1 / layout.tp)
     return received / _rate(setting, layout.tp)
 
 
-def _expert_parallel(setting: Setting, layout: Layout) -> float:
-    """Dispatch and combine of every token's top_k copies: forward, backward, and forward again if it is repeated.
+def _context_parallel(setting: Setting, layout: Layout, rounds: int, tokens: float) -> float:
+    """Queries, keys, values and outputs of attention change from tokens to heads and back (Ulysses, arXiv:2309.14509).
+
+    A rank keeps a cp-th of its part; rounds: a forward or a backward pass is one.
+    """
+    c = setting.weights.config
+    width = 2 * (c.heads + c.kv_heads) * c.head_dim / layout.tp
+    received = rounds * c.layers / layout.pp * tokens * width * WEIGHT_BYTES * (1 - 1 / layout.cp)
+    return received / _rate(setting, layout.tp * layout.cp)
+
+
+def _expert_parallel(setting: Setting, layout: Layout, rounds: int, tokens: float) -> float:
+    """Dispatch and combine of every token's top_k copies, each a round.
 
     Copies go to their expert's rank over ep, and from there to the other etp - 1 ranks that cut it.
     """
     c = setting.weights.config
     if c.experts is None:
         return 0.0
-    rounds = 6 if setting.recompute else 4
-    tokens = setting.batch / (layout.dp * layout.cp * layout.tp)
     copies = rounds * len(c.experts.layers) / layout.pp * tokens * c.experts.top_k
     outside = max(0.0, 1 - setting.node / (layout.ep * layout.etp))
     inside = 1 - 1 / layout.ep - outside
@@ -80,8 +126,8 @@ def _expert_parallel(setting: Setting, layout: Layout) -> float:
     return copies * c.hidden * WEIGHT_BYTES * (seconds + (layout.etp - 1) / _rate(setting, layout.etp))
 
 
-def _optimizer(setting: Setting, layout: Layout) -> float:
-    """Float32 gradients are reduced and scattered, bf16 weights gathered, over dp*cp and over edp."""
+def optimizer_seconds(setting: Setting, layout: Layout) -> float:
+    """Of one step: float32 gradients are reduced and scattered, bf16 weights gathered, over dp*cp and over edp."""
     dense = (setting.elements - setting.expert_elements) / (layout.pp * layout.tp)
     experts = setting.expert_elements / (layout.pp * layout.ep * layout.etp)
     seconds = 0.0
@@ -101,19 +147,26 @@ def rollout_seconds(setting: Setting, layout: EngineLayout, memory: RolloutMemor
     for two all-reduces a layer of the samples' hidden states. With pipeline parallelism each stage reads its weights
     pp times a step, for a pp-th of the samples each.
     """
-    c = setting.weights.config
     samples = setting.batch / setting.sequence * layout.ranks / len(setting.engine_ranks)
     running = max(1.0, min(samples, samples_at_once(setting, layout, memory)))
-    cached = running / layout.adp * setting.sequence / 2
+    step = decode_seconds(setting, layout, memory, running, running * setting.sequence / 2)
+    return max(1.0, samples / running) * setting.sequence * step
+
+
+def decode_seconds(
+    setting: Setting, layout: EngineLayout, memory: RolloutMemory, running: float, cached: float
+) -> float:
+    """One token for each of the `running` samples of an engine, which have `cached` tokens in its cache together."""
+    c = setting.weights.config
     share = c.experts.top_k / c.experts.count if c.experts else 1.0
     met = 1 - (1 - share) ** (running / layout.pp)  # the share of experts that any of the tokens is routed to
     reads = [
-        layout.pp * WEIGHT_BYTES * (e.dense + met * e.experts) + cached * each
+        layout.pp * WEIGHT_BYTES * (e.dense + met * e.experts) + cached / layout.adp * each
         for e, each in zip(memory.elements, memory.per_token, strict=True)
     ]
-    compute = 2 * setting.active_elements * running / (layout.ranks * FLOPS)
-    step = max(max(reads) / READ_BYTES, compute) + 2 * c.layers * _all_reduce(setting, layout.tp, running)
-    return max(1.0, samples / running) * setting.sequence * step
+    compute = 2 * setting.active_elements * running / (layout.ranks * setting.flops * TERA)
+    reading = max(reads) / (setting.memory_bandwidth * GIGA)
+    return max(reading, compute) + 2 * c.layers * _all_reduce(setting, layout.tp, running)
 
 
 def samples_at_once(setting: Setting, layout: EngineLayout, memory: RolloutMemory) -> int:

@@ -14,6 +14,7 @@ from verl_mg.weights import Holdings, Shard, WeightTable
 
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12  # the main weight and Adam's two moments, each float32
+OPTIMIZER_STATES = "optimizer states"
 ACTIVATIONS = "activations"  # what a role keeps only while it computes
 
 
@@ -62,12 +63,12 @@ class TrainMemory:
 
 
 def train_memory(setting: Setting, layout: Layout) -> TrainMemory:
-    """What training keeps on a rank of each stage; `layout` stands on all training ranks of the setting."""
+    """What training keeps on a rank of each stage; `layout` stands on all ranks of the setting's role."""
     counted = _counted(setting, layout)
     parts = {
         "weights": tuple(e.bytes for e in counted),
         "gradients": tuple(GRADIENT_BYTES * (e.dense + e.experts) for e in counted),
-        "optimizer states": tuple(_optimizer_bytes(e, layout) for e in counted),
+        OPTIMIZER_STATES: tuple(_optimizer_bytes(e, layout) for e in counted),
         ACTIVATIONS: tuple(activation_bytes(setting, layout, stage) for stage in range(layout.pp)),
     }
     return TrainMemory(counted, parts)
@@ -81,7 +82,7 @@ def frozen_memory(setting: Setting, layout: Layout) -> TrainMemory:
 
 
 def _counted(setting: Setting, layout: Layout) -> tuple[Elements, ...]:
-    holdings = setting.weights.on_megatron(Placement.on(layout, setting.training_ranks))
+    holdings = setting.weights.on_megatron(Placement.on(layout, len(setting.standing)))
     return tuple(elements(setting.weights, holdings, layout.rank_of(pp=stage)) for stage in range(layout.pp))
 
 
@@ -140,8 +141,6 @@ def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:
     """
     c = weights.config
     width = (
-        c.latent.kv_rank + c.latent.rope_dim
-        if c.latent
-        else 2 * c.head_dim * max(1, c.kv_heads // layout.attention_tp)
+        c.latent.kv_rank + c.latent.rope_dim if c.latent else 2 * c.head_dim * max(1, c.kv_heads // layout.attention_tp)
     )
     return WEIGHT_BYTES * width * len(layout.layers(c.layers, stage))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from verl_mg.paper.memory import ACTIVATIONS, RolloutMemory, TrainMemory
 from verl_mg.paper.setting import GIB, Setting
@@ -11,21 +13,55 @@ Parts = dict[tuple[str, str], float]
 """Bytes of a device by role and part, such as critic and gradients."""
 
 
+@dataclass(frozen=True)
+class _Resident:
+    """A role's parts on one rank, and whether it waits on the host while others compute."""
+
+    name: str
+    parts: Mapping[str, float]
+    offload: bool
+
+    @property
+    def states(self) -> Parts:
+        """Without what stands only while it computes."""
+        return {(self.name, part): size for part, size in self.parts.items() if part != ACTIVATIONS}
+
+    @property
+    def computing(self) -> Parts:
+        """All of it."""
+        return {(self.name, part): size for part, size in self.parts.items()}
+
+    @property
+    def serving(self) -> Parts:
+        """What a weight sync reads, if the rest can wait on the host."""
+        return {("actor", "weights"): self.parts["weights"]} if self.offload else self.states
+
+
+Rank = tuple[_Resident, ...]
+
+
 def training(setting: Setting, train: TrainMemory | None) -> Parts:
-    """On the fullest rank; all roles are there, and one of them computes."""
-    return max(_segments(setting, train), key=_total)
+    """On the fullest rank, while one of its roles computes and those that are offloaded wait on the host."""
+    return _fullest(_staying(rank, besides=role) | role.computing for rank in _ranks(setting, train) for role in rank)
 
 
 def at_rest(setting: Setting, train: TrainMemory | None) -> Parts:
-    """The same while no role computes."""
-    return max((_states(parts) for parts in _segments(setting, train)), key=_total)
+    """All that the roles keep, on the fullest rank, while none computes and none has left."""
+    return _fullest(_together(role.states for role in rank) for rank in _ranks(setting, train))
 
 
 def awake(setting: Setting, train: TrainMemory | None) -> Parts:
     """What stays on the fullest of the engines' ranks while samples are drawn."""
-    if setting.rollout_ranks:
-        return {}
-    return at_rest(setting, None if setting.offload else train)
+    return {} if setting.rollout_ranks else _fullest(map(_staying, _ranks(setting, train)))
+
+
+def syncing(setting: Setting, train: TrainMemory | None) -> Parts:
+    """The same while the actor's weights move to the engines."""
+    serving = (
+        _staying(rank) | _together(role.serving for role in rank if role.name == "actor")
+        for rank in _ranks(setting, train)
+    )
+    return {} if setting.rollout_ranks else _fullest(serving)
 
 
 def engine_limit(setting: Setting, train: TrainMemory | None = None) -> float:
@@ -42,30 +78,35 @@ def _share(setting: Setting, train: TrainMemory | None) -> float:
     return setting.memory_fraction * (setting.memory * GIB - there)
 
 
-def _segments(setting: Setting, train: TrainMemory | None) -> list[Parts]:
-    """Of each run of ranks that stand on the same stage of every role; pipelines are cut at even places."""
-    roles = [("actor", train.parts)] if train else []
-    roles += [(role.name, role.parts) for role in setting.beside]
-    stages = {role: len(parts["weights"]) for role, parts in roles}
-    runs = math.lcm(*stages.values())
-    each = [(role, part, sizes) for role, parts in roles for part, sizes in parts.items()]
-    return [
-        _one_computes({(role, part): float(sizes[run * stages[role] // runs]) for role, part, sizes in each})
-        for run in range(runs)
-    ]
+def _ranks(setting: Setting, train: TrainMemory | None) -> list[Rank]:
+    """The ranks that hold networks, one of each kind: of equal roles at equal stages."""
+    roles = [("actor", setting.standing, train.parts, setting.offload)] if train else []
+    roles += [(role.name, role.ranks, role.parts, role.offload) for role in setting.beside]
+    stages: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for number, (_, ranks, parts, _) in enumerate(roles):
+        each = len(ranks) // len(parts["weights"])
+        for index, rank in enumerate(ranks):
+            stages[rank].append((number, index // each))
+    kinds = dict.fromkeys(tuple(own) for own in stages.values())
+    return [tuple(_resident(*roles[number], stage) for number, stage in kind) for kind in kinds]
 
 
-def _one_computes(parts: Parts) -> Parts:
-    """Roles take turns: of their activations only the largest count."""
-    working = {key: size for key, size in parts.items() if key[1] == ACTIVATIONS}
-    if not working:
-        return parts
-    largest = max(working, key=lambda key: working[key])
-    return _states(parts) | {largest: working[largest]}
+def _resident(
+    name: str, ranks: tuple[int, ...], parts: Mapping[str, tuple[int, ...]], offload: bool, stage: int
+) -> _Resident:
+    return _Resident(name, {part: float(sizes[stage]) for part, sizes in parts.items()}, offload)
 
 
-def _states(parts: Parts) -> Parts:
-    return {key: size for key, size in parts.items() if key[1] != ACTIVATIONS}
+def _staying(rank: Rank, besides: _Resident | None = None) -> Parts:
+    return _together(role.states for role in rank if not role.offload and role is not besides)
+
+
+def _together(parts: Iterable[Parts]) -> Parts:
+    return {key: size for part in parts for key, size in part.items()}
+
+
+def _fullest(ranks: Iterable[Parts]) -> Parts:
+    return max(ranks, key=_total, default={})
 
 
 def problem(setting: Setting, train: TrainMemory | None, rollout: RolloutMemory | None) -> str | None:
@@ -90,7 +131,7 @@ def problem(setting: Setting, train: TrainMemory | None, rollout: RolloutMemory 
                 f"; engines take {setting.memory_fraction:g} of what is free when they start"
             )
     if train and rollout and not setting.rollout_ranks:
-        parts = at_rest(setting, train) | {("engine", "weights"): float(max(rollout.weights))}
+        parts = syncing(setting, train) | {("engine", "weights"): float(max(rollout.weights))}
         if _total(parts) > setting.usable:
             return _too_large("the weight sync", parts, setting.usable)
     return None

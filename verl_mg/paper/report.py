@@ -8,17 +8,19 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from verl_mg.layout import EnginePlacement
+from verl_mg.layout import EnginePlacement, written_ranks
+from verl_mg.layout.nearest import written
 from verl_mg.paper.activations import micro_batches
 from verl_mg.paper.cost import bubble_share, samples_at_once
-from verl_mg.paper.phases import at_rest, awake, problem, training
-from verl_mg.paper.search import Pair, RolloutSide, TrainSide, written
+from verl_mg.paper.phases import awake, problem, syncing, training
+from verl_mg.paper.search import Pair, RolloutSide, TrainSide
 from verl_mg.paper.setting import GIB, Beside, Setting
 from verl_mg.paper.sync import gathered_bytes
 
 Numbers = dict[str, Any]
 """What JSON can say: texts, numbers, lists, and dictionaries of them."""
 
+PARTS = ("rollout", "judging", "update", "sync", "offload")
 OVER_NODES = "engines span nodes here; a job starts none that do, so far"
 PLAIN_WIDTH = 130
 """Characters of a line where the output is no terminal."""
@@ -31,6 +33,7 @@ def pair_numbers(setting: Setting, pair: Pair) -> Numbers:
         "train": _train(setting, pair.train),
         "beside": [_beside(role) for role in setting.beside],
         "phases": _phases(setting, pair),
+        "seconds": {name: round(getattr(pair.parts, name), 3) for name in (*PARTS, "all")},
         "rollout": _rollout(setting, pair.rollout, pair.sync.stride),
         "sync": _sync(setting, pair),
     }
@@ -39,7 +42,7 @@ def pair_numbers(setting: Setting, pair: Pair) -> Numbers:
 def search_numbers(setting: Setting, pairs: Sequence[Pair]) -> Numbers:
     """The layouts that a search found, best first."""
     return _frame(setting, pairs) | {
-        "score": "predicted seconds of training + generation + weight sync of an iteration",
+        "score": "predicted seconds of an iteration",
         "found": [
             {
                 "train": written(pair.train.layout),
@@ -48,9 +51,7 @@ def search_numbers(setting: Setting, pairs: Sequence[Pair]) -> Numbers:
                 "train_gib": _gib(max(pair.train.memory.totals)),
                 "kv_tokens": pair.rollout.memory.tokens_per_engine,
                 "bubble_share": round(bubble_share(setting, pair.train.layout), 3),
-                "train_seconds": round(pair.train.seconds, 3),
-                "rollout_seconds": round(pair.rollout.seconds, 3),
-                "sync_seconds": round(pair.sync.seconds, 3),
+                **{f"{name}_seconds": round(getattr(pair.parts, name), 3) for name in PARTS},
                 "seconds": round(pair.seconds, 3),
             }
             for pair in pairs
@@ -77,6 +78,8 @@ def _train(setting: Setting, side: TrainSide) -> Numbers:
         "edp": side.layout.edp,
         "micro_batches": micro_batches(setting, side.layout),
         "bubble_share": round(bubble_share(setting, side.layout), 3),
+        "ranks": written_ranks(setting.standing),
+        "judging_seconds": round(side.judging, 3),
         "seconds": round(side.seconds, 3),
         "gib": parts | {"all": _spread(side.memory.totals)},
     }
@@ -84,7 +87,14 @@ def _train(setting: Setting, side: TrainSide) -> Numbers:
 
 def _beside(role: Beside) -> Numbers:
     parts = {name: _spread(sizes) for name, sizes in role.parts.items()}
-    return {"role": role.name, "layout": written(role.layout), "seconds": round(role.seconds, 3), "gib": parts}
+    return {
+        "role": role.name,
+        "layout": written(role.layout),
+        "ranks": written_ranks(role.ranks),
+        "judging_seconds": round(role.judging, 3),
+        "seconds": round(role.seconds, 3),
+        "gib": parts,
+    }
 
 
 def _phases(setting: Setting, pair: Pair) -> dict[str, float]:
@@ -93,7 +103,7 @@ def _phases(setting: Setting, pair: Pair) -> dict[str, float]:
     sizes = {"training": sum(training(setting, train).values())}
     sizes["generation"] = sum(awake(setting, train).values()) + weights
     if not setting.rollout_ranks:
-        sizes["weight sync"] = sum(at_rest(setting, train).values()) + weights
+        sizes["weight sync"] = sum(syncing(setting, train).values()) + weights
     return {phase: _gib(size) for phase, size in sizes.items()}
 
 
@@ -190,7 +200,7 @@ def _facts(numbers: Numbers) -> Table:
 
 
 def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
-    train, rollout, sync = numbers["train"], numbers["rollout"], numbers["sync"]
+    train, rollout = numbers["train"], numbers["rollout"]
     yield "data parallel, of experts", f"dp{train['dp']}, edp{train['edp']}"
     yield "micro-batches, pipeline bubble", f"{train['micro_batches']}, {train['bubble_share']:.1%} of a step"
     yield "engines, stride of their ranks", f"{rollout['engines']}, {rollout['stride']}"
@@ -199,9 +209,11 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
         f"{rollout['kv_tokens']:,} tokens of {rollout['kv_bytes_per_token']:,} bytes a rank, "
         f"{rollout['samples_at_once']:,} samples at once",
     )
-    seconds = {"training": train["seconds"]} | {role["role"]: role["seconds"] for role in numbers["beside"]}
-    seconds |= {"generation": rollout["seconds"], "weight sync": sync["seconds"]}
-    yield "predicted seconds", ", ".join(f"{what} {value:,.3f}" for what, value in seconds.items() if value)
+    if numbers["beside"]:
+        standing = {"actor": train["ranks"]} | {role["role"]: role["ranks"] for role in numbers["beside"]}
+        yield "ranks", ", ".join(f"{role} {ranks}" for role, ranks in standing.items())
+    seconds = numbers["seconds"].items()
+    yield "predicted seconds", ", ".join(f"{what} {value:,.3f}" for what, value in seconds if value)
     phases = ", ".join(f"{phase} {size:,.1f}" for phase, size in numbers["phases"].items())
     yield "GiB of a rank, without the KV cache", phases
     yield "memory", numbers["problem"] or "fits"
@@ -215,9 +227,11 @@ def _ranking(numbers: Numbers) -> Table:
         "train_gib": "GiB in training",
         "kv_tokens": "KV tokens",
         "bubble_share": "bubble",
-        "train_seconds": "train s",
         "rollout_seconds": "rollout s",
+        "judging_seconds": "judging s",
+        "update_seconds": "update s",
         "sync_seconds": "sync s",
+        "offload_seconds": "offload s",
         "seconds": "all s",
     }
     table = Table(title=f"Best first by {numbers['score']}", title_justify="left")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
-from verl_mg.paper.cost import train_seconds
+from verl_mg.layout.nearest import checked_on
+from verl_mg.paper.cost import judge_seconds, train_seconds
 from verl_mg.paper.memory import frozen_memory, train_memory
 from verl_mg.paper.setting import Beside, Setting
 from verl_mg.weights import WeightTable
@@ -14,7 +17,10 @@ from verl_mg.weights import WeightTable
 
 @dataclass(frozen=True)
 class Role:
-    """A role as a job describes it. `learns`: it has gradients and an optimizer."""
+    """A role as a job describes it.
+
+    `learns`: it has gradients and an optimizer. `ranks`: of the job; empty: all that hold networks.
+    """
 
     name: str
     layout: str
@@ -22,23 +28,30 @@ class Role:
     learns: bool
     micro_batch: int
     recompute: bool = True
+    ranks: tuple[int, ...] = ()
+    offload: bool = False
 
 
 def beside(setting: Setting, role: Role) -> Beside:
-    """What the role costs on the setting's training ranks. UserError naming it where its layout does not fit."""
-    own = replace(setting, weights=role.weights, micro_batch=role.micro_batch, recompute=role.recompute)
+    """What the role costs on its ranks. UserError naming it where its layout does not fit."""
+    changes: dict[str, Any] = {"weights": role.weights, "micro_batch": role.micro_batch, "recompute": role.recompute}
     try:
+        own = replace(setting, **changes, role_ranks=role.ranks)
         layout = fitted(own, Layout.parse(role.layout))
     except UserError as error:
         raise UserError(f"{role.name}: {error}") from None
-    if role.learns:
-        return Beside(role.name, layout, train_memory(own, layout).parts, train_seconds(own, layout))
-    return Beside(role.name, layout, frozen_memory(own, layout).parts, 0.0)
+    parts = train_memory(own, layout).parts if role.learns else frozen_memory(own, layout).parts
+    seconds = train_seconds(own, layout) if role.learns else 0.0
+    return Beside(role.name, layout, parts, seconds, judge_seconds(own, layout), own.standing, role.offload)
 
 
 def fitted(setting: Setting, layout: Layout) -> Layout:
-    """The layout on all training ranks. UserError naming what it does not divide."""
-    on_ranks = layout.fit(setting.training_ranks)
-    setting.weights.check(on_ranks)
-    on_ranks.check_context(setting.weights.config.heads)
-    return on_ranks
+    """The layout on all ranks of the role. UserError naming what it does not divide, and the nearest that work."""
+    ranks, experts = len(setting.standing), setting.weights.dimensions.experts
+    return checked_on(layout, ranks, experts, partial(check, setting))
+
+
+def check(setting: Setting, layout: Layout) -> None:
+    """UserError naming what a layout of the role's ranks does not divide."""
+    setting.weights.check(layout)
+    layout.check_context(setting.weights.config.heads)

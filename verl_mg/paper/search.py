@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import TypeVar
 
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, EnginePlacement, Layout
-from verl_mg.paper.cost import rollout_seconds, train_seconds
+from verl_mg.layout import EngineLayout, Layout
+from verl_mg.layout.nearest import checked_engine, engine_layouts_on, layouts_on, nearest, works
+from verl_mg.paper.activations import micro_batches
+from verl_mg.paper.cost import judge_seconds, rollout_seconds, train_seconds
+from verl_mg.paper.iteration import Seconds, iteration_seconds
 from verl_mg.paper.memory import GRADIENT_BYTES, RolloutMemory, TrainMemory, rollout_memory, train_memory
 from verl_mg.paper.phases import at_rest, engine_limit, problem
-from verl_mg.paper.roles import fitted
+from verl_mg.paper.roles import check, fitted
 from verl_mg.paper.setting import WEIGHT_BYTES, Setting
 from verl_mg.paper.sync import Sync, weight_sync
 
-NEAREST = 3
 PARTNERS = 4
 """So many rollout layouts are tried with each training layout, byte by byte."""
-TRAIN_KEYS, ROLLOUT_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp"), ("tp", "pp", "ep", "adp")
-AnyLayout = TypeVar("AnyLayout", Layout, EngineLayout)
+SHORTEST_RUN = 4096
+"""Tokens that a context-parallel rank has at least, of the longest micro-batch, in a layout that a search tries."""
+INTERLEAVINGS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class TrainSide:
-    """A layout of training with its memory and predicted seconds of an iteration."""
+    """A layout of the actor with its memory and predicted seconds: of its updates, and of judging once."""
 
     layout: Layout
     memory: TrainMemory
     seconds: float
+    judging: float
 
 
 @dataclass(frozen=True)
 class RolloutSide:
-    """The same of a rollout engine."""
+    """The same of a rollout engine, and of drawing samples."""
 
     layout: EngineLayout
     memory: RolloutMemory
@@ -50,28 +52,31 @@ class Pair:
     train: TrainSide
     rollout: RolloutSide
     sync: Sync
+    parts: Seconds
 
     @property
     def seconds(self) -> float:
-        """The score of a search: predicted seconds of training, generation and weight sync of one iteration."""
-        return self.train.seconds + self.rollout.seconds + self.sync.seconds
-
-
-def check_train(setting: Setting, layout: Layout) -> Layout:
-    """The layout on all ranks. UserError naming what it does not divide."""
-    return fitted(setting, layout)
+        """The score of a search: predicted seconds of one iteration."""
+        return self.parts.all
 
 
 def check_rollout(setting: Setting, layout: EngineLayout) -> EngineLayout:
-    """The layout itself. UserError naming what it does not divide, or what SGLang cannot do."""
-    setting.weights.check_engine(layout)
-    EnginePlacement(layout, setting.engine_ranks)
-    return layout
+    """The layout itself. UserError naming what it does not divide, or what SGLang cannot do, and those that work."""
+    ranks, experts = len(setting.engine_ranks), setting.weights.dimensions.experts
+    return checked_engine(layout, ranks, experts, setting.weights.check_engine)
 
 
 def train_side(setting: Setting, layout: Layout) -> TrainSide:
     """Everything about a checked layout that does not need the rollout's."""
-    return TrainSide(layout, train_memory(setting, layout), train_seconds(setting, layout))
+    memory = train_memory(setting, layout)
+    return TrainSide(layout, memory, train_seconds(setting, layout), judge_seconds(setting, layout))
+
+
+def pair_of(setting: Setting, train: TrainSide, rollout: RolloutSide) -> Pair:
+    """Both sides, with the sync planned byte by byte."""
+    sync = weight_sync(setting, train.layout, rollout.layout)
+    parts = iteration_seconds(setting, train.memory, train.judging, train.seconds, rollout.seconds, sync.seconds)
+    return Pair(train, rollout, sync, parts)
 
 
 def rollout_side(setting: Setting, layout: EngineLayout, train: TrainMemory | None = None) -> RolloutSide:
@@ -84,54 +89,50 @@ def _with_limit(setting: Setting, memory: RolloutMemory, train: TrainMemory | No
     return RolloutSide(memory.layout, limited, rollout_seconds(setting, memory.layout, limited))
 
 
-def train_layouts(setting: Setting, like: Layout | None = None) -> Iterator[Layout]:
-    """All admissible ones: tp within a node, etp 1 or tp, cp and vpp 1 or those of `like`."""
-    c = setting.weights.config
-    contexts, interleavings = ({1, like.cp}, {1, like.vpp}) if like else ({1}, {1})
-    for tp in _divisors(math.gcd(setting.node, setting.training_ranks)):
-        for pp in _divisors(setting.training_ranks // tp):
-            for ep in _divisors(c.experts.count if c.experts else 1):
-                for etp in sorted({1, tp} if c.experts else {tp}):
-                    for cp in sorted(contexts):
-                        for vpp in sorted(interleavings if pp > 1 else {1}):
-                            if layout := _admissible(check_train, setting, Layout(tp, pp, vpp, cp, ep, etp)):
-                                yield layout
+def train_layouts(setting: Setting) -> Iterator[Layout]:
+    """All that the model admits: tp within a node, etp 1 or tp.
+
+    cp while a rank keeps SHORTEST_RUN tokens of a micro-batch; vpp where micro-batches come in whole rounds of the
+    stages, as Megatron's interleaved schedule takes them.
+    """
+    contexts = max(1, setting.longest_micro_batch // SHORTEST_RUN)
+    for layout in _layouts(setting, Layout(pp=2, vpp=max(INTERLEAVINGS), cp=contexts)):
+        rounds = layout.vpp == 1 or micro_batches(setting, layout) % layout.pp == 0
+        whole = layout.cp & (layout.cp - 1) == 0 and setting.node % layout.tp == 0
+        if rounds and whole and layout.vpp in INTERLEAVINGS and works(layout, partial(check, setting)):
+            yield layout
+
+
+def _layouts(setting: Setting, up_to: Layout) -> Iterator[Layout]:
+    return layouts_on(len(setting.standing), setting.weights.dimensions.experts, up_to)
 
 
 def rollout_layouts(setting: Setting, like: EngineLayout | None = None) -> Iterator[EngineLayout]:
-    """All admissible ones: tp within a node or over whole nodes, adp 1 or tp, pp 1 or that of `like`.
-
-    Pipeline stages wait for each other while one token is decoded, so a search leaves them out.
-    """
-    c = setting.weights.config
-    for tp in _divisors(len(setting.engine_ranks)):
-        if setting.node % tp and tp % setting.node:
-            continue
-        for ep in _divisors(math.gcd(tp, c.experts.count) if c.experts else 1):
-            for adp in sorted({1, tp} | ({like.adp} if like and tp % like.adp == 0 else set())):
-                for pp in sorted({1, like.pp} if like else {1}):
-                    if layout := _admissible(check_rollout, setting, EngineLayout(tp, pp, ep, adp)):
-                        yield layout
+    """All that the model admits: tp within a node or over whole nodes, adp 1 or tp, pp 1 or that of `like`."""
+    for layout in engine_layouts_on(len(setting.engine_ranks), setting.weights.dimensions.experts, like):
+        aligned = setting.node % layout.tp == 0 or layout.tp % setting.node == 0
+        if aligned and works(layout, setting.weights.check_engine):
+            yield layout
 
 
-def nearest_train(setting: Setting, layout: Layout, beside: RolloutMemory | None = None) -> list[str]:
-    """The admissible layouts that are nearest to this one and fit into memory, beside rollout weights where given."""
-    candidates = _by_distance(layout, train_layouts(setting, layout), TRAIN_KEYS)
-    return _first(
-        candidates,
-        lambda near: _may_fit(setting, near) and not problem(setting, train_memory(setting, near), beside),
-    )
+def nearest_train(setting: Setting, layout: Layout, beside: RolloutMemory | None = None) -> list[Layout]:
+    """The layouts nearest to this one that fit into memory, beside rollout weights where given; tp within a node."""
+
+    def holds(near: Layout) -> bool:
+        check(setting, near)
+        within = setting.node % near.tp == 0 and _may_fit(setting, near)
+        return within and not problem(setting, train_memory(setting, near), beside)
+
+    return nearest(layout, _layouts(setting, layout), holds)
 
 
-def nearest_rollout(setting: Setting, layout: EngineLayout) -> list[str]:
+def nearest_rollout(setting: Setting, layout: EngineLayout) -> list[EngineLayout]:
     """The same for a rollout layout."""
-    candidates = _by_distance(layout, rollout_layouts(setting, layout), ROLLOUT_KEYS)
-    return _first(candidates, lambda near: problem(setting, None, rollout_memory(setting, near)) is None)
-
-
-def written(layout: Layout | EngineLayout) -> str:
-    """A layout as one writes it: Megatron's without the dp that the ranks decide."""
-    return str(replace(layout, dp=0)) if isinstance(layout, Layout) else str(layout)
+    return nearest(
+        layout,
+        rollout_layouts(setting, layout),
+        lambda near: problem(setting, None, rollout_memory(setting, near)) is None,
+    )
 
 
 def search(setting: Setting, train: Layout | None, rollout: EngineLayout | None, top: int) -> list[Pair]:
@@ -142,7 +143,7 @@ def search(setting: Setting, train: Layout | None, rollout: EngineLayout | None,
     which one is shown; all are where the training layout is given. UserError where nothing fits.
     """
     rollouts = [check_rollout(setting, rollout)] if rollout else rollout_layouts(setting)
-    trains = [check_train(setting, train)] if train else list(train_layouts(setting))
+    trains = [fitted(setting, train)] if train else list(train_layouts(setting))
     counted = cache(partial(train_side, setting))
     refused = "generation"
     for engines in _fitting_rollouts(setting, rollouts):
@@ -160,7 +161,7 @@ def _pairs(
         beside = [_with_limit(setting, other.memory, side.memory) for other in engines]
         fitting = [other for other in beside if not problem(setting, side.memory, other.memory)]
         best = sorted(fitting, key=lambda other: other.seconds)[:partners]
-        pairs = [Pair(side, other, weight_sync(setting, side.layout, other.layout)) for other in best]
+        pairs = [pair_of(setting, side, other) for other in best]
         found += pairs if all_of_them else [min(pairs, key=lambda pair: pair.seconds)]
     return sorted(found, key=lambda pair: pair.seconds)
 
@@ -207,37 +208,5 @@ def _may_fit(setting: Setting, layout: Layout) -> bool:
     """Whether weights and gradients fit at all, by a bound from below, before anything is counted."""
     dense = (setting.elements - setting.expert_elements) / layout.tp
     experts = setting.expert_elements / (layout.ep * layout.etp)
-    others = sum(at_rest(setting, None).values())
+    others = 0 if any(role.offload for role in setting.beside) else sum(at_rest(setting, None).values())
     return (WEIGHT_BYTES + GRADIENT_BYTES) * (dense + experts) / layout.pp + others <= setting.usable
-
-
-def _admissible(
-    check: Callable[[Setting, AnyLayout], AnyLayout], setting: Setting, layout: AnyLayout
-) -> AnyLayout | None:
-    try:
-        return check(setting, layout)
-    except UserError:
-        return None
-
-
-def _by_distance(layout: AnyLayout, candidates: Iterator[AnyLayout], keys: tuple[str, ...]) -> list[AnyLayout]:
-    """Nearest first: the sum over all sizes of how often one must be doubled or halved."""
-
-    def distance(candidate: AnyLayout) -> float:
-        return sum(abs(math.log2(getattr(candidate, key) / getattr(layout, key))) for key in keys)
-
-    return sorted(candidates, key=distance)
-
-
-def _first(candidates: list[AnyLayout], holds: Callable[[AnyLayout], bool]) -> list[str]:
-    found: list[str] = []
-    for candidate in candidates:
-        if len(found) == NEAREST:
-            break
-        if holds(candidate):
-            found.append(written(candidate))
-    return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, written_ranks
 from verl_mg.weights import WeightTable
+from verl_mg.weights.flops import RowFlops, active_elements, row_flops
 
 GIB = 2**30
 GIGA = 10**9
@@ -18,12 +19,18 @@ WEIGHT_BYTES = 2  # bf16
 
 @dataclass(frozen=True)
 class Beside:
-    """A role on the actor's ranks: bytes of each part, an entry for each of its pipeline stages, and its seconds."""
+    """A role beside the actor: bytes of each part, an entry for each of its pipeline stages, and where it stands.
+
+    seconds: of its updates, 0 where it learns nothing. judging: of a forward pass over an iteration's tokens.
+    """
 
     name: str
     layout: Layout
     parts: Mapping[str, tuple[int, ...]]
     seconds: float
+    judging: float
+    ranks: tuple[int, ...]
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,23 +44,27 @@ class Setting:
     reserve: float = 6.0  # GiB of it for CUDA, NCCL, the engine's graphs, sync buckets, fragmentation
     intra_node: float = 400.0  # GB/s of a rank, in each direction
     inter_node: float = 50.0
+    host: float = 50.0  # GB/s between a device and the host's memory, in each direction
+    flops: float = 400.0  # TFLOP/s of bf16 matrix products that a device reaches, here those of an H100
+    memory_bandwidth: float = 2400.0  # GB/s of a device's memory
     sequence: int = 8192  # tokens of a sample
     micro_batch: int = 8192  # tokens of a micro-batch of one data-parallel index
     batch: int = 4 * 2**20  # tokens of an iteration
     minibatches: int = 1  # optimizer steps of an epoch
     epochs: int = 1  # passes over the tokens of an iteration
     recompute: bool = True
+    role_ranks: tuple[int, ...] = ()  # the actor stands on; empty: on all that hold networks
     rollout_ranks: int = 0  # so many of the last ranks hold engines and nothing else; 0: engines stand on all
     memory_fraction: float = 0.0  # of what is free when engines start, for their weights and cache; 0: all of it
     max_batch: int = 0  # samples that an engine works on at once; 0: as many as its cache has room for
-    offload: bool = True  # the actor is on the host while engines are awake
+    offload: bool = True  # the actor is on the host while others compute and while engines are awake
     sleep: bool = True  # engines give their memory back while training computes
     beside: tuple[Beside, ...] = ()
     notes: tuple[str, ...] = ()  # further assumptions, a line each
 
     def __post_init__(self) -> None:
-        names = ("ranks", "node", "memory", "intra_node", "inter_node", "sequence", "micro_batch", "batch")
-        for name in (*names, "minibatches", "epochs"):
+        names = ("ranks", "node", "memory", "intra_node", "inter_node", "host", "flops", "memory_bandwidth")
+        for name in (*names, "sequence", "micro_batch", "batch", "minibatches", "epochs"):
             if not getattr(self, name) > 0:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; write a number above 0")
         if not 0 <= self.reserve < self.memory:
@@ -70,11 +81,21 @@ class Setting:
                 f"--ranks {self.ranks} are no whole nodes of {self.node}; write {whole} or {whole + self.node}, "
                 "or another --node"
             )
+        if self.role_ranks and self.role_ranks[-1] >= self.training_ranks:
+            raise UserError(
+                f"ranks {written_ranks(self.role_ranks)}: rank {self.role_ranks[-1]} is none of the "
+                f"{self.training_ranks} that hold networks, 0 to {self.training_ranks - 1}; write lower ones"
+            )
 
     @property
     def training_ranks(self) -> int:
         """How many of the ranks, the first ones, hold networks."""
         return self.ranks - self.rollout_ranks
+
+    @property
+    def standing(self) -> tuple[int, ...]:
+        """The ranks that the actor stands on, or the role that is counted in its place."""
+        return self.role_ranks or tuple(range(self.training_ranks))
 
     @property
     def engine_ranks(self) -> tuple[int, ...]:
@@ -103,11 +124,14 @@ class Setting:
         return sum(math.prod(entry.tensor.shape) for entry in entries if entry.expert is not None)
 
     @cached_property
+    def row_flops(self) -> RowFlops:
+        """Of a forward pass over a row."""
+        return row_flops(self.weights)
+
+    @cached_property
     def active_elements(self) -> float:
-        """Elements of the weights that a token is multiplied with: experts by top_k of their count, no embedding."""
-        c = self.weights.config
-        idle = self.expert_elements * (1 - c.experts.top_k / c.experts.count) if c.experts else 0.0
-        return self.elements - idle - (0 if c.tied else c.vocab * c.hidden)
+        """Elements of the weights that a token is multiplied with."""
+        return active_elements(self.weights)
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -124,11 +148,13 @@ class Setting:
             "the distributed optimizer over dp*cp, those of experts over edp",
             f"activations: a micro-batch has {self.longest_micro_batch} tokens, {kept}; flash attention, sequence "
             "parallelism, experts evenly loaded, logits in chunks",
-            f"an iteration has {self.batch} tokens in samples of {self.sequence}, and {steps}; seconds are of updates "
-            "and of samples of full length, without the forward passes that only judge; the KV cache is bf16",
+            f"an iteration has {self.batch} tokens in samples of {self.sequence}, and {steps}; every role judges each "
+            "token once, samples are of full length, and roles on other ranks compute at the same time; the KV cache "
+            "is bf16",
             f"a device has {self.memory:g} GiB, of which {self.reserve:g} are kept free; {self._phases()}",
-            f"a rank moves {self.intra_node:g} GB/s within its node of {self.node} and {self.inter_node:g} GB/s "
-            "between nodes; copies in memory take no time",
+            f"a rank moves {self.intra_node:g} GB/s within its node of {self.node}, {self.inter_node:g} GB/s "
+            f"between nodes and {self.host:g} GB/s to its host",
+            f"a device reaches {self.flops:g} TFLOP/s and reads {self.memory_bandwidth:g} GB/s of its memory",
             *self.notes,
         ]
 
@@ -136,10 +162,11 @@ class Setting:
         """What stands on a device together, as the job does it."""
         if self.rollout_ranks:
             return f"the last {self.rollout_ranks} ranks hold engines and nothing else"
-        stays = "the actor waits on the host while engines are awake" if self.offload else "the actor never leaves it"
+        roles = {"the actor": self.offload} | {role.name: role.offload for role in self.beside}
+        waiting = " and ".join(name for name, offload in roles.items() if offload)
+        staying = " and ".join(name for name, offload in roles.items() if not offload)
+        waits = f"on the host while others compute and engines are awake: {waiting}" if waiting else ""
+        stays = f"never leaving it: {staying}" if staying else ""
         share = f"engines take {self.memory_fraction:g} of what is free when they start" if self.memory_fraction else ""
         asleep = "engines leave it while training computes" if self.sleep else "engines never leave it"
-        others = " and ".join(role.name for role in self.beside)
-        always = f"{others} on it always" if others else "no other role on it"
-        lines = ["all of the actor on it during the weight sync", always, stays, asleep, share]
-        return ", ".join(line for line in lines if line)
+        return ", ".join(line for line in (waits, stays, asleep, share) if line)

@@ -10,6 +10,9 @@ from verl_mg.paper.memory import TrainMemory
 from verl_mg.paper.setting import GIGA, WEIGHT_BYTES, Setting
 from verl_mg.reshard import RankTraffic, best_stride, plan
 
+NOTHING = RankTraffic()
+"""Of a rank with neither actor nor engine."""
+
 
 @dataclass(frozen=True)
 class Sync:
@@ -25,15 +28,15 @@ class Sync:
 def weight_sync(setting: Setting, train: Layout, rollout: EngineLayout) -> Sync:
     """The sync from Megatron's layout to SGLang's, by the same plan that carries it out."""
     ranks = tuple(range(setting.ranks))
-    source = setting.weights.on_megatron(Placement.on(train, setting.training_ranks))
+    source = setting.weights.on_megatron(Placement(train.fit(len(setting.standing)), setting.standing))
     placement = best_stride(source, setting.weights, EnginePlacement(rollout, setting.engine_ranks), setting.node)
     traffic = plan(source, setting.weights.on_sglang(placement), setting.node).traffic(WEIGHT_BYTES)
     nodes = [ranks[first : first + setting.node] for first in range(0, setting.ranks, setting.node)]
     return Sync(
         placement.stride,
-        tuple(traffic[rank].received for rank in ranks),
-        tuple(traffic[rank].lower_bound for rank in ranks),
-        tuple(sum(traffic[rank].entered for rank in node) for node in nodes),
+        tuple(traffic.get(rank, NOTHING).received for rank in ranks),
+        tuple(traffic.get(rank, NOTHING).lower_bound for rank in ranks),
+        tuple(sum(traffic.get(rank, NOTHING).entered for rank in node) for node in nodes),
         sync_seconds(traffic, setting.intra_node, setting.inter_node),
     )
 

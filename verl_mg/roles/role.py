@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.config import LoraConfig
-from verl_mg.layout.packing import pack
+from verl_mg.layout.contexts import Shares, share_by_length, share_evenly
 from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.network import Network
 from verl_mg.megatron.offload import HostCopy
@@ -22,9 +22,6 @@ from verl_mg.roles.exchange import RowIndex, fetch_rows, index_rows, return_colu
 from verl_mg.roles.residence import Residence
 from verl_mg.weights import Head
 from verl_mg.weights.flops import row_flops
-
-Shares = list[list[list[int]]]
-"""shares[data-parallel index][micro-batch] = row numbers of a RowIndex."""
 
 JUDGED_FROM = ("tokens", "loss_mask", "sample_id", "routed_experts")
 """The columns of which a forward pass is a function."""
@@ -74,43 +71,53 @@ class Role:
             micro_batches = self.fetch(rows, index, shares)
 
         def deliver(answers: dict[int, Tensor]) -> Tensor:
-            speakers = [
-                (self.network.speaker(dp), [row for micro in share for row in micro]) for dp, share in enumerate(shares)
-            ]
-            column = return_column("what was judged", rows, index, speakers, answers)
+            column = return_column("what was judged", rows, index, self._speakers(shares), answers)
             return column if of is None else column[of]
 
         entries = rows.total_tokens if of is None else int(of.sum())
-        own = self._share_of(dist.get_rank(), shares)
-        return self.agenda.column(entries, partial(self._answers, own, micro_batches), deliver)
+        return self.agenda.column(entries, partial(self._answers, shares, micro_batches), deliver)
 
-    def _answers(self, rows: list[list[int]], micro_batches: list[Batch]) -> dict[int, Tensor]:
+    def _answers(self, shares: Shares, micro_batches: list[Batch]) -> dict[int, Tensor]:
         """The judged rows that this rank speaks for, by their numbers in the index."""
         self.residence.enter(self.host_copy, training=False)
         answers: dict[int, Tensor] = {}
-        judged = self.network.judge(micro_batches, self._temperature)
-        for numbers, micro, (entries, values) in zip(rows, micro_batches, judged, strict=bool(judged)):
-            column = torch.zeros(micro.total_tokens)
-            column[entries] = values
-            answers |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
+        judged = self.network.judge(micro_batches, self._temperature, shares.contexts)
+        own = self._rows_of(dist.get_rank(), shares)
+        for numbers, micro, told in zip(own, micro_batches, judged, strict=bool(judged)):
+            if told is not None:
+                column = torch.zeros(micro.total_tokens)
+                column[told[0]] = told[1]
+                answers |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
         return answers
 
+    def _speakers(self, shares: Shares) -> list[tuple[int, list[int]]]:
+        """Which ranks answer for which rows."""
+        return [
+            (
+                self.network.speaker(seat),
+                [row for step, micro in enumerate(steps) if shares.speaks(seat, step) for row in micro],
+            )
+            for seat, steps in enumerate(shares.rows)
+        ]
+
     def share(self, index: RowIndex, units: Sequence[Sequence[int]]) -> Shares:
-        """Pack the rows of the given units into micro-batches and deal them to the data-parallel indices."""
+        """Pack the rows of the given units into micro-batches and deal them to the ranks that work side by side."""
         rows = [[index.lengths[row] for row in unit] for unit in units]
         costs = [sum(map(self._flops, lengths)) for lengths in rows]
-        packed = pack([sum(lengths) for lengths in rows], costs, self.network.layout.dp, self._budget)
-        return [[[row for i in micro for row in units[i]] for micro in share] for share in packed]
+        deal = share_by_length if self.network.groups.short_contexts else share_evenly
+        layout = self.network.layout
+        shares = deal([sum(lengths) for lengths in rows], costs, layout.dp, layout.cp, self._budget)
+        dealt = [[[row for i in micro for row in units[i]] for micro in steps] for steps in shares.rows]
+        return Shares(dealt, shares.contexts)
 
     def fetch(self, batch: Batch, index: RowIndex, shares: Shares) -> list[Batch]:
         """This rank's micro-batches."""
-        wanted = [
-            [row for micro in self._share_of(rank, shares) for row in micro] for rank in range(dist.get_world_size())
-        ]
+        ranks = range(dist.get_world_size())
+        wanted = [[row for micro in self._rows_of(rank, shares) for row in micro] for rank in ranks]
         rows = fetch_rows(batch, index, wanted)
-        return rows.split([len(micro) for micro in self._share_of(dist.get_rank(), shares)])
+        return rows.split([len(micro) for micro in self._rows_of(dist.get_rank(), shares)])
 
-    def _share_of(self, rank: int, shares: Shares) -> list[list[int]]:
+    def _rows_of(self, rank: int, shares: Shares) -> list[list[int]]:
         """The rows of the micro-batches of a rank of the job."""
         at = self.network.placement.coordinates(rank)
-        return shares[at.dp] if at else []
+        return shares.rows[at.dp * self.network.layout.cp + at.cp] if at else []

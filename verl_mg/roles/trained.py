@@ -36,9 +36,13 @@ ADAPTER_FOLDER = "adapter"
 
 @dataclass(frozen=True)
 class _Step:
-    """A mini-batch: this rank's micro-batches of it, and its judged tokens and sequences over all ranks."""
+    """A mini-batch: this rank's micro-batches of it, and its judged tokens and sequences over all ranks.
+
+    contexts: how many context-parallel ranks share each micro-batch.
+    """
 
     micro_batches: list[Batch]
+    contexts: list[int]
     tokens: int
     sequences: int
 
@@ -91,7 +95,13 @@ class Trained(Role):
                 for step in steps:
                     divisor = normalizer(aggregation, step.tokens, step.sequences, max_length)
                     told = self.trainer.update(
-                        step.micro_batches, self._temperature, loss, aggregation, divisor, step.tokens
+                        step.micro_batches,
+                        self._temperature,
+                        loss,
+                        aggregation,
+                        divisor,
+                        step.tokens,
+                        step.contexts,
                     )
                     for name, value in told.items():
                         totals[f"{self.name}/{name}"] += value / len(steps)
@@ -101,8 +111,10 @@ class Trained(Role):
 
     def _step(self, batch: Batch, index: RowIndex, units: Sequence[Sequence[int]]) -> _Step:
         rows = [row for unit in units for row in unit]
+        shares = self.share(index, units)
         return _Step(
-            self.fetch(batch, index, self.share(index, units)),
+            self.fetch(batch, index, shares),
+            shares.contexts,
             tokens=sum(index.judged[row] for row in rows),
             sequences=sum(index.judged[row] > 0 for row in rows),
         )

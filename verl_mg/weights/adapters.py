@@ -65,6 +65,10 @@ def adapted_tensors(table: WeightTable, targets: Sequence[str] | None) -> tuple[
 
     UserError for a name of which no layer can have one.
     """
+    c = table.config
+    if c.latent or c.four_norms:
+        without = "latent attention" if c.latent else "layers with a norm behind them"
+        raise UserError(f"lora: {c.architecture} has {without}, for which there are no adapters yet; leave lora out")
     able, others = _linear(table, _adaptable), _linear(table, _not_adaptable)
     known = ", ".join(dict.fromkeys(map(leaf, able)))
     for target in targets or ():
@@ -76,7 +80,7 @@ def adapted_tensors(table: WeightTable, targets: Sequence[str] | None) -> tuple[
         raise UserError(f"lora.targets: the model has no linear layer {target!r}; name some of {known}")
     chosen = tuple(name for name in able if targets is None or leaf(name) in targets)
     if not chosen:
-        raise UserError(f"lora: no layer of a {table.config.architecture} model can have an adapter; leave lora out")
+        raise UserError(f"lora: no layer of a {c.architecture} model can have an adapter; leave lora out")
     return chosen
 
 

@@ -1,0 +1,130 @@
+"""Every kind of parallelism, alone and together, on eight ranks: all that training computes, against one rank."""
+
+import pytest
+
+from tests.megatron.training import assert_equal, one_rank, train
+from tests.tiny_models import CHARACTERS, VARIANTS, random_rows
+from verl_mg.tiny import make_tiny_model
+from verl_mg.weights import read_config
+
+RANKS, ROWS = 8, 12
+
+MODELS = {
+    # 6 layers: four chunks are uneven; key-value heads are fewer than heads.
+    "dense": {"architecture": "qwen3", "layers": 6, "kv_heads": 4, "head_dim": 12},
+    # 9 layers, so that eight chunks are uneven; the last stage has an embedding of its own.
+    "tied": {"architecture": "qwen2", "layers": 9, "kv_heads": 8, "tie_embeddings": True},
+    "mixture": {"architecture": "qwen3_moe", "layers": 5, "kv_heads": 4, "experts": 8},
+    # One layer without experts, shared experts beside the others; smaller weights, that rounding grows less.
+    "latent": {
+        "architecture": "deepseek_v3",
+        "layers": 5,
+        "head_dim": 8,
+        "init_std": 0.1,
+        **VARIANTS["deepseek_v3"],
+        "q_rank": 16,
+    },
+    "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
+}
+LAYOUTS = [
+    ("dense", "tp1", False),
+    ("dense", "tp4", False),
+    ("dense", "cp8", False),
+    ("dense", "pp4", False),
+    ("dense", "pp2-vpp2", False),
+    ("dense", "pp2-vpp3", False),
+    ("dense", "tp2-cp2-pp2", False),
+    ("dense", "tp2-pp2-vpp2", True),
+    ("dense", "cp2-pp2-vpp3", False),
+    ("dense", "tp2-cp2-pp2-vpp3", True),
+    ("dense", "tp2-pp4", True),
+    ("tied", "pp8", False),
+    ("tied", "pp4-vpp2", False),
+    ("tied", "tp2-pp4-vpp2", False),
+    ("tied", "tp8", False),
+    ("mixture", "ep8", False),
+    ("mixture", "tp2", False),
+    ("mixture", "tp2-ep4", False),
+    ("mixture", "tp2-ep4-etp1", False),
+    ("mixture", "tp4-ep2-etp2", False),
+    ("mixture", "tp2-ep8-etp1", False),
+    ("mixture", "cp2-ep2", True),
+    ("mixture", "tp2-cp2-pp2-ep4-etp1", False),
+    ("mixture", "pp4-ep2", False),
+    ("mixture", "pp2-vpp2", False),
+    ("mixture", "pp2-vpp2-ep4", False),
+    ("mixture", "tp2-pp2-vpp2-ep2", True),
+    ("mixture", "tp2-cp2-pp2-vpp2-ep2-etp1", False),
+    ("latent", "ep8", False),
+    ("latent", "tp4-ep2", False),
+    ("latent", "tp2-cp2-ep4-etp1", False),
+    ("latent", "pp4-ep2", True),
+    ("latent", "cp2-pp2-vpp2", False),
+    ("latent", "tp2-pp2-vpp2-ep2", False),
+    ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
+    ("capped", "tp2-cp2-pp2", False),
+    ("capped", "tp2-pp2-vpp2", True),
+]
+# Values of tokens, and of whole rows at their last token.
+JUDGES = [(1, "critic"), (0, "reward model")]
+JUDGED = [
+    ("dense", "tp2-pp4", True),
+    ("dense", "pp2-vpp3", False),
+    ("dense", "tp2-cp4", False),
+    ("tied", "tp2-pp4-vpp2", False),
+    ("mixture", "ep8", False),
+    ("mixture", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    common = {"characters": CHARACTERS, "hidden": 32, "heads": 8, "ffn": 64, "max_positions": 64, "init_std": 0.2}
+    return {
+        name: make_tiny_model(folder / name, **common | fields, perturb=True, seed=3) for name, fields in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def single(ranks, models):
+    """{model: what one rank computes}"""
+    return {name: one_rank(ranks.run(1, train, model, "tp1", rows(model))[0]) for name, model in models.items()}
+
+
+def rows(model):
+    return random_rows(ROWS, read_config(model).vocab)
+
+
+@pytest.mark.parametrize(("name", "layout", "recompute"), LAYOUTS)
+def test_a_layout_changes_nothing(ranks, models, single, name, layout, recompute):
+    assert not single[name].idle()
+    assert_equal(ranks.run(RANKS, train, models[name], layout, rows(models[name]), recompute), single[name], 1e-5)
+
+
+def judged_rows(model, behind):
+    """A reward model reads a row at its last token."""
+    batch = rows(model)
+    if not behind:
+        batch["loss_mask"] = batch.last
+    return batch
+
+
+@pytest.fixture(scope="module")
+def judges(ranks, models):
+    """{model, behind: what one rank computes}"""
+    return {
+        (name, behind): one_rank(
+            ranks.run(1, train, models[name], "tp1", judged_rows(models[name], behind), False, "value", behind)[0]
+        )
+        for name in models
+        for behind, _ in JUDGES
+    }
+
+
+@pytest.mark.parametrize(("name", "layout", "recompute"), JUDGED)
+@pytest.mark.parametrize("behind", [pytest.param(behind, id=of) for behind, of in JUDGES])
+def test_nor_what_a_value_head_learns(ranks, models, judges, behind, name, layout, recompute):
+    expected, batch = judges[name, behind], judged_rows(models[name], behind)
+    assert not expected.idle()
+    assert_equal(ranks.run(RANKS, train, models[name], layout, batch, recompute, "value", behind), expected, 1e-5)

@@ -1,0 +1,67 @@
+"""Rows on as few context-parallel ranks as they need: log-probs, gradients and updates are those of one rank."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.roles.test_actor import OPTIMIZER, TEMPERATURE, compare, oracle_update, settings, with_entropy
+from tests.roles.test_actor import rows as all_rows
+from tests.tiny_models import oracle, oracle_outputs, tiny_model
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.roles.actor import Actor
+from verl_mg.roles.exchange import index_rows
+
+BUDGETS = {4: 32, 2: 20}
+"""By cp, for rows of 3 to 20 tokens: some of them fit a part of it, others do not."""
+LAYOUTS = [("cp4", 4, [4, 2, 1]), ("cp2", 4, [2, 1]), ("tp2-cp2", 4, [2, 1]), ("cp2-pp2", 4, [2, 1])]
+MODE = "seq-mean-token-mean"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(folder / name, name) for name in ("qwen3", "qwen3_moe")}
+
+
+def update(model, layout, folder, budget):
+    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
+    actor = Actor(
+        model,
+        ParallelGroups(placement, short_contexts=True),
+        dtype=torch.float32,
+        temperature=TEMPERATURE,
+        tokens_per_micro_batch=budget,
+        optimizer=OPTIMIZER,
+    )
+    batch = all_rows(model)
+    mine = batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
+    index = index_rows(mine)
+    contexts = actor.share(index, index.units).contexts
+    column = actor.logprobs(mine).split(mine.lengths.tolist())
+    metrics = actor.update(mine, partial(with_entropy, settings(MODE)), MODE, max_length=16)
+    actor.save(folder, model)
+    return metrics, dict(zip(mine["sample_id"].tolist(), column, strict=True)), contexts
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout", "count", "contexts"),
+    [*(("qwen3", *layout) for layout in LAYOUTS), ("qwen3_moe", "cp2-ep2", 2, [2, 1])],
+)
+def test_short_rows_stay_whole_and_nothing_changes(ranks, models, tmp_path, architecture, layout, count, contexts):
+    model = models[architecture]
+    results = ranks.run(count, update, model, layout, tmp_path / "saved", BUDGETS[contexts[0]])
+    for metrics, _, used in results:
+        assert metrics == results[0][0]
+        assert sorted(set(used), reverse=True) == contexts
+    batch = all_rows(model)
+    with torch.no_grad():
+        expected, _ = oracle_outputs(oracle(model), batch, TEMPERATURE)
+    found = {row: column for _, columns, _ in results for row, column in columns.items()}
+    for row, sample in enumerate(batch["sample_id"].tolist()):
+        mask = batch.row("loss_mask", row)
+        wanted = expected[batch.offsets[row] : batch.offsets[row + 1]]
+        assert torch.allclose(found[sample][mask], wanted[mask], atol=1e-4)
+    compare(results[0][0], tmp_path / "saved", model, oracle_update(model, MODE))

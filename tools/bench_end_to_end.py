@@ -1,0 +1,297 @@
+"""GRPO on the CPU, from prompts to new weights: this project against TRL's GRPOTrainer, in turn, in one run.
+
+    python tools/bench_end_to_end.py [--rounds 3] [--iterations 3] [--prompts 16] [--tokens 256] [--hidden 256]
+
+The same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL), optimizer and one step an
+iteration; both sample for themselves. Lengths have a heavy tail: most responses end early, some at the limit. Both
+sides get `--threads` threads, as so many ranks of one or as one process with all; the better way of each side counts.
+What TRL is set to, and why, stands in tools/end_to_end_trl.py (tools/install_peers.sh installs it).
+
+A run is a process tree of its own, whose lines "step N" are timed by the reader: the first iteration is a warm-up, the
+others count whole, rollout, training, logging and all. tokens/s: response tokens that a loss was computed on. Memory:
+the peak of what the processes of the tree hold together, launcher included, without files that the kernel could drop
+(RssAnon + RssShmem, sampled). Processor: seconds that the tree computed, which other work on the machine changes less
+than those of the clock. Medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from end_to_end_trl import MODEL, PROMPTS, Workload
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from verl_mg.tiny import ROLES, make_tiny_model
+
+TOOLS = Path(__file__).parent
+LETTERS = string.ascii_letters + string.digits
+# Mean and standard deviation of the logit of the end; those of characters are near 0. A few prompts end late or never.
+END = (0.5, 1.5)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A process tree from outside, from its first line "step N" to its last one. last_line: of its output."""
+
+    seconds: float
+    processor: float
+    peak_bytes: int
+    last_line: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process tree did in its counted iterations. lengths: of the responses, in tokens."""
+
+    watched: Watched
+    generation: float
+    lengths: list[int]
+
+    @property
+    def rate(self) -> float:
+        return sum(self.lengths) / self.watched.seconds
+
+    @property
+    def rate_of_processor(self) -> float:
+        return sum(self.lengths) / self.watched.processor
+
+
+def main() -> None:
+    chosen = _options()
+    folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
+    _make_model(folder / MODEL, chosen.hidden)
+    _write_prompts(folder / PROMPTS, chosen.prompts)
+    ways = {
+        f"{side}, {ranks} x {chosen.threads // ranks}": (run, ranks)
+        for ranks in dict.fromkeys((1, chosen.threads))
+        for side, run in (("verl_mg", _ours), ("TRL", _trl))
+    }
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
+    for number in range(chosen.rounds):
+        work = Workload(chosen.prompts, chosen.group, chosen.tokens, chosen.iterations + 1, seed=number)
+        for name, (run, ranks) in ways.items():
+            place = folder / f"{number}-{name.replace(' ', '')}"
+            runs[name].append(run(folder, place, work, ranks, chosen.threads // ranks))
+            print(_line(f"{name}, run {number + 1}", runs[name][-1:], work), flush=True)
+    print()
+    for name, own in runs.items():
+        print(_line(name, own, work))
+    _compare(runs)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"rounds": 3, "iterations": 3, "prompts": 16, "group": 4, "tokens": 256, "hidden": 256, "threads": 2}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+# -- the task
+
+
+@torch.no_grad()
+def _make_model(folder: Path, hidden: int) -> None:
+    """Random weights; the probability to end a response varies with what was asked, see END."""
+    make_tiny_model(folder, "qwen3", characters=LETTERS, hidden=hidden, layers=4, ffn=3 * hidden)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    pad, end, *others = (model.config.pad_token_id, model.config.eos_token_id, *range(2, 3 + len(ROLES)))
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    # A direction that hidden states have in common takes the place of the bias that the head lacks.
+    embedding[:, 0] = embedding.norm(dim=1).mean()
+    draw = torch.Generator().manual_seed(0)
+    texts = torch.randint(others[-1] + 1, len(head), (64, 96), generator=draw)
+    states = model.model(input_ids=texts).last_hidden_state.flatten(0, 1)
+    common = states.mean(0)
+    common_unit = common / common.norm() ** 2
+    head -= torch.outer(head @ common, common_unit)
+    head[end] *= END[1] / (states @ head[end]).std()
+    head[end] += END[0] * common_unit
+    # Not written at all: a response then has as many characters as tokens, so that its text tells its length.
+    head[[pad, *others]] += -20 * common_unit
+    model.save_pretrained(folder)
+
+
+def _write_prompts(file: Path, count: int) -> None:
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(LETTERS, k=draw.randint(16, 48))) for _ in range(count)]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+# -- the sides
+
+
+def _ours(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
+    config = {
+        "model": {"path": str(folder / MODEL)},
+        "data": {"train": str(folder / PROMPTS)},
+        "actor": {"optimizer": {"lr": work.lr, "clip_grad": 1.0}},
+        "rollout": {"max_new_tokens": work.tokens, "temperature": work.temperature},
+        "reward": {"function": f"{TOOLS / 'end_to_end_trl.py'}:score"},
+        "algorithm": {"prompts_per_iteration": work.prompts, "group_size": work.group},
+        "job": {"output": str(place), "iterations": work.iterations, "seed": work.seed, "save": False},
+    }
+    place.with_suffix(".yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    launch = ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    train = ["-m", "verl_mg", "train", str(TOOLS.parent / "recipes" / "grpo.py")]
+    watched = _watch([*launch, *train, "--config", f"{place}.yaml"], place, threads)
+    counted = _json_lines([place / "metrics.jsonl"])[1:]
+    samples = [one for one in _json_lines(sorted((place / "samples").iterdir())) if one["iteration"] > 1]
+    lengths = [len(one["response"]) + (one["finish"] == "stop") for one in samples]
+    told = sum(one["response/length"] * one["response/samples"] for one in counted)
+    assert abs(sum(lengths) - told) < 0.5, f"the text has {sum(lengths)} tokens, the metrics {told}"
+    return Run(watched, sum(one["time/rollout_busy"] for one in counted), lengths)
+
+
+def _trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    watched = _watch([*launch, str(TOOLS / "end_to_end_trl.py"), str(folder), work.json()], place, threads)
+    told = json.loads(watched.last_line)
+    return Run(watched, sum(told["generation"][1:]), [n for step in told["lengths"][1:] for n in step])
+
+
+def _json_lines(files: Sequence[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+# -- watching
+
+
+def _watch(arguments: Sequence[str], place: Path, threads: int) -> Watched:
+    """Run Python to its end; exits if it fails."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    log = place.with_suffix(".log")
+    with log.open("w") as errors, _Peak() as peak:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+        peak.watch(process.pid)
+        marks, line = [], ""
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("step "):
+                marks.append((time.perf_counter(), _processor_seconds(process.pid)))
+        if process.wait():
+            sys.exit(f"error: {arguments[-1]} ended with code {process.returncode}:\n{log.read_text()[-2000:]}")
+    seconds, processor = (end - start for start, end in zip(marks[0], marks[-1], strict=True))
+    return Watched(seconds, processor, peak.bytes, line)
+
+
+class _Peak:
+    """The most that a process and its descendants have held together, looked at ten times a second."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._over = threading.Event()
+
+    def __enter__(self) -> _Peak:
+        return self
+
+    def watch(self, pid: int) -> None:
+        self._thread = threading.Thread(target=self._look, args=(pid,), daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self, pid: int) -> None:
+        while not self._over.wait(0.1):
+            self.bytes = max(self.bytes, _held(pid))
+
+
+def _tree(pid: int) -> list[int]:
+    """The process and its descendants."""
+    try:
+        children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    except OSError:  # it has just ended
+        return []
+    return [pid, *chain.from_iterable(_tree(int(child)) for child in children.split())]
+
+
+def _of_tree(pid: int, file: str) -> list[str]:
+    """What a file of /proc says of each process of the tree."""
+    texts = []
+    for one in _tree(pid):
+        with suppress(OSError):
+            texts.append(Path(f"/proc/{one}/{file}").read_text())
+    return texts
+
+
+def _held(pid: int) -> int:
+    texts = _of_tree(pid, "status")
+    kibibytes = [n for text in texts for n in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE)]
+    return 1024 * sum(map(int, kibibytes))
+
+
+def _processor_seconds(pid: int) -> float:
+    # After the name in brackets, which may hold anything: utime and stime of all threads, in ticks.
+    fields = [text.rpartition(")")[2].split() for text in _of_tree(pid, "stat")]
+    return sum(int(own[11]) + int(own[12]) for own in fields) / os.sysconf("SC_CLK_TCK")
+
+
+# -- telling
+
+
+def _line(name: str, runs: Sequence[Run], work: Workload) -> str:
+    lengths = sorted(length for run in runs for length in run.lengths)
+    seconds, processor, generation, peak = (
+        statistics.median(values)
+        for values in zip(
+            *((r.watched.seconds, r.watched.processor, r.generation, r.watched.peak_bytes) for r in runs), strict=True
+        )
+    )
+    each = work.iterations - 1
+    return (
+        f"{name:20} {statistics.median(run.rate for run in runs):6.0f} tokens/s  "
+        f"iteration {seconds / each:5.2f} s (generation {generation / each:5.2f}, "
+        f"the rest {(seconds - generation) / each:5.2f}; processor {processor / each:5.2f})  peak {peak / 2**20:5.0f} MiB  "
+        f"lengths: mean {statistics.mean(lengths):.0f}, median {lengths[len(lengths) // 2]}, "
+        f"p99 {lengths[len(lengths) * 99 // 100]}, cut {lengths.count(work.tokens) / len(lengths):.0%}"
+    )
+
+
+def _compare(runs: dict[str, list[Run]]) -> None:
+    def best(side: str) -> str:
+        own = [name for name in runs if name.startswith(side)]
+        return max(own, key=lambda name: statistics.median(run.rate for run in runs[name]))
+
+    ours, theirs = best("verl_mg"), best("TRL")
+    pairs = list(zip(runs[ours], runs[theirs], strict=True))
+    rate = statistics.median(own.rate / other.rate for own, other in pairs)
+    processor = statistics.median(own.rate_of_processor / other.rate_of_processor for own, other in pairs)
+    memory = statistics.median(own.watched.peak_bytes / other.watched.peak_bytes for own, other in pairs)
+    print(
+        f"{ours} against {theirs}: {rate:.2f} times the tokens/s, {processor:.2f} times the tokens a second of "
+        f"processor, {memory:.2f} times the peak memory"
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    main()

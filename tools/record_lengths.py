@@ -1,0 +1,132 @@
+"""Record how long samples are, for `verl-mg simulate` and `tools/bench_packing.py`.
+
+    python tools/record_lengths.py --out FILE --samples RUN/samples     of a run, from its sample records
+    python tools/record_lengths.py --out FILE --draw 4096               of samples drawn now from a tiny random model
+
+The file has a line a sample: tokens of the prompt, tokens of the response. A tiny random model ends a response at every
+token with a probability that depends on what it wrote before, so lengths are a mixture of geometric ones, with a heavy
+tail. `tools/lengths/` holds a file that the second command wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_mg.errors import EXIT_CODE, UserError
+from verl_mg.paper.lengths import Length, write_lengths
+
+HIDDEN, LAYERS, FFN = 32, 2, 64
+INIT_STD = 0.5  # so large that what was written decides how likely the end is
+LONGEST_SUM = 40  # operands
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 for what cannot be read."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.samples:
+            lengths, source = recorded(options.samples), [f"recorded in the samples of {options.samples.parent.name}"]
+        else:
+            lengths = drawn(options.draw, options.max_new_tokens, options.seed)
+            command = f"--draw {options.draw} --max-new-tokens {options.max_new_tokens} --seed {options.seed}"
+            source = [
+                f"python tools/record_lengths.py --out {options.out.name} {command}",
+                f"drawn at temperature 1 from a random Qwen3 of {LAYERS} layers, hidden {HIDDEN}, init_std {INIT_STD}; "
+                f"prompts are sums of 2 to {LONGEST_SUM} operands",
+            ]
+        what = summary(lengths)
+        write_lengths(options.out, lengths, [*source, what, "tokens of the prompt, tokens of the response"])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CODE
+    print(f"{options.out}: {what}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--samples", type=Path, metavar="DIR", help="the samples folder of a run")
+    source.add_argument("--draw", type=int, metavar="N", help="draw so many samples from a tiny random model")
+    parser.add_argument("--max-new-tokens", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def recorded(folder: Path) -> list[Length]:
+    """Of all samples of a run, in the order of iterations and samples. UserError where there are none."""
+    files = sorted(folder.glob("rank-*.jsonl"))
+    records = [(f"{file}:{n}", line) for file in files for n, line in enumerate(file.open(encoding="utf-8"), 1)]
+    found = sorted(_of_record(line, where) for where, line in records)
+    if not found:
+        raise UserError(f"{folder}: holds no rank-*.jsonl with samples; name the samples folder of a run")
+    # A response that was cut before its first token has none.
+    return [Length(prompt, response) for *_, prompt, response in found if response]
+
+
+def _of_record(line: str, where: str) -> tuple[int, int, int, int]:
+    try:
+        record = json.loads(line)
+        numbers = (record[key] for key in ("iteration", "sample_id", "prompt_tokens", "response_tokens"))
+        iteration, sample, prompt, response = map(int, numbers)
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{where}: not a sample with prompt_tokens and response_tokens; record a new run") from None
+    return iteration, sample, prompt, response
+
+
+def drawn(count: int, max_new_tokens: int, seed: int) -> list[Length]:
+    """Of samples that the embedded engine really draws."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from verl_mg.rollout.embedded import EmbeddedEngine
+    from verl_mg.rollout.engine import Request, Sampling
+    from verl_mg.tiny import make_tiny_model
+
+    generator = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(
+            folder,
+            "qwen3",
+            hidden=HIDDEN,
+            layers=LAYERS,
+            ffn=FFN,
+            max_positions=max_new_tokens + 4 * LONGEST_SUM,
+            init_std=INIT_STD,
+            perturb=True,
+            seed=seed,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        engine = EmbeddedEngine(folder, "cpu", torch.float32)
+    prompts = [tuple(tokenizer.encode(_sum(generator))) for _ in range(count)]
+    requests = [Request(id=number, prompt=prompt, seed=number) for number, prompt in enumerate(prompts)]
+    sampling = Sampling(max_new_tokens=max_new_tokens, stop_token_ids=(tokenizer.eos_token_id,))
+    samples = engine.generate(requests, sampling)
+    return [Length(len(prompt), len(sample.tokens)) for prompt, sample in zip(prompts, samples, strict=True)]
+
+
+def _sum(generator: random.Random) -> str:
+    operands = generator.randint(2, LONGEST_SUM)
+    return "+".join(str(generator.randrange(100)) for _ in range(operands)) + "="
+
+
+def summary(lengths: Sequence[Length]) -> str:
+    """One line about the responses."""
+    responses = sorted(length.response for length in lengths)
+    median, tail = statistics.median(responses), responses[int(0.99 * (len(responses) - 1))]
+    return (
+        f"{len(responses)} responses: mean {statistics.fmean(responses):.0f}, median {median:.0f}, "
+        f"99th percentile {tail}, longest {responses[-1]}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Tokens a second and scaling efficiency from 8 to 512 GPUs, on paper, with recorded lengths.
+
+    python tools/simulate_scaling.py [--models qwen2_5_7b,qwen3_235b_a22b] [--ranks 8,16,32] [--json FILE]
+
+For each number of GPUs the best layouts are searched for, as `verl-mg plan --search` does, and an iteration of GRPO is
+replayed under them (`verl_mg/paper/simulate.py`): generation, judging, update, weight sync, copies to the host.
+
+    strong    the same samples on any number of GPUs
+    weak      so many samples a GPU
+
+Efficiency is tokens a second and GPU against those on the fewest GPUs that hold the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from verl_mg.errors import UserError
+from verl_mg.paper.lengths import Length, longest_to, read_lengths
+from verl_mg.paper.measured import read_measured
+from verl_mg.paper.search import search
+from verl_mg.paper.setting import Setting
+from verl_mg.paper.simulate import Iteration, repeated, simulate
+from verl_mg.weights import WeightTable, read_config, table
+
+HERE = Path(__file__).parent
+MODELS = "qwen2_5_7b,qwen2_5_32b,qwen3_235b_a22b,deepseek_v3"
+RANKS = "8,16,32,64,128,256,512"
+
+
+def main() -> None:
+    """Print a table for each model."""
+    options = _options()
+    recorded = longest_to(read_lengths(options.lengths), options.longest)
+    figures = read_measured(options.measured) if options.measured else {}
+    told = {}
+    for name in options.models.split(","):
+        weights = table(read_config(HERE / "model_configs" / f"{name}.json"))
+        batches = {
+            "strong": dict.fromkeys(options.ranks, repeated(recorded, options.samples)),
+            "weak": {ranks: repeated(recorded, options.samples_a_gpu * ranks) for ranks in options.ranks},
+        }
+        told[name] = {kind: _scaled(weights, batch, figures) for kind, batch in batches.items()}
+        _show(name, told[name], options)
+    if options.json:
+        options.json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=MODELS, help="names of tools/model_configs (default: %(default)s)")
+    parser.add_argument("--ranks", default=RANKS, type=_counts, help="numbers of GPUs (default: %(default)s)")
+    parser.add_argument("--lengths", type=Path, default=HERE / "lengths" / "random_qwen3_4096.txt")
+    parser.add_argument("--longest", type=int, default=16384, help="lengths are scaled until the longest has so many")
+    parser.add_argument(
+        "--samples", type=int, default=4096, help="of an iteration, strong scaling (default: %(default)s)"
+    )
+    parser.add_argument("--samples-a-gpu", type=int, default=32, help="weak scaling (default: %(default)s)")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="as of verl-mg plan")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
+    return parser.parse_args()
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _scaled(
+    weights: WeightTable, batches: dict[int, list[Length]], figures: dict[str, float]
+) -> list[dict[str, object]]:
+    """A row for each number of GPUs that holds the model."""
+    found = [one for ranks, batch in batches.items() if (one := _best(weights, ranks, batch, figures))]
+    if not found:
+        return []
+    first = found[0]
+    return [
+        {
+            "gpus": one.ranks,
+            "train": str(replace(one.train, dp=0)),
+            "rollout": str(one.rollout),
+            "tokens": one.tokens,
+            "rate": one.rate,
+            "efficiency": one.rate / one.ranks / (first.rate / first.ranks),
+            "seconds": asdict(one.parts) | {"all": one.parts.all},
+        }
+        for one in found
+    ]
+
+
+def _best(weights: WeightTable, ranks: int, batch: Sequence[Length], figures: dict[str, float]) -> Iteration | None:
+    """None where the model does not fit."""
+    mean, longest = sum(length.total for length in batch) // len(batch), max(length.total for length in batch)
+    setting = Setting(weights, ranks, batch=mean * len(batch), sequence=longest, micro_batch=longest, **figures)
+    try:
+        (pair,) = search(setting, None, None, 1)
+    except UserError:
+        return None
+    return simulate(setting, batch, pair.train.layout, pair.rollout.layout)
+
+
+def _show(name: str, told: dict[str, list[dict[str, object]]], options: argparse.Namespace) -> None:
+    print(f"\n{name}: longest sample {options.longest:,} tokens")
+    print(
+        f"| GPUs | {'train':16} | {'rollout':9} | strong: tokens/s | efficiency | weak: tokens/s | efficiency | ",
+        end="",
+    )
+    print("weak, seconds: rollout + judging + update + sync + offload |")
+    print("|---:|---|---|---:|---:|---:|---:|---|")
+    if not told["weak"]:
+        print(f"| {max(options.ranks)} | needs more |")
+        return
+    fewest = int(str(told["weak"][0]["gpus"]))
+    for small in (ranks for ranks in options.ranks if ranks < fewest):
+        print(f"| {small} | needs {fewest} | | | | | | |")
+    strong = {row["gpus"]: row for row in told["strong"]}
+    for row in told["weak"]:
+        other = strong.get(row["gpus"])
+        fixed = f"{other['rate']:16,.0f} | {other['efficiency']:10.0%}" if other else f"{'':16} | {'':10}"
+        parts = row["seconds"]
+        seconds = " + ".join(f"{parts[key]:.1f}" for key in ("rollout", "judging", "update", "sync", "offload"))
+        print(
+            f"| {row['gpus']:4} | {row['train']:16} | {row['rollout']:9} | {fixed} | {row['rate']:14,.0f} | "
+            f"{row['efficiency']:10.0%} | {seconds} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Recorded lengths: the tokens of prompts and responses of samples that were really drawn.
+
+A file of them begins with lines that say where they come from, each behind a `#`; then one sample a line, the tokens
+of its prompt and of its response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_mg.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Tokens of one sample; both are positive."""
+
+    prompt: int
+    response: int
+
+    @property
+    def total(self) -> int:
+        """Tokens of the row that training sees."""
+        return self.prompt + self.response
+
+
+def read_lengths(path: str | Path) -> list[Length]:
+    """The samples of a file, in order. UserError naming the line that is not two positive numbers."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable file of lengths ({error})") from None
+    found = [_read(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if not line.startswith("#")]
+    if not found:
+        raise UserError(f"{path}: holds no lengths; write one with tools/record_lengths.py")
+    return found
+
+
+def _read(line: str, where: str) -> Length:
+    numbers = line.split()
+    # A count of tokens has far fewer digits than Python reads.
+    if len(numbers) != 2 or not all(n.isascii() and n.isdigit() and len(n) < 10 and int(n) for n in numbers):
+        raise UserError(f"{where}: {line!r} is not the tokens of a prompt and of a response, two positive numbers")
+    return Length(*map(int, numbers))
+
+
+def write_lengths(path: str | Path, lengths: Sequence[Length], provenance: Sequence[str]) -> None:
+    """Write a file that `read_lengths` reads."""
+    head = "".join(f"# {line}\n" for line in provenance)
+    rows = "".join(f"{length.prompt} {length.response}\n" for length in lengths)
+    Path(path).write_text(head + rows, encoding="utf-8")
+
+
+def longest_to(lengths: Sequence[Length], longest: int) -> list[Length]:
+    """The same distribution, every length by the factor that makes the longest sample `longest` tokens."""
+    factor = longest / max(length.total for length in lengths)
+    return [
+        Length(max(1, round(length.prompt * factor)), max(1, round(length.response * factor))) for length in lengths
+    ]
