@@ -1,6 +1,6 @@
 """GRPO on the CPU, from prompts to new weights: this project against TRL's GRPOTrainer, in turn, in one run.
 
-    python tools/bench_end_to_end.py [--rounds 3] [--iterations 3] [--prompts 16] [--tokens 256] [--hidden 256]
+    python tools/bench_end_to_end.py [--rounds 3] [--iterations 1] [--prompts 16] [--tokens 256] [--hidden 256]
 
 The same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL), optimizer and one step an
 iteration; both sample for themselves. Lengths have a heavy tail: most responses end early, some at the limit. Both
@@ -101,7 +101,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"rounds": 3, "iterations": 3, "prompts": 16, "group": 4, "tokens": 256, "hidden": 256, "threads": 2}
+    defaults = {"rounds": 3, "iterations": 1, "prompts": 16, "group": 4, "tokens": 256, "hidden": 256, "threads": 2}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
@@ -269,9 +269,10 @@ def _line(name: str, runs: Sequence[Run], work: Workload) -> str:
     return (
         f"{name:20} {statistics.median(run.rate for run in runs):6.0f} tokens/s  "
         f"iteration {seconds / each:5.2f} s (generation {generation / each:5.2f}, "
-        f"the rest {(seconds - generation) / each:5.2f}; processor {processor / each:5.2f})  peak {peak / 2**20:5.0f} MiB  "
-        f"lengths: mean {statistics.mean(lengths):.0f}, median {lengths[len(lengths) // 2]}, "
-        f"p99 {lengths[len(lengths) * 99 // 100]}, cut {lengths.count(work.tokens) / len(lengths):.0%}"
+        f"the rest {(seconds - generation) / each:5.2f}; processor {processor / each:5.2f})  "
+        f"peak {peak / 2**20:5.0f} MiB  lengths: mean {statistics.mean(lengths):.0f}, "
+        f"median {lengths[len(lengths) // 2]}, p99 {lengths[len(lengths) * 99 // 100]}, "
+        f"cut {lengths.count(work.tokens) / len(lengths):.0%}"
     )
 
 

@@ -16,7 +16,7 @@ install=("$python" -m pip install --quiet --disable-pip-version-check)
 # What TRL imports and the project does not have; the versions of tools/requirements-sglang-cpu.txt.
 "${install[@]}" datasets==5.2.0 pandas==3.1.1
 # In a folder of their own, behind all others on the path: verl brings packages named tests and scripts.
-# tests/algorithms/verl_peer.py and tools/trl_side.py look into it.
+# tests/algorithms/verl_peer.py and tools/end_to_end_trl.py look into it.
 "${install[@]}" --no-deps --upgrade --target "$repository/.venv/peers" verl==0.9.1 trl==1.16.0
 # Last, so that an interrupted installation is done again.
 echo "$wanted" >"$stamp"

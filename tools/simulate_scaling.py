@@ -29,6 +29,7 @@ from verl_mg.weights import WeightTable, read_config, table
 
 HERE = Path(__file__).parent
 MODELS = "qwen2_5_7b,qwen2_5_32b,qwen3_235b_a22b,deepseek_v3"
+PARTS = ("rollout", "judging", "update", "sync", "offload")
 RANKS = "8,16,32,64,128,256,512"
 
 
@@ -56,10 +57,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", default=RANKS, type=_counts, help="numbers of GPUs (default: %(default)s)")
     parser.add_argument("--lengths", type=Path, default=HERE / "lengths" / "random_qwen3_4096.txt")
     parser.add_argument("--longest", type=int, default=16384, help="lengths are scaled until the longest has so many")
-    parser.add_argument(
-        "--samples", type=int, default=4096, help="of an iteration, strong scaling (default: %(default)s)"
-    )
-    parser.add_argument("--samples-a-gpu", type=int, default=32, help="weak scaling (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=4096, help="strong scaling (default: %(default)s)")
+    parser.add_argument("--samples-a-gpu", type=int, default=128, help="weak scaling (default: %(default)s)")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="as of verl-mg plan")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     return parser.parse_args()
@@ -94,21 +93,18 @@ def _scaled(
 def _best(weights: WeightTable, ranks: int, batch: Sequence[Length], figures: dict[str, float]) -> Iteration | None:
     """None where the model does not fit."""
     mean, longest = sum(length.total for length in batch) // len(batch), max(length.total for length in batch)
-    setting = Setting(weights, ranks, batch=mean * len(batch), sequence=longest, micro_batch=longest, **figures)
+    setting = Setting(weights, ranks, batch=mean * len(batch), sequence=mean, micro_batch=longest, **figures)
     try:
         (pair,) = search(setting, None, None, 1)
+        return simulate(setting, batch, pair.train.layout, pair.rollout.layout)
     except UserError:
         return None
-    return simulate(setting, batch, pair.train.layout, pair.rollout.layout)
 
 
 def _show(name: str, told: dict[str, list[dict[str, object]]], options: argparse.Namespace) -> None:
     print(f"\n{name}: longest sample {options.longest:,} tokens")
-    print(
-        f"| GPUs | {'train':16} | {'rollout':9} | strong: tokens/s | efficiency | weak: tokens/s | efficiency | ",
-        end="",
-    )
-    print("weak, seconds: rollout + judging + update + sync + offload |")
+    heads = ["GPUs", "train", "rollout", "strong: tokens/s", "efficiency", "weak: tokens/s", "efficiency"]
+    print(f"| {' | '.join(heads)} | weak, seconds: rollout + judging + update + sync + offload |")
     print("|---:|---|---|---:|---:|---:|---:|---|")
     if not told["weak"]:
         print(f"| {max(options.ranks)} | needs more |")
@@ -119,12 +115,12 @@ def _show(name: str, told: dict[str, list[dict[str, object]]], options: argparse
     strong = {row["gpus"]: row for row in told["strong"]}
     for row in told["weak"]:
         other = strong.get(row["gpus"])
-        fixed = f"{other['rate']:16,.0f} | {other['efficiency']:10.0%}" if other else f"{'':16} | {'':10}"
+        fixed = f"{other['rate']:,.0f} | {other['efficiency']:.0%}" if other else " | "
         parts = row["seconds"]
-        seconds = " + ".join(f"{parts[key]:.1f}" for key in ("rollout", "judging", "update", "sync", "offload"))
+        seconds = " + ".join(f"{parts[key]:.2g}" if parts[key] < 1 else f"{parts[key]:.1f}" for key in PARTS)
         print(
-            f"| {row['gpus']:4} | {row['train']:16} | {row['rollout']:9} | {fixed} | {row['rate']:14,.0f} | "
-            f"{row['efficiency']:10.0%} | {seconds} |",
+            f"| {row['gpus']} | {row['train']} | {row['rollout']} | {fixed} | {row['rate']:,.0f} | "
+            f"{row['efficiency']:.0%} | {seconds} |",
             flush=True,
         )
 

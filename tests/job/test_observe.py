@@ -97,4 +97,4 @@ def test_nothing_generated_nothing_judged_nothing_recomputed(ranks):
     (empty,) = ranks.run(1, metrics, [[[ROWS - 1]]])
     assert empty["response/length"] == 0 and not [name for name in empty if name.startswith("mismatch")]
     for found in ranks.run(2, without, [[[0, 1]], [[2]]], ["old_logprobs", "reward"]):
-        assert found.keys() == {"response/length", "response/truncated", "response/samples"}
+        assert found.keys() == {"response/length", "response/truncated", "response/samples", "rollout/staleness"}

@@ -250,7 +250,7 @@ def test_adapters_begin_alike_under_every_layout(ranks, models) -> None:
 def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], list[Tensor], int]:
     network = network_on(model, "tp2", lora(folder))
     trainer = Trainer(network, OPTIMIZER, GuardConfig())
-    copied, snapshot = HostCopy(trainer), Snapshot(network, trainer.optimizer)
+    copied, snapshot = HostCopy(network, trainer.optimizer), Snapshot(network, trainer.optimizer)
     step(trainer, rows(model))
     if away:
         snapshot.take()

@@ -117,7 +117,7 @@ def judges(ranks, models):
         (name, behind): one_rank(
             ranks.run(1, train, models[name], "tp1", judged_rows(models[name], behind), False, "value", behind)[0]
         )
-        for name in models
+        for name in dict.fromkeys(name for name, _, _ in JUDGED)
         for behind, _ in JUDGES
     }
 

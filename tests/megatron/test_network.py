@@ -1,5 +1,7 @@
 """The Megatron model against `transformers` on the same weights."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,12 +62,32 @@ def gathered(own, group, dim=0):
 
 @pytest.mark.parametrize("layout,count", LAYOUTS)
 def test_logits_equal_transformers(ranks, model, layout, count):
+    assert_logits(ranks, model, layout, count)
+
+
+def assert_logits(ranks, model, layout, count):
     (logits,) = [part for part in ranks.run(count, all_logits, model, layout) if part is not None]
     rows = random_rows(5, read_config(model).vocab)
     with torch.no_grad():
         expected = torch.cat([oracle(model)(rows.row("tokens", i)[None]).logits[0] for i in range(len(rows))])
     assert expected.std() > 0.3
     assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+        ("gemma2", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"], "query_pre_attn_scalar": 3}),
+        ("deepseek_v2", {"topk_method": "greedy", "rms_norm_eps": 0.1}),
+        ("deepseek_v3", {"rope_interleave": False, "rms_norm_eps": 0.1}),
+        ("deepseek_v3", {"norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    ],
+)
+def test_every_switch_of_a_family_is_heard(ranks, tmp_path, name, fields):
+    config = tiny_model(tmp_path / name, name) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    assert_logits(ranks, tmp_path / name, "tp2", 2)
 
 
 def logprobs_and_entropy(model, layout, recompute):

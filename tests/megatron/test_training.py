@@ -88,6 +88,14 @@ def test_gemma_is_trained_alike_under_every_layout(ranks, models, single, layout
     assert_equal(ranks.run(count, train, model, layout, rows(model), recompute), single["gemma2"], 1e-5)
 
 
+@pytest.mark.parametrize("name", ["gemma2", *LATENT])
+def test_values_are_learnt_alike_too(ranks, models, name):
+    model = models[name]
+    alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), False, "value")[0])
+    assert not alone.idle()
+    assert_equal(ranks.run(4, train, model, "tp2-pp2", rows(model), True, "value"), alone, 1e-5)
+
+
 def left_behind(model):
     train(model, "tp1", rows(model))
     gc.collect()

@@ -130,9 +130,30 @@ def test_engines_on_ranks_of_their_own(capsys):
     assert numbers["phases"]["generation"] == numbers["rollout"]["gib"]["weights"]["worst"]
 
 
+def test_roles_on_ranks_of_their_own(capsys):
+    """Half of the ranks each: the reference judges while the actor does, and none counts on the other's devices."""
+    both = ["algorithm.kl_coefficient=0.1", "reference.layout=tp2-pp2-ep4-etp1"]
+    shared = planned(capsys, *command("dapo_qwen3_30b_a3b"), *both)
+    apart = ["actor.ranks=0-31", "reference.ranks=32-63"]
+    numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"), *both, *apart)
+    (reference,) = numbers["beside"]
+    assert (numbers["train"]["ranks"], reference["ranks"]) == ("0-31", "32-63")
+    judging = (numbers["train"]["judging_seconds"], reference["judging_seconds"])
+    assert numbers["seconds"]["judging"] == max(judging) > 0
+    told = (shared["train"]["judging_seconds"], shared["beside"][0]["judging_seconds"])
+    assert shared["seconds"]["judging"] == pytest.approx(sum(told), abs=0.01)
+    assert numbers["phases"]["training"] == pytest.approx(numbers["train"]["gib"]["all"]["worst"], abs=0.01)
+    assert numbers["sync"]["gib"]["received by a rank"] == numbers["sync"]["gib"]["the lower bound of that"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["actor.ranks=60-71"], "ranks 60-71: rank 71 is none of the 64 that hold networks, 0 to 63"),
+        (
+            ["algorithm.kl_coefficient=0.1", "reference.ranks=63-64"],
+            "reference: ranks 63-64: rank 64 is none of the 64 that hold networks",
+        ),
         (["rollout.engine=embedded"], "rollout.engine=embedded: a plan is of SGLang's engines"),
         (["model.dtype=float32"], "model.dtype=float32: a plan counts bf16"),
         (["rollout.urls=[http://a:1]"], "rollout.urls: servers that run elsewhere are not planned"),

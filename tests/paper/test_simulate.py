@@ -148,9 +148,11 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_samples_are_repeated_evenly():
-    lengths = [Length(1, response) for response in (1, 2, 3, 4)]
-    assert [length.response for length in repeated(lengths, 2)] == [1, 3]
-    assert [length.response for length in repeated(lengths, 6)] == [1, 2, 3, 4, 1, 2]
+    lengths = [Length(1, response) for response in range(1, 101)]
+    many = [length.response for length in repeated(lengths, 250)]
+    assert len(many) == 250 and {many.count(response) for response in range(1, 101)} == {2, 3}
+    assert many[:100] != many[100:200] and repeated(lengths, 250) == repeated(lengths, 250)
+    assert len(set(repeated(lengths, 40))) == 40
 
 
 def test_an_idle_engine_has_done_nothing():

@@ -176,7 +176,7 @@ def test_the_busier_engine_works_hardly_more_than_the_other(told):
     (shared, shared_tokens), (fixed, fixed_tokens) = (results[0][name]["busiest"] for name in ("shared", "fixed"))
     print(f"busiest engine over mean: {shared:.3f} in seconds, {shared_tokens:.3f} in tokens; "
           f"of fixed shares {fixed:.3f}, {fixed_tokens:.3f}")  # fmt: skip
-    assert 1.0 <= shared <= 1.15 < fixed
+    assert 1.0 <= shared < 1.3 < fixed
     assert shared_tokens < fixed_tokens
 
 

@@ -1,11 +1,11 @@
 """Rows into micro-batches: packed first, distributed second.
 
-1. Rows are packed into few micro-batches, a multiple of the data-parallel size, costliest row first, each into the
-   micro-batch with the least cost that has room for its tokens.
-2. Micro-batches are dealt in steps, costliest first: those of a step cost about the same, since ranks that share
-   experts wait for each other in each of them, and the costliest goes to the rank with the least so far. The ranks then
-   differ by no more than the micro-batches of one step do.
-3. Small rows move from the busiest rank to the idlest, until that no longer evens them out.
+1. Rows are packed, costliest first, in steps of one micro-batch for each data-parallel rank: each row into the first
+   step that has room, and there into the micro-batch with the least cost. So the micro-batches of a step have rows of
+   the same kind and cost about the same, which counts where ranks share experts and wait for each other in every step.
+2. The costliest of a step goes to the rank with the least so far. The ranks then differ by no more than the
+   micro-batches of some step do.
+3. Small rows move from the busiest rank to the idlest, while that evens them out.
 
 Pure Python, and the same on every rank.
 """
@@ -26,56 +26,40 @@ def pack(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int
 
     lengths (n,): tokens of a row. costs (n,): its predicted work, in any unit, such as `weights.flops.row_flops`.
     A micro-batch holds at most `budget` tokens unless it is a single longer row. All ranks have the same number of
-    micro-batches; only with fewer rows than ranks are some of them empty.
+    micro-batches; only in the last step are some of them empty.
     """
-    micro_batches = _fill(lengths, costs, ranks, budget)
-    shares = _deal(micro_batches, costs, ranks)
+    shares = _deal(_fill(lengths, costs, ranks, budget), costs, ranks)
     _even_out(shares, lengths, costs, budget)
     return shares
 
 
-def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> list[list[int]]:
-    """Micro-batches of even cost, in the smallest number, a multiple of `ranks`, in which the budget holds."""
-    order = sorted(range(len(lengths)), key=lambda row: (-costs[row], row))
-    alone = sum(length >= budget for length in lengths)
-    rest = sum(length for length in lengths if length < budget)
-    count = alone + -(-rest // budget)
-    count = max(1, -(-count // ranks)) * ranks
-    while (packed := _spread(order, lengths, costs, count, budget)) is None:
-        count += ranks
-    return packed
+def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> list[list[list[int]]]:
+    """steps[step][micro-batch] = rows; a row goes into the first step whose least micro-batch has room for it."""
+    steps: list[list[list[int]]] = []
+    heaps: list[list[tuple[float, int, int]]] = []  # of each step: (cost, tokens, micro-batch)
+    for row in sorted(range(len(lengths)), key=lambda row: (-costs[row], row)):
+        step = next((k for k, heap in enumerate(heaps) if _fits(heap[0][1], lengths[row], budget)), len(steps))
+        if step == len(steps):
+            steps.append([[] for _ in range(ranks)])
+            heaps.append([(0.0, 0, number) for number in range(ranks)])
+        cost, tokens, number = heaps[step][0]
+        heapq.heapreplace(heaps[step], (cost + costs[row], tokens + lengths[row], number))
+        steps[step][number].append(row)
+    return steps or [[[] for _ in range(ranks)]]
 
 
-def _spread(
-    order: Iterable[int], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int
-) -> list[list[int]] | None:
-    """Each row into the micro-batch with the least cost that has room; None where one finds no room."""
-    heap = [(0.0, number) for number in range(count)]
-    tokens = [0] * count
-    packed: list[list[int]] = [[] for _ in range(count)]
-    for row in order:
-        full = []
-        while heap and tokens[heap[0][1]] and tokens[heap[0][1]] + lengths[row] > budget:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        cost, number = heap[0]
-        heapq.heapreplace(heap, (cost + costs[row], number))
-        packed[number].append(row)
-        tokens[number] += lengths[row]
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return packed
+def _fits(tokens: int, length: int, budget: int) -> bool:
+    return not tokens or tokens + length <= budget
 
 
-def _deal(micro_batches: list[list[int]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:
-    """Costliest first, one micro-batch for each rank and step, the costliest of a step to the rank with the least."""
-    ordered = sorted(micro_batches, key=lambda rows: (-_sum(costs, rows), rows))
+def _deal(steps: list[list[list[int]]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:
+    """One micro-batch of every step for each rank, the costliest to the rank with the least so far."""
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
-    for start in range(0, len(ordered), ranks):
+    for micro_batches in steps:
         idlest_first = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
-        for rank, rows in zip(idlest_first, ordered[start : start + ranks], strict=True):
+        costliest_first = sorted(micro_batches, key=lambda rows: (-_sum(costs, rows), rows))
+        for rank, rows in zip(idlest_first, costliest_first, strict=True):
             shares[rank].append(rows)
             loads[rank] += _sum(costs, rows)
     return shares

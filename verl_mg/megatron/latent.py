@@ -64,13 +64,14 @@ class LatentAttention(MLASelfAttention):
 
     def _whole_rows(self, down_projection: Any, hidden_states: Tensor) -> Tensor:
         """(T / tp, 1, h) -> (T, 1, rank), the same on every tensor-parallel rank."""
-        return gather_from_tensor_model_parallel_region(down_projection(hidden_states)[0], group=self.pg_collection.tp)
+        part, _ = down_projection(hidden_states)
+        whole: Tensor = gather_from_tensor_model_parallel_region(part, group=self.pg_collection.tp)
+        return whole
 
     def _own_tokens(self, x: Tensor) -> Tensor:
         """(T, 1, rank) -> (T / tp, 1, rank)."""
-        return (
-            scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp) if self.config.sequence_parallel else x
-        )
+        own: Tensor = scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
+        return own
 
 
 class PackedLatentAttention(PackedAttention):

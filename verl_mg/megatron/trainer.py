@@ -45,6 +45,7 @@ class Trainer:
             self._last_good = Snapshot(network, self.optimizer) if self._guard.rolls_back else None
 
     def _build(self, network: Network, config: OptimizerConfig) -> None:
+        # Gradients of bfloat16 weights are added up in float32 too, over micro-batches and over ranks.
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         with network.groups.active(), network.groups.among_themselves(), optimizer_calls():
             network.runnable = [

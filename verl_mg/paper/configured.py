@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,9 +74,7 @@ def job_numbers(config: Config, roles: set[str]) -> JobNumbers:
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
         setting["batch"] = prompts * getattr(algorithm, "group_size", 1) * sequence
     others = tuple(_role(name, getattr(config, section)) for name, section in BESIDE.items() if name in roles)
-    sections = {"actor": "actor", **BESIDE}
-    lora = [name for name in sections if name in roles and getattr(getattr(config, sections[name]), "lora", None)]
-    notes = tuple(f"{name}.lora: counted as if all weights were trained" for name in lora)
+    notes = tuple(_notes(config, {"actor": "actor", **BESIDE}, roles))
     return JobNumbers(str(config.model.path), actor.layout, rollout.layout, others, setting, notes)
 
 
@@ -90,6 +89,16 @@ def _check(config: Config, roles: set[str]) -> None:
         raise UserError("rollout.urls: servers that run elsewhere are not planned; leave them out of the plan")
     if config.model.dtype != "bfloat16":
         raise UserError(f"model.dtype={config.model.dtype}: a plan counts bf16; write model.dtype=bfloat16")
+
+
+def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterator[str]:
+    """What a plan does not see of the roles that learn."""
+    for name, section in sections.items():
+        own = getattr(config, section)
+        if name in roles and name not in FROZEN and own.lora:
+            yield f"{name}.lora: counted as if all weights were trained"
+        if name in roles and name not in FROZEN and own.optimizer.on_host:
+            yield f"{name}.optimizer.on_host: counted as if the moments were on the device"
 
 
 def _role(name: str, section: TrainedConfig | ReferenceConfig) -> RoleNumbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.paper.activations import activation_bytes, judging_bytes
@@ -64,7 +64,7 @@ class TrainMemory:
 
 def train_memory(setting: Setting, layout: Layout) -> TrainMemory:
     """What training keeps on a rank of each stage; `layout` stands on all ranks of the setting's role."""
-    counted = _counted(setting, layout)
+    counted = _on_stages(setting.weights, layout.fit(len(setting.standing)))
     parts = {
         "weights": tuple(e.bytes for e in counted),
         "gradients": tuple(GRADIENT_BYTES * (e.dense + e.experts) for e in counted),
@@ -76,14 +76,21 @@ def train_memory(setting: Setting, layout: Layout) -> TrainMemory:
 
 def frozen_memory(setting: Setting, layout: Layout) -> TrainMemory:
     """The same of a model that only judges."""
-    counted = _counted(setting, layout)
+    counted = _on_stages(setting.weights, layout.fit(len(setting.standing)))
     activations = tuple(judging_bytes(setting, layout, stage) for stage in range(layout.pp))
     return TrainMemory(counted, {"weights": tuple(e.bytes for e in counted), ACTIVATIONS: activations})
 
 
-def _counted(setting: Setting, layout: Layout) -> tuple[Elements, ...]:
-    holdings = setting.weights.on_megatron(Placement.on(layout, len(setting.standing)))
-    return tuple(elements(setting.weights, holdings, layout.rank_of(pp=stage)) for stage in range(layout.pp))
+@cache  # the same for every batch, and for every role of the same model
+def _on_stages(weights: WeightTable, layout: Layout) -> tuple[Elements, ...]:
+    holdings = weights.on_megatron(Placement.on(layout, layout.ranks))
+    return tuple(elements(weights, holdings, layout.rank_of(pp=stage)) for stage in range(layout.pp))
+
+
+@cache
+def _on_engine_stages(weights: WeightTable, layout: EngineLayout) -> tuple[Elements, ...]:
+    holdings = weights.on_sglang(EnginePlacement(layout, tuple(range(layout.ranks))))
+    return tuple(elements(weights, holdings, stage * layout.tp) for stage in range(layout.pp))
 
 
 def _optimizer_bytes(e: Elements, layout: Layout) -> int:
@@ -126,10 +133,8 @@ class RolloutMemory:
 
 def rollout_memory(setting: Setting, layout: EngineLayout, limit: float | None = None) -> RolloutMemory:
     """What an engine has on a rank of each stage, all that a device has unless `limit` is given."""
-    holdings = setting.weights.on_sglang(EnginePlacement(layout, tuple(range(layout.ranks))))
-    stages = range(layout.pp)
-    counted = tuple(elements(setting.weights, holdings, stage * layout.tp) for stage in stages)
-    per_token = tuple(kv_bytes(setting.weights, layout, stage) for stage in stages)
+    counted = _on_engine_stages(setting.weights, layout)
+    per_token = tuple(kv_bytes(setting.weights, layout, stage) for stage in range(layout.pp))
     return RolloutMemory(layout, counted, setting.usable if limit is None else limit, per_token)
 
 

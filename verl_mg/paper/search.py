@@ -13,7 +13,14 @@ from verl_mg.layout.nearest import checked_engine, engine_layouts_on, layouts_on
 from verl_mg.paper.activations import micro_batches
 from verl_mg.paper.cost import judge_seconds, rollout_seconds, train_seconds
 from verl_mg.paper.iteration import Seconds, iteration_seconds
-from verl_mg.paper.memory import GRADIENT_BYTES, RolloutMemory, TrainMemory, rollout_memory, train_memory
+from verl_mg.paper.memory import (
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    RolloutMemory,
+    TrainMemory,
+    rollout_memory,
+    train_memory,
+)
 from verl_mg.paper.phases import at_rest, engine_limit, problem
 from verl_mg.paper.roles import check, fitted
 from verl_mg.paper.setting import WEIGHT_BYTES, Setting
@@ -205,8 +212,9 @@ def _nothing_fits(setting: Setting, phase: str) -> UserError:
 
 
 def _may_fit(setting: Setting, layout: Layout) -> bool:
-    """Whether weights and gradients fit at all, by a bound from below, before anything is counted."""
+    """Whether weights, gradients and optimizer fit at all, by a bound from below, before anything is counted."""
     dense = (setting.elements - setting.expert_elements) / layout.tp
     experts = setting.expert_elements / (layout.ep * layout.etp)
     others = 0 if any(role.offload for role in setting.beside) else sum(at_rest(setting, None).values())
-    return (WEIGHT_BYTES + GRADIENT_BYTES) * (dense + experts) / layout.pp + others <= setting.usable
+    states = OPTIMIZER_BYTES * setting.elements / layout.ranks
+    return (WEIGHT_BYTES + GRADIENT_BYTES) * (dense + experts) / layout.pp + states + others <= setting.usable

@@ -9,6 +9,7 @@ Seconds of a step and of a micro-batch are those of `cost`, so equal lengths giv
 from __future__ import annotations
 
 import heapq
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -201,7 +202,8 @@ def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) 
 
 
 def repeated(lengths: Sequence[Length], count: int) -> list[Length]:
-    """So many samples of the same distribution, evenly over the recorded ones, or each of them over and over."""
-    if count <= len(lengths):
-        return [lengths[index * len(lengths) // count] for index in range(count)]
-    return [lengths[index % len(lengths)] for index in range(count)]
+    """So many samples of the same distribution: all of them over and over, shuffled anew each time, and a part."""
+    generator, found = random.Random(0), list[Length]()
+    while len(found) < count:
+        found += generator.sample(lengths, min(len(lengths), count - len(found)))
+    return found

@@ -16,6 +16,7 @@ class RowFlops:
     per_pair: float
 
     def __call__(self, length: int) -> float:
+        """Of a row of so many tokens."""
         return length * (self.per_token + self.per_pair * length)
 
 

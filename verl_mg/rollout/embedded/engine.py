@@ -214,9 +214,10 @@ def _read_config(directory: Path) -> PreTrainedConfig:
 
 def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Read the checkpoint, from safetensors alone, since other formats can run code."""
+    attention = _attention(_read_config(directory))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, output_loading_info=True
+            directory, dtype=dtype, attn_implementation=attention, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise UserError(f"{directory} has no readable safetensors weights: {error}") from error
@@ -230,6 +231,11 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _allocate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the module with undefined weights; ties, normally made by the initialisation, are made here."""
     with no_init_weights():
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_attention(config))
     module.tie_weights()
     return module
+
+
+def _attention(config: PreTrainedConfig) -> str:
+    """torch's kernel, but for Gemma 2: with it `transformers` leaves the soft cap of attention out without a word."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
