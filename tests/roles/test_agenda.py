@@ -67,6 +67,18 @@ def test_gradients_pass_a_column_by():
     assert weight.grad.tolist() == [1.0, 2.0]
 
 
+def test_a_batch_is_waited_for_only_while_it_has_columns_to_come():
+    agenda, log = Agenda(), []
+    batch = Batch([2], {"values": asked(agenda, log, "a", [1.0, 2.0])})
+    agenda.settle_for(batch)
+    asked(agenda, log, "b", [3.0])
+    agenda.settle_for(batch)
+    assert log == ["work a", "deliver a"]
+    batch["advantages"] = asked(agenda, log, "c", [4.0, 5.0])
+    agenda.settle_for(batch)
+    assert log[2:] == ["work b", "work c", "deliver b", "deliver c"]
+
+
 def test_an_eager_agenda_answers_at_once():
     log = []
     column = asked(Agenda(eager=True), log, "a", [1.0])

@@ -65,7 +65,8 @@ class Agenda:
 
     def settle_for(self, batch: Batch) -> None:
         """Before a batch's columns travel: ranks without rows would not look at them."""
-        if any(isinstance(batch[name], PromisedColumn) for name in batch.names()):
+        columns = [batch[name] for name in batch.names()]
+        if any(isinstance(column, PromisedColumn) and column.pending for column in columns):
             self.settle()
 
     def _ask(self, task: _Task) -> None:
@@ -81,6 +82,7 @@ class PromisedColumn(Tensor):
     """A tensor whose values come when something is done with it; its shape is known before."""
 
     settle: Callable[[], None]
+    pending = True
 
     @staticmethod
     def of(entries: int, settle: Callable[[], None]) -> PromisedColumn:
@@ -91,7 +93,7 @@ class PromisedColumn(Tensor):
 
     def fill(self, values: Tensor) -> None:
         """Set the values, once."""
-        self.settle = _nothing
+        self.settle, self.pending = _nothing, False
         self.plain().copy_(values)
 
     def plain(self) -> Tensor:
