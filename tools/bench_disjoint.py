@@ -1,6 +1,6 @@
 """Seconds of a PPO iteration with actor and critic on different ranks: at the same time, and one after the other.
 
-    python tools/bench_disjoint.py [--hidden 256] [--layers 4] [--prompts 48] [--tokens 48] [--rounds 5]
+    python -m tools.bench_disjoint [--hidden 256] [--layers 4] [--prompts 48] [--tokens 48] [--rounds 5]
 
 Two ranks over gloo, a thread each: the actor on rank 0, critic and reference on rank 1, engines on both. Iterations of
 recipes/ppo.py run in turn in the same two processes on the same weights' path; medians are compared. The other way

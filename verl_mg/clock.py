@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 COMPUTING = ("generate", "forward", "update", "optimizer")
-"""Phases of the models' own work: generation, forward passes that judge, forward and backward passes, Adam's step."""
+"""Phases of the models' own work: generation, forward passes that judge, forward and backward passes, what clears and
+checks gradients and takes Adam's step."""
 WAITING = "waiting"
 """For ranks that compute."""
 

@@ -61,6 +61,13 @@ def test_every_way_to_look_at_metrics_finds_them(look):
     assert look(Agenda().metrics(lambda: 2.0, lambda value: {"loss": value})) == {"loss": 2.0}
 
 
+def test_metrics_may_be_added_to_before_they_have_come():
+    metrics = Agenda().metrics(lambda: 2.0, lambda value: {"loss": value, "lr": 1.0})
+    metrics["reward"] = 3.0
+    del metrics["lr"]
+    assert metrics == {"loss": 2.0, "reward": 3.0}
+
+
 def test_gradients_pass_a_column_by():
     weight = torch.ones(2, requires_grad=True)
     (weight * asked(Agenda(), [], "a", [1.0, 2.0])).sum().backward()

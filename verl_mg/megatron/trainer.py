@@ -98,7 +98,9 @@ class Trainer:
             return total, {"loss": total.detach().double(), **means}
 
         among = self.network.groups.host_group
-        told = sum_over_ranks(self._gradients(micro_batches, temperature, judge, contexts), among)
+        own = self._gradients(micro_batches, temperature, judge, contexts)
+        self.network.clock.meet(among)
+        told = sum_over_ranks(own, among)
         verdict, seen = self._guard.judge(told)
         taken = sum_over_ranks(self._carry_out(verdict), among)
         return {name: value for name, value in told.items() if name != BROKEN} | seen | taken
@@ -107,12 +109,14 @@ class Trainer:
         self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, contexts: Sequence[int] | None
     ) -> list[Report]:
         """Make them; what this rank has to tell of them."""
-        for chunk in self.network.runnable:
-            chunk.zero_grad_buffer()  # type: ignore[operator]
-        self.optimizer.zero_grad()
+        with self.network.clock("optimizer"):
+            for chunk in self.network.runnable:
+                chunk.zero_grad_buffer()  # type: ignore[operator]
+            self.optimizer.zero_grad()
         reports = self.network.run(micro_batches, temperature, judge, forward_only=False, contexts=contexts)
         spoken = [report for report in self.network.spoken(reports, contexts) if report is not None]
-        broken = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.network))
+        with self.network.clock("optimizer"):
+            broken = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.network))
         return [*spoken, {BROKEN: torch.as_tensor(broken)}]
 
     def _carry_out(self, verdict: Verdict) -> list[Mapping[str, Any]]:

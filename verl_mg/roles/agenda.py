@@ -11,7 +11,7 @@ so it does not matter where a rank looks first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -129,20 +129,28 @@ def _promised(value: Any) -> Iterator[PromisedColumn]:
             yield from _promised(part)
 
 
-class Metrics(Mapping[str, float]):
+class Metrics(MutableMapping[str, float]):
     """Numbers by name that come at the first look; `|` makes a dict of them."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
-        self._values: Mapping[str, float] = {}
+        self._values: dict[str, float] = {}
 
     def fill(self, values: Mapping[str, float]) -> None:
         """Set the numbers, once."""
-        self._settle, self._values = _nothing, values
+        self._settle, self._values = _nothing, dict(values)
 
     def __getitem__(self, name: str) -> float:
         self._settle()
         return self._values[name]
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self._settle()
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._settle()
+        del self._values[name]
 
     def __iter__(self) -> Iterator[str]:
         self._settle()
