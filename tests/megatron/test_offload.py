@@ -33,7 +33,7 @@ def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[d
     )
     batch = random_rows(6, vocab=24, seed=dist.get_rank())
     batch["sample_id"] = batch["sample_id"] * 2 + dist.get_rank()
-    host_copy, sizes = HostCopy(actor.trainer), []
+    host_copy, sizes = HostCopy(actor.network, actor.trainer.optimizer), []
     for _ in range(3):
         actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}), "token-mean")
         if away:

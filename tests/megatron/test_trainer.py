@@ -110,11 +110,11 @@ def test_steps_too_small_for_bfloat16_add_up(ranks, model):
 def summed_gradients(model, cuts):
     """The gradients of the rows in float32, cut into micro-batches in each of these ways, by rank."""
     trainer, batch = in_bfloat16(model), rows(model)
-    found = []
-    trainer.optimizer.step = lambda: (found.append(assembled(gradients_here(trainer.network))), 0.0, 0)
+    network, found = trainer.network, []
+    trainer.optimizer.step = lambda: (found.append(assembled(gradients_here(network))), 0.0, 0)
     for cut in cuts:
         update(trainer, [batch.select(numbers) for numbers in cut[dist.get_rank()]], 100)
-    assert {buffer.dtype for buffer in gradient_buffers(trainer.network)} == {torch.float32}
+    assert {buffer.dtype for buffer in gradient_buffers(network)} == {torch.float32}
     return found
 
 

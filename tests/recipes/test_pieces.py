@@ -104,8 +104,10 @@ class Scripted:
     def __init__(self) -> None:
         self.rounds = 0
 
-    def generate(self, prompts: list[int], samples: int, keep: int) -> Batch:
-        assert (len(prompts), samples, keep) == (3, 2, 3)
+    def begin(self, prompts: list[int], samples: int, keep: int, ahead: bool) -> None:
+        assert (len(prompts), samples, keep, ahead) == (3, 2, 3, False)
+
+    def finish(self) -> Batch:
         groups = [(6 * self.rounds + 2 * i, differs) for i, differs in enumerate(ROUNDS[self.rounds])]
         mine = groups[dist.get_rank() :: dist.get_world_size()]
         self.rounds += 1
