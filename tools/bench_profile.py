@@ -1,6 +1,6 @@
 """Where the time of a PPO iteration goes, as the run itself tells it with job.profile=true.
 
-    python -m tools.bench_profile [--ranks 2] [--hidden 256] [--layers 4] [--iterations 6] [KEY=VALUE ...]
+    python -m tools.bench_profile [--ranks 2] [--hidden 512] [--layers 4] [--iterations 4] [KEY=VALUE ...]
 
 The task of recipes/tasks/letters.py with a wider model: actor, critic and reference with a layer stack each, embedded
 engines, one thread a rank. The last line says how much of an iteration is around the models' own work: moving rows,
@@ -42,7 +42,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"ranks": 2, "hidden": 256, "layers": 4, "iterations": 6}.items():
+    for name, default in {"ranks": 2, "hidden": 512, "layers": 4, "iterations": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("overrides", nargs="*")
     return parser.parse_args()

@@ -102,8 +102,7 @@ class Trainer:
         self.network.clock.meet(among)
         told = sum_over_ranks(own, among)
         verdict, seen = self._guard.judge(told)
-        taken = sum_over_ranks(self._carry_out(verdict), among)
-        return {name: value for name, value in told.items() if name != BROKEN} | seen | taken
+        return {name: value for name, value in told.items() if name != BROKEN} | seen | self._carry_out(verdict)
 
     def _gradients(
         self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, contexts: Sequence[int] | None
@@ -119,8 +118,8 @@ class Trainer:
             broken = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.network))
         return [*spoken, {BROKEN: torch.as_tensor(broken)}]
 
-    def _carry_out(self, verdict: Verdict) -> list[Mapping[str, Any]]:
-        """Change the weights, or not."""
+    def _carry_out(self, verdict: Verdict) -> dict[str, float]:
+        """Change the weights, or not; the same on all ranks."""
         grad_norm = 0.0
         if verdict == "step":
             if self._last_good is not None:
@@ -131,10 +130,7 @@ class Trainer:
         elif verdict == "rollback" and self._last_good is not None:
             self._last_good.restore()
             self.scheduler = learning_rate_schedule(self.optimizer, self._config)
-        if not self.network.speaks or self.network.groups.coordinates.dp > 0:
-            return []
-        # The same on all ranks that have it: one tells those that have not.
-        return [{"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}]
+        return {"grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
 
 
 def optimizer_calls() -> AbstractContextManager[None]:
