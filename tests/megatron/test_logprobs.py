@@ -19,7 +19,12 @@ def inputs():
 
 
 def sharded(rows_per_rank, chunk_bytes, softcap):
-    logprobs.CHUNK_BYTES = chunk_bytes
+    with pytest.MonkeyPatch.context() as patch:  # the ranks live on
+        patch.setattr(logprobs, "CHUNK_BYTES", chunk_bytes)
+        return judged(rows_per_rank, softcap)
+
+
+def judged(rows_per_rank, softcap):
     rank = dist.get_rank()
     hidden, weight, targets, pulls = inputs()
     first = min(rank * rows_per_rank, VOCAB)
