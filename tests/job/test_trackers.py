@@ -79,7 +79,8 @@ def test_plain_lines_beside_a_terminal() -> None:
     assert "\x1b" not in first + second
 
 
-def test_live_bar_on_a_terminal() -> None:
+def test_live_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     text = shown(terminal=True)
     assert "\x1b" in text and "12/20" in text and "reward 0.1235  eval 0.5" in text
 
