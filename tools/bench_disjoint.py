@@ -17,32 +17,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from recipes.tasks import letters
+from tools import wide_letters
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.loop import one_iteration
 from verl_mg.job.networks import NETWORKS
 from verl_mg.job.recipe import load_recipe
 from verl_mg.roles.agenda import Agenda
-from verl_mg.tiny import make_tiny_model
-
-RECIPE = Path(__file__).parents[1] / "recipes" / "ppo.py"
 
 
 def main() -> None:
     """Print both medians and their ratio."""
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
-        letters.make(Path(folder))
-        make_tiny_model(
-            Path(folder) / "model",
-            "qwen3",
-            characters=letters.DIGITS + "=",
-            hidden=options.hidden,
-            layers=options.layers,
-            ffn=3 * options.hidden,
-            max_positions=1024,
-        )
+        wide_letters.make(Path(folder), options.hidden, options.layers)
         multiprocessing.spawn(_rank, (Path(folder), options), nprocs=2)
 
 
@@ -57,8 +45,10 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=2)
-    recipe = load_recipe(RECIPE)
-    config = load_config(None, _overrides(folder, options), recipe.config)
+    recipe = load_recipe(wide_letters.RECIPE)
+    placement = ["actor.ranks=0", "critic.ranks=1", "reference.ranks=1"]
+    task = wide_letters.overrides(folder, options.prompts, options.tokens)
+    config = load_config(None, [*task, *placement], recipe.config)
     job = Job(config, recipe.roles(config.algorithm), store)
     roles = [getattr(job, name) for name in NETWORKS if hasattr(job, name)]
     together, seconds = roles[0].agenda, dict[bool, list[float]]({True: [], False: []})
@@ -74,23 +64,6 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     if rank == 0:
         _tell(statistics.median(seconds[True][1:]), statistics.median(seconds[False][1:]))
     dist.destroy_process_group()
-
-
-def _overrides(folder: Path, options: argparse.Namespace) -> list[str]:
-    return [
-        f"model.path={folder / 'model'}",
-        f"data.train={folder / 'data' / 'train.jsonl'}",
-        "actor.ranks=0",
-        "critic.ranks=1",
-        "reference.ranks=1",
-        f"rollout.max_new_tokens={options.tokens}",
-        f"reward.function={letters.__file__}:score",
-        f"algorithm.prompts_per_iteration={options.prompts}",
-        "algorithm.critic_warmup=0",
-        "algorithm.kl_coefficient=0.01",
-        "algorithm.minibatches=2",
-        "algorithm.epochs=2",
-    ]
 
 
 def _tell(at_once: float, in_turn: float) -> None:

@@ -14,10 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from recipes.tasks import letters
-from verl_mg.tiny import make_tiny_model
-
-RECIPE = Path(__file__).parents[1] / "recipes" / "ppo.py"
+from tools import wide_letters
 
 
 def main() -> None:
@@ -25,19 +22,10 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder)
-        letters.make(task)
-        make_tiny_model(
-            task / "model",
-            "qwen3",
-            characters=letters.DIGITS + "=",
-            hidden=options.hidden,
-            layers=options.layers,
-            ffn=3 * options.hidden,
-            max_positions=1024,
-        )
+        wide_letters.make(task, options.hidden, options.layers)
         launch = [sys.executable, "-m", "verl_mg.launch", f"--nproc-per-node={options.ranks}"]
-        train = ["-m", "verl_mg", "train", str(RECIPE), *_overrides(task, options.iterations), *options.overrides]
-        subprocess.run([*launch, *train], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+        train = ["-m", "verl_mg", "train", str(wide_letters.RECIPE), *_overrides(task, options.iterations)]
+        subprocess.run([*launch, *train, *options.overrides], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
 def _options() -> argparse.Namespace:
@@ -50,15 +38,7 @@ def _options() -> argparse.Namespace:
 
 def _overrides(task: Path, iterations: int) -> list[str]:
     return [
-        f"model.path={task / 'model'}",
-        f"data.train={task / 'data' / 'train.jsonl'}",
-        f"reward.function={letters.__file__}:score",
-        "rollout.max_new_tokens=48",
-        "algorithm.prompts_per_iteration=48",
-        "algorithm.critic_warmup=0",
-        "algorithm.kl_coefficient=0.01",
-        "algorithm.minibatches=2",
-        "algorithm.epochs=2",
+        *wide_letters.overrides(task),
         f"job.output={task / 'run'}",
         f"job.iterations={iterations}",
         "job.save=false",

@@ -31,9 +31,11 @@ def weight_storages(network: Network) -> list[UntypedStorage]:
 
 
 def optimizer_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:
-    """Of the optimizer's state, where that is not the weights themselves."""
+    """Of the optimizer's state on the weights' device, where that is not the weights themselves."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in _of_model(network)}
-    return storages(t for t in _of_optimizer(optimizer) if t.untyped_storage().data_ptr() not in weights)
+    devices = {tensor.device for tensor in _of_model(network)}
+    own = (tensor for tensor in _of_optimizer(optimizer) if tensor.device in devices)
+    return storages(tensor for tensor in own if tensor.untyped_storage().data_ptr() not in weights)
 
 
 def changed_storages(network: Network, optimizer: Any) -> list[UntypedStorage]:

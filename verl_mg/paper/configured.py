@@ -92,13 +92,17 @@ def _check(config: Config, roles: set[str]) -> None:
 
 
 def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterator[str]:
-    """What a plan does not see of the roles that learn."""
+    """What a plan does not see."""
     for name, section in sections.items():
         own = getattr(config, section)
         if name in roles and name not in FROZEN and own.lora:
             yield f"{name}.lora: counted as if all weights were trained"
         if name in roles and name not in FROZEN and own.optimizer.on_host:
             yield f"{name}.optimizer.on_host: counted as if the moments were on the device"
+        if name in roles and own.dynamic_context:
+            yield f"{name}.dynamic_context: counted as if every row were cut over all context-parallel ranks"
+    if getattr(config.algorithm, "one_step_off", False):
+        yield "algorithm.one_step_off: counted as if samples were drawn before training, not beside it"
 
 
 def _role(name: str, section: TrainedConfig | ReferenceConfig) -> RoleNumbers:
