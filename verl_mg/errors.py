@@ -10,3 +10,6 @@ class UserError(Exception):
 
     The command line prints it on one rank, without a traceback, and every rank leaves with code 2.
     """
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())  # what it quotes may have several

@@ -19,6 +19,19 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+def compute_deterministically() -> None:
+    """From here on kernels and collectives that repeat to the bit alone; before any of them has run.
+
+    torch raises where an operation has none.
+    """
+    # https://docs.nvidia.com/cuda/cublas/#results-reproducibility; and what Megatron's deterministic mode asks for.
+    for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}.items():
+        os.environ.setdefault(name, value)
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
 def ranks_of_a_node(ranks: int) -> int:
     """How many of the job's `ranks` stand on one machine, as torchrun or mpirun tell it; all, if neither does."""
     for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):

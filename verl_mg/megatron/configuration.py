@@ -49,6 +49,7 @@ def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recomput
         # Losses come normalised by the whole mini-batch: gradients are summed, never divided again.
         calculate_per_token_loss=True,
         perform_initialization=False,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         use_cpu_initialization=not on_gpu,
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu and c.activation == "silu",

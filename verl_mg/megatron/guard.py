@@ -26,7 +26,7 @@ class Guard:
 
     def __init__(self, config: GuardConfig, name: str, tells: bool = True) -> None:
         self._config, self._name, self._tells = config, name, tells
-        self._bad_in_a_row = 0
+        self.bad_in_a_row = 0
 
     @property
     def rolls_back(self) -> bool:
@@ -43,7 +43,7 @@ class Guard:
             verdict = "skip"
             self._count_bad(told["loss"])
         else:
-            self._bad_in_a_row = 0
+            self.bad_in_a_row = 0
             if self._too_far(told):
                 verdict = self._config.action
                 what = "step left out" if verdict == "skip" else "weights and learning rate rolled back"
@@ -52,12 +52,12 @@ class Guard:
         return verdict, seen | ({"rolled_back": float(verdict == "rollback")} if self.rolls_back else {})
 
     def _count_bad(self, loss: float) -> None:
-        self._bad_in_a_row += 1
+        self.bad_in_a_row += 1
         what = "gradient is" if math.isfinite(loss) else "loss is"
-        self._tell(f"{what} not finite: step left out ({self._bad_in_a_row} in a row)")
-        if self._bad_in_a_row == self._config.bad_steps:
+        self._tell(f"{what} not finite: step left out ({self.bad_in_a_row} in a row)")
+        if self.bad_in_a_row == self._config.bad_steps:
             raise UserError(
-                f"{self._name}: loss or gradient not finite in {self._bad_in_a_row} steps in a row; lower "
+                f"{self._name}: loss or gradient not finite in {self.bad_in_a_row} steps in a row; lower "
                 f"{self._name}.optimizer.lr, or look for the samples that cause it"
             )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,22 @@ class Snapshot:
         self._network, self._optimizer = network, optimizer
         self._kept: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._numbers: list[Numbers] = []
+
+    @property
+    def taken(self) -> bool:
+        """Whether there is something to go back to."""
+        return bool(self._kept)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, what was kept is there; afterwards what is there now."""
+        now = Snapshot(self._network, self._optimizer)
+        now.take()
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
 
     def take(self) -> None:
         """Keep what is there now."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,19 +13,37 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from pydantic import Field
 from torch import Tensor
 
 from verl_mg.algorithms.aggregation import aggregate
 from verl_mg.batch import Batch
-from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.config import Count, GuardConfig, OptimizerConfig, Section
 from verl_mg.errors import UserError
 from verl_mg.megatron.collectives import sum_over_ranks
+from verl_mg.megatron.durable import make_moments, optimizer_state, steps_taken, weights
 from verl_mg.megatron.guard import BROKEN, Guard, Verdict
 from verl_mg.megatron.host_adam import move_to_host
 from verl_mg.megatron.microbatch import LossTokens, MicroBatch, loss_tokens
 from verl_mg.megatron.network import Judge, Network, Report
 from verl_mg.megatron.snapshot import Snapshot
-from verl_mg.megatron.state import gradient_buffers
+from verl_mg.megatron.state import gradient_buffers, inner_optimizers
+from verl_mg.weights.parts import Part
+
+LAST_GOOD = "last_good/"
+"""Before the planes of what a rollback goes back to."""
+
+
+class Counts(Section):
+    """The numbers of a trainer. schedule: steps of the learning rate's schedule; moments: steps that the optimizer's
+    moments are made of, None before the first; last_good: the same of what a rollback goes back to, if to anything;
+    bad_in_a_row: steps left out at last since loss or gradient were not finite."""
+
+    schedule: Count
+    moments: float | None = Field(ge=0, lt=2**53)
+    last_good: tuple[float | None] | None
+    bad_in_a_row: Count
+
 
 TokenLoss = Callable[[LossTokens], tuple[Tensor, Mapping[str, Tensor]]]
 """(the judged tokens of a micro-batch) -> (loss of each (n,), metrics of each (n,) to be averaged over all tokens)."""
@@ -103,6 +122,43 @@ class Trainer:
         told = sum_over_ranks(own, among)
         verdict, seen = self._guard.judge(told)
         return {name: value for name, value in told.items() if name != BROKEN} | seen | self._carry_out(verdict)
+
+    def parts(self) -> Iterator[Part]:
+        """What this rank writes of what outlives it, to be copied as it comes, and to the end."""
+        yield from optimizer_state(self.network, self.optimizer, to_write=True)
+        if self._last_good is not None and self._last_good.taken:
+            with self._last_good.in_place():
+                for part in optimizer_state(self.network, self.optimizer, to_write=True):
+                    yield replace(part, plane=LAST_GOOD + part.plane)
+
+    def counts(self) -> Counts:
+        """The numbers that go with `parts`."""
+        last_good = None
+        if self._last_good is not None and self._last_good.taken:
+            with self._last_good.in_place():
+                last_good = (steps_taken(self.optimizer),)
+        schedule, moments = self.scheduler.num_steps, steps_taken(self.optimizer)
+        return Counts(
+            schedule=schedule, moments=moments, last_good=last_good, bad_in_a_row=self._guard.bad_in_a_row
+        )
+
+    def load(self, fill: Callable[[Part], None], counts: Counts) -> None:
+        """Go on from what was written under any layout; `fill` brings the values of a part."""
+        if self._last_good is not None and counts.last_good is not None:
+            self._fill(fill, LAST_GOOD, *counts.last_good)
+            self._last_good.take()
+        self._fill(fill, "", counts.moments)
+        self.scheduler = learning_rate_schedule(self.optimizer, self._config)
+        self.scheduler.step(counts.schedule)
+        self._guard.bad_in_a_row = counts.bad_in_a_row
+
+    def _fill(self, fill: Callable[[Part], None], begin: str, moments: float | None) -> None:
+        for inner in inner_optimizers(self.optimizer):
+            inner.state.clear()
+        if moments is not None:
+            make_moments(self.optimizer, moments)
+        for part in (*weights(self.network), *optimizer_state(self.network, self.optimizer)):
+            fill(replace(part, plane=begin + part.plane))
 
     def _gradients(
         self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, contexts: Sequence[int] | None

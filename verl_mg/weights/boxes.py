@@ -79,6 +79,21 @@ def split(box: Box, limit: int) -> Iterator[Box]:
         yield from split((*box[:axis], (first, min(first + step, stop)), *box[axis + 1 :]), limit)
 
 
+def runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The elements start..stop - 1 of a flattened tensor as boxes, each contiguous in memory, one after another."""
+    inner = math.prod(shape[1:])
+    while start < stop:
+        row, within = divmod(start, inner)
+        rows = (stop - start) // inner
+        if within == 0 and rows:
+            yield ((row, row + rows), *full_box(shape[1:]))
+            start += rows * inner
+            continue
+        end = min(stop - row * inner, inner)
+        yield from (((row, row + 1), *box) for box in runs(shape[1:], within, end))
+        start = row * inner + end
+
+
 def slices(box: Box) -> tuple[slice, ...]:
     """The box as an index of a tensor."""
     return tuple(slice(start, stop) for start, stop in box)

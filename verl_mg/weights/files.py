@@ -21,10 +21,11 @@ from torch import Tensor
 
 from verl_mg.errors import UserError
 from verl_mg.weights.boxes import Box, Shard, extents, full_box, slices, volume
+from verl_mg.weights.header import DTYPE_NAMES, header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
 
 
 class CheckpointReader:
@@ -74,10 +75,10 @@ class CheckpointReader:
                     f"{self.folder / self._files[tensor]}: tensor {tensor!r} has shape {tuple(view.get_shape())}, "
                     f"config.json says {shard.shape}"
                 )
-            if view.get_dtype() not in _DTYPE_NAMES.values():
+            if view.get_dtype() not in _FLOATS:
                 raise UserError(
                     f"{self.folder / self._files[tensor]}: tensor {tensor!r} is {view.get_dtype()}; "
-                    f"weights must be {', '.join(_DTYPE_NAMES.values())}, so convert the checkpoint first"
+                    f"weights must be {', '.join(_FLOATS)}, so convert the checkpoint first"
                 )
 
     def read(self, tensor: str, box: Box) -> Tensor:
@@ -145,16 +146,16 @@ class CheckpointWriter:
         self._places: dict[str, tuple[str, int]] = {}
         for number, group in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else SINGLE
-            self._headers[name], offsets = _header({t: self._shapes[t] for t in group}, dtype)
+            self._headers[name], offsets = header({t: (dtype, self._shapes[t]) for t in group})
             self._places |= {tensor: (name, offset) for tensor, offset in offsets.items()}
 
     def create(self) -> None:
         """Make the empty files with their headers; one process does it, before any writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, header in self._headers.items():
+        for name, head in self._headers.items():
             last = max(offset + self._bytes(tensor) for tensor, (file, offset) in self._places.items() if file == name)
             with open(self.folder / name, "wb") as file:
-                file.write(header)
+                file.write(head)
                 file.truncate(last)
         if len(self._headers) > 1:
             weight_map = {tensor: file for tensor, (file, _) in self._places.items()}
@@ -203,19 +204,3 @@ def _split_by_size(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: 
         groups[-1].append(name)
         size += own
     return groups
-
-
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, dict[str, int]]:
-    """The head of a safetensors file, and where in the file each tensor begins."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    begins = {}
-    for name, shape in shapes.items():
-        stop = start + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
-        begins[name] = start
-        start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned to eight bytes
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: len(head) + begin for name, begin in begins.items()}
