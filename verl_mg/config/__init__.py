@@ -5,7 +5,7 @@ same for every recipe. Nothing here changes what was written: derived values are
 """
 
 from verl_mg.config.data import CurriculumConfig, DataConfig, EvaluationConfig, MixedReward, RewardConfig, SourceConfig
-from verl_mg.config.reading import dump_config, load_config
+from verl_mg.config.reading import checked_config, dump_config, load_config
 from verl_mg.config.roles import (
     CriticConfig,
     GuardConfig,
@@ -16,11 +16,13 @@ from verl_mg.config.roles import (
     RolloutConfig,
     TrainedConfig,
 )
-from verl_mg.config.section import Section
-from verl_mg.config.tree import Config, JobConfig, ModelConfig, tree_for
+from verl_mg.config.section import Count, Section
+from verl_mg.config.tree import CheckpointConfig, Config, JobConfig, ModelConfig, ProfileConfig, TrackConfig, tree_for
 
 __all__ = [
+    "CheckpointConfig",
     "Config",
+    "Count",
     "CriticConfig",
     "CurriculumConfig",
     "DataConfig",
@@ -31,13 +33,16 @@ __all__ = [
     "MixedReward",
     "ModelConfig",
     "OptimizerConfig",
+    "ProfileConfig",
     "ReferenceConfig",
     "RewardConfig",
     "RoleSection",
     "RolloutConfig",
     "Section",
     "SourceConfig",
+    "TrackConfig",
     "TrainedConfig",
+    "checked_config",
     "dump_config",
     "load_config",
     "tree_for",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
+from pydantic import Field, PlainSerializer, PositiveInt, TypeAdapter, field_validator, model_validator
 
 from verl_mg.config.section import Section
 
@@ -89,10 +90,18 @@ class DataConfig(Section):
         return name
 
 
+def _named(function: str | Callable[..., Any]) -> str:
+    """As a file can say it: a script may give the function itself."""
+    return function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+
+
+RewardFunction = Annotated[str | Callable[..., Any], PlainSerializer(_named, return_type=str)]
+
+
 class MixedReward(Section):
     """One reward of a mixture. Weight 0: it is only logged."""
 
-    function: str
+    function: RewardFunction
     options: dict[str, Any] = {}
     weight: float = Field(1.0, allow_inf_nan=False)
 
@@ -104,7 +113,7 @@ class RewardConfig(Section):
     once an iteration where it has changed, with new weights by name. `workers`: calls of a reward on a rank at once.
     """
 
-    function: str = "verl_mg.rewards.math:score"
+    function: RewardFunction = "verl_mg.rewards.math:score"
     options: dict[str, Any] = {}
     mixture: dict[str, MixedReward] = {}
     weights_file: Path | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,18 @@ def load_config(path: str | Path | None, overrides: list[str], algorithm: type[S
     tree = _read_yaml(Path(path)) if path is not None else {}
     for override in overrides:
         _apply_override(tree, override)
+    return checked_config(tree, path or "overrides", algorithm)
+
+
+def checked_config(tree: dict[str, Any], origin: str | Path, algorithm: type[Section]) -> Config:
+    """The configuration of a tree of plain values; UserError that names `origin`, the key, and the remedy."""
+    if problem := _not_plain(tree):
+        raise UserError(f"{origin}: {problem}")
     kind = tree_for(algorithm)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{path or 'overrides'}: {_first_problem(error, kind)}") from None
+        raise UserError(f"{origin}: {_first_problem(error, kind)}") from None
 
 
 def dump_config(config: Config) -> str:
@@ -39,7 +47,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot read the configuration ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # yaml lets through what numbers, dates and deep nesting raise
         where = getattr(error, "problem_mark", None)
         line = f":{where.line + 1}" if where else ""
         raise UserError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
@@ -56,7 +64,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"override {override!r}: write section.key=value, such as actor.layout=tp2")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except Exception:  # as above
         raise UserError(f"override {override!r}: the value is not valid YAML; quote it") from None
     *parents, last = key.split(".")
     node = tree
@@ -68,6 +76,24 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise UserError(f"override {override!r}: {parent!r} is a value, not a section")
         node = child
     node[last] = value
+
+
+def _not_plain(value: Any, key: str = "", above: tuple[Any, ...] = ()) -> str:
+    """The first value that neither paths nor files can hold, and why; "" where there is none."""
+    if isinstance(value, bytes):
+        return f"{key!r} is binary; write text"
+    if isinstance(value, str) and ("\0" in value or value != value.encode("utf-8", "ignore").decode()):
+        return f"{key!r} is {value!r}: NUL and halves of characters are no text; leave them out"
+    if any(value is one for one in above):
+        return f"{key!r} holds itself; write out what the alias stands for"
+    inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list | tuple | set):
+        inner = enumerate(value)
+    for name, one in inner:
+        place = f"{key}.{name}" if key else str(name)
+        if problem := _not_plain(name, place) or _not_plain(one, place, (*above, value)):
+            return problem
+    return ""
 
 
 def _first_problem(error: ValidationError, kind: type[Section]) -> str:

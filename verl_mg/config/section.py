@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""A number of things, or one of them: what is written down and read again fits every format and tensor on the way."""
 
 
 class Section(BaseModel):

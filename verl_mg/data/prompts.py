@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+ANSWER = "answer"
+"""The field of the answer unless another is named; records may lack it."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt.
@@ -97,7 +101,7 @@ class PromptSet:
         tokenizer: "PreTrainedTokenizerBase",
         *,
         prompt_field: str = "prompt",
-        answer_field: str = "answer",
+        answer_field: str = ANSWER,
         chosen_field: str = "chosen",
         rejected_field: str = "rejected",
         chat_template: bool = False,
@@ -129,6 +133,12 @@ class PromptSet:
         """
         located = located_records(path)
         answers = [answer_of(record, answer_field, place) for place, record in located]
+        if answer_field != ANSWER and all(answer is None for answer in answers):
+            place, record = located[0]
+            raise UserError(
+                f"{place}: no field '{answer_field}', and none in the lines below; set data.answer_field to one of: "
+                f"{', '.join(sorted(record))}"
+            )
         values = [
             prompt_of(record, prompt_field, chosen_field, rejected_field, place) for place, record in located
         ]
@@ -193,7 +203,13 @@ class PromptSet:
             UserError: the state is of another number of prompts or another seed, so of another order.
         """
         check_state(state, self._identity())
-        self._epoch, self._position = state["epoch"], state["position"]
+        epoch, position = state.get("epoch"), state.get("position")
+        if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position <= len(self)):
+            raise UserError(
+                f"the checkpoint's walk over {len(self)} prompts stands at prompt {position!r} of epoch {epoch!r}; "
+                "it is damaged: move it away to go on from the one before"
+            )
+        self._epoch, self._position = epoch, position
         self._order = self._permutation(self._epoch)
 
     def _identity(self) -> dict[str, Any]:

@@ -47,14 +47,18 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
 
 def _json_object(line: bytes, place: str) -> Record:
     try:
-        record = json.loads(line)
-    except UnicodeDecodeError as error:
+        record = json.loads(line.decode("utf-8-sig"))
+        if b"\\ud" in line.lower():  # an escape may be half a character, which no tokenizer takes
+            json.dumps(record, ensure_ascii=False).encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise UserError(f"{place}: not UTF-8 text ({error.reason}); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{place}: not JSON ({error.msg} at column {error.colno}); "
             'write one object a line, like {"prompt": "..."}'
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or as many brackets
+        raise UserError(f"{place}: not readable ({error}); write long numbers as strings, and nest less") from error
     if not isinstance(record, dict):
         raise UserError(
             f"{place}: a JSON {type(record).__name__}, not an object; "
@@ -68,7 +72,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Record]]:
 
     try:
         rows = parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of texts and dates
         reason = str(error).splitlines()[0]
         raise UserError(f"{path}: not a readable Parquet file ({reason}); write it anew") from error
     yield from enumerate(rows, start=1)
@@ -80,7 +84,7 @@ def _arrow_rows(path: Path) -> Iterator[tuple[int, Record]]:
     try:
         with memory_map(str(path)) as file, ipc.open_stream(file) as stream:
             rows = stream.read_all().to_pylist()
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of texts and dates
         reason = str(error).splitlines()[0]
         raise UserError(f"{path}: not a readable Arrow stream ({reason}); save the dataset anew") from error
     yield from enumerate(rows, start=1)

@@ -79,12 +79,12 @@ class LoadedReward:
         return results
 
 
-def load_reward(name: str, options: Mapping[str, Any] | None = None) -> LoadedReward:
+def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | None = None) -> LoadedReward:
     """The reward of that name, its results checked.
 
     Args:
-        name: `package.module:thing` or `path/to/file.py:thing`. The thing is a function of a `Sample` and of the
-            options; or a class, built once with the options, whose instances have `score(sample)`, or
+        name: `package.module:thing` or `path/to/file.py:thing`, or the thing itself: a function of a `Sample` and of
+            the options; or a class, built once with the options, whose instances have `score(sample)`, or
             `score_many(samples)` for up to their `batch_size` samples at a time. Each may be async, and returns a
             `Reward` or a plain number for a sample.
         options: keyword arguments by name.
@@ -93,7 +93,8 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> LoadedRe
         UserError: no such module, file or thing, importing it fails, an option is unknown or missing, or the class
             refuses its options.
     """
-    thing, options = load_function(name, "reward"), dict(options or {})
+    thing, options = load_function(name, "reward") if isinstance(name, str) else name, dict(options or {})
+    name = name if isinstance(name, str) else thing.__qualname__
     if not inspect.isclass(thing):
         _check_options(name, thing, options, skip=1)
         return LoadedReward(name, functools.partial(thing, **options) if options else thing, batched=False)
