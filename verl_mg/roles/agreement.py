@@ -34,10 +34,12 @@ def kth_largest(values: Tensor, k: int) -> float:
 
 
 def renumbered(batch: Batch) -> Batch:
-    """The same rows with the sample ids 0, 1, ... over all ranks: a row that is there twice becomes two."""
+    """The same rows with the sample ids 0, 1, ... over all ranks, in the order of their ids of before, wherever they
+    lie: a row that is there twice becomes two."""
     counts = _gather(torch.tensor([len(batch)]))
     first = int(counts[: dist.get_rank()].sum())
-    batch["sample_id"] = torch.arange(first, first + len(batch))
+    order = _gather(batch["sample_id"]).argsort(stable=True)
+    batch["sample_id"] = order.argsort()[first : first + len(batch)]
     return batch
 
 

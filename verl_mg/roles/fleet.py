@@ -27,21 +27,25 @@ class Fleet(ABC):
 
     at_home: whether rows are on the ranks where a recipe wants them as soon as they are written. apart: whether the
     engines can draw samples while training computes. version: of their weights. residence: the roles beside them.
+    fixed: each engine has its share of the work from the start; otherwise whichever has room takes the next sample.
     """
 
     engine: RolloutEngine | None
     at_home: bool
     apart: bool
 
-    def __init__(self, leads: Sequence[bool]) -> None:
-        self.leads = tuple(leads)
+    def __init__(self, leads: Sequence[bool], fixed: bool) -> None:
+        self.leads, self.fixed = tuple(leads), fixed
         self.engines = sum(leads)
         self.version = -1
         self.residence = Residence()
 
-    @abstractmethod
     def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
         """How the work of a call is shared."""
+        if self.fixed:
+            own = sum(self.leads[: dist.get_rank()])
+            return FixedDeal(store, key, groups, enough, own, self.engines)
+        return SharedDeal(store, key, groups, enough)
 
     def ready(self) -> None:
         """Called before samples are drawn: take memory that was given back."""
@@ -72,13 +76,9 @@ class EmbeddedFleet(Fleet):
     at_home, apart = True, False
 
     def __init__(self, engine: EmbeddedEngine, wrap: Wrap = lambda engine: engine) -> None:
-        super().__init__([True] * dist.get_world_size())
+        super().__init__([True] * dist.get_world_size(), fixed=True)
         self.engine = wrap(engine)
         self._sync = ModuleSync(engine)
-
-    def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
-        """See `Fleet`."""
-        return FixedDeal(store, key, groups, enough, dist.get_rank(), self.engines)
 
     def sync(self, actor: Actor) -> dict[str, float]:
         """See `Fleet`."""
@@ -93,7 +93,7 @@ class EmbeddedFleet(Fleet):
 
 
 class SGLangFleet(Fleet):
-    """SGLang engines on groups of ranks; whichever has room takes the next sample.
+    """SGLang engines on groups of ranks.
 
     sleeps: the engines release weights and key-value cache while training computes.
     """
@@ -109,17 +109,14 @@ class SGLangFleet(Fleet):
         *,
         sleeps: bool,
         apart: bool,
+        fixed: bool = False,
         wrap: Wrap = lambda engine: engine,
     ) -> None:
-        super().__init__(leads)
+        super().__init__(leads, fixed)
         self.engine = wrap(inner) if inner else None
         self._inner, self._sync, self._revivals = inner, sync, Revivals(store)
         self._sleeps, self._resting, self.apart = sleeps, False, apart
         self._actor: Actor | None = None
-
-    def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
-        """See `Fleet`."""
-        return SharedDeal(store, key, groups, enough)
 
     def sync(self, actor: Actor) -> dict[str, float]:
         """See `Fleet`. The actor's weights stand beside the engines'; when it has left, the key-value cache comes."""

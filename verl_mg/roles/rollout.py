@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,35 +18,21 @@ from verl_mg.errors import UserError
 from verl_mg.megatron.collectives import all_gather_json
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.agenda import Agenda
+from verl_mg.roles.asked import Asked, RolloutState
 from verl_mg.roles.exchange import fetch_rows, index_rows
 from verl_mg.roles.fleet import Fleet
+from verl_mg.roles.handed import Handed
 from verl_mg.roles.scorer import Scorer
-from verl_mg.rollout.dealing import Deal, Group, complete_groups
+from verl_mg.rollout.dealing import Deal, complete_groups
 from verl_mg.rollout.engine import OBSERVED, Request, Sample, Sampling
 from verl_mg.rollout.shift import Shift
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A prompt and the ids of its samples; `done` and `begun` are those of before, wherever they lie."""
-
-    prompt: Prompt
-    ids: range
-    done: frozenset[int] = frozenset()
-    begun: frozenset[int] = frozenset()
-
-    @property
-    def group(self) -> Group:
-        """What is left to do."""
-        fresh = tuple(i for i in self.ids if i not in self.done and i not in self.begun)
-        return Group(fresh, tuple(sorted(self.begun)))
 
 
 @dataclass(frozen=True)
 class _Call:
     """Samples that are being drawn. ready, open_groups: indices of prompts that are complete, and that are not."""
 
-    asked: Sequence[_Asked]
+    asked: Sequence[Asked]
     ready: Sequence[int]
     open_groups: Sequence[int]
     enough: int
@@ -58,7 +44,7 @@ class Rollout:
     """Engines that answer prompts together. Every rank calls every method.
 
     partial: samples that were cut go on in the next call; otherwise their prompts are given up. scorer: scores samples
-    while others are still being written.
+    while others are still being written. cuts: whether it may keep the prompts that were answered first.
     """
 
     def __init__(
@@ -69,11 +55,12 @@ class Rollout:
         store: Store,
         partial: bool = False,
         scorer: Scorer | None = None,
+        cuts: bool = True,
     ) -> None:
-        self._scorer = scorer
+        self._scorer, self._cuts = scorer, cuts
         self._fleet, self._sampling, self._seed, self._store, self._partial = fleet, sampling, seed, store, partial
         self._next_id = self._calls = 0
-        self._waiting: list[_Asked] = []
+        self._waiting: list[Asked] = []
         # This rank's engine wrote them, and their groups are not complete.
         self._done: dict[int, Sample] = {}
         self._cut: dict[int, Sample] = {}
@@ -81,9 +68,15 @@ class Rollout:
         self._ready: Batch | None = None
         self._newer: Actor | None = None
         """Whose weights the engines are given when the samples that they draw are done."""
+        self._to_draw: int | None = None
         self.agenda = Agenda(eager=True)
         self.produced: list[Batch] = []
+        self.handed: list[Handed] = []
         self.metrics: dict[str, float] = {}
+
+    def enter(self, iteration: int) -> None:
+        """An iteration begins: `produced`, the batches to train on, and `handed`, all batches, are those of it."""
+        self.produced, self.handed = [], []
 
     @property
     def unfinished(self) -> int:
@@ -123,8 +116,10 @@ class Rollout:
 
     def finish(self) -> Batch:
         """What `begin` asked for."""
-        batch, self._ready = self._ready or self._finished(), None
+        # A rank's batch may have no rows, and is no less one.
+        batch, self._ready = self._finished() if self._ready is None else self._ready, None
         self.produced.append(batch)
+        self.handed.append(Handed.of(batch))
         return batch
 
     @property
@@ -145,6 +140,7 @@ class Rollout:
         metrics = dict(self.metrics)
         batch, _ = self._close(self._open(asked, replace(self._sampling, temperature=temperature), None))
         self.metrics = metrics
+        self.handed.append(Handed.of(batch))
         return batch
 
     def sync(self, actor: Actor) -> None:
@@ -160,9 +156,58 @@ class Rollout:
         """End the engines that this job has started."""
         self._fleet.close()
 
-    def _ask(self, prompts: Sequence[Prompt], samples: int) -> list[_Asked]:
+    # -- over the end of a process
+
+    def state(self) -> RolloutState:
+        """What all ranks know of samples that are not finished; see `kept` for what this one holds of them."""
+        drawing = self._call
+        return RolloutState(
+            next_id=self._next_id,
+            waiting=[one.state() for one in (drawing.asked if drawing else self._waiting)],
+            drawing=drawing.enough if drawing else None,
+        )
+
+    @property
+    def kept(self) -> tuple[Mapping[int, Sample], Mapping[int, Sample], Batch | None]:
+        """Samples that this rank's engine has finished, those that it has begun, and rows that wait for `finish`."""
+        return self._done, self._cut, self._ready
+
+    def load(
+        self,
+        state: RolloutState,
+        prompt_of: Callable[[int], Prompt],
+        done: Mapping[int, Sample],
+        cut: Mapping[int, Sample],
+        ready: Batch | None,
+    ) -> None:
+        """Go on from there, with this rank's part; all ranks call it together, before the first `sync`.
+
+        What was in flight begins anew; samples that wait for the rest of their group are scored again.
+        """
+        told = all_gather_json([list(done), list(cut)])
+        there, begun = ({i for own in told for i in own[which]} for which in (0, 1))
+        self._next_id = state.next_id
+        self._waiting = [Asked.of(one, prompt_of, there, begun) for one in state.waiting]
+        self._to_draw, self._ready = state.drawing, ready
+        known = {i for one in self._waiting for i in one.done | one.begun}
+        self._done = {i: sample for i, sample in done.items() if i in known}
+        self._cut = {i: sample for i, sample in cut.items() if i in known}
+        owner = {i: one.prompt for one in self._waiting for i in one.ids}
+        for i, sample in self._done.items():
+            if self._scorer and i in owner:
+                self._scorer.begin(owner[i], sample)
+
+    def go_on(self) -> None:
+        """After the first `sync`: draw ahead what was being drawn ahead."""
+        if self._to_draw is not None:
+            asked, self._waiting = self._waiting, []
+            keep, self._to_draw = self._to_draw, None
+            self._call = self._open(asked, self._sampling, keep)
+            self._call.shift.ahead()
+
+    def _ask(self, prompts: Sequence[Prompt], samples: int) -> list[Asked]:
         first, self._next_id = self._next_id, self._next_id + len(prompts) * samples
-        return [_Asked(p, range(first + i * samples, first + (i + 1) * samples)) for i, p in enumerate(prompts)]
+        return [Asked(p, range(first + i * samples, first + (i + 1) * samples)) for i, p in enumerate(prompts)]
 
     def _finished(self) -> Batch:
         assert self._call is not None
@@ -173,10 +218,15 @@ class Rollout:
             self.sync(actor)
         return batch
 
-    def _open(self, asked: Sequence[_Asked], sampling: Sampling, keep: int | None) -> _Call:
+    def _open(self, asked: Sequence[Asked], sampling: Sampling, keep: int | None) -> _Call:
         """Give the engines their first work."""
         self.agenda.settle()
         enough = len(asked) if keep is None else min(keep, len(asked))
+        if enough < len(asked) and not self._cuts:
+            raise UserError(
+                "job.deterministic=true: which prompts are answered first is a matter of time; write "
+                "algorithm.oversampling=0, so that all are kept"
+            )
         ready = [i for i, one in enumerate(asked) if not one.group.size]
         open_groups = [i for i, one in enumerate(asked) if one.group.size]
         prompt_of = {i: one.prompt for one in asked for i in one.ids}
@@ -188,6 +238,7 @@ class Rollout:
             return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), self._cut.pop(sample, None))
 
         def finished(sample: Sample) -> None:
+            self.agenda.clock.ticks += 1  # a long call goes on, sample by sample
             if self._scorer:
                 self._scorer.begin(prompt_of[sample.id], sample)
 
@@ -197,7 +248,7 @@ class Rollout:
         shift.begin(begun, request_of, sampling)
         return _Call(asked, ready, open_groups, enough, deal, shift)
 
-    def _close(self, call: _Call) -> tuple[Batch, list[_Asked]]:
+    def _close(self, call: _Call) -> tuple[Batch, list[Asked]]:
         """The rows of the first `enough` prompts to be complete, at home on this rank, and the prompts that wait."""
         asked, ready = call.asked, call.ready
         orders, done, cut = self._work(call)
@@ -251,7 +302,7 @@ class Rollout:
             "time/rollout_busy": max(own["busy"] for own in told),
         }
 
-    def _bring_home(self, kept: Sequence[_Asked], untouched: bool) -> Batch:
+    def _bring_home(self, kept: Sequence[Asked], untouched: bool) -> Batch:
         """This rank's rows of the kept groups, straight from the engines that wrote them.
 
         untouched: all groups that were dealt are kept, and were begun in this call.

@@ -15,7 +15,6 @@ from verl_mg.roles.actor import Actor
 from verl_mg.roles.fleet import Fleet, Wrap
 from verl_mg.roles.revival import Revivals
 from verl_mg.roles.server_sync import FolderSync, GroupSync, ServerSync
-from verl_mg.rollout.dealing import Deal, Group, SharedDeal
 from verl_mg.rollout.sglang.requests import routed_shape
 from verl_mg.rollout.sglang.server import ServerEngine
 from verl_mg.rollout.sglang.server_info import Demand, meet
@@ -25,7 +24,7 @@ NO_SERVER = -1
 
 
 class ServerFleet(Fleet):
-    """Servers, each led by one rank; whichever has room takes the next sample."""
+    """Servers, each led by one rank."""
 
     at_home, apart = False, True
 
@@ -36,17 +35,14 @@ class ServerFleet(Fleet):
         server: int,
         leads: Sequence[bool],
         store: Store,
+        fixed: bool = False,
         wrap: Wrap = lambda engine: engine,
     ) -> None:
-        super().__init__(leads)
+        super().__init__(leads, fixed)
         self.engine = wrap(inner) if inner else None
         self._inner, self._server, self._sync = inner, server, sync
         self._revivals = Revivals(store)
         self._actor: Actor | None = None
-
-    def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> Deal:
-        """See `Fleet`."""
-        return SharedDeal(store, key, groups, enough)
 
     def sync(self, actor: Actor) -> dict[str, float]:
         """See `Fleet`."""
@@ -110,7 +106,8 @@ def build_servers(config: Config, table: WeightTable, store: Store, wrap: Wrap) 
             request_timeout=rollout.request_timeout,
         )
     leads = [_server_of(rank, rollout, ranks) != NO_SERVER for rank in range(ranks)]
-    return ServerFleet(_sync(config, engine, number), engine, number, leads, store, wrap)
+    fixed = config.job.deterministic
+    return ServerFleet(_sync(config, engine, number), engine, number, leads, store, fixed, wrap)
 
 
 def _sync(config: Config, engine: ServerEngine | None, number: int) -> ServerSync:
@@ -127,6 +124,7 @@ def _demand(config: Config, table: WeightTable) -> Demand:
         config.data.max_prompt_tokens + rollout.max_new_tokens,
         routed_shape(config.model.path) if rollout.replay_routing else None,
         platform.device().type if rollout.update == "group" else None,
+        seeded=config.job.deterministic,
     )
 
 

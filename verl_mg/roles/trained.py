@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from verl_mg.algorithms.aggregation import normalizer
 from verl_mg.batch import Batch
-from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.config import Count, GuardConfig, OptimizerConfig, Section
 from verl_mg.megatron.collectives import all_gather_json
+from verl_mg.megatron.durable import weights
 from verl_mg.megatron.network import Network
 from verl_mg.megatron.offload import HostCopy
-from verl_mg.megatron.trainer import TokenLoss, Trainer
+from verl_mg.megatron.trainer import Counts, TokenLoss, Trainer
 from verl_mg.reshard.owners import duties
 from verl_mg.roles.agenda import Metrics
 from verl_mg.roles.exchange import RowIndex, index_rows
@@ -29,6 +30,7 @@ from verl_mg.roles.role import Role
 from verl_mg.weights.adapters import AdapterWriter
 from verl_mg.weights.boxes import slices
 from verl_mg.weights.files import CheckpointWriter
+from verl_mg.weights.parts import Part
 
 ADAPTER_FOLDER = "adapter"
 """Of adapters in PEFT's format, in the directory of a model in which they are merged."""
@@ -47,8 +49,21 @@ class _Step:
     sequences: int
 
 
+class LearnedCounts(Section):
+    """The numbers of a role that learns."""
+
+    updates: Count
+    trainer: Counts
+
+
+class NothingLearnsError(Exception):
+    """A role without an optimizer was asked for an update: an iteration of rollouts alone ends here."""
+
+
 class Trained(Role):
-    """A network that learns. name: of the role, before its metrics."""
+    """A network that learns. name: of the role, before its metrics. learns: without it, it has no optimizer."""
+
+    trainer: Trainer
 
     def __init__(
         self,
@@ -56,13 +71,17 @@ class Trained(Role):
         optimizer: OptimizerConfig,
         guard: GuardConfig | None = None,
         name: str = "actor",
+        learns: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.name = name
-        self.trainer = Trainer(self.network, optimizer, guard or GuardConfig(), name)
-        self.host_copy = HostCopy(self.network, self.trainer.optimizer if self.network.present else None)
+        self.name, self._learns = name, learns
+        if learns:
+            self.trainer = Trainer(self.network, optimizer, guard or GuardConfig(), name)
+            self.host_copy = HostCopy(self.network, self.trainer.optimizer if self.network.present else None)
         self.updates = 0
+        self.learnt: list[Batch] = []
+        """The batches of this iteration's updates."""
 
     def update(
         self,
@@ -80,7 +99,10 @@ class Trained(Role):
         order of the sample ids, so they do not depend on the layout; rows that share their `pair` stay together, in
         one part and in one micro-batch. Returns metrics averaged over the steps.
         """
+        if not self._learns:
+            raise NothingLearnsError
         self.agenda.settle_for(batch)
+        self.learnt.append(batch)
         self.claim()
         with self.agenda.clock("rows"):
             index = index_rows(batch)
@@ -118,6 +140,42 @@ class Trained(Role):
             tokens=sum(index.judged[row] for row in rows),
             sequences=sum(index.judged[row] > 0 for row in rows),
         )
+
+    def parts(self) -> Iterator[Part]:
+        """What this rank writes of what the role has learned, to be copied as it comes, and to the end."""
+        self._on_device()
+        if self.network.present:
+            for part in self.trainer.parts():
+                yield replace(part, plane=f"{self.name}/{part.plane}")
+
+    def counts(self) -> LearnedCounts:
+        """The numbers that go with `parts`; all ranks call it together."""
+        self._on_device()
+        own = self.trainer.counts().model_dump(mode="json") if self.network.present else None
+        told = all_gather_json(own)[self.network.placement.ranks[0]]
+        return LearnedCounts(updates=self.updates, trainer=Counts.model_validate(told))
+
+    def _on_device(self) -> None:
+        """All of it is there, the optimizer's state too."""
+        self.agenda.settle()
+        self.claim()
+        if self.network.present:
+            self.residence.enter(self.host_copy)
+
+    def load(self, fill: Callable[[Part], None], counts: LearnedCounts) -> None:
+        """Go on from what was written under any layout; `fill` brings the values of a part."""
+        self.updates = counts.updates
+        if self.network.present:
+            self.residence.enter(self.host_copy)
+
+            def fill_own(part: Part) -> None:
+                fill(replace(part, plane=f"{self.name}/{part.plane}"))
+
+            if self._learns:
+                self.trainer.load(fill_own, counts.trainer)
+            else:
+                for part in weights(self.network):
+                    fill_own(part)
 
     def save(self, folder: Path, model_dir: Path) -> None:
         """Write a Hugging Face directory: each rank its own boxes, the small files copied from `model_dir`.

@@ -22,7 +22,10 @@ CPU_KEY_VALUE_TOKENS = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What an engine is started with. `extra`: further server arguments by their own names; they win."""
+    """What an engine is started with. `extra`: further server arguments by their own names; they win.
+
+    deterministic: a sample depends on its seed alone, and not on what is answered beside it, on GPUs.
+    """
 
     layout: EngineLayout
     dtype: torch.dtype
@@ -33,6 +36,7 @@ class EngineSettings:
     gpu_step: int = 1
     seed: int = 0
     routed_experts: bool = False
+    deterministic: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -108,6 +112,8 @@ def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
         "gpu_id_step": settings.gpu_step,
         "enable_memory_saver": True,
         "mem_fraction_static": settings.memory_fraction,
+        # None of the attention kernels for the CPU is among those that SGLang lets it have.
+        "enable_deterministic_inference": settings.deterministic,
     }
 
 

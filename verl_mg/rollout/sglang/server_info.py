@@ -39,13 +39,14 @@ class Demand:
     """What a job asks of a server: the same model, room for `max_tokens` of a prompt with its answer.
 
     routed: (layers, experts of a token), where it must tell which experts tokens went to. group_device: what the
-    job computes on, where the server's ranks join it in a process group.
+    job computes on, where the server's ranks join it in a process group. seeded: samples depend on their seeds alone.
     """
 
     model: HFConfig
     max_tokens: int
     routed: tuple[int, int] | None = None
     group_device: str | None = None
+    seeded: bool = False
 
 
 def meet(url: str, demand: Demand) -> ServerInfo:
@@ -105,6 +106,8 @@ def check(url: str, info: ServerInfo, demand: Demand) -> None:
         )
     if demand.routed and not info.routed:
         raise UserError(f"{url}: rollout.replay_routing needs a server with --enable-return-routed-experts")
+    if demand.seeded and not info.seeded:
+        raise UserError(f"{url}: job.deterministic needs a server with --enable-deterministic-inference")
     if demand.group_device is None:
         return
     if info.device != demand.group_device:
