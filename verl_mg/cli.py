@@ -1,14 +1,21 @@
-"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, `plan`, `trace` and `quickstart`."""
+"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, `plan`, `trace`, `view` and `quickstart`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-import warnings
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from verl_mg.errors import EXIT_CODE, UserError
+
+if TYPE_CHECKING:
+    from verl_mg.config import Config
+    from verl_mg.job.recipe import Recipe
+
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+"""What launchers call the number of a rank."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         chosen.run(chosen)
     except UserError as error:
         # Every rank makes this mistake alike: one line is enough.
-        if os.environ.get("RANK", "0") == "0":
+        if next((os.environ[name] for name in RANKS if name in os.environ), "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_CODE)
 
@@ -38,17 +45,33 @@ def main(arguments: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="verl-mg", description="Reinforcement learning of language models over Megatron.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="run a recipe; start it with torchrun for more than one rank")
+    train = commands.add_parser("train", help="run a recipe; start it with torchrun or mpirun for more than one rank")
     train.add_argument("recipe", help="a Python file with iteration(job, cfg), such as recipes/grpo.py")
     train.add_argument("--config", help="a YAML file")
     train.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    half = train.add_mutually_exclusive_group()
+    half.add_argument("--rollout-only", action="store_true", help="draw and score samples; nothing learns")
+    half.add_argument("--replay", metavar="RUN@ITERATION", help="train alone, on what a run drew up to an iteration")
     train.set_defaults(run=_train)
     quickstart = commands.add_parser("quickstart", help="teach a tiny model to add, in minutes, on any machine")
     quickstart.add_argument("--output", default="runs/quickstart", help="where the run goes (default: %(default)s)")
     quickstart.set_defaults(run=_quickstart)
+    status = commands.add_parser("status", help="how far a run is; exit code 0 when it has finished, else 3")
+    status.add_argument("folder", metavar="RUN", type=Path, help="what job.output named")
+    status.set_defaults(run=_status)
+    _add_view(commands)
     _add_plan(commands)
     _add_trace(commands)
     return parser
+
+
+def _add_view(commands: argparse._SubParsersAction[_Parser]) -> None:
+    view = commands.add_parser("view", help="curves, time lines and samples of a run, in the browser")
+    view.add_argument("folder", metavar="RUN", type=Path, help="what job.output named; a run may still be going on")
+    view.add_argument("other", nargs="?", metavar="OTHER", type=Path, help="another one, to compare with")
+    view.add_argument("--port", type=int, default=0, metavar="N", help="(default: a free one)")
+    view.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: %(default)s)")
+    view.set_defaults(run=_view)
 
 
 def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -100,32 +123,34 @@ def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    # Both libraries tell every rank what they would rather have installed; the README says what is optional.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-    from verl_mg.config import load_config
-    from verl_mg.job.recipe import load_recipe
-    from verl_mg.job.world import World
+    from verl_mg.start import start
 
-    world = World.join()
-    try:
+    def described() -> tuple[Recipe, Config]:
+        from verl_mg.config import load_config
+        from verl_mg.job.recipe import load_recipe
+
         recipe = load_recipe(arguments.recipe)
-        config = load_config(arguments.config, arguments.overrides, recipe.config)
-        from verl_mg.job.loop import run
+        return recipe, load_config(arguments.config, arguments.overrides, recipe.config)
 
-        run(recipe, config, world)
-    except UserError as error:
-        world.leave_with(error)
-    except Exception:
-        if world.someone_erred():
-            world.follow()
-        raise
-    world.leave()
+    start(described, learns=not arguments.rollout_only, replayed=arguments.replay)
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
     from verl_mg.quickstart import quickstart
 
     quickstart(arguments.output)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from verl_mg.job.records.status import show_status
+
+    sys.exit(show_status(arguments.folder))
+
+
+def _view(arguments: argparse.Namespace) -> None:
+    from verl_mg.view.server import view
+
+    view([folder for folder in (arguments.folder, arguments.other) if folder], arguments.host, arguments.port)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -139,8 +164,6 @@ def _plan(arguments: argparse.Namespace) -> None:
         return
     if arguments.config is None:
         raise UserError(f"{arguments.recipe}: a recipe is planned with its configuration; add --config FILE")
-    # As in `_train`: a recipe imports both libraries.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     from verl_mg.config import load_config
     from verl_mg.job.recipe import load_recipe, wanted_roles
     from verl_mg.paper.configured import job_numbers

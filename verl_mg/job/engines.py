@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -46,6 +47,11 @@ def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
     if config.rollout.urls:
         check_servers(config, table)
     elif config.rollout.engine == "sglang":
+        if importlib.util.find_spec("sglang") is None:
+            raise UserError(
+                "rollout.engine=sglang: SGLang is not installed; pip install 'verl-mg[sglang]', "
+                "or write rollout.engine=embedded"
+            )
         placement, experts = _placement(config, ranks), table.config.experts
 
         def check(layout: EngineLayout) -> None:
@@ -76,7 +82,9 @@ def build_fleet(config: Config, dtype: torch.dtype, actor: Actor, store: Store, 
     # Engines on ranks of their own have their devices for themselves.
     apart = config.rollout.ranks > 0
     sleeps = config.rollout.sleep and not apart
-    return SGLangFleet(ShardSync(placement, engine), engine, leads, store, sleeps=sleeps, apart=apart, wrap=wrap)
+    fixed = config.job.deterministic
+    sync = ShardSync(placement, engine)
+    return SGLangFleet(sync, engine, leads, store, sleeps=sleeps, apart=apart, fixed=fixed, wrap=wrap)
 
 
 def _placement(config: Config, ranks: int) -> EnginePlacement:
@@ -107,6 +115,7 @@ def _settings(
         gpu_step=placement.stride,
         seed=config.job.seed + number,
         routed_experts=config.rollout.replay_routing,
+        deterministic=config.job.deterministic,
         extra=config.rollout.sglang,
     )
 

@@ -20,6 +20,8 @@ from verl_mg.errors import UserError
 from verl_mg.job.engines import build_fleet, check_engines, training_ranks
 from verl_mg.job.evaluation import evaluate
 from verl_mg.job.networks import NETWORKS, Networks
+from verl_mg.job.samples.recorded import RecordedRollout
+from verl_mg.job.samples.recording import Recording
 from verl_mg.rewards import load_rewards
 from verl_mg.roles import agreement
 from verl_mg.roles.actor import Actor
@@ -43,7 +45,9 @@ class Job:
     """The roles that a recipe asked for and the data they work on; built by all ranks together.
 
     The roles are there when the recipe's `roles` names them; `prompts` always. iteration: the number of this one, from
-    1. state: what a recipe keeps from one iteration to the next, numbers and batches by name.
+    1. state: what a recipe keeps from one iteration to the next, and over a resume: numbers and batches by name.
+    next_row: of data that is taken as it is, the number of the next row. recording: stands in place of engines. learns:
+    whether roles have optimizers.
     """
 
     actor: Actor
@@ -52,20 +56,28 @@ class Job:
     frozen_reward_model: FrozenRewardModel
     process_reward: Actor
     reference: Policy
-    rollout: Rollout
+    rollout: Rollout | RecordedRollout
     reward: Scorer
 
-    def __init__(self, config: Config, roles: set[str], store: Store) -> None:
+    def __init__(
+        self,
+        config: Config,
+        roles: set[str],
+        store: Store,
+        recording: Recording | None = None,
+        learns: bool = True,
+    ) -> None:
         self.config, self._store = config, store
         self.iteration = 0
         self.state: dict[str, float | Batch] = {}
-        self._next_row = 0
+        self.next_row = 0
         torch.manual_seed(config.job.seed)
         ranks = dist.get_world_size()
-        training = training_ranks(config, ranks) if "rollout" in roles else ranks
-        self._networks = Networks(config, training)
+        engines = "rollout" in roles and recording is None
+        training = training_ranks(config, ranks) if engines else ranks
+        self._networks = Networks(config, training, learns)
         self._networks.check(roles, f" beside rollout.ranks={ranks - training}" if training < ranks else "")
-        if "rollout" in roles:
+        if engines:
             check_engines(config, table(read_config(config.model.path)), ranks)
         self.tokenizer = _read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
@@ -80,14 +92,19 @@ class Job:
             if role in roles:
                 setattr(self, role, self._networks.build(role))
         if "rollout" in roles:
-            self.rollout = self._build_rollout()
-            self.rollout.sync(self.actor)
+            self.rollout = self._build_rollout() if recording is None else RecordedRollout(recording)
 
     @property
     def trained(self) -> dict[str, Trained]:
         """The roles that learn, by name."""
         present = {name: getattr(self, name, None) for name in NETWORKS}
         return {name: role for name, role in present.items() if isinstance(role, Trained)}
+
+    @property
+    def learnt(self) -> list[Batch]:
+        """What the roles were given to learn from in this iteration, each batch once."""
+        every = [batch for role in self.trained.values() for batch in role.learnt]
+        return list({id(batch): batch for batch in every}.values())
 
     @property
     def clock(self) -> Clock:
@@ -100,9 +117,19 @@ class Job:
 
     # -- around an iteration
 
+    def start(self) -> None:
+        """Give the engines their first weights, when those that training goes on from are there."""
+        if hasattr(self, "rollout"):
+            self.rollout.sync(self.actor)
+            self.rollout.go_on()
+
     def begin(self, iteration: int) -> dict[str, float]:
         """Before the recipe is called; the weights of the rewards from here on."""
         self.iteration = iteration
+        for role in self.trained.values():
+            role.learnt = []
+        if hasattr(self, "rollout"):
+            self.rollout.enter(iteration)
         return self.reward.refresh() if hasattr(self, "reward") else {}
 
     def observe(self, batch: Batch) -> dict[str, float]:
@@ -145,18 +172,18 @@ class Job:
 
     def demonstrations(self, prompts: Sequence[Prompt]) -> Batch:
         """Prompts with their answers as rows to imitate; this rank's share of them."""
-        first, self._next_row = self._next_row, self._next_row + len(prompts)
+        first, self.next_row = self.next_row, self.next_row + len(prompts)
         return demonstrations_batch(prompts, self.tokenizer, self._longest, first, *self._place)
 
     def preferences(self, prompts: Sequence[Prompt]) -> Batch:
         """Prompts with a chosen and a rejected answer, two rows each; this rank's share of them."""
-        first, self._next_row = self._next_row, self._next_row + len(prompts)
+        first, self.next_row = self.next_row, self.next_row + len(prompts)
         fields = (self.config.data.chosen_field, self.config.data.rejected_field)
         return pairs_batch(prompts, self.tokenizer, self._longest, first, *fields, *self._place)
 
     def evaluate(self) -> dict[str, float]:
-        """See `evaluation.evaluate`; nothing without `data.test`."""
-        if self.test_prompts is None:
+        """See `evaluation.evaluate`; nothing without `data.test`, or without engines."""
+        if self.test_prompts is None or isinstance(self.rollout, RecordedRollout):
             return {}
         return evaluate(self.rollout, self.test_prompts, self.config.evaluation)
 
@@ -181,7 +208,8 @@ class Job:
             if role is not None:
                 role.claim = fleet.rest
         fleet.residence = self._networks.residence
-        rollout = Rollout(fleet, sampling, self.config.job.seed, store, config.partial, self.reward)
+        cuts = not self.config.job.deterministic
+        rollout = Rollout(fleet, sampling, self.config.job.seed, store, config.partial, self.reward, cuts)
         rollout.agenda = self._networks.agenda
         return rollout
 

@@ -40,10 +40,10 @@ SECTIONS = {"frozen_reward_model": "reward_model"}
 class Networks:
     """ranks: how many of the job's ranks, the first ones, hold networks. agenda, residence: what all roles share."""
 
-    def __init__(self, config: Config, ranks: int) -> None:
-        self._config, self._ranks = config, ranks
+    def __init__(self, config: Config, ranks: int, learns: bool = True) -> None:
+        self._config, self._ranks, self._learns = config, ranks, learns
         self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
-        self.agenda, self.residence = Agenda(clock=Clock(config.job.profile)), Residence()
+        self.agenda, self.residence = Agenda(clock=Clock(config.profile.exact)), Residence()
 
     def check(self, roles: set[str], beside: str = "") -> None:
         """UserError, before any group or model exists, where a layout fits the ranks or the model not."""
@@ -77,6 +77,7 @@ class Networks:
                 "optimizer": section.optimizer,
                 "guard": section.guard,
                 "lora": section.lora,
+                "learns": self._learns,
             }
         built = kind(
             self._path(role),

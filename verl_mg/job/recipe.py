@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from verl_mg.config import Section
@@ -44,13 +45,18 @@ def load_recipe(path: str | Path) -> Recipe:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UserError(f"{file}: the recipe cannot be imported ({type(error).__name__}: {error})") from error
+    return recipe_in(module, str(file))
+
+
+def recipe_in(module: ModuleType, name: str) -> Recipe:
+    """The recipe that an imported module is; UserError calling it `name` where it lacks something."""
     config = getattr(module, "Config", None)
     if not (isinstance(config, type) and issubclass(config, Section)):
-        raise UserError(f"{file}: a recipe defines `class Config(Section)`, its own part of the configuration")
+        raise UserError(f"{name}: a recipe defines `class Config(Section)`, its own part of the configuration")
     for name, arguments in (("roles", "cfg"), ("iteration", "job, cfg")):
         if not callable(getattr(module, name, None)):
-            raise UserError(f"{file}: a recipe defines the function {name}({arguments})")
-    return Recipe(file.stem, config, module.roles, module.iteration)
+            raise UserError(f"{name}: a recipe defines the function {name}({arguments})")
+    return Recipe(Path(str(module.__file__)).stem, config, module.roles, module.iteration)
 
 
 def wanted_roles(recipe: Recipe, cfg: Any) -> set[str]:

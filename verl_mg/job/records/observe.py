@@ -1,9 +1,8 @@
-"""What the rollouts of an iteration were like: global numbers for the trackers, one record a sample for the trace."""
+"""What the rollouts of an iteration were like, in numbers over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from verl_mg.algorithms import mismatch
 from verl_mg.batch import Batch
 from verl_mg.megatron.collectives import all_gather_json, sum_over_ranks
-from verl_mg.roles.scorer import Scorer
 
 
 def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
@@ -66,34 +64,3 @@ def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     ]
     whole = mismatch.merge(all_gather_json(mismatch.merge(parts)))
     return {f"mismatch/{name}": value for name, value in mismatch.summarize(whole).items()}
-
-
-def sample_records(iteration: int, batch: Batch, scorer: Scorer) -> Iterator[dict[str, Any]]:
-    """One JSON-able record a row: what was asked and answered, and what the recipe made of it."""
-    for row in range(len(batch)):
-        sample = scorer.sample(batch, row)
-        yield {
-            "iteration": iteration,
-            "sample_id": int(batch["sample_id"][row]),
-            "group": int(batch["group"][row]),
-            "version": int(batch["version"][row]),
-            "prompt": sample.prompt,
-            "response": sample.response,
-            "prompt_tokens": int(batch["prompt_length"][row]),
-            "response_tokens": int(batch.lengths[row]) - int(batch["prompt_length"][row]),
-            "answer": sample.answer,
-            "finish": sample.finish,
-            **_scores(batch, row),
-        }
-
-
-def _scores(batch: Batch, row: int) -> dict[str, float]:
-    scores = {
-        name: float(batch[name][row])
-        for name in batch.names()
-        if name == "reward" or (name.startswith("reward.") and not batch[name][row].isnan())
-    }
-    if "advantages" in batch:
-        own = batch.row("loss_mask", row)
-        scores["advantage"] = float(batch.row("advantages", row)[own].mean()) if own.any() else 0.0
-    return scores

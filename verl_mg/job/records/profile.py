@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from verl_mg.clock import COMPUTING, WAITING, Clock
 from verl_mg.megatron.collectives import all_gather_json
 
+INEXACT = "a phase may hold the wait for work of another one: profile.exact=true tells them apart"
 FIRST = 1
 """Iterations that are left out where there are more: what is planned or compiled once falls into them."""
 
@@ -16,27 +17,34 @@ class Profile:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._iterations: list[dict[str, float]] = []
+        self._sums: dict[str, float] = {}
+        self._iterations = 0
         self.leave_out()
 
     def iteration(self) -> dict[str, float]:
         """Of the iteration that ends here, on this rank: `time/phase/NAME`."""
         seconds = self._clock.take()
-        self._iterations.append(seconds)
+        if self._iterations == FIRST:
+            self._sums = {}
+        for phase, value in seconds.items():
+            self._sums[phase] = self._sums.get(phase, 0.0) + value
+        self._iterations += 1
         return {f"time/phase/{phase}": value for phase, value in sorted(seconds.items())}
 
     def leave_out(self) -> None:
         """What was done since the last iteration is none of the next one's."""
         self._clock.take()
 
-    def table(self) -> str:
-        """A line a phase, and how much of an iteration is around the models' own work; all ranks call it together."""
-        kept = self._iterations[FIRST:] or self._iterations
-        own: dict[str, float] = {}
-        for seconds in kept:
-            for phase, value in seconds.items():
-                own[phase] = own.get(phase, 0.0) + value / len(kept)
-        return written(all_gather_json(own))
+    def table(self, exact: bool = True) -> str:
+        """A line a phase, and how much of an iteration is around the models' own work; all ranks call it together.
+
+        "" where no iteration was done. exact: whether the clock was; otherwise the table says what that means.
+        """
+        counted = self._iterations - FIRST if self._iterations > FIRST else self._iterations
+        ranks = all_gather_json({phase: value / counted for phase, value in self._sums.items()})
+        if not any(ranks):
+            return ""
+        return written(ranks) if exact else f"{written(ranks)}\n{INEXACT}"
 
 
 def written(ranks: list[Mapping[str, float]]) -> str:

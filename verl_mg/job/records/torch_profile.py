@@ -1,0 +1,82 @@
+"""torch's profiler around chosen iterations: a trace for Perfetto, and what memory was asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from verl_mg.config import ProfileConfig
+from verl_mg.errors import UserError
+from verl_mg.layout import parse_ranks
+
+log = logging.getLogger(__name__)
+
+FOLDER = "profile"
+MEMORY_EVENTS = 200_000
+"""Allocations that a snapshot remembers, the latest ones; each with its stack."""
+
+
+def check_profile(config: ProfileConfig, ranks: int, iterations: int) -> None:
+    """UserError for a rank or an iteration that the job does not have, or for a snapshot of no GPU's memory."""
+    try:
+        chosen = parse_ranks(config.ranks)
+    except UserError as error:
+        raise UserError(f"profile.ranks: {error}") from None
+    if chosen[-1] >= ranks:
+        raise UserError(f"profile.ranks={config.ranks}: the job's ranks are 0 to {ranks - 1}; write some of these")
+    if beyond := [number for number in config.iterations if number > iterations]:
+        raise UserError(f"profile.iterations: {beyond[0]} is after the last one; write 1 to {iterations}")
+    if config.memory and not config.iterations:
+        raise UserError("profile.memory=true: write in which iterations, such as profile.iterations=[3]")
+    if config.memory and not torch.cuda.is_available():
+        raise UserError("profile.memory=true: only a GPU's memory is recorded, and there is none; leave it out")
+
+
+class TorchProfile:
+    """Traces in RUN/profile of the iterations and on the ranks that are to have one."""
+
+    def __init__(self, config: ProfileConfig, output: Path, rank: int) -> None:
+        self._iterations = set(config.iterations) if rank in parse_ranks(config.ranks) else set()
+        self._memory, self._folder, self._rank = config.memory, output / FOLDER, rank
+
+    @contextmanager
+    def __call__(self, iteration: int) -> Iterator[None]:
+        """Around an iteration, recorded or not."""
+        if iteration not in self._iterations:
+            yield
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        if self._memory:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        try:
+            with profile(activities=activities) as recorded:
+                yield
+            self._write(iteration, recorded)
+        finally:
+            if self._memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, iteration: int, recorded: profile) -> None:
+        try:
+            self._export(f"iteration-{iteration:06d}-rank-{self._rank}", recorded)
+        except (OSError, RuntimeError) as error:  # training goes on without the picture
+            log.warning("%s: no trace of iteration %d (%s)", self._folder, iteration, error)
+
+    def _export(self, name: str, recorded: profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # The exporter packs by the ending, so what is unfinished differs in its beginning.
+        trace, partial = self._folder / f"{name}.json.gz", self._folder / f".{name}.json.gz"
+        recorded.export_chrome_trace(str(partial))
+        os.replace(partial, trace)
+        if self._memory:
+            snapshot, partial = self._folder / f"{name}-memory.pickle", self._folder / f".{name}-memory.pickle"
+            torch.cuda.memory._dump_snapshot(str(partial))
+            os.replace(partial, snapshot)

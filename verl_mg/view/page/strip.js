@@ -1,0 +1,60 @@
+// The seconds of all iterations, each a bar that is cut into its phases: to see which one to look at.
+
+import { hideTooltip, showTooltip, svg } from "./dom.js";
+import { extent, seconds } from "./format.js";
+import { inOrder, kind } from "./lanes.js";
+
+const HEIGHT = 64;
+const PHASE = "time/phase/";
+
+/** Of the iterations `first` to `last` in the metrics of a run; `choose` is called with the one that is clicked. */
+export function stripOf(curves, first, last, chosen, width, choose) {
+  const total = curves.get("time/iteration") ?? { steps: [], values: [] };
+  const slot = width / (last - first + 1);
+  const stride = Math.ceil(1.5 / slot); // of more iterations than pixels, some
+  const shown = (step) => step >= first && step <= last && (step - first) % stride === 0;
+  const [, most] = extent(total.values.filter((_, i) => shown(total.steps[i])));
+  const high = (value) => (value / most) * (HEIGHT - 4);
+  const reached = new Map();
+  const bars = [];
+  const add = (step, value, css) => {
+    if (!shown(step) || !(value > 0)) return;
+    const begin = reached.get(step) ?? 0;
+    reached.set(step, begin + value);
+    if (high(value) < 0.3) return;
+    const place = { x: (step - first) * slot, y: HEIGHT - high(begin + value) };
+    bars.push(svg("rect", { class: css, ...place, width: slot * stride - (slot > 4 ? 1.5 : 0), height: high(value) }));
+  };
+  for (const [phase, { steps, values }] of phasesOf(curves))
+    steps.forEach((step, i) => add(step, values[i], kind(phase)));
+  total.steps.forEach((step, i) => add(step, total.values[i] - (reached.get(step) ?? 0), kind("idle")));
+  const mark = { x: (chosen - first) * slot - 1, y: 0.5, width: slot + 1, height: HEIGHT - 1 };
+  const under = (event) => first + Math.floor((event.clientX - picture.getBoundingClientRect().left) / slot);
+  const tell = (event) => {
+    const place = total.steps.indexOf(under(event));
+    const rows = [["took", seconds(total.values[place])]];
+    if (place >= 0) showTooltip(event.clientX, event.clientY, `iteration ${under(event)}`, rows);
+  };
+  const picture = svg(
+    "svg",
+    {
+      class: "strip",
+      role: "img",
+      "aria-label": "Seconds of each iteration",
+      viewBox: `0 0 ${width} ${HEIGHT}`,
+      onclick: (event) => choose(under(event)),
+      onpointermove: tell,
+      onpointerleave: hideTooltip,
+    },
+    ...bars,
+    svg("rect", { class: "chosen", ...mark }),
+  );
+  return picture;
+}
+
+function phasesOf(curves) {
+  return [...curves]
+    .filter(([name]) => name.startsWith(PHASE))
+    .map(([name, curve]) => [name.slice(PHASE.length), curve])
+    .sort(([a], [b]) => inOrder(a, b));
+}
