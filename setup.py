@@ -8,6 +8,7 @@ setup(
     description="Reinforcement learning of large language models as one SPMD program over Megatron.",
     python_requires=">=3.11",
     packages=find_packages(include=["verl_mg", "verl_mg.*"]),
+    package_data={"verl_mg.view": ["page/*"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.16.1,<0.17",
@@ -30,7 +31,7 @@ setup(
         "sglang": ["sglang==0.5.23"],
         "gpu": ["transformer-engine[pytorch]>=2.8"],
         "mpi": ["mpi4py>=4"],
-        "trackers": ["wandb>=0.19"],
+        "trackers": ["wandb>=0.19", "mlflow-skinny>=3.7", "swanlab>=0.9"],
         "test": ["pytest>=8", "pytest-timeout", "hypothesis>=6", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["verl-mg = verl_mg.cli:main"]},

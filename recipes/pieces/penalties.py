@@ -62,6 +62,8 @@ def regularized(loss: Loss, tokens: LossTokens, cfg: Any) -> Loss:
 
 def steered(job: Job, cfg: C) -> C:
     """The configuration with the coefficient of this iteration."""
+    if not (cfg.kl_coefficient and cfg.kl_target):
+        return cfg
     return cfg.model_copy(update={"kl_coefficient": job.state.get("kl_coefficient", cfg.kl_coefficient)})
 
 

@@ -22,7 +22,7 @@ from recipes.pieces.penalties import KLConfig, Loss, steer
 from verl_mg.algorithms.correction import Correction, correct
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
-from verl_mg.job.observe import mismatch_metrics
+from verl_mg.job.records.observe import mismatch_metrics
 
 
 class Config(KLConfig):
@@ -48,7 +48,7 @@ def sample(job: Job, cfg: Config) -> Batch:
 
 
 def draw(job: Job, cfg: Config) -> Batch:
-    if not (cfg.one_step_off and job.rollout.drawing):
+    if not job.rollout.drawing:
         begin(job, cfg)
     batch = job.rollout.finish()
     if cfg.one_step_off and job.iteration < job.config.job.iterations:
