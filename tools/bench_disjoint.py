@@ -50,6 +50,7 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     task = wide_letters.overrides(folder, options.prompts, options.tokens)
     config = load_config(None, [*task, *placement], recipe.config)
     job = Job(config, recipe.roles(config.algorithm), store)
+    job.start()
     roles = [getattr(job, name) for name in NETWORKS if hasattr(job, name)]
     together, seconds = roles[0].agenda, dict[bool, list[float]]({True: [], False: []})
     for iteration in range(2 * (options.rounds + 1)):
@@ -58,7 +59,7 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
             role.agenda = together if at_once else Agenda(eager=True)
         dist.barrier()
         started = time.perf_counter()
-        one_iteration(recipe, job, iteration + 1, None)
+        one_iteration(recipe, job, iteration + 1)
         dist.barrier()
         seconds[at_once].append(time.perf_counter() - started)
     if rank == 0:

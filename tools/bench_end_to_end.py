@@ -41,6 +41,7 @@ from end_to_end_trl import MODEL, PROMPTS, Workload
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from verl_mg.data import read_records
 from verl_mg.tiny import ROLES, make_tiny_model
 
 TOOLS = Path(__file__).parent
@@ -155,8 +156,9 @@ def _ours(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -
     launch = ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     train = ["-m", "verl_mg", "train", str(TOOLS.parent / "recipes" / "grpo.py")]
     watched = _watch([*launch, *train, "--config", f"{place}.yaml"], place, threads)
-    counted = _json_lines([place / "metrics.jsonl"])[1:]
-    samples = [one for one in _json_lines(sorted((place / "samples").iterdir())) if one["iteration"] > 1]
+    counted = _json_lines(place / "metrics.jsonl")[1:]
+    files = sorted((place / "samples").glob("*/rank-*.parquet"))
+    samples = [one for file in files for one in read_records(file) if one["iteration"] > 1]
     lengths = [len(one["response"]) + (one["finish"] == "stop") for one in samples]
     told = sum(one["response/length"] * one["response/samples"] for one in counted)
     assert abs(sum(lengths) - told) < 0.5, f"the text has {sum(lengths)} tokens, the metrics {told}"
@@ -170,8 +172,8 @@ def _trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int) ->
     return Run(watched, sum(told["generation"][1:]), [n for step in told["lengths"][1:] for n in step])
 
 
-def _json_lines(files: Sequence[Path]) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+def _json_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 # -- watching

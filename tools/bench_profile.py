@@ -1,4 +1,4 @@
-"""Where the time of a PPO iteration goes, as the run itself tells it with job.profile=true.
+"""Where the time of a PPO iteration goes, as the run itself tells it with profile.exact=true.
 
     python -m tools.bench_profile [--ranks 2] [--hidden 512] [--layers 4] [--iterations 4] [KEY=VALUE ...]
 
@@ -42,7 +42,7 @@ def _overrides(task: Path, iterations: int) -> list[str]:
         f"job.output={task / 'run'}",
         f"job.iterations={iterations}",
         "job.save=false",
-        "job.profile=true",
+        "profile.exact=true",
     ]
 
 

@@ -11,7 +11,6 @@ tail. `tools/lengths/` holds a file that the second command wrote.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -63,23 +62,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def recorded(folder: Path) -> list[Length]:
     """Of all samples of a run, in the order of iterations and samples. UserError where there are none."""
-    files = sorted(folder.glob("rank-*.jsonl"))
-    records = [(f"{file}:{n}", line) for file in files for n, line in enumerate(file.open(encoding="utf-8"), 1)]
-    found = sorted(_of_record(line, where) for where, line in records)
+    found = sorted(row for file in folder.glob("*/rank-*.parquet") for row in _of_file(file))
     if not found:
-        raise UserError(f"{folder}: holds no rank-*.jsonl with samples; name the samples folder of a run")
+        raise UserError(f"{folder}: holds no samples in files */rank-*.parquet; name the samples folder of a run")
     # A response that was cut before its first token has none.
     return [Length(prompt, response) for *_, prompt, response in found if response]
 
 
-def _of_record(line: str, where: str) -> tuple[int, int, int, int]:
+def _of_file(path: Path) -> list[tuple[int, int, int, int, int]]:
+    """Iteration, call, sample, and tokens of prompt and response of each row."""
+    from pyarrow import ArrowException, compute, parquet
+
+    names = ["iteration", "call", "sample_id", "prompt_length"]
     try:
-        record = json.loads(line)
-        numbers = (record[key] for key in ("iteration", "sample_id", "prompt_tokens", "response_tokens"))
-        iteration, sample, prompt, response = map(int, numbers)
-    except (ValueError, TypeError, KeyError):
-        raise UserError(f"{where}: not a sample with prompt_tokens and response_tokens; record a new run") from None
-    return iteration, sample, prompt, response
+        table = parquet.read_table(path, columns=[*names, "tokens"])
+        lengths = compute.list_value_length(table["tokens"])
+        responses = compute.subtract(lengths, table["prompt_length"])
+        columns = [table[name].to_pylist() for name in names]
+    except (ArrowException, OSError, KeyError) as error:
+        raise UserError(f"{path}: not the samples of a run ({str(error).splitlines()[0]}); record a new one") from None
+    return list(zip(*columns, responses.to_pylist(), strict=True))
 
 
 def drawn(count: int, max_new_tokens: int, seed: int) -> list[Length]:

@@ -3,9 +3,10 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 cd "$repository"
-# Rollouts are tested on the real SGLang, algorithms beside those of verl, adapters by PEFT.
+# Rollouts are tested on the real SGLang, algorithms beside those of verl, adapters by PEFT, the page in a browser.
 bash tools/install_sglang_cpu.sh
 bash tools/install_peers.sh
+bash tools/install_browser.sh
 
 failed=()
 # check NAME COMMAND...

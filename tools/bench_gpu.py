@@ -1,0 +1,347 @@
+"""One GPU: training, judging, weight sync and rollout of a dense model, and the plan's prediction of its memory.
+
+    python -m tools.bench_gpu [--output benchmarks/h200.md] [--measured h200.json] [--repeats 5] [--tiny]
+
+The model has the shape of Qwen3-1.7B and random bf16 weights, which nothing has to be downloaded for; `--model` names
+another config.json. Roles, engines and the sync between them are those of a job, on one rank; engines are SGLang's
+where it is installed. Every figure is the median of so many repeats after one that does not count, and the clock waits
+for the device. A part that fails is told in the report, and the others go on; what was measured is written down after
+each part. `--measured` writes what `verl-mg plan --measured` reads. `--tiny` is the same program with a model that a
+CPU computes in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import platform as machine
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from verl_mg import platform
+from verl_mg.algorithms.losses import clipped_policy_loss
+from verl_mg.batch import Batch
+from verl_mg.config import Config
+from verl_mg.data import Prompt
+from verl_mg.job.engines import build_fleet
+from verl_mg.job.networks import Networks
+from verl_mg.job.ranks.world import World
+from verl_mg.job.records.throughput import device_peak, model_flops
+from verl_mg.layout import Layout
+from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.paper.memory import train_memory
+from verl_mg.paper.setting import GIB, Setting
+from verl_mg.roles.actor import Actor
+from verl_mg.roles.rollout import Rollout
+from verl_mg.rollout import Sampling
+from verl_mg.weights import WeightTable, read_config, table
+from verl_mg.weights.flops import row_flops
+
+MODEL = Path(__file__).parent / "model_configs" / "qwen3_1_7b.json"
+TINY_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+Row = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much is done at once. tokens: of an update; longest: of its rows; width: of the matrices of the device test;
+    copied: bytes."""
+
+    tokens: int = 131072
+    longest: int = 8192
+    micro_batch: int = 16384
+    prompts: int = 64
+    samples: int = 4
+    prompt_tokens: int = 256
+    new_tokens: int = 512
+    width: int = 8192
+    copied: int = 2**32
+
+
+TINY = Work(2048, 128, 512, prompts=2, samples=2, prompt_tokens=8, new_tokens=8, width=128, copied=2**20)
+
+
+@dataclass
+class Bench:
+    """What all parts share. figures: for `verl-mg plan --measured`."""
+
+    folder: Path
+    world: World
+    work: Work
+    repeats: int
+    weights: WeightTable
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def seconds(self, work: Callable[[], Any], repeats: int | None = None) -> float:
+        """The median, after one that does not count."""
+        taken = []
+        for _ in range((repeats or self.repeats) + 1):
+            _synchronize()
+            started = time.perf_counter()
+            work()
+            _synchronize()
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken[1:])
+
+    def config(self, recompute: bool = False) -> Config:
+        engine = "sglang" if torch.cuda.is_available() and importlib.util.find_spec("sglang") else "embedded"
+        tree = {
+            "model": {"path": self.folder / "model", "dtype": "bfloat16"},
+            "data": {"train": "none"},
+            "actor": {"tokens_per_micro_batch": self.work.micro_batch, "recompute": recompute},
+            "rollout": {"engine": engine, "max_new_tokens": self.work.new_tokens, "sleep": False},
+            "job": {"output": self.folder},
+        }
+        return Config.model_validate(tree)
+
+    @property
+    def weight_bytes(self) -> int:
+        return Setting(self.weights, ranks=1, node=1).weight_bytes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 where a part failed."""
+    options = _options(arguments)
+    work = TINY if options.tiny else Work()
+    world = World.join()
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        tree = json.loads(options.model.read_text()) | (TINY_SHAPE if options.tiny else {})
+        bench = Bench(Path(folder), world, work, options.repeats, write_model(Path(folder) / "model", tree))
+        report = Report(options.output, options.model.stem + (", tiny" if options.tiny else ""), bench)
+        parts: dict[str, Callable[[Bench], Iterator[Row]]] = {
+            "The device": device_part,
+            "Training, activations kept": lambda bench: training_part(bench, recompute=False),
+            "Training, layers recomputed": lambda bench: training_part(bench, recompute=True),
+            "Weight sync and rollout": rollout_part,
+        }
+        for title, part in parts.items():
+            report.add(title, part)
+            _tidy()
+        if options.measured and bench.figures:
+            options.measured.write_text(json.dumps(bench.figures, indent=2) + "\n", encoding="utf-8")
+    world.leave()
+    return 1 if report.failed else 0
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="a Markdown file for the report; it goes to stdout as well")
+    parser.add_argument("--measured", type=Path, help="a JSON file for verl-mg plan")
+    parser.add_argument("--model", type=Path, default=MODEL, help="a config.json (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="a model for the CPU, to see that the program works")
+    return parser.parse_args(arguments)
+
+
+def write_model(folder: Path, tree: dict[str, Any]) -> WeightTable:
+    """A directory with random bf16 weights: matrices of deviation 0.02, ones elsewhere."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(tree))
+    weights = table(read_config(folder))
+    torch.manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for name, shard in weights.huggingface().items():
+        values = torch.ones(shard.shape, dtype=torch.bfloat16, device=platform.device())
+        tensors[name] = (values.normal_(std=0.02) if len(shard.shape) > 1 else values).cpu()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+# -- the parts
+
+
+def device_part(bench: Bench) -> Iterator[Row]:
+    """What the hardware reaches, whatever the program."""
+    device, width = platform.device(), bench.work.width
+    left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    teraflops = 2 * width**3 / bench.seconds(lambda: left @ right) / 1e12
+    bench.figures["flops"] = teraflops
+    yield f"bf16 product of {width} x {width} matrices", f"{teraflops:.4g} TFLOP/s"
+    source = torch.zeros(bench.work.copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    bench.figures["memory_bandwidth"] = 2 * len(source) / bench.seconds(lambda: target.copy_(source)) / 1e9
+    yield "copy within the device's memory", f"{bench.figures['memory_bandwidth']:.4g} GB/s read and written"
+    if torch.cuda.is_available():
+        bench.figures["memory"] = torch.cuda.get_device_properties(device).total_memory / GIB
+        host = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
+        bench.figures["host"] = len(source) / bench.seconds(lambda: host.copy_(source)) / 1e9
+        yield "copy to pinned memory of the host", f"{bench.figures['host']:.1f} GB/s"
+
+
+def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
+    """Updates and judging passes of rows side by side, none of them padded."""
+    actor: Actor = Networks(bench.config(recompute), 1).build("actor")
+    rows = row_batch(bench)
+    lengths, flops = rows.lengths.tolist(), row_flops(bench.weights)
+    yield "rows", f"{len(rows)} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together"
+
+    def judge() -> None:
+        rows["old_logprobs"] = actor.logprobs(rows) + 0.0  # looked at, so that it is computed
+
+    seconds = bench.seconds(judge)
+    yield "judging pass", _rates(sum(lengths), model_flops(flops, lengths, learns=False), seconds)
+    with peak_memory() as peak:
+        seconds = bench.seconds(lambda: dict(actor.update(rows, policy_loss, "token-mean")))
+    yield "update", _rates(sum(lengths), model_flops(flops, lengths, learns=True), seconds)
+    setting = Setting(
+        bench.weights,
+        ranks=1,
+        node=1,
+        sequence=max(lengths),
+        micro_batch=bench.work.micro_batch,
+        batch=sum(lengths),
+        recompute=recompute,
+    )
+    planned = train_memory(setting, Layout().fit(1))
+    parts = ", ".join(f"{name} {size[0] / GIB:.2f}" for name, size in planned.parts.items())
+    yield "memory that the plan predicts", f"{planned.totals[0] / GIB:.2f} GiB ({parts})"
+    if peak:
+        ratio = peak[0] / planned.totals[0]
+        yield "peak memory of the updates", f"{peak[0] / GIB:.2f} GiB, {ratio:.2f} of the prediction"
+        yield "... reserved by torch", f"{peak[1] / GIB:.2f} GiB"
+
+
+def rollout_part(bench: Bench) -> Iterator[Row]:
+    """The actor's weights into the engine, and samples that all have the longest length."""
+    config, work = bench.config(), bench.work
+    networks = Networks(config, 1)
+    actor: Actor = networks.build("actor")
+    store = PrefixStore("bench", bench.world.store)
+    fleet = build_fleet(config, torch.bfloat16, actor, store, lambda engine: engine)
+    fleet.residence = networks.residence
+    actor.claim = fleet.rest
+    rollout = Rollout(fleet, Sampling(max_new_tokens=work.new_tokens), seed=0, store=store)
+    rollout.agenda = networks.agenda
+    try:
+        seconds = bench.seconds(lambda: rollout.sync(actor))
+        rate = bench.weight_bytes / seconds / 1e9
+        yield "weight sync", f"{seconds:.4f} s, {rate:.4g} GB/s of weights ({bench.weight_bytes / GIB:.2f} GiB)"
+        received, least = (rollout.metrics[f"sync/bytes_{name}"] for name in ("received", "lower_bound"))
+        yield "... from other ranks", f"{received:.0f} bytes, at least {least:.0f}"
+        draw = torch.Generator().manual_seed(0)
+        vocabulary = bench.weights.config.vocab
+        texts = torch.randint(vocabulary, (work.prompts, work.prompt_tokens), generator=draw).tolist()
+        prompts = [Prompt(i, tuple(tokens), "", None, {}) for i, tokens in enumerate(texts)]
+        seconds = bench.seconds(lambda: rollout.generate(prompts, work.samples), min(bench.repeats, 3))
+        written = work.prompts * work.samples * work.new_tokens
+        what = f"{work.prompts * work.samples} samples of {work.new_tokens} tokens behind {work.prompt_tokens}"
+        yield f"rollout, engine {config.rollout.engine}", f"{written / seconds:.0f} tokens/s ({what}, {seconds:.2f} s)"
+    finally:
+        rollout.close()
+
+
+# -- what they need
+
+
+def row_batch(bench: Bench) -> Batch:
+    """Rows with a heavy tail of lengths: most are short, the longest as long as may be."""
+    draw, work = torch.Generator().manual_seed(0), bench.work
+    lengths: list[int] = [work.longest]
+    while sum(lengths) < work.tokens:
+        length = float(torch.randn((), generator=draw).mul(0.9).exp()) * work.longest / 8
+        lengths.append(int(min(max(length, 16), work.longest, work.tokens - sum(lengths) + 16)))
+    tokens = torch.randint(bench.weights.config.vocab, (sum(lengths),), generator=draw)
+    batch = Batch(lengths, {"tokens": tokens})
+    batch["loss_mask"] = batch.positions >= 8
+    batch["sample_id"] = torch.arange(len(batch))
+    batch["advantages"] = batch.spread(torch.randn(len(batch), generator=draw))
+    return batch
+
+
+def policy_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+    return clipped_policy_loss(tokens.logprobs, tokens["old_logprobs"], tokens["advantages"], tokens.mask, 0.2, 0.2)
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """Fills the list: bytes that tensors had at most, and that torch had reserved; on the CPU it stays empty."""
+    found: list[int] = []
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    yield found
+    if torch.cuda.is_available():
+        found += [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+
+
+def _rates(tokens: int, flops: float, seconds: float) -> str:
+    peak = device_peak()
+    share = f", {flops / seconds / peak:.1%} of {peak / 1e12:.0f}" if peak else ""
+    return f"{tokens / seconds:.0f} tokens/s, {flops / seconds / 1e12:.3g} TFLOP/s{share} ({seconds:.3f} s)"
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _tidy() -> None:
+    gc.collect()  # models and optimizers are cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Report:
+    """Markdown that grows, part by part."""
+
+    def __init__(self, file: Path | None, model: str, bench: Bench) -> None:
+        self._file, self._bench, self.failed = file, bench, False
+        parameters = bench.weight_bytes / 2e9
+        self._text = f"# One device: {model}, {parameters:.2f} billion parameters in bf16\n"
+        self._text += "".join(f"\n- {line}" for line in _hardware())
+        self._text += f"\n- medians of {bench.repeats} repeats after a warm-up; TFLOP/s by the model's own arithmetic\n"
+        print(self._text, flush=True)
+
+    def add(self, title: str, part: Callable[[Bench], Iterator[Row]]) -> None:
+        """Do a part and write down its rows, those before a failure too."""
+        text = f"\n## {title}\n\n| | |\n|---|---|\n"
+        try:
+            for name, value in part(self._bench):
+                text += f"| {name} | {value} |\n"
+        except Exception as error:
+            traceback.print_exc()
+            text += f"| failed | {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} |\n"
+            self.failed = True
+        print(text, flush=True)
+        self._text += text
+        if self._file:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(self._text, encoding="utf-8")
+
+
+def _hardware() -> Iterator[str]:
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(platform.device())
+        yield f"{found.name}, {found.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+    yield f"{os.cpu_count()} cores of {machine.machine()}, {torch.get_num_threads()} threads"
+    engine = "transformer_engine" if importlib.util.find_spec("transformer_engine") else "no transformer_engine"
+    yield f"torch {torch.__version__}, {engine}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
