@@ -108,7 +108,9 @@ def test_without_torchrun_there_is_one_rank(inputs, tmp_path):
     result = train(inputs, tmp_path / "run", 1)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-    assert_one_clear_line(train(inputs, tmp_path / "run", 1), "holds an earlier run")
+    result = train(inputs, tmp_path / "run", 1)  # which goes on, and has nothing more to do
+    assert result.returncode == 0 and "goes on after iteration 1" in result.stderr
+    assert_one_clear_line(train(inputs, tmp_path / "run", 1, "job.seed=1"), "seed=0, now seed=1")
 
 
 def test_a_bug_keeps_its_traceback(inputs, tmp_path):

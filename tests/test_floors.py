@@ -19,9 +19,14 @@ FLOORS = {
     **dict.fromkeys(("megatron", "rollout", "paper"), 3),
     **dict.fromkeys(("roles",), 4),
     **dict.fromkeys(("job",), 5),
-    **dict.fromkeys(("cli", "__main__", "launch", "quickstart"), 6),
+    **dict.fromkeys(("start", "script", "cli", "__main__", "launch", "quickstart", "view"), 6),
 }
-NEIGHBOURS = {("config", "layout"), ("__main__", "cli"), ("cli", "launch"), ("cli", "quickstart")}
+NEIGHBOURS = {
+    ("config", "layout"),
+    ("__main__", "cli"),
+    *(("cli", room) for room in ("launch", "quickstart", "start", "view")),
+    ("script", "start"),
+}
 
 
 def violations(package: Path) -> list[str]:

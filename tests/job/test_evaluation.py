@@ -15,8 +15,8 @@ from verl_mg.config import load_config
 from verl_mg.job.evaluation import Tries, metrics_of
 from verl_mg.job.job import Job
 from verl_mg.job.loop import run
+from verl_mg.job.ranks.world import World
 from verl_mg.job.recipe import load_recipe, wanted_roles
-from verl_mg.job.world import World
 
 GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
 
@@ -127,6 +127,7 @@ def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, f
     ]
     config = config_of(inputs, output, overrides)
     job = Job(config, wanted_roles(GRPO, config.algorithm), job_store())
+    job.start()
     taken, metrics = [], {}
     take = job.prompts.take
 
@@ -168,6 +169,7 @@ def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         job = Job(config, wanted_roles(GRPO, config.algorithm), job_store())
+        job.start()
         for iteration, text in enumerate(texts, 1):
             if dist.get_rank() == 0:
                 output.mkdir(exist_ok=True)

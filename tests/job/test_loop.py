@@ -1,7 +1,6 @@
 """Whole jobs on real ranks: GRPO and SFT run, twice the same is the same, and what they leave can be used."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.rank_pool import job_store
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
+from verl_mg.data import read_records
 from verl_mg.errors import UserError
 from verl_mg.job.loop import run
+from verl_mg.job.ranks.world import World
 from verl_mg.job.recipe import load_recipe
-from verl_mg.job.world import World
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -87,15 +87,16 @@ def test_a_grpo_job_leaves_metrics_curve_samples_and_a_model(ranks, inputs, tmp_
     assert (tmp_path / "run" / "reward_curve.png").stat().st_size > 5000
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     assert "kl_coefficient: 0.01" in (tmp_path / "run" / "config.yaml").read_text()
-    records = []
-    for rank in (0, 1):
-        lines = (tmp_path / "run" / "samples" / f"rank-{rank}.jsonl").read_text().splitlines()
-        records += [json.loads(line) for line in lines]
+    files = sorted((tmp_path / "run" / "samples").glob("*/*"))
+    folders = [f"{iteration:06d}" for iteration in (1, 2, 3)]
+    assert [file.relative_to(tmp_path / "run" / "samples") for file in files] == [
+        Path(folder, f"rank-{rank}.parquet") for folder in folders for rank in (0, 1)
+    ]
+    records = [record for file in files for record in read_records(file)]
     assert sorted(r["sample_id"] for r in records) == list(range(72))
-    assert all({"prompt", "response", "answer", "reward", "advantage", "iteration"} <= r.keys() for r in records)
     by_group: dict[int, list[float]] = {}
     for record in records:
-        by_group.setdefault(record["group"], []).append(record["advantage"])
+        by_group.setdefault(record["group"], []).append(record["advantages"][-1])
     assert all(len(group) == 4 and abs(sum(group)) < 1e-5 for group in by_group.values())
     AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
@@ -155,7 +156,7 @@ def test_an_earlier_run_is_not_overwritten(ranks, inputs, tmp_path):
 
 def too_large(inputs: Path) -> str:
     with pytest.raises(UserError) as caught:
-        job("grpo", inputs, Path(os.devnull), ["actor.layout=tp4"])
+        job("grpo", inputs, inputs / "refused", ["actor.layout=tp4"])
     return str(caught.value)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch
-from verl_mg.job.observe import mismatch_metrics, rollout_metrics
+from verl_mg.job.records.observe import mismatch_metrics, rollout_metrics
 
 ROWS, VERSION = 11, 6
 

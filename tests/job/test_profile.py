@@ -6,7 +6,7 @@ import re
 
 from tests.job.test_loop import GRPO, inputs, job  # noqa: F401, a fixture
 from verl_mg.clock import Clock
-from verl_mg.job.profile import Profile, written
+from verl_mg.job.records.profile import INEXACT, Profile, written
 
 
 def test_the_table_of_two_ranks():
@@ -29,7 +29,16 @@ def means_over_iterations():
     for seconds in ({"update": 100.0}, {"update": 1.0, "rows": 1.0}, {"update": 3.0}):
         clock.seconds = dict(seconds)
         assert profile.iteration() == {f"time/phase/{name}": value for name, value in sorted(seconds.items())}
+    assert profile.table(exact=False).splitlines()[-1] == INEXACT
     return profile.table()
+
+
+def nothing_done():
+    return Profile(Clock()).table()
+
+
+def test_without_an_iteration_there_is_no_table(ranks):
+    assert ranks.run(2, nothing_done) == ["", ""]
 
 
 def test_the_first_iteration_is_left_out(ranks):
@@ -45,7 +54,7 @@ def told_by(*arguments):
 
 
 def test_a_run_tells_where_its_time_went(ranks, inputs, tmp_path):  # noqa: F811
-    placement = ["reference.ranks=1", "actor.ranks=0", "job.profile=true"]
+    placement = ["reference.ranks=1", "actor.ranks=0", "profile.exact=true"]
     told, silent = ranks.run(2, told_by, "grpo", inputs, tmp_path / "run", [*GRPO, *placement])
     assert "phase" not in silent
     for phase in ("generate", "forward", "update", "optimizer", "waiting", "rows", "sync", "recipe", "logging"):

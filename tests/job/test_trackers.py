@@ -2,16 +2,19 @@
 
 import io
 import json
+import logging
 import math
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from verl_mg.job.curve import draw_curve
-from verl_mg.job.trace import SampleTrace
-from verl_mg.job.trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker, Tracker
+from verl_mg.clock import Clock
+from verl_mg.job.pace import Pace
+from verl_mg.job.records.curve import draw_curve
+from verl_mg.job.trackers import ConsoleTracker, EvaluationTable, Guarded, JsonlTracker, TensorBoardTracker, Tracker
 
 
 def read(path: Path) -> list[dict[str, float | None]]:
@@ -31,9 +34,7 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     tracker.log(1, {"a": math.nan, "b": -math.inf, "c": np.float32(0.1)})
     tracker.close()
-    assert read(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "a": None, "b": None, "c": float(np.float32(0.1))}
-    ]
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": float(np.float32(0.1))}]
 
 
 @pytest.mark.parametrize(("first_step", "steps"), [(3, [1, 2, 3]), (None, [1, 2, 3, 4, 3])])
@@ -49,24 +50,92 @@ def test_resumed_file_has_no_torn_and_no_repeated_line(
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_tensorboard_reads_it(tmp_path: Path) -> None:
+EVALUATION = {"eval/reward": 0.5, "eval/pass@4": 0.75, "reward/mean": 1.0}
+
+
+def test_a_row_for_each_evaluation_and_a_resumed_run_goes_on_under_the_same_columns(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.md"
+    table = EvaluationTable(path)
+    for step in (0, 2, 4):
+        table.log(step, EVALUATION)
+        table.log(step + 1, {"reward/mean": 1.0})
+    resumed = EvaluationTable(path, first_step=4)
+    resumed.log(4, {"eval/pass@4": 1.0, "eval/reward": 0.25})
+    assert path.read_text().splitlines() == [
+        "| iteration | reward | pass@4 |",
+        "| ---: | ---: | ---: |",
+        "| 0 | 0.5000 | 0.7500 |",
+        "| 2 | 0.5000 | 0.7500 |",
+        "| 4 | 0.2500 | 1.0000 |",
+    ]
+    EvaluationTable(path).log(0, EVALUATION)
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_tensorboard_reads_it_and_what_a_resumed_run_does_again_counts_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker: Tracker = TensorBoardTracker(tmp_path)
-    tracker.log(1, {"reward/mean": 0.25})
-    tracker.log(2, {"reward/mean": 0.5})
+    for step, value in ((1, 0.25), (2, 0.5), (3, 0.75)):
+        tracker.log(step, {"reward/mean": value})
+    tracker.close()
+    tracker = TensorBoardTracker(tmp_path, first_step=3)
+    tracker.log(3, {"reward/mean": 1.0})
     tracker.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 1.0)]
 
 
-def shown(terminal: bool) -> str:
+def test_a_tracker_that_fails_is_told_once_and_given_what_it_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "not yet there"
+    tracker = Guarded("the table", lambda: EvaluationTable(folder / "evaluation.md"), again_after=0.0)
+    tracker.log(0, EVALUATION)
+    tracker.log(1, EVALUATION)
+    folder.mkdir()
+    tracker.log(2, EVALUATION)
+    tracker.close()
+    assert len((folder / "evaluation.md").read_text().splitlines()) == 2 + 3
+    (told,) = caplog.messages
+    assert told.startswith("the table fails, training goes on without it: FileNotFoundError")
+
+
+def test_a_tracker_that_cannot_be_opened_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    tracker = Guarded("TensorBoard", lambda: TensorBoardTracker(tmp_path / "file" / "folder"))
+    for step in range(3):
+        tracker.log(step, {"a": 1.0})
+    tracker.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert caplog.messages[1] == "TensorBoard: 3 steps are missing there"
+
+
+def test_a_line_that_the_disk_has_no_room_for_is_written_later_and_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = Guarded("metrics.jsonl", lambda: JsonlTracker(path), again_after=0.0)
+    tracker.log(1, {"a": 1.0})
+    room, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, most))
+    try:
+        tracker.log(2, {"a": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    assert [line["step"] for line in read(path)] == [1]
+    tracker.log(3, {"a": 3.0})
+    tracker.close()
+    assert [line["step"] for line in read(path)] == [1, 2, 3]
+    assert len(caplog.messages) == 1
+
+
+def shown(terminal: bool, clock: Clock | None = None) -> str:
     screen = io.StringIO()
-    tracker: Tracker = ConsoleTracker(
-        20, "grpo [x]", first_step=11, console=Console(file=screen, force_terminal=terminal, width=140)
-    )
-    tracker.log(11, {"reward/mean": 0.12345, "reward/max": 7.5, "eval/reward": 0.5})
+    console = Console(file=screen, force_terminal=terminal, width=160)
+    tracker: Tracker = ConsoleTracker(20, "grpo [x]", first_step=11, console=console, clock=clock)
+    tracker.log(11, {"reward/mean": 0.12345, "reward/max": 7.5, "eval/reward": 0.5, "time/tokens_per_second": 34567.8})
     tracker.log(12, {})
     tracker.close()
     return screen.getvalue()
@@ -74,15 +143,34 @@ def shown(terminal: bool) -> str:
 
 def test_plain_lines_beside_a_terminal() -> None:
     first, second = shown(terminal=False).splitlines()
-    assert first.startswith("step 11/20  reward 0.1235  eval 0.5  elapsed 0:00:0")
+    assert first.startswith("step 11/20  reward 0.1235  eval 0.5  tokens/s 34568  elapsed 0:00:0")
     assert second.startswith("step 12/20  elapsed") and "eta 0:00:0" in second
     assert "\x1b" not in first + second
 
 
 def test_live_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    text = shown(terminal=True)
+    clock = Clock()
+    with clock("recipe"), clock("generate"):
+        text = shown(terminal=True, clock=clock)
     assert "\x1b" in text and "12/20" in text and "reward 0.1235  eval 0.5" in text
+    assert "generate" in text and "recipe" not in text
+    assert "eta 0:00:00" in text
+
+
+def test_the_rest_takes_as_long_as_the_latest_iterations_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("verl_mg.job.pace.time.monotonic", lambda: now[0])
+    pace = Pace(total=20, done=4)
+    assert pace.left is None
+    for done, seconds in ((5, 500.0), (6, 40.0), (8, 80.0)):  # the first one compiles
+        now[0] += seconds
+        pace.reached(done)
+    assert pace.left == 12 * 40.0
+    now[0] += 30.0
+    assert pace.left == 12 * 40.0 - 30.0
+    now[0] += 9999.0
+    assert pace.left == 0.0
 
 
 def test_curve(tmp_path: Path) -> None:
@@ -108,27 +196,9 @@ def test_no_curve_without_its_series(tmp_path: Path) -> None:
 
 
 def test_running_mean_against_a_loop() -> None:
-    from verl_mg.job.curve import _running_mean
+    from verl_mg.job.records.curve import _running_mean
 
     values = np.random.default_rng(0).standard_normal(35)
     np.testing.assert_allclose(
         _running_mean(values), [values[max(0, i - 2) : i + 1].mean() for i in range(35)], rtol=1e-12
     )
-
-
-def test_trace_appends_a_line_a_sample(tmp_path: Path) -> None:
-    records = [
-        {"step": 1, "response": "ü\n\u2028"},
-        {"step": 1, "response": ""},
-        {"step": 2, "response": "x"},
-    ]
-    trace = SampleTrace(tmp_path / "samples", rank=3)
-    trace.write(records[:2])
-    lines = (tmp_path / "samples" / "rank-3.jsonl").read_text(encoding="utf-8").split("\n")
-    assert [json.loads(line) for line in lines[:-1]] == records[:2]
-    trace.close()
-    trace = SampleTrace(tmp_path / "samples", rank=3)
-    trace.write(iter(records[2:]))
-    trace.close()
-    lines = (tmp_path / "samples" / "rank-3.jsonl").read_text(encoding="utf-8").split("\n")
-    assert [json.loads(line) for line in lines[:-1]] == records

@@ -1,11 +1,12 @@
 """Recorded lengths: their files, and the tool that writes them from a run or from samples drawn now."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from verl_mg.errors import UserError
 from verl_mg.paper.lengths import Length, longest_to, read_lengths, write_lengths
@@ -48,19 +49,19 @@ def record(*arguments):
 
 def test_a_run_is_recorded_in_the_order_of_its_samples(tmp_path):
     folder = tmp_path / "run" / "samples"
-    folder.mkdir(parents=True)
-    for rank in (0, 1):
-        own = [
-            {"iteration": i, "sample_id": 2 * i + rank, "prompt_tokens": 10 * i + rank, "response_tokens": 7 - rank}
-            for i in (1, 2)
-        ]
-        (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own))
+    for i in (1, 2):
+        (folder / f"{i:06d}").mkdir(parents=True)
+        for rank in (0, 1):
+            prompt, response = 10 * i + rank, 7 - rank
+            row = {"iteration": i, "call": 0, "sample_id": 2 * i + rank, "prompt_length": prompt}
+            table = pyarrow.Table.from_pylist([row | {"tokens": [0] * (prompt + response)}])
+            parquet.write_table(table, folder / f"{i:06d}" / f"rank-{rank}.parquet")
     told = record("--samples", folder, "--out", tmp_path / "lengths.txt")
     assert told.returncode == 0, told.stderr
     assert read_lengths(tmp_path / "lengths.txt") == [Length(10, 7), Length(11, 6), Length(20, 7), Length(21, 6)]
-    (folder / "rank-2.jsonl").write_text('{"iteration": 1, "sample_id": 3}\n')
+    (folder / "000002" / "rank-2.parquet").write_text('{"iteration": 1, "sample_id": 3}\n')
     told = record("--samples", folder, "--out", tmp_path / "other.txt")
-    assert told.returncode == 2 and "rank-2.jsonl:1: not a sample with prompt_tokens" in told.stderr
+    assert told.returncode == 2 and "rank-2.parquet: not the samples of a run" in told.stderr
     assert not (tmp_path / "other.txt").exists()
 
 

@@ -87,9 +87,13 @@ def test_a_coefficient_is_steered_towards_its_target(ranks, tasks, tmp_path):
 
 def test_the_coefficient_of_the_configuration_holds_until_one_is_known():
     job = SimpleNamespace(state={})
-    assert steered(job, config(kl_coefficient=0.3)).kl_coefficient == 0.3
+    steering = config(kl_coefficient=0.3, kl_target=0.1)
+    assert steered(job, steering).kl_coefficient == 0.3
     job.state["kl_coefficient"] = 0.7
-    assert steered(job, config(kl_coefficient=0.3)).kl_coefficient == 0.7
+    assert steered(job, steering).kl_coefficient == 0.7
+    # What an earlier start of the run has steered is none of one that does not steer.
+    assert steered(job, config(kl_coefficient=0.3)).kl_coefficient == 0.3
+    assert steered(job, config(kl_target=0.1)).kl_coefficient == 0
 
 
 # DAPO: groups of two samples, by round, and whether each has a difference to learn from.
@@ -100,6 +104,7 @@ class Scripted:
     """A rollout that deals the groups of a round to the ranks in turn."""
 
     unfinished = 0
+    drawing = False
 
     def __init__(self) -> None:
         self.rounds = 0

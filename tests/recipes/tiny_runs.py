@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from tests.rank_pool import RankPool, job_store
 from verl_mg.config import load_config
-from verl_mg.job.loop import METRICS, MODEL, run
+from verl_mg.job.loop import MODEL, run
+from verl_mg.job.ranks.world import World
 from verl_mg.job.recipe import load_recipe
-from verl_mg.job.world import World
+from verl_mg.job.records.summary import METRICS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LETTERS = RECIPES / "configs" / "letters"

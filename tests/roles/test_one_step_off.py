@@ -1,17 +1,24 @@
 """Engines on ranks of their own draw the next samples while this iteration trains, from weights one iteration old."""
 
+import json
 import re
+import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
+from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
-from tests.roles.test_sglang_rollout import inputs, sglang_job
+from tests.rank_pool import job_store
+from tests.roles.test_sglang_rollout import RECIPES, inputs, settings, sglang_job
 from tests.traces import needs_sglang
+from verl_mg.config import load_config
 from verl_mg.errors import UserError
-from verl_mg.job.loop import one_iteration
-from verl_mg.job.trace import SampleTrace
+from verl_mg.job.loop import one_iteration, run
+from verl_mg.job.ranks.world import World
+from verl_mg.job.recipe import load_recipe
+from verl_mg.job.records.observe import rollout_metrics
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4
 OVERRIDES = ["algorithm.one_step_off=true", f"job.iterations={ITERATIONS}"]
@@ -30,7 +37,9 @@ def train_ahead(folder):
             return update(batch, *arguments, **options)
 
         job.actor.update = kept
-        metrics = one_iteration(recipe, job, iteration, SampleTrace(folder / "samples", dist.get_rank()))
+        version = job.actor.updates
+        metrics = one_iteration(recipe, job, iteration)
+        metrics |= rollout_metrics(job.rollout.produced, version) | job.rollout.metrics
         job.actor.update = update
         job.actor.save(folder / f"weights-{iteration}", folder / "model")
         greedy = job.rollout.greedy(list(job.prompts)[:1]) if iteration == 2 else None
@@ -87,7 +96,7 @@ def test_samples_are_drawn_one_iteration_ahead(ranks, tmp_path):
 def refused(folder, overrides):
     job, recipe = sglang_job(folder, *overrides, *OVERRIDES)
     try:
-        one_iteration(recipe, job, 1, None)
+        one_iteration(recipe, job, 1)
     except UserError as error:
         return str(error)
 
@@ -96,3 +105,31 @@ def refused(folder, overrides):
 def test_engines_on_the_ranks_of_training_cannot(ranks, tmp_path, overrides):
     (told,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
     assert re.match("samples are drawn while training computes only by engines on ranks of their own: write", told)
+
+
+def run_whole(folder):
+    recipe = load_recipe(RECIPES / "grpo.py")
+    ahead = ["algorithm.one_step_off=true", "actor.layout=tp2", "rollout.ranks=1", "job.iterations=2"]
+    config = load_config(None, [*settings(folder), *ahead, "checkpoint.every=1", "job.console=false"], recipe.config)
+    run(recipe, config, World(dist.get_rank(), dist.get_world_size(), job_store()))
+
+
+def drawn(folder, iteration):
+    files = (folder / "run" / "samples" / f"{iteration:06d}").iterdir()
+    rows = [row for file in files for row in parquet.read_table(file, columns=["sample_id", "prompt_id"]).to_pylist()]
+    return sorted((row["sample_id"], row["prompt_id"]) for row in rows)
+
+
+@pytest.mark.nightly
+@needs_sglang
+def test_what_was_drawn_ahead_is_drawn_again_after_a_resume(ranks, tmp_path):
+    folder = inputs(tmp_path, "qwen3")
+    ranks.run(3, run_whole, folder)
+    before = drawn(folder, 2)
+    assert len(before) == PROMPTS * GROUP and before[0][0] == PROMPTS * GROUP
+    shutil.rmtree(folder / "run" / "checkpoints" / "000002")
+    shutil.rmtree(folder / "run" / "samples" / "000002")
+    ranks.run(3, run_whole, folder)
+    assert drawn(folder, 2) == before
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2] and lines[1]["actor/grad_norm"] > 0

@@ -46,10 +46,9 @@ def inputs(folder: Path, architecture: str, positions: int = 64) -> Path:
     return folder
 
 
-def sglang_job(folder: Path, *overrides: str) -> tuple[Job, Recipe]:
-    """A GRPO job with SGLang engines, as the command line builds it."""
-    recipe = load_recipe(RECIPES / "grpo.py")
-    common = [
+def settings(folder: Path) -> list[str]:
+    """Of a GRPO job with SGLang engines."""
+    return [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'sums.jsonl'}",
         f"reward.function={folder / 'reward.py'}:digits",
@@ -61,8 +60,15 @@ def sglang_job(folder: Path, *overrides: str) -> tuple[Job, Recipe]:
         "algorithm.prompts_per_iteration=6",
         "algorithm.group_size=4",
     ]
-    config = load_config(None, [*common, *overrides], recipe.config)
-    return Job(config, recipe.roles(config.algorithm), job_store()), recipe
+
+
+def sglang_job(folder: Path, *overrides: str) -> tuple[Job, Recipe]:
+    """The job, as the command line builds it."""
+    recipe = load_recipe(RECIPES / "grpo.py")
+    config = load_config(None, [*settings(folder), *overrides], recipe.config)
+    job = Job(config, recipe.roles(config.algorithm), job_store())
+    job.start()
+    return job, recipe
 
 
 def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:

@@ -1,0 +1,249 @@
+"""What the documents say: links, files, keys, messages and pictures are real, and what they show runs."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from recipes.tasks import letters
+from tests.rank_pool import job_store
+from tools.draw_docs import DRAWN, PICTURES
+from verl_mg.cli import _parser
+from verl_mg.config import Section, load_config
+from verl_mg.config.tree import Config
+from verl_mg.errors import UserError
+from verl_mg.job.job import Job
+from verl_mg.job.loop import run
+from verl_mg.job.ranks.world import World
+from verl_mg.job.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"], key=str)
+TEXTS = {page.name if page.parent == ROOT else f"docs/{page.name}": page.read_text(encoding="utf-8") for page in PAGES}
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MEGATRON = ROOT / ".venv" / "peers" / "verl" / "trainer" / "config" / "_generated_ppo_megatron_trainer.yaml"
+ENOUGH = 15
+"""Letters of a message that have to stand in the source as they are."""
+
+
+def blocks(page: str, kind: str) -> list[tuple[str, str]]:
+    """(what stands behind the kind, text) of the fenced blocks of a page."""
+    found = [(head.strip(), text) for head, text in BLOCK.findall(TEXTS[page])]
+    return [(head.removeprefix(kind).strip(), text) for head, text in found if head.split(" ")[0] == kind]
+
+
+def shown(page: str, name: str) -> str:
+    (text,) = [text for kind in ("python", "yaml") for head, text in blocks(page, kind) if head == name]
+    return text
+
+
+def anchors(page: Path) -> set[str]:
+    lines = re.sub(BLOCK, "", page.read_text(encoding="utf-8")).splitlines()
+    heads = [line.lstrip("#").strip() for line in lines if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads}
+
+
+# -- links and names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_that_are_named_are_there(name):
+    for path in re.findall(r"\b(?:recipes|verl_mg|tools|launch|tests|docs)/[\w./-]*\w", TEXTS[name]):
+        if not any(mark in path for mark in ("NAME", "bench_", ".partial")):
+            assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_every_page_is_in_the_index():
+    index = TEXTS["docs/README.md"]
+    assert all(f"]({page.name})" in index for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
+
+
+# -- configuration
+
+SECTIONS = tuple(Config.model_fields)
+KEY = re.compile(rf"(?<![\w./:-])(?:{'|'.join(SECTIONS)})(?:\.[a-z][a-z_]*)+")
+
+
+def algorithms() -> list[type[Section]]:
+    return [load_recipe(file).config for file in sorted((ROOT / "recipes").glob("*.py"))]
+
+
+def is_key(key: str, kinds: list[type[Section]]) -> bool:
+    """Whether the tree, or a recipe's part of it, has the key."""
+    section, *names = key.split(".")
+    found = kinds if section == "algorithm" else [Config.model_fields[section].annotation]
+    return any(_has(kind, names) for kind in found)
+
+
+def _has(kind: object, names: list[str]) -> bool:
+    for name in names:
+        fields = getattr(kind, "model_fields", {})
+        if name not in fields:
+            return False
+        kind = fields[name].annotation
+    return True
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_keys_exist(name):
+    kinds = algorithms()
+    text = re.sub(BLOCK, "", TEXTS[name])
+    if name == "docs/coming_from_verl.md":
+        text = "\n".join(line.split("|")[2] for line in text.splitlines() if line.count("|") > 3)
+    for key in KEY.findall(text):
+        of_job = key.startswith("job.") and _is_of_job(key.split(".")[1])
+        if not of_job and not key.endswith((".py", ".md", ".yaml", ".json", ".jsonl", ".parquet", ".png")):
+            assert is_key(key, kinds), f"{name} names {key}"
+
+
+def _is_of_job(name: str) -> bool:
+    return hasattr(Job, name) or name in (*Job.__annotations__, "iteration", "state", "prompts", "tokenizer")
+
+
+@pytest.mark.skipif(not MEGATRON.exists(), reason="verl is installed by tools/install_peers.sh")
+def test_options_of_verl_exist():
+    tree = yaml.safe_load(MEGATRON.read_text(encoding="utf-8"))
+    rows = [line.split("|")[1] for line in TEXTS["docs/coming_from_verl.md"].splitlines() if line.count("|") > 3]
+    named = [
+        key for row in rows for key in re.findall(r"`((?:aorr|algorithm|data|critic|reward|trainer)\.[\w.]+)`", row)
+    ]
+    assert len(named) > 90
+    for key in named:
+        node = tree
+        for part in key.replace("aorr.", "actor_rollout_ref.").split("."):
+            assert part in node, key
+            node = node[part]
+
+
+# -- commands and messages
+
+
+def test_commands_parse():
+    parser = _parser()
+    for name, text in TEXTS.items():
+        joined = re.sub(r" *\\\n *", " ", text)
+        for line in re.findall(r"^ {4}(verl-mg (?!trace DIR)[^│\n]*)$", joined, re.MULTILINE):
+            words = line.split("#")[0].split()[1:]
+            _, rest = parser.parse_known_args(words)
+            assert all("=" in word for word in rest), f"{name}: {line}"
+
+
+def patterns() -> list[re.Pattern[str]]:
+    """Of the texts in the source, with what is filled in left open."""
+    found = []
+    for file in (ROOT / "verl_mg").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            if (
+                all(text is None or isinstance(text, str) for text in texts)
+                and len("".join(filter(None, texts))) >= ENOUGH
+            ):
+                found.append(re.compile("".join(".+" if text is None else re.escape(text) for text in texts)))
+    return found
+
+
+MESSAGES = [text.strip().splitlines() for _, text in blocks("docs/troubleshooting.md", "")]
+
+
+def test_messages_are_those_of_the_source(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    known = patterns()
+    assert len(MESSAGES) > 20
+    for *command, line in MESSAGES:
+        message = line.removeprefix("error: ")
+        if command:
+            assert refusal(command[0]) == message
+        else:
+            assert any(pattern.search(message) for pattern in known), message
+
+
+def refusal(command: str) -> str:
+    """What is said of the configuration of a `$ verl-mg train ...`."""
+    recipe, _, config, *overrides = command.split(" ", 6)[3:]
+    with pytest.raises(UserError) as told:
+        load_config(config, overrides, load_recipe(recipe).config)
+    return str(told.value)
+
+
+# -- what is shown runs
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_python_parses(name):
+    for head, text in blocks(name, "python"):
+        try:
+            compile(text, f"{name}: {head}", "exec")
+        except SyntaxError:
+            pytest.fail(f"{name}:\n{text}")
+
+
+def test_snippets_hold(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    ran = 0
+    for name in ("docs/writing_a_recipe.md", "docs/resharding.md"):
+        for _, text in blocks(name, "python"):
+            if "assert" in text:
+                exec(compile(text, name, "exec"), {})
+                ran += 1
+    assert ran == 2
+
+
+def test_the_first_recipe_learns(ranks, tmp_path):
+    for name in ("mine.py", "mine.yaml"):
+        (tmp_path / name).write_text(shown("docs/first_run.md", name))
+    code = [line for line in shown("docs/first_run.md", "mine.py").splitlines() if line]
+    assert len(code) <= 30
+    (snippet,) = [text for head, text in blocks("docs/observing_a_run.md", "python") if head == "run"]
+    rewards = ranks.run(2, _first_run, tmp_path, snippet)[0]
+    assert rewards[-1] > rewards[0] + 0.2
+
+
+def _first_run(folder: Path, snippet: str) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        if dist.get_rank() == 0:
+            letters.make(Path("runs/letters"))
+        dist.barrier()
+        recipe = load_recipe("mine.py")
+        config = load_config("mine.yaml", ["job.iterations=20", "job.console=false"], recipe.config)
+        run(recipe, config, World(dist.get_rank(), dist.get_world_size(), job_store()))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            exec(compile(snippet, "docs/observing_a_run.md", "exec"), {})
+        lines = map(json.loads, Path("runs/mine/metrics.jsonl").read_text().splitlines())
+        return [line["reward/mean"] for line in lines if "reward/mean" in line]
+
+
+def test_the_job_from_python_runs(tmp_path):
+    letters.make(tmp_path / "runs" / "letters")
+    text = shown("docs/first_run.md", "my_job.py").replace("iterations=60", "iterations=2")
+    (tmp_path / "my_job.py").write_text(text.replace("recipes/grpo.py", str(ROOT / "recipes" / "grpo.py")))
+    subprocess.run([sys.executable, "my_job.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert len((tmp_path / "runs" / "mine_from_python" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+# -- pictures
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_pictures_are_what_the_tool_draws(name):
+    assert (PICTURES / f"{name}.svg").read_text(encoding="utf-8") == str(DRAWN[name]())

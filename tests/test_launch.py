@@ -1,0 +1,239 @@
+"""The ways to start a job: the launcher and its signals, mpirun, nobody; and the scripts around them."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launched import (
+    ROOT,
+    ended,
+    error_lines,
+    goes_on,
+    iterations_done,
+    metrics_of,
+    started,
+    torchrun,
+    train_command,
+    watched,
+    write_inputs,
+)
+from verl_mg.job.ranks import mpi
+
+MPIRUN = ["mpirun", "--bind-to", "none", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
+
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_leave_when_the_launcher_is_asked(number):
+    with started([*torchrun(2), *watched()]) as launcher:
+        goes_on(launcher)
+        launcher.send_signal(number)
+        assert ended(launcher) == (128 + number, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
+def test_a_job_that_is_asked_to_leave_goes_on_to_the_bit(tmp_path, number):
+    inputs = write_inputs(tmp_path / "inputs")
+    settings = ["checkpoint.every=0", "job.iterations=60"]
+    whole, parts = ([*torchrun(2), *train_command(inputs, tmp_path / name, *settings)] for name in ("whole", "parts"))
+    with started(parts) as launcher:
+        iterations_done(tmp_path / "parts", 2, launcher)
+        launcher.send_signal(number)
+        code, _, err = ended(launcher)
+    (checkpoint,) = (tmp_path / "parts" / "checkpoints").iterdir()
+    done = len(metrics_of(tmp_path / "parts"))
+    assert code == 128 + number and int(checkpoint.name) == done < 60
+    assert f"left after iteration {done} as told; the same command goes on from there" in err
+    for command in (parts, whole):
+        with started(command) as launcher:
+            code, _, err = ended(launcher)
+        assert code == 0, err
+    assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
+
+
+def catches(pid: int, number: int) -> bool:
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def test_a_launcher_that_waits_for_other_hosts_ends_when_asked(tmp_path):
+    waiting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "alone"]
+    with started([*torchrun(1, *waiting), *watched()]) as launcher:
+        while not catches(launcher.pid, signal.SIGTERM):
+            time.sleep(0.1)
+        launcher.terminate()
+        code, _, err = ended(launcher)
+    assert code == 128 + signal.SIGTERM and "Traceback" not in err
+
+
+def test_an_interrupt_ends_the_launcher_without_a_traceback():
+    with started([*torchrun(2), *watched()]) as launcher:
+        goes_on(launcher)
+        launcher.send_signal(signal.SIGINT)
+        code, _, err = ended(launcher)
+    assert code == 128 + signal.SIGINT and "SignalException" not in err
+
+
+@needs_mpirun
+def test_mpirun_and_torchrun_give_the_same_numbers(tmp_path):
+    inputs = write_inputs(tmp_path / "inputs")
+    for name, before, launcher in (("torchrun", [], torchrun(4)), ("mpirun", [*MPIRUN, "-n", "4"], [])):
+        layout = ["actor.layout=tp2", "job.iterations=3", "job.save=true"]
+        with started([*launcher, *train_command(inputs, tmp_path / name, *layout)], before) as process:
+            code, _, err = ended(process)
+        assert code == 0, err
+    metrics = metrics_of(tmp_path / "torchrun")
+    assert len(metrics) == 3 and metrics == metrics_of(tmp_path / "mpirun")
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("torchrun", "mpirun")]
+    assert models[0] == models[1]
+
+
+@needs_mpirun
+def test_a_mistake_under_mpirun_is_one_line_and_code_2(tmp_path):
+    command = train_command(tmp_path, tmp_path / "run")
+    with started(command, [*MPIRUN, "-n", "2"]) as process:
+        code, _, err = ended(process)
+    assert code == 2, err
+    assert len(error_lines(err)) == 1 and "no such model directory" in err and "Traceback" not in err
+
+
+def test_another_mpi_than_the_launchers_is_named(tmp_path):
+    with started(train_command(tmp_path, tmp_path), OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0") as process:
+        code, _, err = ended(process)
+    pytest.importorskip("mpi4py")
+    assert code == 2 and len(error_lines(err)) == 1 and "mpi4py sees one rank" in err and "Traceback" not in err
+
+
+def test_without_mpi4py_its_name_is_told(tmp_path):
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')\n")
+    variables = {"PMI_SIZE": "4", "PMI_RANK": "0", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    with started(train_command(tmp_path, tmp_path), **variables) as process:
+        code, _, err = ended(process)
+    assert code == 2 and len(error_lines(err)) == 1 and "pip install mpi4py" in err
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}, True),
+        ({"PMI_SIZE": "8"}, True),
+        ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "16"}, True),
+    ],
+)
+def test_who_started_this(monkeypatch, environment, expected):
+    for name in (*mpi.SIZES, "PMIX_RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert mpi.among_others() is expected
+
+
+def test_the_address_for_other_hosts_may_be_given(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    store = mpi._serve(2, one_host=False)
+    assert store.host == "localhost" and store.port > 0
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    with pytest.raises(mpi.UserError, match=r"192\.0\.2\.1: rank 0 cannot listen there .*; set MASTER_ADDR"):
+        mpi._serve(2, one_host=False)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_bash_and_names_no_machine(script):
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text()
+    assert "kill" not in text.replace("--kill-on-bad-exit", "")
+    if script.name != "environment.sh":  # which is sourced
+        assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text
+
+
+def scripted(script: str, tmp_path: Path, *arguments: str, **environment: str) -> str:
+    """What a script prints where `python`, `mpirun` and Slurm's commands only tell how they were called."""
+    tools = tmp_path / "bin"
+    tools.mkdir(exist_ok=True)
+    answers = {
+        "python": '[[ " $* " == *" status "* ]] && exit 3 || exit 0',
+        "mpirun": "",
+        "scontrol": '[[ $1 == show ]] && echo "node1\nnode2" || exit 0',
+        "srun": f"exit {environment.get('SRUN_ENDS_WITH', '0')}",
+    }
+    for name, answer in answers.items():
+        told = 'echo "called: $(basename "$0") $*" >&2'
+        (tools / name).write_text(f"#!/usr/bin/env bash\n{told}\n{answer}\n")
+        (tools / name).chmod(0o755)
+    result = subprocess.run(
+        ["bash", ROOT / "launch" / script, *arguments],
+        env={"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return f"{result.stdout}code {result.returncode}"
+
+
+def test_torchrun_of_one_node_and_of_many(tmp_path):
+    one = scripted("torchrun.sh", tmp_path, "r.py", "a=b c", RANKS="2")
+    assert "called: python -m verl_mg.launch --nproc-per-node 2 --standalone -m verl_mg train r.py a=b c" in one
+    assert "$ 'python' '-m' 'verl_mg.launch'" in one and "'a=b c'" in one
+    assert "RENDEZVOUS=HOST:PORT" in scripted("torchrun.sh", tmp_path, "r.py", NODES="2")
+    many = scripted("torchrun.sh", tmp_path, "r.py", NODES="2", RENDEZVOUS="first:4711", JOB="mine")
+    assert "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint first:4711 --rdzv-id mine -m verl_mg train r.py" in many
+
+
+def test_mpirun_script(tmp_path):
+    told = scripted("mpirun.sh", tmp_path, "r.py", "a=1", RANKS="4", MPI_OPTIONS="--hostfile hosts")
+    assert "called: mpirun -n 4 --bind-to none --hostfile hosts python -m verl_mg train r.py a=1" in told
+    assert "RANKS" in scripted("mpirun.sh", tmp_path, "r.py")
+
+
+@pytest.mark.parametrize(("code", "again"), [(0, False), (138, True), (143, True), (2, False)])
+def test_slurm_puts_an_unfinished_job_into_the_queue_again(tmp_path, code, again):
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "70123", "SLURM_JOB_NUM_NODES": "2"}
+    told = scripted("slurm.sbatch", tmp_path, "r.py", RUN="runs/x", RANKS="8", SRUN_ENDS_WITH=str(code), **slurm)
+    assert "called: srun" in told and "--rdzv-endpoint node1:30123" in told and "job.output=runs/x" in told
+    assert ("called: scontrol requeue 70123" in told) is again
+    assert told.endswith(f"code {code}")
+
+
+def kubernetes_worker() -> dict[str, Any]:
+    job = yaml.safe_load((ROOT / "launch" / "k8s" / "pytorchjob.yaml").read_text())
+    return job["spec"]["pytorchReplicaSpecs"]["Worker"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [("exit 0", 0), ("exit 2", 2), ("exit 3", 137), ("trap 'exit 143' TERM; while true; do sleep 0.1; done", 143)],
+)
+def test_a_pod_hands_its_signal_on_and_is_started_again_where_that_helps(tmp_path, ends, code):
+    (tmp_path / "python").write_text(f"#!/usr/bin/env bash\necho starts\n{ends}\n")
+    (tmp_path / "python").chmod(0o755)
+    (container,) = kubernetes_worker()["template"]["spec"]["containers"]
+    pod = subprocess.Popen(
+        [*container["command"], *container["args"]],
+        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert pod.stdout.readline() == "starts\n"
+    if "trap" in ends:
+        time.sleep(0.5)
+        pod.terminate()
+    pod.communicate(timeout=30)
+    assert pod.returncode == code
+
+
+def test_the_kubernetes_file_starts_our_launcher():
+    worker = kubernetes_worker()
+    (container,) = worker["template"]["spec"]["containers"]
+    assert worker["restartPolicy"] == "ExitCode" and "python -m verl_mg.launch -m verl_mg" in container["args"][0]
+    assert worker["template"]["spec"]["terminationGracePeriodSeconds"] > 30

@@ -1,0 +1,122 @@
+"""Two hosts, each a network of its own with a cable between: the cable is cut in the middle of training."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.launched import LONG, ended, error_lines, iterations_done, started, torchrun, train_command, write_inputs
+from verl_mg.job.ranks.watch import EXIT_LOST
+
+PORT = 29400
+"""Of the first host; nothing else listens in its network."""
+LOST_AFTER = 6
+
+
+class Hosts:
+    """Network namespaces joined by a pair of interfaces."""
+
+    def __init__(self, name: str) -> None:
+        self.names = [f"{name}-{i}" for i in range(2)]
+        # Interfaces stand in the machine's own network for a moment, and have names of at most 15 characters.
+        self.interfaces = [f"v{i}{name}"[-15:] for i in range(2)]
+        self.addresses = ["10.77.0.1", "10.77.0.2"]
+
+    def make(self) -> None:
+        for name in self.names:
+            run("netns", "add", name)
+        first, second = self.interfaces
+        run("link", "add", first, "netns", self.names[0], "type", "veth", "peer", second, "netns", self.names[1])
+        for name, interface, address in zip(self.names, self.interfaces, self.addresses, strict=True):
+            run("-n", name, "address", "add", f"{address}/24", "dev", interface)
+            run("-n", name, "link", "set", "lo", "up")
+            run("-n", name, "link", "set", interface, "up")
+
+    def remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+    def set_cable(self, state: str) -> None:
+        run("-n", self.names[0], "link", "set", self.interfaces[0], state)
+
+
+def run(*words: str) -> None:
+    result = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if result.returncode:
+        raise OSError(f"ip {' '.join(words)}: {result.stderr.strip()}")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if shutil.which("ip") is None:
+        pytest.skip("there is no ip (iproute2)")
+    made = Hosts(f"vmg{os.getpid()}")
+    try:
+        made.make()
+    except OSError as error:
+        made.remove()
+        pytest.skip(f"no networks of one's own here: {error}")
+    yield made
+    made.remove()
+
+
+def start(stack: ExitStack, hosts: Hosts, job: str, command: list[str]) -> list[subprocess.Popen[str]]:
+    processes = []
+    for i, (name, interface, address) in enumerate(zip(hosts.names, hosts.interfaces, hosts.addresses, strict=True)):
+        rendezvous = [
+            *("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", job, "--local-addr", address),
+            *("--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}", "--rdzv-conf", f"is_host={i == 0},read_timeout=20"),
+            *("--shutdown-timeout", "5"),
+        ]
+        launcher, inside = torchrun(2, *rendezvous), ["ip", "netns", "exec", name]
+        processes.append(stack.enter_context(started([*launcher, *command], inside, GLOO_SOCKET_IFNAME=interface)))
+    return processes
+
+
+def steps(output: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_cut_cable_ends_both_hosts_and_the_job_goes_on_after_it(hosts, tmp_path):
+    inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
+    command = train_command(inputs, output, f"job.lost_after={LOST_AFTER}", "actor.layout=tp2", "checkpoint.every=2")
+    with ExitStack() as stack:
+        first, second = start(stack, hosts, "first", command)
+        iterations_done(output, 5, first)
+        hosts.set_cable("down")
+        (code, _, err), (other_code, _, other_err) = ended(first), ended(second)
+    assert code == EXIT_LOST, err
+    (line,) = error_lines(err)
+    assert "has not been heard of for" in line and line.startswith("error: rank 2 (host ") and "nor have rank 3" in line
+    assert other_code == EXIT_LOST, other_err
+    line = error_lines(other_err)[0]
+    assert line.startswith("error: rank 2: the job's store at 10.77.0.1:") and "has not answered for" in line
+    assert "Traceback" not in err + other_err
+
+    done = max(int(folder.name) for folder in (output / "checkpoints").iterdir() if folder.name.isdigit())
+    hosts.set_cable("up")
+    again = [word.replace(str(LONG), str(done + 4)) for word in command]
+    with ExitStack() as stack:
+        for process in start(stack, hosts, "second", again):
+            code, _, err = ended(process)
+            assert code == 0, err
+    assert steps(output) == list(range(1, done + 5))
+
+
+@pytest.mark.nightly
+def test_one_host_is_asked_and_both_leave(hosts, tmp_path):
+    inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
+    with ExitStack() as stack:
+        first, second = start(stack, hosts, "first", train_command(inputs, output))
+        iterations_done(output, 2, first)
+        second.send_signal(signal.SIGTERM)
+        for process in (second, first):
+            code, _, err = ended(process)
+            assert code == 128 + signal.SIGTERM, err
+    assert [int(folder.name) for folder in (output / "checkpoints").iterdir()] == [steps(output)[-1]]

@@ -1,0 +1,66 @@
+"""The benchmark of checkpoints, with a tiny model: what every method has read is compared bit by bit."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rank_pool import RankError, job_store
+from tools import bench_checkpoint
+from verl_mg.job.loop import one_iteration
+from verl_mg.job.recipe import load_recipe
+from verl_mg.weights import read_config, table
+
+ROOT = Path(__file__).parents[2]
+TINY = {"hidden": 64, "layers": 2}
+
+
+@pytest.mark.nightly
+def test_every_method_brings_back_what_it_saved() -> None:
+    options = (f"--{name}={value}" for name, value in (TINY | {"rounds": 1}).items())
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench_checkpoint", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if re.match(r"\| \w", line)]
+    rows = {what: [float(cell.split()[0]) for cell in cells] for what, *cells in lines}
+    places = ("tp2 x dp2", "tp4 x dp1", "tp1 x dp4")
+    assert rows.keys() >= {"training waits, s", "on disk, MiB", *(f"read under {place}, s" for place in places)}
+    ours, *others = rows["sent, MiB"]
+    moments_and_weights = rows["on disk, MiB"][0]
+    # Of two data-parallel ranks one sends its half at least; ours have nothing to say but digests.
+    assert all(sent > moments_and_weights / 2 for sent in others) and ours < moments_and_weights / 100
+
+
+def compare(folder: Path, spoil: str | None) -> int:
+    """The elements that were compared."""
+    recipe = load_recipe(bench_checkpoint.RECIPE)
+    job = bench_checkpoint._job(recipe, folder, "tp1", job_store())
+    one_iteration(recipe, job, 1)
+    truth = folder / str(spoil)
+    bench_checkpoint._keep(job.actor, truth)
+    held = list(bench_checkpoint._held(job.actor))
+    if spoil:
+        part = next(part for part in held if part.plane == spoil)
+        bench_checkpoint._whole(job.actor, truth, part).view(torch.int32)[-1] ^= 1
+    bench_checkpoint._verify("a method", job.actor, truth)
+    return sum(part.values.numel() for part in held)
+
+
+def test_one_bit_that_differs_is_told(ranks, tmp_path):
+    bench_checkpoint._write_inputs(tmp_path, **TINY)
+    (compared,) = ranks.run(1, compare, tmp_path, None)
+    parameters = table(read_config(tmp_path / "model")).huggingface().values()
+    assert compared == 4 * sum(torch.Size(whole.shape).numel() for whole in parameters)
+    for plane in ("weights", "exp_avg", "exp_avg_sq"):
+        with pytest.raises(RankError, match=rf"a method, tp1: {plane}\|.* came back other than it was saved"):
+            ranks.run(1, compare, tmp_path, plane)

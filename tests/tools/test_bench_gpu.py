@@ -1,0 +1,66 @@
+"""The benchmark of one GPU, with a tiny model on the CPU: the same program to its end."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tools import bench_gpu
+from verl_mg.paper.measured import read_measured
+from verl_mg.weights import read_config, table
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_part_has_its_figures(tmp_path: Path) -> None:
+    report, measured = tmp_path / "benchmarks" / "cpu.md", tmp_path / "cpu.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tools.bench_gpu", "--tiny", "--repeats", "1"),
+            *("--output", str(report), "--measured", str(measured)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    text = report.read_text()
+    assert text.startswith("# One device: qwen3_1_7b, tiny")
+    for row in (
+        r"bf16 product of 128 x 128 matrices \| [\d.e+-]+ TFLOP/s",
+        r"judging pass \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
+        r"update \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
+        r"memory that the plan predicts \| \d+\.\d\d GiB \(weights",
+        r"weight sync \| \d+\.\d{4} s, [\d.e+-]+ GB/s of weights",
+        r"rollout, engine embedded \| \d+ tokens/s \(4 samples of 8 tokens",
+    ):
+        assert re.search(rf"^\| {row}", text, re.M), row
+    assert "failed" not in text and str(tmp_path) not in text
+    assert read_measured(measured).keys() == {"flops", "memory_bandwidth"}
+
+
+def test_a_part_that_fails_is_told_and_what_came_before_it_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(bench_gpu.MODEL.read_text()) | bench_gpu.TINY_SHAPE))
+    bench = bench_gpu.Bench(tmp_path, SimpleNamespace(), bench_gpu.TINY, 1, table(read_config(config)))
+
+    def part(_: bench_gpu.Bench) -> Iterator[bench_gpu.Row]:
+        yield "first", "1 s"
+        raise RuntimeError("out of memory\nand much more")
+
+    report = bench_gpu.Report(tmp_path / "report.md", "tiny", bench)
+    report.add("One", part)
+    report.add("Two", lambda _: iter([("second", "2 s")]))
+    text = (tmp_path / "report.md").read_text()
+    assert "| first | 1 s |\n| failed | RuntimeError: out of memory |\n" in text and "| second | 2 s |" in text
+    assert report.failed and "Traceback" in capsys.readouterr().err
