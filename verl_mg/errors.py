@@ -12,4 +12,4 @@ class UserError(Exception):
     """
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().splitlines())  # what it quotes may have several
+        return " ".join(line.strip() for line in super().__str__().splitlines())  # what it quotes may have several

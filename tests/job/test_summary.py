@@ -1,6 +1,7 @@
 """What a run tells at its end, from its metrics."""
 
-from verl_mg.job.records.summary import read_metrics, summary
+from verl_mg.job.lines import read_lines
+from verl_mg.job.records.summary import summary
 
 
 def test_a_run_in_four_lines():
@@ -26,5 +27,5 @@ def test_what_was_not_measured_is_not_told():
 
 def test_a_half_written_line_is_passed_over(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
-    assert read_metrics(tmp_path / "none.jsonl") == []
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert read_lines(tmp_path / "none.jsonl") == []

@@ -31,6 +31,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
     """Steps 1 and 2, and 2 and 3 of the run that goes on, in a process of its own; what that said, and its threads."""
     program = f"""
         import threading
+        import time
         from pathlib import Path
         from verl_mg.clock import Clock
         from verl_mg.config import Config
@@ -43,6 +44,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
             "track": {{"to": [{service!r}], "project": "sums", "name": "first try"}},
         }})
         for first in (1, 2):
+            time.sleep(1.0)  # the libraries name a folder after the second of its start
             trackers = open_trackers("grpo", config, Clock(), first if first > 1 else 0)
             for step in range(first, first + 2):
                 for tracker in trackers:

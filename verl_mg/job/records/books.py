@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from verl_mg.config import Config
 from verl_mg.job.job import Job
+from verl_mg.job.lines import read_lines
 from verl_mg.job.networks import NETWORKS
 from verl_mg.job.records.curve import draw_curve
 from verl_mg.job.records.observe import rollout_metrics
 from verl_mg.job.records.opening import open_trackers
 from verl_mg.job.records.profile import Profile
 from verl_mg.job.records.status import StatusFile
-from verl_mg.job.records.summary import METRICS, read_metrics, summary
+from verl_mg.job.records.summary import METRICS, summary
 from verl_mg.job.records.throughput import Throughput, device_peak
 from verl_mg.job.records.timeline import Timeline
 from verl_mg.job.records.torch_profile import TorchProfile, check_profile
@@ -92,7 +93,7 @@ class Books:
         if dist.get_rank() == 0:
             curve = draw_curve(self._output / METRICS, self._output / CURVE)
             pictures = f", curve {curve}, samples {self._output / SAMPLES}" if curve else ""
-            print(summary(read_metrics(self._output / METRICS)), phases, sep="\n")
+            print(summary(read_lines(self._output / METRICS)), phases, sep="\n")
             print(f"metrics {self._output / METRICS}{pictures}", flush=True)
 
 

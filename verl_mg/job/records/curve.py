@@ -1,10 +1,11 @@
 """A picture of how a run went."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from verl_mg.job.lines import read_lines
 
 SERIES = ("reward/mean", "eval/reward")
 
@@ -29,7 +30,7 @@ def draw_curve(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    lines = _read(Path(metrics_jsonl_path))
+    lines = read_lines(Path(metrics_jsonl_path))
     curves = {name: points for name in series if len(points := _points(lines, name))}
     if not curves:
         return None
@@ -53,11 +54,6 @@ def draw_curve(
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
-
-
-def _read(path: Path) -> list[dict[str, float | None]]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _points(lines: list[dict[str, float | None]], name: str) -> np.ndarray:

@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.errors import UserError
+from verl_mg.job.lines import read_lines
 from verl_mg.job.pace import Pace, written_seconds
-from verl_mg.job.records.summary import METRICS, read_metrics
+from verl_mg.job.records.summary import METRICS
 
 if TYPE_CHECKING:  # it brings torch, and the command has to answer at once
     from verl_mg.clock import Clock
@@ -197,7 +198,7 @@ def show_status(folder: Path) -> int:
 
 def _last_metrics(file: Path) -> dict[str, Any]:
     """The newest value of each."""
-    return {name: value for line in read_metrics(file) for name, value in line.items()}
+    return {name: value for line in read_lines(file) for name, value in line.items()}
 
 
 def _is_headline(name: str) -> bool:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from verl_mg.job.pace import written_seconds
 
 METRICS = "metrics.jsonl"
 
 Line = Mapping[str, float | None]
-
-
-def read_metrics(file: Path) -> list[Line]:
-    """The lines of a metrics.jsonl, but for a last one that is half written; [] where there is no file."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def summary(lines: Sequence[Line]) -> str:

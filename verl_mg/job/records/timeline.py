@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 
 from verl_mg.clock import Clock
+from verl_mg.job.lines import keep_before
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Timeline:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
-                _keep_before(self._path, first_step)
+                keep_before(self._path, "iteration", first_step)
         except OSError as error:
             self._give_up(error)
 
@@ -59,13 +59,3 @@ class Timeline:
     def _give_up(self, error: OSError) -> None:
         self._failed = True
         log.warning("%s: no time line of this rank from here on (%s)", self._path, error.strerror or error)
-
-
-def _keep_before(path: Path, first_step: int | None) -> None:
-    """Take out the lines from `first_step` on, and a last line that a killed run left half written."""
-    shorter = path.with_name(path.name + ".new")
-    with path.open(encoding="utf-8") as old, shorter.open("w", encoding="utf-8") as new:
-        for line in old:
-            if line.endswith("\n") and (first_step is None or json.loads(line)["iteration"] < first_step):
-                new.write(line)
-    os.replace(shorter, path)

@@ -7,6 +7,8 @@ import math
 import os
 from pathlib import Path
 
+from verl_mg.job.lines import keep_before
+
 
 class JsonlTracker:
     """One line a step: `{"step": 3, "reward/mean": 0.25, ...}`.
@@ -22,7 +24,7 @@ class JsonlTracker:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _keep_lines_before(path, first_step)
+            keep_before(path, "step", first_step)
         # Without a buffer, a line that the disk has no room for is not written a second time later on.
         self._file = path.open("ab", buffering=0)
 
@@ -49,7 +51,9 @@ class EvaluationTable:
             head, rule, *rows = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
             self._columns = _cells(head)[1:]
             kept = [row for row in rows if row.endswith("\n") and int(_cells(row)[0]) < first_step]
-            _replace(self._path, [head, rule, *kept])
+            shorter = self._path.with_name(self._path.name + ".new")
+            shorter.write_text("".join([head, rule, *kept]), encoding="utf-8")
+            os.replace(shorter, self._path)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         told = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
@@ -64,19 +68,6 @@ class EvaluationTable:
 
     def close(self) -> None:
         pass
-
-
-def _keep_lines_before(path: Path, first_step: int | None) -> None:
-    """Take out the lines from `first_step` on, and a last line that is half written."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    _replace(path, [line for line in whole if first_step is None or json.loads(line)["step"] < first_step])
-
-
-def _replace(path: Path, lines: list[str]) -> None:
-    shorter = path.with_name(path.name + ".new")
-    shorter.write_text("".join(lines), encoding="utf-8")
-    os.replace(shorter, path)
 
 
 def _cells(row: str) -> list[str]:
