@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.tiny_jobs import files_of, write_sums
 from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -25,19 +25,15 @@ def write_inputs(folder: Path) -> Path:
     """A model and sums to imitate."""
     folder.mkdir(exist_ok=True)
     tiny_model(folder / "model", "qwen3")
-    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(4)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_sums(folder)
     return folder
 
 
 def train_command(inputs: Path, output: Path, *overrides: str, recipe: str = "recipes/sft.py") -> list[str]:
     """What each rank runs, after `python`."""
     common = [
-        f"model.path={inputs / 'model'}",
-        f"data.train={inputs / 'sums.jsonl'}",
-        f"job.output={output}",
+        *files_of(inputs, output),
         f"job.iterations={LONG}",
-        "job.console=false",
         "job.save=false",
         "algorithm.examples_per_iteration=8",
     ]
@@ -104,12 +100,6 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     """The process of a rank."""
     (process,) = (one for one in psutil.Process(launcher.pid).children() if one.environ().get("RANK") == str(rank))
     return process
-
-
-def metrics_of(output: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl without seconds."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
 def error_lines(text: str) -> list[str]:

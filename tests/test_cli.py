@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.tiny_jobs import logged
 from tests.tiny_models import tiny_model
 from verl_mg.tiny import make_tiny_model
 
@@ -141,6 +142,6 @@ def test_grpo_over_the_real_gsm8k(gsm8k, tmp_path):
     overrides = [f"{key}={path}" for key, path in paths.items()]
     result = start(["train", GRPO, "--config", config, *overrides], 2)
     assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all("reward/answered" in line and line["mismatch/mean_abs"] < 1e-4 for line in lines)

@@ -13,15 +13,13 @@ import torch.distributed as dist
 import yaml
 
 from recipes.tasks import letters
-from tests.rank_pool import job_store
+from tests.tiny_jobs import run_here
 from tools.draw_docs import DRAWN, PICTURES
 from verl_mg.cli import _parser
 from verl_mg.config import Section, load_config
 from verl_mg.config.tree import Config
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
-from verl_mg.job.loop import run
-from verl_mg.job.ranks.world import World
 from verl_mg.job.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -225,7 +223,7 @@ def _first_run(folder: Path, snippet: str) -> list[float]:
         dist.barrier()
         recipe = load_recipe("mine.py")
         config = load_config("mine.yaml", ["job.iterations=20", "job.console=false"], recipe.config)
-        run(recipe, config, World(dist.get_rank(), dist.get_world_size(), job_store()))
+        run_here(recipe, config)
         dist.barrier()
         if dist.get_rank() == 0:
             exec(compile(snippet, "docs/observing_a_run.md", "exec"), {})

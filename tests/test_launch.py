@@ -18,13 +18,13 @@ from tests.launched import (
     error_lines,
     goes_on,
     iterations_done,
-    metrics_of,
     started,
     torchrun,
     train_command,
     watched,
     write_inputs,
 )
+from tests.tiny_jobs import metrics_of
 from verl_mg.job.ranks import mpi
 
 MPIRUN = ["mpirun", "--bind-to", "none", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]

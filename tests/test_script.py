@@ -1,6 +1,5 @@
 """A job that a script builds and runs, under torchrun and alone."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_jobs import logged, write_sums
 from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -36,8 +36,7 @@ job.run(grpo, iterations=2, prompts_per_iteration=4, group_size=2)
 @pytest.fixture
 def script(tmp_path):
     tiny_model(tmp_path / "model", "qwen3")
-    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_sums(tmp_path, left=4)
     file = tmp_path / "my_job.py"
     file.write_text(SCRIPT)
     return file
@@ -53,7 +52,7 @@ def test_a_script_under_torchrun_is_a_job(script, tmp_path):
     ranks = ["-m", "verl_mg.launch", "--nproc-per-node", 2]
     done = run(*ranks, script, tmp_path, tmp_path / "run", 5)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2] and lines[0]["actor/grad_norm"] > 0
     assert lines[0]["response/samples"] == 8
     assert "function: __main__:digits" in (tmp_path / "run" / "config.yaml").read_text()

@@ -1,6 +1,5 @@
 """Two hosts, each a network of its own with a cable between: the cable is cut in the middle of training."""
 
-import json
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import LONG, ended, error_lines, iterations_done, started, torchrun, train_command, write_inputs
+from tests.tiny_jobs import logged
 from verl_mg.job.ranks.watch import EXIT_LOST
 
 PORT = 29400
@@ -80,7 +80,7 @@ def start(stack: ExitStack, hosts: Hosts, job: str, command: list[str]) -> list[
 
 
 def steps(output: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in logged(output)]
 
 
 def test_a_cut_cable_ends_both_hosts_and_the_job_goes_on_after_it(hosts, tmp_path):

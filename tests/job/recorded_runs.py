@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from tests.rank_pool import job_store
+from tests.tiny_jobs import RECIPES, files_of, metrics_of, run_here, write_sums
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.data import read_records
 from verl_mg.errors import UserError
 from verl_mg.job.half import WHOLE, Half
-from verl_mg.job.loop import run
-from verl_mg.job.ranks.world import World
 from verl_mg.job.recipe import load_recipe
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 # A random model never adds, so the reward is one that it can earn, with a part that only some answers have.
 REWARD = """
 from verl_mg.rewards import Reward
@@ -33,8 +28,7 @@ def score(sample):
 def make_inputs(folder: Path) -> Path:
     """A model, prompts and a reward."""
     tiny_model(folder / "model", "qwen3", layers=2)
-    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(4)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_sums(folder)
     (folder / "reward.py").write_text(REWARD)
     return folder
 
@@ -43,10 +37,7 @@ def job(recipe: str | Path, inputs: Path, output: Path, overrides: list[str], ha
     """A run of three iterations on this rank."""
     loaded = load_recipe(RECIPES / f"{recipe}.py" if isinstance(recipe, str) else recipe)
     common = [
-        f"model.path={inputs / 'model'}",
-        f"data.train={inputs / 'sums.jsonl'}",
-        f"job.output={output}",
-        "job.console=false",
+        *files_of(inputs, output),
         "job.iterations=3",
         "job.save=false",
         "checkpoint.every=0",
@@ -57,7 +48,7 @@ def job(recipe: str | Path, inputs: Path, output: Path, overrides: list[str], ha
     if "rollout" in loaded.roles(loaded.config()):
         common += ["algorithm.prompts_per_iteration=5", "algorithm.group_size=2"]
     config = load_config(None, common + overrides, loaded.config)
-    run(loaded, config, World(dist.get_rank(), dist.get_world_size(), job_store()), half)
+    run_here(loaded, config, half)
 
 
 def refusal(*arguments: Any) -> str:
@@ -69,8 +60,7 @@ def refusal(*arguments: Any) -> str:
 
 def lines_of(output: Path) -> dict[int, dict[str, float]]:
     """What metrics.jsonl says of each step, seconds left out."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: {k: v for k, v in line.items() if not k.startswith("time/")} for line in lines}
+    return {int(line["step"]): line for line in metrics_of(output)}
 
 
 def samples_of(output: Path, iteration: int) -> list[dict[str, Any]]:

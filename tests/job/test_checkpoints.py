@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.fuzzing import mend_sums
-from tests.rank_pool import RankError, job_store
+from tests.rank_pool import RankError
+from tests.tiny_jobs import RECIPES, files_of, metrics_of, run_here, write_sums
 from tests.tiny_models import CHARACTERS, tiny_model
 from verl_mg.config import load_config
-from verl_mg.job.loop import run
-from verl_mg.job.ranks.world import World
 from verl_mg.job.recipe import load_recipe
 from verl_mg.tiny import make_tiny_model
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 REWARD = "def digits(sample): return sum(c.isdigit() for c in sample.response) - 0.1 * len(sample.response)\n"
 
 
@@ -33,8 +30,7 @@ def inputs(tmp_path_factory):
     tiny_model(folder / "mixture", "qwen3_moe")
     # Tied, so that the output layer of a last stage is a copy of the first one's embedding.
     make_tiny_model(folder / "wide", "qwen2", characters=CHARACTERS, kv_heads=4, layers=4, tie_embeddings=True)
-    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(3)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_sums(folder, right=3)
     (folder / "reward.py").write_text(REWARD)
     return folder
 
@@ -43,11 +39,8 @@ def job(recipe: str, inputs: Path, output: Path, iterations: int, overrides: lis
     """What the rank told the log."""
     loaded = load_recipe(RECIPES / f"{recipe}.py")
     common = [
-        f"model.path={inputs / 'model'}",
-        f"data.train={inputs / 'sums.jsonl'}",
-        f"job.output={output}",
+        *files_of(inputs, output),
         f"job.iterations={iterations}",
-        "job.console=false",
         "job.save=false",
         "rollout.max_new_tokens=5",
         f"reward.function={inputs / 'reward.py'}:digits",
@@ -61,15 +54,10 @@ def job(recipe: str, inputs: Path, output: Path, iterations: int, overrides: lis
     handler = logging.StreamHandler(told)
     logging.getLogger("verl_mg").addHandler(handler)
     try:
-        run(loaded, config, World(dist.get_rank(), dist.get_world_size(), job_store()))
+        run_here(loaded, config)
     finally:
         logging.getLogger("verl_mg").removeHandler(handler)
     return told.getvalue()
-
-
-def metrics_of(output: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
 # What each run has that another has not: two roles and a steered coefficient, a buffer of batches, samples that were
@@ -179,6 +167,16 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_said_so(ranks, inpu
     # Done again, it is whole again.
     told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
     assert "goes on after iteration 3" in told
+
+
+def test_a_damaged_checkpoint_does_not_stand_in_for_one_that_is_whole(ranks, inputs, short, tmp_path):
+    shutil.copytree(short, tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "000003").rename(checkpoints / "000009")
+    flip_a_byte(checkpoints / "000009" / "rank-00001.safetensors")
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.keep=1"])
+    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.keep=1"])
+    assert "000009/rank-00001.safetensors: damaged" in told and "goes on after iteration 3" in told
 
 
 def test_where_all_checkpoints_are_damaged_one_line_says_so(ranks, inputs, short, tmp_path):

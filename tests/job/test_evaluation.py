@@ -1,8 +1,6 @@
 """What a job says of held-out prompts, what it learns of its own, and weights of rewards that change on the way."""
 
-import json
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,12 +8,11 @@ import torch
 import torch.distributed as dist
 
 from tests.rank_pool import job_store
+from tests.tiny_jobs import files_of, logged, run_here, write_lines, write_sums
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.job.evaluation import Tries, metrics_of
 from verl_mg.job.job import Job
-from verl_mg.job.loop import run
-from verl_mg.job.ranks.world import World
 from verl_mg.job.recipe import load_recipe, wanted_roles
 
 GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
@@ -42,24 +39,17 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     tiny_model(folder / "model", "qwen3")
     (folder / "rewards.py").write_text(REWARDS)
-    write(folder / "sums.jsonl", ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(3)))
-    write(folder / "letters.jsonl", ({"prompt": c * n, "answer": c} for c in "abc" for n in range(1, 4)))
+    write_sums(folder, 6, 3)
+    write_lines(folder / "letters.jsonl", ({"prompt": c * n, "answer": c} for c in "abc" for n in range(1, 4)))
     kinds = ("easy", "even", "hard")
-    write(folder / "kinds.jsonl", ({"prompt": f"{i}-1=", "answer": kinds[i % 3]} for i in range(9)))
+    write_lines(folder / "kinds.jsonl", ({"prompt": f"{i}-1=", "answer": kinds[i % 3]} for i in range(9)))
     return folder
-
-
-def write(file: Path, lines: Iterable[dict[str, str]]) -> None:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def config_of(inputs: Path, output: Path, overrides: list[str]):
     common = [
-        f"model.path={inputs / 'model'}",
-        f"data.train={inputs / 'sums.jsonl'}",
+        *files_of(inputs, output),
         f"reward.function={inputs / 'rewards.py'}:digits",
-        f"job.output={output}",
-        "job.console=false",
         "job.iterations=2",
         "job.save=false",
         "rollout.max_new_tokens=6",
@@ -70,11 +60,7 @@ def config_of(inputs: Path, output: Path, overrides: list[str]):
 
 
 def train(inputs: Path, output: Path, overrides: list[str]) -> None:
-    run(GRPO, config_of(inputs, output, overrides), World(dist.get_rank(), dist.get_world_size(), job_store()))
-
-
-def lines_of(output: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    run_here(GRPO, config_of(inputs, output, overrides))
 
 
 def test_sources_are_evaluated_one_by_one_whatever_the_ranks(ranks, inputs, tmp_path):
@@ -83,7 +69,7 @@ def test_sources_are_evaluated_one_by_one_whatever_the_ranks(ranks, inputs, tmp_
     found = []
     for count in (1, 3):
         ranks.run(count, train, inputs, tmp_path / str(count), [f"data.test={sources}", *asked])
-        lines = lines_of(tmp_path / str(count))
+        lines = logged(tmp_path / str(count))
         assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2]
         # Before any update a sample depends on its seed alone.
         found.append({name: value for name, value in lines[0].items() if name.startswith("eval/")})

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.job.killed_ppo import WRITING
-from tests.job.test_checkpoints import inputs, job, metrics_of  # noqa: F401, a fixture
+from tests.job.test_checkpoints import inputs, job  # noqa: F401, a fixture
 from tests.rank_pool import RankError, RankPool
+from tests.tiny_jobs import metrics_of
 
 RECIPE = str(Path(__file__).with_name("killed_ppo"))
 ITERATIONS = 13

@@ -1,58 +1,42 @@
 """Whole jobs on real ranks: GRPO and SFT run, twice the same is the same, and what they leave can be used."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.rank_pool import job_store
+from tests.tiny_jobs import DIGITS, RECIPES, files_of, metrics_of, run_here, write_sums
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.data import read_records
 from verl_mg.errors import UserError
-from verl_mg.job.loop import run
-from verl_mg.job.ranks.world import World
 from verl_mg.job.recipe import load_recipe
-
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     tiny_model(folder / "model", "qwen3")
-    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(4)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # A random model never adds, so the reward is one that it can earn.
-    (folder / "reward.py").write_text("def digits(sample): return sum(c.isdigit() for c in sample.response)\n")
+    write_sums(folder)
+    (folder / "reward.py").write_text(DIGITS)
     return folder
 
 
 def job(recipe: str, inputs: Path, output: Path, overrides: list[str]) -> None:
     loaded = load_recipe(RECIPES / f"{recipe}.py")
     common = [
-        f"model.path={inputs / 'model'}",
-        f"data.train={inputs / 'sums.jsonl'}",
-        f"job.output={output}",
-        "job.console=false",
+        *files_of(inputs, output),
         "job.iterations=3",
         "actor.optimizer.lr=1e-3",
         "rollout.max_new_tokens=5",
         f"reward.function={inputs / 'reward.py'}:digits",
     ]
     config = load_config(None, common + overrides, loaded.config)
-    run(loaded, config, World(dist.get_rank(), dist.get_world_size(), job_store()))
+    run_here(loaded, config)
 
 
 GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorithm.kl_coefficient=0.01"]
-
-
-def metrics_of(output: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
 @pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])

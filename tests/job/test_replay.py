@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.job.recorded_runs import RECIPES, job, lines_of, make_inputs, refusal, samples_of
+from tests.job.recorded_runs import job, lines_of, make_inputs, refusal, samples_of
 from tests.rank_pool import job_store
+from tests.tiny_jobs import RECIPES
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.job.half import Half

@@ -1,12 +1,12 @@
 """Rates against counts by hand, on real ranks under layouts that share micro-batches."""
 
-import json
 
 import pytest
 import torch.distributed as dist
 
 from tests.job.test_loop import GRPO, inputs, job  # noqa: F401, a fixture
 from tests.rank_pool import job_store
+from tests.tiny_jobs import logged
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, wanted_roles
@@ -92,7 +92,7 @@ def test_every_token_counts_once_whatever_the_layout(ranks, inputs, layout, rank
 def test_imitation_counts_the_tokens_that_it_trains_on(ranks, inputs, tmp_path):  # noqa: F811
     overrides = ["algorithm.examples_per_iteration=8", "job.iterations=1", "job.save=false"]
     ranks.run(2, job, "sft", inputs, tmp_path / "run", overrides)
-    (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (line,) = logged(tmp_path / "run")
     seconds = line["time/iteration"]
     tokens = line["time/tokens_per_second"] * seconds
     assert tokens == pytest.approx(round(tokens)) and tokens >= 8 * 4

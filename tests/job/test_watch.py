@@ -1,6 +1,5 @@
 """A rank that dies, hangs or raises is named, once, and the job ends: real ranks under the real launcher."""
 
-import json
 import signal
 import time
 
@@ -18,6 +17,7 @@ from tests.launched import (
     watched,
     write_inputs,
 )
+from tests.tiny_jobs import logged
 from verl_mg.job.ranks.stacks import main_stack, main_waits, place
 from verl_mg.job.ranks.watch import BEAT_SECONDS, EXIT_LOST
 
@@ -52,7 +52,7 @@ def test_restarted_ranks_go_on_where_lost_ones_were(tmp_path):
     assert code == 0, err
     assert len(error_lines(err)) == 2 and "error: rank 1 (host " in err and "error: rank 0 (host " in err
     assert err.count("goes on after iteration") == 2
-    steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in logged(output)]
     assert steps == list(range(1, 121))
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.tiny_runs import RECIPES, tiny_run
+from tests.recipes.tiny_runs import tiny_run
+from tests.tiny_jobs import RECIPES
 from verl_mg.job.recipe import load_recipe
 
 NAMES = sorted(recipe.stem for recipe in RECIPES.glob("*.py"))

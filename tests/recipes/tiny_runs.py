@@ -1,26 +1,21 @@
 """A recipe on the task of recipes/tasks/letters.py, under the configuration that is shipped for it, on real ranks."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.rank_pool import RankPool, job_store
+from tests.rank_pool import RankPool
+from tests.tiny_jobs import RECIPES, Metrics, logged, run_here
 from verl_mg.config import load_config
-from verl_mg.job.loop import MODEL, run
-from verl_mg.job.ranks.world import World
+from verl_mg.job.loop import MODEL
 from verl_mg.job.recipe import load_recipe
-from verl_mg.job.records.summary import METRICS
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 LETTERS = RECIPES / "configs" / "letters"
 TEACHER_OF = {"distillation": "sft"}
 ENDS = 3
 """Of so many iterations, the first and the last ones, the mean is compared."""
-
-Metrics = list[dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -75,14 +70,14 @@ def tiny_run(
     if teacher and taught and not (task / teacher / MODEL).exists():
         tiny_run(ranks, teacher, task, task / teacher)
     ranks.run(count, _job, recipe or recipe_of(config), placed(config.read_text(), task), output, overrides)
-    return [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
+    return logged(output)
 
 
 def _job(recipe_file: Path, text: str, output: Path, overrides: Sequence[str]) -> None:
     recipe, config = load_recipe(recipe_file), output.with_name(f"{output.name}-{dist.get_rank()}.yaml")
     config.write_text(text)
     tree = load_config(config, [f"job.output={output}", "job.console=false", *overrides], recipe.config)
-    run(recipe, tree, World(dist.get_rank(), dist.get_world_size(), job_store()))
+    run_here(recipe, tree)
 
 
 def placed(config: str, task: Path) -> str:

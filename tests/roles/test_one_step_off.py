@@ -1,22 +1,19 @@
 """Engines on ranks of their own draw the next samples while this iteration trains, from weights one iteration old."""
 
-import json
 import re
 import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
-from tests.rank_pool import job_store
-from tests.roles.test_sglang_rollout import RECIPES, inputs, settings, sglang_job
+from tests.roles.test_sglang_rollout import inputs, settings, sglang_job
+from tests.tiny_jobs import RECIPES, logged, run_here
 from tests.traces import needs_sglang
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
-from verl_mg.job.loop import one_iteration, run
-from verl_mg.job.ranks.world import World
+from verl_mg.job.loop import one_iteration
 from verl_mg.job.recipe import load_recipe
 from verl_mg.job.records.observe import rollout_metrics
 
@@ -111,7 +108,7 @@ def run_whole(folder):
     recipe = load_recipe(RECIPES / "grpo.py")
     ahead = ["algorithm.one_step_off=true", "actor.layout=tp2", "rollout.ranks=1", "job.iterations=2"]
     config = load_config(None, [*settings(folder), *ahead, "checkpoint.every=1", "job.console=false"], recipe.config)
-    run(recipe, config, World(dist.get_rank(), dist.get_world_size(), job_store()))
+    run_here(recipe, config)
 
 
 def drawn(folder, iteration):
@@ -131,5 +128,5 @@ def test_what_was_drawn_ahead_is_drawn_again_after_a_resume(ranks, tmp_path):
     shutil.rmtree(folder / "run" / "samples" / "000002")
     ranks.run(3, run_whole, folder)
     assert drawn(folder, 2) == before
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(folder / "run")
     assert [line["step"] for line in lines] == [1, 2] and lines[1]["actor/grad_norm"] > 0

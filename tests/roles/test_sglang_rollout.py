@@ -1,6 +1,5 @@
 """GRPO over Megatron and the real SGLang: after every sync SGLang is the exported checkpoint, whatever the layouts."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.rank_pool import job_store
+from tests.tiny_jobs import DIGITS, RECIPES, write_sums
 from tests.traces import needs_sglang
 from verl_mg.config import LoraConfig, load_config
 from verl_mg.job.job import Job
@@ -19,7 +19,6 @@ from verl_mg.tiny import make_tiny_model
 
 pytestmark = needs_sglang
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 LAYOUTS = ("tp2", "pp2", "tp1")
 UPDATES = 3
 NEW_TOKENS = 10
@@ -40,9 +39,8 @@ def inputs(folder: Path, architecture: str, positions: int = 64) -> Path:
         perturb=True,
         seed=3,
     )
-    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(4)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "reward.py").write_text("def digits(sample): return sum(c.isdigit() for c in sample.response)\n")
+    write_sums(folder)
+    (folder / "reward.py").write_text(DIGITS)
     return folder
 
 

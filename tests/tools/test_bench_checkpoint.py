@@ -1,37 +1,26 @@
 """The benchmark of checkpoints, with a tiny model: what every method has read is compared bit by bit."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.rank_pool import RankError, job_store
+from tests.tools.tool import tool
 from tools import bench_checkpoint
 from verl_mg.job.loop import one_iteration
 from verl_mg.job.recipe import load_recipe
 from verl_mg.weights import read_config, table
 
-ROOT = Path(__file__).parents[2]
 TINY = {"hidden": 64, "layers": 2}
 
 
 @pytest.mark.nightly
 def test_every_method_brings_back_what_it_saved() -> None:
     options = (f"--{name}={value}" for name, value in (TINY | {"rounds": 1}).items())
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.bench_checkpoint", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if re.match(r"\| \w", line)]
+    printed = tool("bench_checkpoint", *options)
+    lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if re.match(r"\| \w", line)]
     rows = {what: [float(cell.split()[0]) for cell in cells] for what, *cells in lines}
     places = ("tp2 x dp2", "tp4 x dp1", "tp1 x dp4")
     assert rows.keys() >= {"training waits, s", "on disk, MiB", *(f"read under {place}, s" for place in places)}

@@ -1,37 +1,22 @@
 """The benchmark of one GPU, with a tiny model on the CPU: the same program to its end."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.tools.tool import tool
 from tools import bench_gpu
 from verl_mg.paper.measured import read_measured
 from verl_mg.weights import read_config, table
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_every_part_has_its_figures(tmp_path: Path) -> None:
     report, measured = tmp_path / "benchmarks" / "cpu.md", tmp_path / "cpu.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tools.bench_gpu", "--tiny", "--repeats", "1"),
-            *("--output", str(report), "--measured", str(measured)),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    tool("bench_gpu", "--tiny", "--repeats", "1", "--output", str(report), "--measured", str(measured))
     text = report.read_text()
     assert text.startswith("# One device: qwen3_1_7b, tiny")
     for row in (

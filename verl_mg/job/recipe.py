@@ -53,9 +53,9 @@ def recipe_in(module: ModuleType, name: str) -> Recipe:
     config = getattr(module, "Config", None)
     if not (isinstance(config, type) and issubclass(config, Section)):
         raise UserError(f"{name}: a recipe defines `class Config(Section)`, its own part of the configuration")
-    for name, arguments in (("roles", "cfg"), ("iteration", "job, cfg")):
-        if not callable(getattr(module, name, None)):
-            raise UserError(f"{name}: a recipe defines the function {name}({arguments})")
+    for function, arguments in (("roles", "cfg"), ("iteration", "job, cfg")):
+        if not callable(getattr(module, function, None)):
+            raise UserError(f"{name}: a recipe defines the function {function}({arguments})")
     return Recipe(Path(str(module.__file__)).stem, config, module.roles, module.iteration)
 
 

@@ -22,6 +22,7 @@ class Snapshot:
         self._network, self._optimizer = network, optimizer
         self._kept: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._numbers: list[Numbers] = []
+        self._moments: list[bool] = []
 
     @property
     def taken(self) -> bool:

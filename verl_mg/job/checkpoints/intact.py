@@ -52,9 +52,12 @@ def sums(digests: Mapping[str, str]) -> str:
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
 
 
-def prune(folder: Path, keep: int, best: bool) -> None:
-    """Leave the last `keep` checkpoints and, if asked for, that with the highest score."""
-    found = all_of(folder)
+def prune(folder: Path, newest: Path, keep: int, best: bool) -> None:
+    """Leave the last `keep` checkpoints up to the newest and, if asked for, that with the highest score.
+
+    Later ones than that just written were damaged when the run went on from one before: they stand in for none.
+    """
+    found = [path for path in all_of(folder) if int(path.name) <= int(newest.name)]
     kept = set(found[-keep:])
     if best:
         scores = {path: score for path in found if (score := _score(path)) is not None}

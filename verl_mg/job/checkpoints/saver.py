@@ -105,7 +105,7 @@ class Saver:
             _sync(folder.parent)
         except OSError as error:
             return _why(error, folder)
-        prune(folder.parent, self._config.keep, self._config.best is not None)
+        prune(folder.parent, folder, self._config.keep, self._config.best is not None)
         return ""
 
 
