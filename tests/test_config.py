@@ -105,7 +105,7 @@ def test_a_missing_file_is_named(tmp_path, grpo):
 def test_a_broken_recipe_is_named(tmp_path, source, message):
     path = tmp_path / "mine.py"
     path.write_text(source)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"mine.py: .*{message}"):
         load_recipe(path)
     with pytest.raises(UserError, match="no such recipe"):
         load_recipe(tmp_path / "other.py")
