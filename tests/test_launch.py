@@ -26,6 +26,7 @@ from tests.launched import (
 )
 from tests.tiny_jobs import metrics_of
 from verl_mg.job.ranks import mpi
+from verl_mg.job.ranks.watch import EXIT_LOST
 
 MPIRUN = ["mpirun", "--bind-to", "none", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -39,6 +40,15 @@ def test_ranks_leave_when_the_launcher_is_asked(number):
         goes_on(launcher)
         launcher.send_signal(number)
         assert ended(launcher) == (128 + number, "", "")
+
+
+def test_hosts_that_do_not_reach_each_other_are_told_so():
+    elsewhere = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port=1", "--rdzv-conf=timeout=2"]
+    with started([*torchrun(1, *elsewhere), *watched()]) as launcher:
+        code, _, err = ended(launcher)
+    (told,) = error_lines(err)
+    assert code == EXIT_LOST and "hosts do not reach each other" in told and "(127.0.0.1, 1)" in told
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])

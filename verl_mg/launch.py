@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-from torch.distributed import run
+from torch.distributed import DistError, run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -55,8 +55,9 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
         except SignalException as error:
             sys.exit(128 + error.sigval)
-        except RendezvousError as error:
-            print(f"error: the launchers of the job's hosts do not reach each other: {error}", file=sys.stderr)
+        except (RendezvousError, DistError) as error:
+            reason = error.__cause__ or error
+            print(f"error: the launchers of the job's hosts do not reach each other: {reason}", file=sys.stderr)
             sys.exit(EXIT_LOST)
         if left.exists():
             sys.exit(128 + int(left.read_text(encoding="utf-8")))
