@@ -171,7 +171,7 @@ def test_messages_are_those_of_the_source(monkeypatch):
         if command:
             assert refusal(command[0]) == message
         else:
-            assert any(pattern.search(message) for pattern in known), message
+            assert any(pattern.search(line) for pattern in known), line
 
 
 def refusal(command: str) -> str:
