@@ -122,6 +122,8 @@ def test_curves_of_two_runs_lie_over_each_other_and_tell_their_values(visit, fol
         assert float(values[folder.name]) == pytest.approx(metrics(folder)[step]["reward/mean"], rel=1e-3)
     # Another chart shows the same step, and keys move along it.
     expect(card(page, "response/length").locator(".cursor circle")).to_have_count(2)
+    page.mouse.move(0, 0)
+    expect(page.locator(".cursor circle")).to_have_count(0)
     loss = card(page, "actor/loss").locator(".chart")
     loss.focus()
     loss.press("ArrowLeft")

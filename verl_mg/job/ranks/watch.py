@@ -174,7 +174,9 @@ class Watch:
         suspects = self._broken or self._asked() or any(heard.beat.suspects for heard in self._heard.values())
         limit = min(self._lost_after, SUSPICIOUS_AFTER) if suspects else self._lost_after
         silent = {rank: now - heard.at for rank, heard in self._heard.items() if not heard.beat.gone}
-        if lost := [rank for rank, seconds in silent.items() if seconds > limit]:
+        if any(seconds > limit for seconds in silent.values()):
+            # With one rank of a host others fall silent, not all in the same moment.
+            lost = sorted((rank for rank in silent if silent[rank] > limit / 2), key=lambda rank: -silent[rank])
             self.end(EXIT_LOST, self._loss(lost, silent[lost[0]]))
         ticks = [self._ticks(), *(heard.beat.ticks for heard in self._heard.values())]
         if ticks != self._ticks_seen:
