@@ -130,7 +130,17 @@ def test_the_exception_is_told() -> None:
 
 @pytest.mark.parametrize("function", [slow, sleepy])
 def test_a_time_out_is_an_error_line(function: Any) -> None:
-    assert call(function, '{"seconds": 30}', timeout=0.1) == f"error: {function.__name__} took longer than 0.1 s"
+    assert call(function, '{"seconds": 3}', timeout=0.1) == f"error: {function.__name__} took longer than 0.1 s"
+
+
+def test_a_thread_that_ends_after_its_loop_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    before = set(threading.enumerate())
+    assert call(sleepy, '{"seconds": 0.3}', timeout=0.1).startswith("error")
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert raised == []
 
 
 def test_cancelling_is_no_error_line() -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, get_type_hints
 
@@ -181,7 +182,8 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
             outcome = function(**arguments), None
         except BaseException as error:
             outcome = None, error
-        loop.call_soon_threadsafe(settle, outcome)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=work, name=function.__name__, daemon=True).start()
     result, error = await ended
