@@ -54,7 +54,7 @@ def test_hosts_that_do_not_reach_each_other_are_told_so():
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
 def test_a_job_that_is_asked_to_leave_goes_on_to_the_bit(tmp_path, number):
     inputs = write_inputs(tmp_path / "inputs")
-    settings = ["checkpoint.every=0", "job.iterations=60"]
+    settings = ["checkpoint.every=0", "job.iterations=30"]
     whole, parts = ([*torchrun(2), *train_command(inputs, tmp_path / name, *settings)] for name in ("whole", "parts"))
     with started(parts) as launcher:
         iterations_done(tmp_path / "parts", 2, launcher)
@@ -62,7 +62,7 @@ def test_a_job_that_is_asked_to_leave_goes_on_to_the_bit(tmp_path, number):
         code, _, err = ended(launcher)
     (checkpoint,) = (tmp_path / "parts" / "checkpoints").iterdir()
     done = len(metrics_of(tmp_path / "parts"))
-    assert code == 128 + number and int(checkpoint.name) == done < 60
+    assert code == 128 + number and int(checkpoint.name) == done < 30
     assert f"left after iteration {done} as told; the same command goes on from there" in err
     for command in (parts, whole):
         with started(command) as launcher:

@@ -41,19 +41,19 @@ def test_a_stopped_rank_of_a_job_is_named_with_its_stack(tmp_path):
 
 def test_restarted_ranks_go_on_where_lost_ones_were(tmp_path):
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
-    settings = ["job.lost_after=5", "job.iterations=120", "checkpoint.every=1"]
+    settings = ["job.lost_after=5", "job.iterations=60", "checkpoint.every=1"]
     restarts = torchrun(2, "--max-restarts", "2", "--shutdown-timeout", "1")
     with started([*restarts, *train_command(inputs, output, *settings)]) as launcher:
         iterations_done(output, 2, launcher)
         rank_process(launcher, 0).kill()
-        iterations_done(output, 60, launcher)
+        iterations_done(output, 20, launcher)
         rank_process(launcher, 1).send_signal(signal.SIGSTOP)
         code, _, err = ended(launcher)
     assert code == 0, err
     assert len(error_lines(err)) == 2 and "error: rank 1 (host " in err and "error: rank 0 (host " in err
     assert err.count("goes on after iteration") == 2
     steps = [line["step"] for line in logged(output)]
-    assert steps == list(range(1, 121))
+    assert steps == list(range(1, 61))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
