@@ -1,4 +1,4 @@
-"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, `plan`, `trace`, `view` and `quickstart`."""
+"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, status, view, plan, trace, quickstart."""
 
 from __future__ import annotations
 

@@ -230,6 +230,9 @@ def test_the_best_checkpoint_is_kept_beside_the_last_ones(ranks, inputs, tmp_pat
     best = max(rewards, key=lambda step: (rewards[step], step))
     kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {best, 5} and best != 5
+    misspelt = [*SHORT, "checkpoint.keep=1", "checkpoint.best=reward/maen"]
+    (told,) = ranks.run(1, job, "grpo", inputs, tmp_path / "misspelt", 2, misspelt)
+    assert "checkpoint.best=reward/maen: iteration 2 has no such metric" in told
 
 
 def test_models_are_exported_at_intervals(ranks, inputs, tmp_path):
@@ -277,6 +280,7 @@ def test_a_run_ended_before_its_first_checkpoint_begins_anew(ranks, inputs, tmp_
     [
         (("prompts", "position"), 10**6, r"walk over 30 prompts stands at prompt 1000000 .* damaged: move it away"),
         (("learned", "actor", "trainer", "moments"), -1.0, r"job\.json: learned\.actor\.trainer\.moments: .* damaged"),
+        (("learned", "actor", "trainer", "last_good"), [-1.0], r"json: learned\.actor\.trainer\.last_good.* damaged"),
         (("rollout", "next_id"), "three", r"job\.json: rollout\.next_id: .*; the checkpoint is damaged"),
         (("recipe",), None, r"job\.json: recipe: .*; the checkpoint is damaged"),
     ],

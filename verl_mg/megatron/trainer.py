@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -34,14 +34,18 @@ LAST_GOOD = "last_good/"
 """Before the planes of what a rollback goes back to."""
 
 
+Steps = Annotated[float, Field(ge=0, lt=2**53)]
+"""How many an optimizer counts, as a number of its moments' type."""
+
+
 class Counts(Section):
     """The numbers of a trainer. schedule: steps of the learning rate's schedule; moments: steps that the optimizer's
     moments are made of, None before the first; last_good: the same of what a rollback goes back to, if to anything;
     bad_in_a_row: steps left out at last since loss or gradient were not finite."""
 
     schedule: Count
-    moments: float | None = Field(ge=0, lt=2**53)
-    last_good: tuple[float | None] | None
+    moments: Steps | None
+    last_good: tuple[Steps | None] | None
     bad_in_a_row: Count
 
 

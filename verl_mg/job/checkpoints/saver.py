@@ -52,6 +52,8 @@ class Saver:
         """Copy what the job is now, and write it in a thread."""
         self._join()
         best = self._config.best
+        if best and best not in metrics and dist.get_rank() == 0:
+            log.warning("checkpoint.best=%s: iteration %d has no such metric, it is never best", best, job.iteration)
         contents = self._collector.collect(job, self._recipe, metrics.get(best) if best else None)
         self._thread = threading.Thread(target=self._run, args=(contents,), daemon=True, name="checkpoint")
         self._thread.start()
