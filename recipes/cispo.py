@@ -7,9 +7,9 @@ clipped, and its gradient stays.
 from pydantic import Field
 from torch import Tensor
 
-from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, scores, steered
-from recipes.pieces.sampling import learn, roles, sample
+from recipes.common import sampling
+from recipes.common.penalties import regularized, scores, steered
+from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import group_relative
 from verl_mg.algorithms.losses import cispo_loss
 from verl_mg.job.job import Job
@@ -33,5 +33,7 @@ def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tens
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
-    batch["advantages"] = batch.spread(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    batch["advantages"] = (
+        batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    )
     return learn(job, cfg, batch, policy_loss)

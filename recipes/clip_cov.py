@@ -7,10 +7,10 @@ between two bounds, so many as are a `fraction` of all tokens of the iteration a
 from pydantic import Field
 from torch import Tensor
 
+from recipes.common import sampling
+from recipes.common.penalties import regularized, scores, steered
+from recipes.common.sampling import learn, roles, sample
 from recipes.kl_cov import token_covariances
-from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, scores, steered
-from recipes.pieces.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import group_relative
 from verl_mg.algorithms.losses import clip_cov_loss, priorities, share_count, tokens_at_least, tokens_between
 from verl_mg.job.job import Job
@@ -37,10 +37,12 @@ def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tens
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
-    batch["advantages"] = batch.spread(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    batch["advantages"] = (
+        batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    )
     covariance, tokens = token_covariances(job, batch)
     candidates = tokens_between(covariance, batch["loss_mask"], cfg.covariance_low, cfg.covariance_high)
-    lots = priorities(batch.spread(batch["sample_id"]), batch.positions, seed=job.iteration)
+    lots = priorities(batch.expand_to_tokens(batch["sample_id"]), batch.positions, seed=job.iteration)
     threshold = job.kth_largest(lots[candidates], share_count(tokens, cfg.fraction))
     batch["cut"] = tokens_at_least(lots, candidates, threshold)
     return learn(job, cfg, batch, policy_loss)

@@ -8,10 +8,10 @@ within the last `overlong_buffer` tokens, and with `overlong_filter` those cut a
 import torch
 from pydantic import Field, PositiveInt
 
-from recipes.pieces import clipping
-from recipes.pieces.clipping import policy_loss
-from recipes.pieces.penalties import scores, steered
-from recipes.pieces.sampling import draw, judge, learn, roles, together
+from recipes.common import clipping
+from recipes.common.clipping import policy_loss
+from recipes.common.penalties import scores, steered
+from recipes.common.sampling import draw, judge, learn, roles, together
 from verl_mg.algorithms.advantages import group_relative, informative, soft_overlong_penalty
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
@@ -47,7 +47,7 @@ def shape(job: Job, batch: Batch, cfg: Config) -> None:
         limit = job.config.rollout.max_new_tokens
         batch["reward"] = batch["reward"] + soft_overlong_penalty(lengths, limit, cfg.overlong_buffer)
     if cfg.overlong_filter:
-        batch["loss_mask"] = batch["loss_mask"] & ~batch.spread(batch["truncated"])
+        batch["loss_mask"] = batch["loss_mask"] & ~batch.expand_to_tokens(batch["truncated"])
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
@@ -55,5 +55,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch, told = sample_informative(job, cfg)
     shape(job, batch, cfg)
     judge(job, cfg, batch)
-    batch["advantages"] = batch.spread(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    batch["advantages"] = (
+        batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    )
     return told | learn(job, cfg, batch, policy_loss)

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from recipes import cispo
 from recipes.cispo import policy_loss
-from recipes.pieces import sampling
-from recipes.pieces.penalties import steered
-from recipes.pieces.sampling import learn, sample
+from recipes.common import sampling
+from recipes.common.penalties import steered
+from recipes.common.sampling import learn, sample
 from verl_mg.algorithms.advantages import distillation_advantages
 from verl_mg.job.job import Job
 

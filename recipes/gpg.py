@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, scores, steered
-from recipes.pieces.sampling import learn, roles, sample
+from recipes.common import sampling
+from recipes.common.penalties import regularized, scores, steered
+from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import group_relative, informative
 from verl_mg.algorithms.losses import gpg_loss
 from verl_mg.job.job import Job
@@ -33,5 +33,5 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     score = scores(batch, cfg)
     rows, useful = job.total(torch.tensor([len(batch), informative(score, batch["group"]).sum()])).tolist()
     advantages = group_relative(score, batch["group"], normalize_std=False) * (rows / max(useful, 1))
-    batch["advantages"] = batch.spread(advantages) * batch["loss_mask"]
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
     return learn(job, cfg, batch, policy_loss)

@@ -7,9 +7,9 @@ all tokens of the iteration with the highest covariance is held back by a penalt
 from pydantic import Field
 from torch import Tensor
 
-from recipes.pieces import sampling
-from recipes.pieces.penalties import regularized, scores, steered
-from recipes.pieces.sampling import learn, roles, sample
+from recipes.common import sampling
+from recipes.common.penalties import regularized, scores, steered
+from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import group_relative, moments
 from verl_mg.algorithms.losses import covariances, kl_cov_loss, share_count, tokens_at_least
 from verl_mg.batch import Batch
@@ -41,7 +41,9 @@ def token_covariances(job: Job, batch: Batch) -> tuple[Tensor, int]:
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
-    batch["advantages"] = batch.spread(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    batch["advantages"] = (
+        batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    )
     covariance, tokens = token_covariances(job, batch)
     threshold = job.kth_largest(covariance[batch["loss_mask"]], share_count(tokens, cfg.fraction))
     batch["penalized"] = tokens_at_least(covariance, batch["loss_mask"], threshold)

@@ -4,9 +4,9 @@ One exact on-policy update an iteration, neither clip nor KL, against the baseli
 reward of the group with responses weighed by their length.
 """
 
+from recipes.common.penalties import scores, steered
+from recipes.common.sampling import learn, roles, sample
 from recipes.gpg import Config, policy_loss
-from recipes.pieces.penalties import scores, steered
-from recipes.pieces.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import opo
 from verl_mg.job.job import Job
 
@@ -16,7 +16,7 @@ __all__ = ["Config", "iteration", "policy_loss", "roles"]
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
-    lengths, _ = batch.padded("loss_mask")
+    lengths, _ = batch.pad("loss_mask")
     advantages = opo(scores(batch, cfg), lengths.sum(1), batch["group"])
-    batch["advantages"] = batch.spread(advantages) * batch["loss_mask"]
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
     return learn(job, cfg, batch, policy_loss)

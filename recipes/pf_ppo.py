@@ -10,8 +10,8 @@ import torch
 from pydantic import Field, PositiveInt
 
 from recipes import ppo
-from recipes.pieces.penalties import steered
-from recipes.pieces.sampling import sample, together
+from recipes.common.penalties import steered
+from recipes.common.sampling import sample, together
 from recipes.ppo import add_advantages, learn_both, policy_loss, roles
 from verl_mg.algorithms.advantages import select
 from verl_mg.batch import Batch

@@ -12,10 +12,10 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from recipes.pieces import clipping, sampling
-from recipes.pieces.clipping import policy_loss
-from recipes.pieces.penalties import Loss, steered, token_scores
-from recipes.pieces.sampling import learn, sample
+from recipes.common import clipping, sampling
+from recipes.common.clipping import policy_loss
+from recipes.common.penalties import Loss, steered, token_scores
+from recipes.common.sampling import learn, sample
 from verl_mg.algorithms.advantages import gae, moments, whiten
 from verl_mg.algorithms.losses import explained_variance, value_loss
 from verl_mg.batch import Batch
@@ -48,11 +48,11 @@ def add_advantages(job: Job, batch: Batch, cfg: Config, lam: float | Tensor) -> 
     """From the critic's values, with one lambda for the policy and one for the returns that the critic learns."""
     batch["values"] = job.critic.values(batch)
     rewards, mask = token_scores(batch, cfg)
-    values, _ = batch.padded("values")
+    values, _ = batch.pad("values")
     advantages, _ = gae(rewards, values, mask, cfg.gamma, lam)
     _, returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam)
-    batch["advantages"] = batch.flat(whiten(advantages, mask, job.total(moments(advantages, mask))))
-    batch["returns"] = batch.flat(returns)
+    batch["advantages"] = batch.unpad(whiten(advantages, mask, job.total(moments(advantages, mask))))
+    batch["returns"] = batch.unpad(returns)
 
 
 def learn_both(job: Job, cfg: Config, batch: Batch, loss: Callable[..., Loss]) -> dict[str, float]:

@@ -9,10 +9,10 @@ from functools import partial
 from pydantic import Field
 from torch import Tensor
 
-from recipes.pieces import clipping, sampling
-from recipes.pieces.clipping import policy_loss
-from recipes.pieces.penalties import scores, steered
-from recipes.pieces.sampling import learn, sample
+from recipes.common import clipping, sampling
+from recipes.common.clipping import policy_loss
+from recipes.common.penalties import scores, steered
+from recipes.common.sampling import learn, sample
 from verl_mg.algorithms.advantages import implicit_rewards, prime_advantages
 from verl_mg.algorithms.losses import prime_loss
 from verl_mg.batch import Batch
@@ -40,7 +40,7 @@ def outcome_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Ten
 def process_rewards(job: Job, batch: Batch, cfg: Config) -> Tensor:
     """(n, T), by the model that has just learned from these outcomes."""
     batch["process_logprobs"] = job.process_reward.logprobs(batch)
-    new, reference, mask = (batch.padded(name)[0] for name in ("process_logprobs", "ref_logprobs", "loss_mask"))
+    new, reference, mask = (batch.pad(name)[0] for name in ("process_logprobs", "ref_logprobs", "loss_mask"))
     return implicit_rewards(new, reference, mask, cfg.beta)
 
 
@@ -49,6 +49,6 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch = sample(job, cfg)
     batch["ref_logprobs"] = job.reference.logprobs(batch)
     metrics = job.process_reward.update(batch, partial(outcome_loss, cfg=cfg), "seq-mean-token-mean")
-    process, mask = process_rewards(job, batch, cfg), batch.padded("loss_mask")[0]
-    batch["advantages"] = batch.flat(prime_advantages(process, scores(batch, cfg), mask, batch["group"], cfg.gamma))
+    process, mask = process_rewards(job, batch, cfg), batch.pad("loss_mask")[0]
+    batch["advantages"] = batch.unpad(prime_advantages(process, scores(batch, cfg), mask, batch["group"], cfg.gamma))
     return metrics | learn(job, cfg, batch, policy_loss)

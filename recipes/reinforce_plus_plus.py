@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from recipes.pieces import clipping
-from recipes.pieces.clipping import policy_loss
-from recipes.pieces.penalties import steered, token_scores
-from recipes.pieces.sampling import learn, roles, sample
+from recipes.common import clipping
+from recipes.common.clipping import policy_loss
+from recipes.common.penalties import steered, token_scores
+from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import moments, reinforce_plus_plus, whiten
 from verl_mg.job.job import Job
 
@@ -30,5 +30,5 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch = sample(job, cfg)
     rewards, mask = token_scores(batch, cfg)
     returns = reinforce_plus_plus(rewards, mask, cfg.gamma)
-    batch["advantages"] = batch.flat(whiten(returns, mask, job.total(moments(returns, mask))))
+    batch["advantages"] = batch.unpad(whiten(returns, mask, job.total(moments(returns, mask))))
     return learn(job, cfg, batch, policy_loss)

@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from recipes.pieces import clipping
-from recipes.pieces.clipping import policy_loss
-from recipes.pieces.penalties import scores, steered
-from recipes.pieces.sampling import learn, roles, sample
+from recipes.common import clipping
+from recipes.common.clipping import policy_loss
+from recipes.common.penalties import scores, steered
+from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import group_relative, moments, whiten
 from verl_mg.job.job import Job
 
@@ -26,6 +26,6 @@ class Config(clipping.Config):
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch, mask = sample(job, cfg), "loss_mask"
-    centred = batch.spread(group_relative(scores(batch, cfg), batch["group"], normalize_std=False))
+    centred = batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"], normalize_std=False))
     batch["advantages"] = whiten(centred, batch[mask], job.total(moments(centred, batch[mask])))
     return learn(job, cfg, batch, policy_loss)

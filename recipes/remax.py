@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from recipes.pieces import clipping
-from recipes.pieces.clipping import policy_loss
-from recipes.pieces.penalties import scores, steered
-from recipes.pieces.sampling import learn, roles, sample
+from recipes.common import clipping
+from recipes.common.clipping import policy_loss
+from recipes.common.penalties import scores, steered
+from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import remax
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
@@ -39,5 +39,5 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
     advantages = remax(scores(batch, cfg), greedy_scores(job, batch))
-    batch["advantages"] = batch.spread(advantages) * batch["loss_mask"]
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
     return learn(job, cfg, batch, policy_loss, "seq-mean-token-sum")

@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from recipes.pieces import clipping
-from recipes.pieces.clipping import policy_loss
-from recipes.pieces.penalties import scores, steered
-from recipes.pieces.sampling import learn, roles, sample
+from recipes.common import clipping
+from recipes.common.clipping import policy_loss
+from recipes.common.penalties import scores, steered
+from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import rloo
 from verl_mg.job.job import Job
 
@@ -27,5 +27,5 @@ class Config(clipping.Config):
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
-    batch["advantages"] = batch.spread(rloo(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    batch["advantages"] = batch.expand_to_tokens(rloo(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
     return learn(job, cfg, batch, policy_loss, "seq-mean-token-sum")

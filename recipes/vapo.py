@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from recipes import ppo
-from recipes.pieces.penalties import steered
-from recipes.pieces.sampling import sample
+from recipes.common.penalties import steered
+from recipes.common.sampling import sample
 from recipes.ppo import add_advantages, learn_both, roles
 from verl_mg.algorithms.advantages import length_adaptive_lambda
 from verl_mg.algorithms.losses import imitation_loss
@@ -38,7 +38,7 @@ def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tens
 
 def add_right_tokens(job: Job, batch: Batch) -> None:
     """Weights whose mean over all tokens is the mean over those of responses with a reward above 0."""
-    right = batch["loss_mask"] & batch.spread(batch["reward"] > 0)
+    right = batch["loss_mask"] & batch.expand_to_tokens(batch["reward"] > 0)
     tokens, of_right = job.total(torch.stack([batch["loss_mask"].sum(), right.sum()])).tolist()
     batch["right"] = right.float() * (tokens / max(of_right, 1))
 
@@ -46,7 +46,7 @@ def add_right_tokens(job: Job, batch: Batch) -> None:
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
-    lengths = batch.padded("loss_mask")[0].sum(1)
+    lengths = batch.pad("loss_mask")[0].sum(1)
     add_advantages(job, batch, cfg, length_adaptive_lambda(lengths, cfg.lam_alpha))
     add_right_tokens(job, batch)
     return learn_both(job, cfg, batch, policy_loss)

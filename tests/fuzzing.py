@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import psutil
 
-from verl_mg.job.checkpoints.intact import SUMS
+from verl_mg.run.checkpoint_integrity import SUMS
 
 PATIENCE_S = 90
 """A command that takes longer hangs; the slowest that do not take a few seconds."""
@@ -30,7 +30,7 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [
         "verl_mg.cli",
-        "verl_mg.job.loop",
+        "verl_mg.run.loop",
         "matplotlib.backends.backend_agg",
         "pyarrow.parquet",
         "torch.utils.tensorboard",

@@ -40,9 +40,9 @@ def train_command(inputs: Path, output: Path, *overrides: str, recipe: str = "re
     return ["-m", "verl_mg", "train", recipe, *common, *overrides]
 
 
-def watched(code: str = "pass", lost_after: float = 60, stalled_after: float = 0) -> list[str]:
-    """The same of a job of collectives alone, see tests/job/watched.py."""
-    return [str(ROOT / "tests" / "job" / "watched.py"), str(lost_after), str(stalled_after), code]
+def watched(code: str = "pass", heartbeat_timeout_s: float = 60, stall_timeout_s: float = 0) -> list[str]:
+    """The same of a job of collectives alone, see tests/distributed/watched.py."""
+    return [str(ROOT / "tests" / "job" / "watched.py"), str(heartbeat_timeout_s), str(stall_timeout_s), code]
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.weights import HFConfig, Holdings, Shard, table
-from verl_mg.weights.boxes import slices
-from verl_mg.weights.model_config import FAMILIES, parse_config
+from verl_mg.models.hf_config import FAMILIES, HFConfig, parse_config
+from verl_mg.sharding.boxes import Shard, slices
+from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.weight_table import weight_table
 
 RANKS = 8
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -112,19 +113,21 @@ def engines(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> EnginePlacement
     return EnginePlacement(EngineLayout(tp=tp, pp=pp, ep=ep, adp=adp), tuple(range(ranks)), stride)
 
 
-def holdings(c: HFConfig) -> st.SearchStrategy[Holdings]:
+def shard_map(c: HFConfig) -> st.SearchStrategy[ShardMap]:
     """The model in any dialect, on all ranks."""
-    return sources(c) | engines(c).map(table(c).on_sglang)
+    return sources(c) | engines(c).map(weight_table(c).shard_map_sglang)
 
 
 @st.composite
-def sources(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> Holdings:
+def sources(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> ShardMap:
     """The model in any dialect that weights come from, on `ranks` ranks."""
     dialect = draw(st.sampled_from(["megatron", "megatron", "transformer_engine", "modules"]))
     if dialect == "modules":
-        return table(c).on_modules(range(ranks))
+        return weight_table(c).shard_map_replicated(range(ranks))
     placement = Placement(draw(layouts(c, ranks)), tuple(range(ranks)))
-    return table(c).on_megatron(placement, "transformer_engine" if dialect == "transformer_engine" else "local")
+    return weight_table(c).shard_map_megatron(
+        placement, "transformer_engine" if dialect == "transformer_engine" else "local"
+    )
 
 
 def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.int64) -> dict[str, Tensor]:
@@ -139,7 +142,7 @@ def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.i
 
 def checkpoint(c: HFConfig, dtype: torch.dtype = torch.int64) -> dict[str, Tensor]:
     """The model's tensors, numbered."""
-    return numbered({name: shard.shape for name, shard in table(c).huggingface().items()}, dtype)
+    return numbered({name: shard.shape for name, shard in weight_table(c).huggingface().items()}, dtype)
 
 
 def assemble(shard: Shard, tensors: Mapping[str, Tensor]) -> Tensor:

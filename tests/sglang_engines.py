@@ -6,17 +6,18 @@ from pathlib import Path
 
 import torch
 
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
+from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.sglang import SGLangEngine
-from verl_mg.rollout.sglang.payload import payload, staging
-from verl_mg.weights import read_config, table
-from verl_mg.weights.files import CheckpointReader, load_shards
+from verl_mg.rollout.sglang.ipc_payload import payload, staging
+from verl_mg.sharding.weight_table import weight_table
 
 
 def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:
     """As a sync does it, each rank's shard of the table read from the checkpoint."""
     layout, held = engine.settings.layout, []
     for rank in range(layout.ranks):
-        shards = table(read_config(model)).sglang(layout, rank)
+        shards = weight_table(read_config(model)).sglang(layout, rank)
         held.append(staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu")))
         with CheckpointReader(model) as reader:
             load_shards(reader, shards, held[-1])

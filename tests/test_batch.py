@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mg.batch import Batch, Kind
+from verl_mg.batch import Batch, ColumnKind
 
 rows_of_tokens = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=0, max_size=6)
 
@@ -44,8 +44,8 @@ def test_positions_ids_spread_and_padding(rows):
     batch = batch_of(rows)
     assert batch.positions.tolist() == [i for row in rows for i in range(len(row))]
     assert batch.sequence_ids.tolist() == [n for n, row in enumerate(rows) for _ in row]
-    assert batch.spread(batch["sample_id"]).tolist() == [n for n, row in enumerate(rows) for _ in row]
-    table, mask = batch.padded("tokens", fill=-1)
+    assert batch.expand_to_tokens(batch["sample_id"]).tolist() == [n for n, row in enumerate(rows) for _ in row]
+    table, mask = batch.pad("tokens", fill=-1)
     width = max((len(row) for row in rows), default=0)
     assert table.tolist() == [row + [-1] * (width - len(row)) for row in rows]
     assert mask.tolist() == [[True] * len(row) + [False] * (width - len(row)) for row in rows]
@@ -72,14 +72,14 @@ def test_a_column_of_the_wrong_size_is_refused():
 def test_unlisted_columns_take_the_kind_that_fits():
     batch = batch_of([[1, 2], [3]])
     batch["mine"], batch["ours"] = torch.zeros(3, 4), torch.zeros(2)
-    assert (batch.kind("mine"), batch.kind("ours")) == (Kind.TOKEN, Kind.SEQUENCE)
+    assert (batch.kind("mine"), batch.kind("ours")) == (ColumnKind.TOKEN, ColumnKind.SEQUENCE)
     assert batch.select([1])["mine"].shape == (1, 4)
 
 
 def test_an_empty_batch_joins_any_other():
     whole = Batch.concat([batch_of([]), batch_of([[1, 2]])])
     assert as_rows(whole) == [[1, 2]]
-    assert whole.kind("values") is Kind.TOKEN
+    assert whole.kind("values") is ColumnKind.TOKEN
 
 
 def test_batches_with_different_columns_are_not_joined():

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_jobs import logged
 from tests.tiny_models import tiny_model
-from verl_mg.tiny import make_tiny_model
+from verl_mg.models.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 GRPO = "recipes/grpo.py"

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from recipes.tasks import letters
+from recipes.tasks import repeat_digit
 from tests.tiny_jobs import run_here
 from tools.draw_docs import DRAWN, PICTURES
 from verl_mg.cli import _parser
-from verl_mg.config import Section, load_config
+from verl_mg.config import ConfigSection, load_config
 from verl_mg.config.tree import Config
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
@@ -80,11 +80,11 @@ SECTIONS = tuple(Config.model_fields)
 KEY = re.compile(rf"(?<![\w./:-])(?:{'|'.join(SECTIONS)})(?:\.[a-z][a-z_]*)+")
 
 
-def algorithms() -> list[type[Section]]:
+def algorithms() -> list[type[ConfigSection]]:
     return [load_recipe(file).config for file in sorted((ROOT / "recipes").glob("*.py"))]
 
 
-def is_key(key: str, kinds: list[type[Section]]) -> bool:
+def is_key(key: str, kinds: list[type[ConfigSection]]) -> bool:
     """Whether the tree, or a recipe's part of it, has the key."""
     section, *names = key.split(".")
     found = kinds if section == "algorithm" else [Config.model_fields[section].annotation]
@@ -219,7 +219,7 @@ def _first_run(folder: Path, snippet: str) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         if dist.get_rank() == 0:
-            letters.make(Path("runs/letters"))
+            repeat_digit.make(Path("runs/repeat_digit"))
         dist.barrier()
         recipe = load_recipe("mine.py")
         config = load_config("mine.yaml", ["job.iterations=20", "job.console=false"], recipe.config)
@@ -232,7 +232,7 @@ def _first_run(folder: Path, snippet: str) -> list[float]:
 
 
 def test_the_job_from_python_runs(tmp_path):
-    letters.make(tmp_path / "runs" / "letters")
+    repeat_digit.make(tmp_path / "runs" / "letters")
     text = shown("docs/first_run.md", "my_job.py").replace("iterations=60", "iterations=2")
     (tmp_path / "my_job.py").write_text(text.replace("recipes/grpo.py", str(ROOT / "recipes" / "grpo.py")))
     subprocess.run([sys.executable, "my_job.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)

@@ -25,9 +25,9 @@ from pydantic import BaseModel
 from tests.fuzzing import Damage, mend_sums, run_command
 from verl_mg.config import tree_for
 from verl_mg.errors import EXIT_CODE
-from verl_mg.job.checkpoints.intact import SUMS
 from verl_mg.job.recipe import load_recipe
-from verl_mg.tiny import make_tiny_model
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.run.checkpoint_integrity import SUMS
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 REWARD = "def digits(sample):\n    return float(sum(c.isdigit() for c in sample.response))\n"
@@ -49,7 +49,7 @@ def tiny_job(recipe: str) -> dict[str, Any]:
         return tree | {"algorithm": {"pairs_per_iteration": 2}}
     return tree | {
         "data": {**tree["data"], "test": "test.jsonl"},
-        "rollout": {"max_new_tokens": 4, "max_batch": 8},
+        "rollout": {"max_new_tokens": 4, "max_running_requests": 8},
         "reward": {"function": "reward.py:digits"},
         "evaluation": {"every": 1, "prompts": 2},
         "algorithm": {"prompts_per_iteration": 2, "group_size": 2},
@@ -286,6 +286,8 @@ def is_more(value: Any, limit: int) -> bool:
 
 FIELDS = ("prompt", "answer", "chosen", "rejected", "another")
 LONG = "1+" * 40
+
+
 def messages(content: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Conversations, most of them odd."""
     role = st.sampled_from(("user", "user", "assistant", "system", "nobody", None, 1))
@@ -329,7 +331,7 @@ def data_files(draw: st.DrawFn) -> tuple[str, list[str], str, bytes]:
     any_field = st.sampled_from(FIELDS)
     options = {
         "data.chat_template": st.booleans(),
-        "data.too_long": st.sampled_from(("error", "drop")),
+        "data.overlong_prompts": st.sampled_from(("error", "drop")),
         "data.prompt_field": st.just("prompt") | any_field,
         "data.answer_field": st.just("answer") | any_field,
     }
@@ -433,7 +435,7 @@ def checkpointed(runs: Runs, tmp_path: Path) -> dict[str, Path]:
 def checkpointing_job(recipe: str) -> dict[str, Any]:
     tree = tiny_job(recipe) | {"checkpoint": {"every": 1}}
     if recipe == "grpo":
-        tree["rollout"] |= {"partial": True, "max_batch": 3}
+        tree["rollout"] |= {"partial": True, "max_running_requests": 3}
         tree["algorithm"] |= {"oversampling": 2}
     return tree
 

@@ -25,8 +25,8 @@ from tests.launched import (
     write_inputs,
 )
 from tests.tiny_jobs import metrics_of
-from verl_mg.job.ranks import mpi
-from verl_mg.job.ranks.watch import EXIT_LOST
+from verl_mg.distributed import mpi
+from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
 MPIRUN = ["mpirun", "--bind-to", "none", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -47,7 +47,7 @@ def test_hosts_that_do_not_reach_each_other_are_told_so():
     with started([*torchrun(1, *elsewhere), *watched()]) as launcher:
         code, _, err = ended(launcher)
     (told,) = error_lines(err)
-    assert code == EXIT_LOST and "hosts do not reach each other" in told and "(127.0.0.1, 1)" in told
+    assert code == EXIT_RANK_LOST and "hosts do not reach each other" in told and "(127.0.0.1, 1)" in told
     assert "Traceback" not in err
 
 

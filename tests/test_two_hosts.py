@@ -13,7 +13,7 @@ import pytest
 
 from tests.launched import LONG, ended, error_lines, iterations_done, started, torchrun, train_command, write_inputs
 from tests.tiny_jobs import logged
-from verl_mg.job.ranks.watch import EXIT_LOST
+from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
 PORT = 29400
 """Of the first host; nothing else listens in its network."""
@@ -86,17 +86,19 @@ def steps(output: Path) -> list[int]:
 
 def test_a_cut_cable_ends_both_hosts_and_the_job_goes_on_after_it(hosts, tmp_path):
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
-    command = train_command(inputs, output, f"job.lost_after={LOST_AFTER}", "actor.layout=tp2", "checkpoint.every=2")
+    command = train_command(
+        inputs, output, f"job.heartbeat_timeout_s={LOST_AFTER}", "actor.layout=tp2", "checkpoint.every=2"
+    )
     with ExitStack() as stack:
         first, second = start(stack, hosts, "first", command)
         iterations_done(output, 5, first)
         hosts.set_cable("down")
         (code, _, err), (other_code, _, other_err) = ended(first), ended(second)
-    assert code == EXIT_LOST, err
+    assert code == EXIT_RANK_LOST, err
     (line,) = error_lines(err)
     told = re.match(r"error: rank (\d) \(host .*\) has not been heard of for \d+ s, nor have rank (\d); it was", line)
     assert told and set(told.groups()) == {"2", "3"}, line
-    assert other_code == EXIT_LOST, other_err
+    assert other_code == EXIT_RANK_LOST, other_err
     line = error_lines(other_err)[0]
     assert line.startswith("error: rank 2: the job's store at 10.77.0.1:") and "has not answered for" in line
     assert "Traceback" not in err + other_err

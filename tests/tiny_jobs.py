@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from tests.rank_pool import job_store
 from verl_mg.config import Config
-from verl_mg.job.half import WHOLE, Half
-from verl_mg.job.loop import run
-from verl_mg.job.ranks.world import World
+from verl_mg.distributed.world import World
 from verl_mg.job.recipe import Recipe
+from verl_mg.run.loop import train
+from verl_mg.run.mode import FULL_RUN, RunMode
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 DIGITS = "def digits(sample): return sum(c.isdigit() for c in sample.response)\n"
@@ -42,9 +42,9 @@ def files_of(inputs: Path, output: Path) -> list[str]:
     ]
 
 
-def run_here(recipe: Recipe, config: Config, half: Half = WHOLE) -> None:
+def run_here(recipe: Recipe, config: Config, half: RunMode = FULL_RUN) -> None:
     """This rank's part."""
-    run(recipe, config, World(dist.get_rank(), dist.get_world_size(), job_store()), half)
+    train(recipe, config, World(dist.get_rank(), dist.get_world_size(), job_store()), half)
 
 
 def logged(output: Path) -> Metrics:

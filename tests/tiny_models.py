@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from verl_mg.batch import Batch
-from verl_mg.tiny import make_tiny_model
+from verl_mg.models.tiny_model import make_tiny_model
 
 CHARACTERS = "0123456789+-*=() abcdefg"
 
@@ -76,8 +76,8 @@ def random_rows(count: int, vocab: int, longest: int = 20, seed: int = 0) -> Bat
     batch = Batch(lengths, {"tokens": torch.randint(1, vocab, (total,), generator=generator)})
     batch["sample_id"] = torch.arange(count) * 7 % 1009
     batch["prompt_length"] = torch.randint(1, 3, (count,), generator=generator)
-    batch["loss_mask"] = batch.positions >= batch.spread(batch["prompt_length"])
-    batch["advantages"] = batch.spread(torch.randn(count, generator=generator))
+    batch["loss_mask"] = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
+    batch["advantages"] = batch.expand_to_tokens(torch.randn(count, generator=generator))
     batch["noise"] = torch.randn(total, generator=generator) * 0.3
     return batch
 

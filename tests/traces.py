@@ -3,7 +3,7 @@
     sglang_trace("qwen3", EngineLayout(tp=2))[rank] -> {parameter: Shard}
 
 The first call traces all `FAMILIES` at all `layouts_of` them with one set of processes, under a minute; the others
-only look up. A folder of one's own: `verl_mg.rollout.sglang.tracer.trace_sglang_many`.
+only look up. A folder of one's own: `verl_mg.rollout.sglang.tracing.tracer.trace_sglang_many`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from verl_mg.layout import EngineLayout
-from verl_mg.rollout.sglang.tracer import trace_sglang_many
-from verl_mg.weights.boxes import Shard
+from verl_mg.rollout.sglang.tracing.tracer import trace_sglang_many
+from verl_mg.sharding.boxes import Shard
 
 needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed; run bash tools/install_sglang_cpu.sh"

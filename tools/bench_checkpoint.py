@@ -11,8 +11,8 @@ optimizer after one real step. All methods save that same state, and read it bac
     async       the same, its files written by forked processes (async_sharded_save)
     gather      the same as all-gather, memory-efficient: the first data-parallel rank gathers the optimizer
 
-On the CPU megatron-core runs on verl_mg/megatron/cpu.py, as it does in training. Two more things are changed in it:
-`gather` is told that the data-parallel group, which is gloo's, is also its gloo group; and reading leaves the steps of
+On the CPU megatron-core runs on verl_mg/megatron/cpu_shim.py, as it does in training. Two more things
+are changed in it: `gather` is told that the data-parallel group, which is gloo's, is also its gloo group; and reading leaves the steps of
 torch's Adam alone, which it sets from its own count, and then fails to find as tensors.
 
 Seconds are medians over the rounds, of which the first warms up, of the slowest rank; files are read from the page
@@ -54,17 +54,19 @@ from torch.distributed import ProcessGroup
 from transformers.utils.logging import disable_progress_bar
 
 from tools.dist_checkpoints import DistCheckpoints, adapt
+from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import load_config
-from verl_mg.job.checkpoints import Saver, newest_intact, restore
 from verl_mg.job.job import Job
-from verl_mg.job.loop import one_iteration
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.layout import Layout
-from verl_mg.megatron.durable import optimizer_state, steps_taken, weights
-from verl_mg.roles.trained import Trained
-from verl_mg.tiny import make_tiny_model
-from verl_mg.weights.boxes import slices
-from verl_mg.weights.parts import Part
+from verl_mg.megatron.sharded_state import optimizer_state, steps_taken, weights
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.roles.trainable import TrainableRole
+from verl_mg.run.checkpoint_integrity import newest_intact
+from verl_mg.run.checkpointer import AsyncCheckpointer
+from verl_mg.run.job_state import restore
+from verl_mg.run.loop import one_iteration
+from verl_mg.sharding.boxes import slices
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sft.py"
 RANKS = 4
@@ -136,7 +138,7 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     }
     saving = _saves(methods, job, folder, options.rounds)
     _keep(job.actor, folder / "truth")
-    shapes = [torch.Size(whole.shape) for whole in job.actor.network.table.huggingface().values()]
+    shapes = [torch.Size(whole.shape) for whole in job.actor.runner.table.huggingface().values()]
     reading = {}
     for layout in READ_UNDER:
         job = _job(recipe, folder, layout, store)
@@ -190,7 +192,7 @@ class Ours:
     """See `Method`: checkpoints of the job, as its loop writes and reads them."""
 
     def __init__(self, recipe: Recipe, job: Job, folder: Path) -> None:
-        self._recipe, self._saver = recipe.name, Saver(folder, job.config.checkpoint, recipe.name)
+        self._recipe, self._saver = recipe.name, AsyncCheckpointer(folder, job.config.checkpoint, recipe.name)
 
     def begin(self, job: Job, folder: Path) -> None:
         self._saver.begin(job, {})
@@ -315,13 +317,13 @@ def _counted() -> Iterator[list[int]]:
 # -- what is to come back
 
 
-def _held(role: Trained) -> Iterator[Part]:
+def _held(role: TrainableRole) -> Iterator[StoredBox]:
     """All weights and moments on this rank, in the memory that is computed with."""
-    yield from weights(role.network)
-    yield from optimizer_state(role.network, role.trainer.optimizer)
+    yield from weights(role.runner)
+    yield from optimizer_state(role.runner, role.trainer.optimizer)
 
 
-def _keep(role: Trained, folder: Path) -> None:
+def _keep(role: TrainableRole, folder: Path) -> None:
     """Write weights and moments of the whole network, whatever any method does, in files that all ranks map."""
     folder.mkdir(exist_ok=True)
     for part in role.trainer.parts():
@@ -329,19 +331,19 @@ def _keep(role: Trained, folder: Path) -> None:
     dist.barrier()
 
 
-def _verify(name: str, role: Trained, folder: Path) -> None:
+def _verify(name: str, role: TrainableRole, folder: Path) -> None:
     for part in _held(role):
         expected = _whole(role, folder, part)[slices(part.box)]
         if not torch.equal(part.values.view(torch.int32), expected.view(torch.int32)):
-            raise RuntimeError(f"{name}, {role.network.layout}: {part.key} came back other than it was saved")
+            raise RuntimeError(f"{name}, {role.runner.layout}: {part.key} came back other than it was saved")
     if steps_taken(role.trainer.optimizer) != 1:
-        raise RuntimeError(f"{name}, {role.network.layout}: the count of steps came back other than it was saved")
+        raise RuntimeError(f"{name}, {role.runner.layout}: the count of steps came back other than it was saved")
 
 
-def _whole(role: Trained, folder: Path, part: Part) -> Tensor:
+def _whole(role: TrainableRole, folder: Path, part: StoredBox) -> Tensor:
     """The tensor of which a part is a box."""
-    shape = torch.Size(role.network.table.huggingface()[part.tensor].shape)
-    path = folder / f"{part.plane}.{part.tensor}"
+    shape = torch.Size(role.runner.table.huggingface()[part.tensor].shape)
+    path = folder / f"{part.namespace}.{part.tensor}"
     return torch.from_file(str(path), shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
 
 

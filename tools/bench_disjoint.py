@@ -19,11 +19,11 @@ import torch.multiprocessing as multiprocessing
 
 from tools import wide_letters
 from verl_mg.config import load_config
+from verl_mg.job.build_models import MODEL_ROLES
 from verl_mg.job.job import Job
-from verl_mg.job.loop import one_iteration
-from verl_mg.job.networks import NETWORKS
 from verl_mg.job.recipe import load_recipe
-from verl_mg.roles.agenda import Agenda
+from verl_mg.roles.concurrent import RoleExecutor
+from verl_mg.run.loop import one_iteration
 
 
 def main() -> None:
@@ -51,12 +51,12 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     config = load_config(None, [*task, *placement], recipe.config)
     job = Job(config, recipe.roles(config.algorithm), store)
     job.start()
-    roles = [getattr(job, name) for name in NETWORKS if hasattr(job, name)]
+    roles = [getattr(job, name) for name in MODEL_ROLES if hasattr(job, name)]
     together, seconds = roles[0].agenda, dict[bool, list[float]]({True: [], False: []})
     for iteration in range(2 * (options.rounds + 1)):
         at_once = iteration % 2 == 0
         for role in roles:
-            role.agenda = together if at_once else Agenda(eager=True)
+            role.agenda = together if at_once else RoleExecutor(eager=True)
         dist.barrier()
         started = time.perf_counter()
         one_iteration(recipe, job, iteration + 1)

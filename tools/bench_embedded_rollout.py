@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config
 
-from verl_mg.rollout.embedded import EmbeddedEngine
 from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.hf.engine import HFEngine
 
 VOCABULARY = 512
 GROUP = 8
@@ -49,7 +49,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _engine(hidden: int, layers: int) -> EmbeddedEngine:
+def _engine(hidden: int, layers: int) -> HFEngine:
     """An engine with small random weights, so that every token is about equally likely."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -61,7 +61,7 @@ def _engine(hidden: int, layers: int) -> EmbeddedEngine:
         head_dim=hidden // 4,
         max_position_embeddings=4096,
     )
-    engine = EmbeddedEngine(config, "cpu", torch.float32, load_weights=False)
+    engine = HFEngine(config, "cpu", torch.float32, load_weights=False)
     generator = torch.Generator().manual_seed(0)
     engine.begin_update()
     for tensor in engine.parameters().values():
@@ -82,9 +82,7 @@ def _requests(rows: int, group: int, longest: int) -> list[Request]:
     return requests
 
 
-def _race(
-    engine: EmbeddedEngine, requests: list[Request], sampling: Sampling, rounds: int
-) -> tuple[float, float]:
+def _race(engine: HFEngine, requests: list[Request], sampling: Sampling, rounds: int) -> tuple[float, float]:
     """Median tokens a second of the engine and of `generate`, run in turn after one warm-up of each."""
 
     def ours() -> int:

@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from verl_mg.data import read_records
-from verl_mg.tiny import ROLES, make_tiny_model
+from verl_mg.models.tiny_model import ROLES, make_tiny_model
 
 TOOLS = Path(__file__).parent
 LETTERS = string.ascii_letters + string.digits

@@ -34,24 +34,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from verl_mg import platform
+from verl_mg import device
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import Prompt
-from verl_mg.job.engines import build_fleet
-from verl_mg.job.networks import Networks
-from verl_mg.job.ranks.world import World
-from verl_mg.job.records.throughput import device_peak, model_flops
+from verl_mg.distributed.world import World
+from verl_mg.job.build_engines import build_engine_group
+from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
 from verl_mg.megatron.microbatch import LossTokens
-from verl_mg.paper.memory import train_memory
-from verl_mg.paper.setting import GIB, Setting
+from verl_mg.models.flops import row_flops
+from verl_mg.models.hf_config import read_config
+from verl_mg.monitor.throughput import device_peak, model_flops
+from verl_mg.planner.inputs import GIB, PlanInputs
+from verl_mg.planner.memory import train_memory
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.rollout import Rollout
 from verl_mg.rollout import Sampling
-from verl_mg.weights import WeightTable, read_config, table
-from verl_mg.weights.flops import row_flops
+from verl_mg.sharding.weight_table import WeightTable, weight_table
 
 MODEL = Path(__file__).parent / "model_configs" / "qwen3_1_7b.json"
 TINY_SHAPE = {
@@ -122,7 +123,7 @@ class Bench:
 
     @property
     def weight_bytes(self) -> int:
-        return Setting(self.weights, ranks=1, node=1).weight_bytes
+        return PlanInputs(self.weights, ranks=1, node=1).weight_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -163,11 +164,11 @@ def write_model(folder: Path, tree: dict[str, Any]) -> WeightTable:
     """A directory with random bf16 weights: matrices of deviation 0.02, ones elsewhere."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(tree))
-    weights = table(read_config(folder))
+    weights = weight_table(read_config(folder))
     torch.manual_seed(0)
     tensors: dict[str, Tensor] = {}
     for name, shard in weights.huggingface().items():
-        values = torch.ones(shard.shape, dtype=torch.bfloat16, device=platform.device())
+        values = torch.ones(shard.shape, dtype=torch.bfloat16, device=device.current_device())
         tensors[name] = (values.normal_(std=0.02) if len(shard.shape) > 1 else values).cpu()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
@@ -178,17 +179,17 @@ def write_model(folder: Path, tree: dict[str, Any]) -> WeightTable:
 
 def device_part(bench: Bench) -> Iterator[Row]:
     """What the hardware reaches, whatever the program."""
-    device, width = platform.device(), bench.work.width
-    left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    gpu, width = device.current_device(), bench.work.width
+    left, right = (torch.randn(width, width, device=gpu, dtype=torch.bfloat16) for _ in range(2))
     teraflops = 2 * width**3 / bench.seconds(lambda: left @ right) / 1e12
     bench.figures["flops"] = teraflops
     yield f"bf16 product of {width} x {width} matrices", f"{teraflops:.4g} TFLOP/s"
-    source = torch.zeros(bench.work.copied, dtype=torch.uint8, device=device)
+    source = torch.zeros(bench.work.copied, dtype=torch.uint8, device=gpu)
     target = torch.empty_like(source)
     bench.figures["memory_bandwidth"] = 2 * len(source) / bench.seconds(lambda: target.copy_(source)) / 1e9
     yield "copy within the device's memory", f"{bench.figures['memory_bandwidth']:.4g} GB/s read and written"
     if torch.cuda.is_available():
-        bench.figures["memory"] = torch.cuda.get_device_properties(device).total_memory / GIB
+        bench.figures["memory"] = torch.cuda.get_device_properties(gpu).total_memory / GIB
         host = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
         bench.figures["host"] = len(source) / bench.seconds(lambda: host.copy_(source)) / 1e9
         yield "copy to pinned memory of the host", f"{bench.figures['host']:.1f} GB/s"
@@ -196,7 +197,7 @@ def device_part(bench: Bench) -> Iterator[Row]:
 
 def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
     """Updates and judging passes of rows side by side, none of them padded."""
-    actor: Actor = Networks(bench.config(recompute), 1).build("actor")
+    actor: Actor = ModelRoleBuilder(bench.config(recompute), 1).build("actor")
     rows = row_batch(bench)
     lengths, flops = rows.lengths.tolist(), row_flops(bench.weights)
     yield "rows", f"{len(rows)} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together"
@@ -209,7 +210,7 @@ def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
     with peak_memory() as peak:
         seconds = bench.seconds(lambda: dict(actor.update(rows, policy_loss, "token-mean")))
     yield "update", _rates(sum(lengths), model_flops(flops, lengths, learns=True), seconds)
-    setting = Setting(
+    setting = PlanInputs(
         bench.weights,
         ranks=1,
         node=1,
@@ -230,14 +231,14 @@ def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
 def rollout_part(bench: Bench) -> Iterator[Row]:
     """The actor's weights into the engine, and samples that all have the longest length."""
     config, work = bench.config(), bench.work
-    networks = Networks(config, 1)
-    actor: Actor = networks.build("actor")
+    runners = ModelRoleBuilder(config, 1)
+    actor: Actor = runners.build("actor")
     store = PrefixStore("bench", bench.world.store)
-    fleet = build_fleet(config, torch.bfloat16, actor, store, lambda engine: engine)
-    fleet.residence = networks.residence
+    fleet = build_engine_group(config, torch.bfloat16, actor, store, lambda engine: engine)
+    fleet.offload_manager = runners.offload_manager
     actor.claim = fleet.rest
     rollout = Rollout(fleet, Sampling(max_new_tokens=work.new_tokens), seed=0, store=store)
-    rollout.agenda = networks.agenda
+    rollout.agenda = runners.agenda
     try:
         seconds = bench.seconds(lambda: rollout.sync(actor))
         rate = bench.weight_bytes / seconds / 1e9
@@ -270,7 +271,7 @@ def row_batch(bench: Bench) -> Batch:
     batch = Batch(lengths, {"tokens": tokens})
     batch["loss_mask"] = batch.positions >= 8
     batch["sample_id"] = torch.arange(len(batch))
-    batch["advantages"] = batch.spread(torch.randn(len(batch), generator=draw))
+    batch["advantages"] = batch.expand_to_tokens(torch.randn(len(batch), generator=draw))
     return batch
 
 
@@ -336,7 +337,7 @@ class Report:
 
 def _hardware() -> Iterator[str]:
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(platform.device())
+        found = torch.cuda.get_device_properties(device.current_device())
         yield f"{found.name}, {found.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
     yield f"{os.cpu_count()} cores of {machine.machine()}, {torch.get_num_threads()} threads"
     engine = "transformer_engine" if importlib.util.find_spec("transformer_engine") else "no transformer_engine"

@@ -23,9 +23,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 from verl_mg.layout.packing import pack
-from verl_mg.paper.lengths import longest_to, read_lengths
-from verl_mg.weights import read_config, table
-from verl_mg.weights.flops import row_flops
+from verl_mg.models.flops import row_flops
+from verl_mg.models.hf_config import read_config
+from verl_mg.planner.lengths import longest_to, read_lengths
+from verl_mg.sharding.weight_table import weight_table
 
 HERE = Path(__file__).parent
 Shares = list[list[list[int]]]
@@ -37,7 +38,7 @@ def main() -> None:
     options = _options()
     rows = longest_to(read_lengths(options.lengths), options.longest)
     lengths = [row.total for row in rows]
-    flops = row_flops(table(read_config(options.model)))
+    flops = row_flops(weight_table(read_config(options.model)))
     costs = [flops(length) for length in lengths]
     budget = options.budget or options.longest
     print(

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.models.hf_config import read_config
 from verl_mg.reshard import Plan, plan, schedule
-from verl_mg.weights import read_config, table
+from verl_mg.sharding.weight_table import weight_table
 
 CONFIGS = Path(__file__).parent / "model_configs"
 REPEATS, NODE = 5, 8
@@ -24,9 +25,9 @@ REPEATS, NODE = 5, 8
 
 def make_plan(model: str, train: str, rollout: str, ranks: int) -> Plan:
     """The plan of a colocated sync."""
-    weights, everyone = table(read_config(CONFIGS / f"{model}.json")), tuple(range(ranks))
-    source = weights.on_megatron(Placement(Layout.parse(train).fit(ranks), everyone))
-    return plan(source, weights.on_sglang(EnginePlacement(EngineLayout.parse(rollout), everyone)), NODE)
+    weights, everyone = weight_table(read_config(CONFIGS / f"{model}.json")), tuple(range(ranks))
+    source = weights.shard_map_megatron(Placement(Layout.parse(train).fit(ranks), everyone))
+    return plan(source, weights.shard_map_sglang(EnginePlacement(EngineLayout.parse(rollout), everyone)), NODE)
 
 
 def one_rank(rollout: str) -> str:

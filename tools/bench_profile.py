@@ -1,9 +1,9 @@
-"""Where the time of a PPO iteration goes, as the run itself tells it with profile.exact=true.
+"""Where the time of a PPO iteration goes, as the run itself tells it with profile.synchronize=true.
 
     python -m tools.bench_profile [--ranks 2] [--hidden 512] [--layers 4] [--iterations 4] [KEY=VALUE ...]
 
-The task of recipes/tasks/letters.py with a wider model: actor, critic and reference with a layer stack each, embedded
-engines, one thread a rank. The last line says how much of an iteration is around the models' own work: moving rows,
+The task of recipes/tasks/repeat_digit.py with a wider model: actor, critic and reference with a layer stack each,
+embedded engines, one thread a rank. The last line says how much of an iteration is around the models' own work: moving rows,
 advantages, packing, the weight sync, logging. Further arguments are overrides, such as critic.ranks=1.
 """
 
@@ -42,7 +42,7 @@ def _overrides(task: Path, iterations: int) -> list[str]:
         f"job.output={task / 'run'}",
         f"job.iterations={iterations}",
         "job.save=false",
-        "profile.exact=true",
+        "profile.synchronize=true",
     ]
 
 

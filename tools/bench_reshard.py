@@ -39,12 +39,13 @@ from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopySer
 from torch import Tensor
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.model import PackedModel, build_chunks, parameters_by_name
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import HFConfig, parse_config
 from verl_mg.reshard import BUCKET_BYTES, best_stride, execute, plan, schedule
-from verl_mg.weights import HFConfig, Holdings, Shard, table
-from verl_mg.weights.boxes import Box, extents, slices
-from verl_mg.weights.model_config import parse_config
+from verl_mg.sharding.boxes import Box, Shard, box_shape, slices
+from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.weight_table import weight_table
 
 RANKS = 8
 MIB = 2**20
@@ -149,28 +150,28 @@ def _rank(rank: int, options: argparse.Namespace, folder: str, answer: Connectio
 def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """The report of a case, on rank 0."""
     rank, config = dist.get_rank(), model_config(case.model, options.parameters * 10**6)
-    weights, bucket_bytes = table(config), options.bucket_mib * MIB
+    weights, bucket_bytes = weight_table(config), options.bucket_mib * MIB
     placement = Placement.on(Layout.parse(case.source), RANKS)
     source_model, groups = _megatron(config, placement)
     source = parameters_by_name([source_model])
-    holdings = weights.on_megatron(placement)
-    _fill(source, holdings.shards(rank))
+    shard_map = weights.shard_map_megatron(placement)
+    _fill(source, shard_map.shards(rank))
     target_model: PackedModel | None = None
-    wanted: Holdings
+    wanted: ShardMap
     if case.to_megatron:
         target_placement = Placement.on(Layout.parse(case.target), RANKS)
-        wanted = weights.on_megatron(target_placement)
+        wanted = weights.shard_map_megatron(target_placement)
         target_model, _ = _megatron(config, target_placement)
         target = parameters_by_name([target_model])
         where = f"Megatron {target_placement.layout}"
     else:
         engines = EnginePlacement(EngineLayout.parse(case.target), tuple(range(RANKS)))
-        engines = best_stride(holdings, weights, engines, RANKS)
-        wanted = weights.on_sglang(engines)
+        engines = best_stride(shard_map, weights, engines, RANKS)
+        wanted = weights.shard_map_sglang(engines)
         target = {name: torch.empty(s.shape, dtype=torch.bfloat16) for name, s in wanted.shards(rank).items()}
         where = f"{engines.engines} engines {engines.layout} at stride {engines.stride}"
     begin = time.perf_counter()
-    moves = plan(holdings, wanted, RANKS)
+    moves = plan(shard_map, wanted, RANKS)
     ours = Ours(schedule(moves, rank, torch.bfloat16, bucket_bytes), source, target)
     plan_seconds = time.perf_counter() - begin
     methods: dict[str, Method] = {"ours": ours.run}
@@ -212,7 +213,7 @@ def model_config(kind: str, parameters: int) -> HFConfig:
     fields["model_type"] = "qwen3_moe" if kind == "moe" else "qwen3"
 
     def size() -> int:
-        shards = table(parse_config(fields)).huggingface().values()
+        shards = weight_table(parse_config(fields)).huggingface().values()
         return sum(torch.Size(shard.shape).numel() for shard in shards)
 
     while size() < parameters:
@@ -223,7 +224,7 @@ def model_config(kind: str, parameters: int) -> HFConfig:
 def _megatron(config: HFConfig, placement: Placement) -> tuple[PackedModel, ParallelGroups]:
     groups = ParallelGroups(placement)
     with groups.active():
-        (model,) = build_chunks(table(config), groups, torch.bfloat16)
+        (model,) = build_chunks(weight_table(config), groups, torch.bfloat16)
     return model, groups
 
 
@@ -343,14 +344,14 @@ def _fill(parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None
     for name, shard in shards.items():
         for piece in shard.pieces:
             room = parameters[name].detach()[slices(piece.target)]
-            room.copy_(_values(piece.tensor, piece.source).view(extents(piece.target)))
+            room.copy_(_values(piece.tensor, piece.source).view(box_shape(piece.target)))
 
 
 def _verify(method: str, parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
     for name, shard in shards.items():
         for piece in shard.pieces:
             found = parameters[name].detach()[slices(piece.target)].view(torch.int16)
-            expected = _values(piece.tensor, piece.source).view(torch.int16).view(extents(piece.target))
+            expected = _values(piece.tensor, piece.source).view(torch.int16).view(box_shape(piece.target))
             if not torch.equal(found, expected):
                 raise SystemExit(f"{method}: {name} differs at {piece}")
 

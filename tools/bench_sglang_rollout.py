@@ -22,16 +22,17 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.layout import EngineLayout
-from verl_mg.rollout.dealing import Group, SharedDeal
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.engine_loop import EngineLoop
 from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, engine_arguments
 from verl_mg.rollout.sglang.arguments import environment
-from verl_mg.rollout.sglang.payload import payload, staging
-from verl_mg.rollout.shift import Shift
-from verl_mg.tiny import make_tiny_model
-from verl_mg.weights import read_config, table
-from verl_mg.weights.files import CheckpointReader, load_shards
+from verl_mg.rollout.sglang.ipc_payload import payload, staging
+from verl_mg.rollout.work_queue import DynamicWorkQueue, Group
+from verl_mg.sharding.weight_table import weight_table
 
 GROUP = 8
 PROMPT = 32
@@ -89,13 +90,13 @@ def listed(engine: SGLangEngine, requests: list[Request], sampling: Sampling, ke
 def dealt(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
     store, ids = HashStore(), [request.id for request in requests]
     groups = [Group(tuple(ids[start : start + GROUP])) for start in range(0, len(ids), GROUP)]
-    deal = SharedDeal(store, key, groups, len(groups))
-    work = Shift(engine, 1, deal, store, key, Nobody()).run([], requests.__getitem__, sampling)
+    deal = DynamicWorkQueue(store, key, groups, len(groups))
+    work = EngineLoop(engine, 1, deal, store, key, Nobody()).run([], requests.__getitem__, sampling)
     return sum(len(sample.tokens) for sample in work.done.values())
 
 
 def bring_weights(engine: SGLangEngine, model: Path) -> None:
-    shards = table(read_config(model)).sglang(EngineLayout(), 0)
+    shards = weight_table(read_config(model)).sglang(EngineLayout(), 0)
     tensors = staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
     with CheckpointReader(model) as reader:
         load_shards(reader, shards, tensors)

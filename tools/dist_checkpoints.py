@@ -19,29 +19,29 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch import Tensor
 
 from verl_mg.job.job import Job
-from verl_mg.megatron.durable import make_moments
+from verl_mg.megatron.sharded_state import make_moments
 from verl_mg.megatron.trainer import optimizer_calls
-from verl_mg.roles.trained import Trained
+from verl_mg.roles.trainable import TrainableRole
 
 
 class DistCheckpoints:
     """What Megatron-LM does around `dist_checkpointing`; all ranks call its methods together."""
 
-    def __init__(self, role: Trained, asynchronous: bool = False, memory_efficient: bool = False) -> None:
+    def __init__(self, role: TrainableRole, asynchronous: bool = False, memory_efficient: bool = False) -> None:
         self._asynchronous, self._queue = asynchronous, AsyncCallsQueue()
         self._metadata = {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": memory_efficient,
             "chained_optim_avoid_prefix": True,
         }
-        among = role.network.groups.collection.dp_cp
+        among = role.runner.groups.collection.dp_cp
         self._strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), among)
 
     def begin(self, job: Job, folder: Path) -> None:
         if dist.get_rank() == 0:
             folder.mkdir()
         dist.barrier()
-        with job.actor.network.groups.active(), optimizer_calls():
+        with job.actor.runner.groups.active(), optimizer_calls():
             state = self._state(job.actor, loading=False)
             request = dist_checkpointing.save(state, str(folder), self._strategy, async_sharded_save=self._asynchronous)
         if request is not None:
@@ -51,19 +51,19 @@ class DistCheckpoints:
         self._queue.maybe_finalize_async_calls(blocking=True)
 
     def load(self, job: Job, folder: Path) -> None:
-        network, optimizer = job.actor.network, job.actor.trainer.optimizer
+        runner, optimizer = job.actor.runner, job.actor.trainer.optimizer
         strategy = FullyParallelLoadStrategyWrapper(
-            get_default_load_sharded_strategy(str(folder)), network.groups.collection.dp_cp
+            get_default_load_sharded_strategy(str(folder)), runner.groups.collection.dp_cp
         )
-        with network.groups.active(), optimizer_calls():
+        with runner.groups.active(), optimizer_calls():
             make_moments(optimizer, 0.0)  # it cannot say how many steps were taken before the first
             state = dist_checkpointing.load(self._state(job.actor, loading=True), str(folder), strategy)
-            network.chunks[0].load_state_dict(state["model"])
+            runner.chunks[0].load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
 
-    def _state(self, role: Trained, loading: bool) -> dict[str, Any]:
-        metadata = self._metadata | {"dp_cp_group": role.network.groups.collection.dp_cp}
-        model = role.network.chunks[0].sharded_state_dict(metadata=metadata)
+    def _state(self, role: TrainableRole, loading: bool) -> dict[str, Any]:
+        metadata = self._metadata | {"dp_cp_group": role.runner.groups.collection.dp_cp}
+        model = role.runner.chunks[0].sharded_state_dict(metadata=metadata)
         optimizer = role.trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer}
 

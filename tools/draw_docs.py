@@ -16,12 +16,13 @@ import torch
 from tools.svg import Picture
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.layout.packing import pack
-from verl_mg.paper.lengths import read_lengths
+from verl_mg.models.flops import row_flops
+from verl_mg.models.hf_config import read_config
+from verl_mg.planner.lengths import read_lengths
 from verl_mg.reshard import Plan, best_stride, plan, schedule
 from verl_mg.reshard.schedule import BUCKET_BYTES, Bucket
-from verl_mg.weights import WeightTable, read_config, table
-from verl_mg.weights.boxes import Box, Shard, intersect, volume
-from verl_mg.weights.flops import row_flops
+from verl_mg.sharding.boxes import Box, Shard, intersect, numel
+from verl_mg.sharding.weight_table import WeightTable, weight_table
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -32,15 +33,15 @@ QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 def weights() -> WeightTable:
     """Of the model that all pictures show: 28 query heads, 4 key-value heads, 28 layers."""
-    return table(read_config(ROOT / "tools" / "model_configs" / f"{MODEL}.json"))
+    return weight_table(read_config(ROOT / "tools" / "model_configs" / f"{MODEL}.json"))
 
 
 def resharding(engine: str) -> Plan:
     """From tp4-pp2 to engines on the same 8 ranks of one node."""
     everyone = tuple(range(8))
-    source = weights().on_megatron(Placement(Layout.parse("tp4-pp2"), everyone))
+    source = weights().shard_map_megatron(Placement(Layout.parse("tp4-pp2"), everyone))
     engines = best_stride(source, weights(), EnginePlacement(EngineLayout.parse(engine), everyone), node=8)
-    return plan(source, weights().on_sglang(engines), node=8)
+    return plan(source, weights().shard_map_sglang(engines), node=8)
 
 
 # -- one weight, cut in two ways
@@ -183,18 +184,20 @@ def _flows(moves: Plan) -> tuple[Mapping[tuple[int, int], int], Mapping[int, int
     for rank in range(8):
         own = moves.of(rank)
         for move in own.receives:
-            sent[move.peer, rank] += volume(move.box) * moves.itemsize(move.tensor, 2)
+            sent[move.peer, rank] += numel(move.box) * moves.itemsize(move.tensor, 2)
         for copy in own.copies:
-            kept[rank] += volume(copy.target_at) * moves.itemsize(copy.tensor, 2)
+            kept[rank] += numel(copy.target_at) * moves.itemsize(copy.tensor, 2)
     return sent, kept
 
 
 def _whole(moves: Plan) -> int:
-    return sum(volume(tuple((0, n) for n in entry.tensor.shape)) * 2 for entry in weights().catalogue.entries.values())
+    return sum(
+        numel(tuple((0, n) for n in entry.tensor.shape)) * 2 for entry in weights().tensor_index.entries.values()
+    )
 
 
 def _held(moves: Plan, rank: int) -> int:
-    return sum(volume(piece.source) * 2 for shard in moves.source.shards(rank).values() for piece in shard.pieces)
+    return sum(numel(piece.source) * 2 for shard in moves.source.shards(rank).values() for piece in shard.pieces)
 
 
 # -- in which order
@@ -288,7 +291,7 @@ PLACED = {
         ("critic", "tp2-pp2", range(8)),
         ("rollout", "tp4", range(8)),
     ),
-    "Apart: critic.ranks=4-7, rollout.ranks=2": (
+    "Apart: critic.ranks=4-7, rollout.num_ranks=2": (
         ("actor", "tp2-pp2", range(4)),
         ("reference", "tp4", range(4)),
         ("critic", "tp2", range(4, 8)),

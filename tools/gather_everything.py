@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.weights import HFConfig, Shard
-from verl_mg.weights.boxes import slices
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import HFConfig
+from verl_mg.sharding.boxes import Shard, slices
 
 NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",

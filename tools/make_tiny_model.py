@@ -6,7 +6,7 @@ import string
 import sys
 
 from verl_mg.errors import UserError
-from verl_mg.tiny import ARCHITECTURES, make_tiny_model
+from verl_mg.models.tiny_model import ARCHITECTURES, make_tiny_model
 
 
 def main(arguments: list[str] | None = None) -> int:

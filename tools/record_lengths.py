@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_mg.errors import EXIT_CODE, UserError
-from verl_mg.paper.lengths import Length, write_lengths
+from verl_mg.planner.lengths import Length, write_lengths
 
 HIDDEN, LAYERS, FFN = 32, 2, 64
 INIT_STD = 0.5  # so large that what was written decides how likely the end is
@@ -89,9 +89,9 @@ def drawn(count: int, max_new_tokens: int, seed: int) -> list[Length]:
     import torch
     from transformers import AutoTokenizer
 
-    from verl_mg.rollout.embedded import EmbeddedEngine
+    from verl_mg.models.tiny_model import make_tiny_model
     from verl_mg.rollout.engine import Request, Sampling
-    from verl_mg.tiny import make_tiny_model
+    from verl_mg.rollout.hf.engine import HFEngine
 
     generator = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ def drawn(count: int, max_new_tokens: int, seed: int) -> list[Length]:
             seed=seed,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        engine = EmbeddedEngine(folder, "cpu", torch.float32)
+        engine = HFEngine(folder, "cpu", torch.float32)
     prompts = [tuple(tokenizer.encode(_sum(generator))) for _ in range(count)]
     requests = [Request(id=number, prompt=prompt, seed=number) for number, prompt in enumerate(prompts)]
     sampling = Sampling(max_new_tokens=max_new_tokens, stop_token_ids=(tokenizer.eos_token_id,))

@@ -3,7 +3,7 @@
     python tools/simulate_scaling.py [--models qwen2_5_7b,qwen3_235b_a22b] [--ranks 8,16,32] [--json FILE]
 
 For each number of GPUs the best layouts are searched for, as `verl-mg plan --search` does, and an iteration of GRPO is
-replayed under them (`verl_mg/paper/simulate.py`): generation, judging, update, weight sync, copies to the host.
+replayed under them (`verl_mg/planner/simulate.py`): generation, judging, update, weight sync, copies to the host.
 
     strong    the same samples on any number of GPUs
     weak      so many samples a GPU
@@ -20,12 +20,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from verl_mg.errors import UserError
-from verl_mg.paper.lengths import Length, longest_to, read_lengths
-from verl_mg.paper.measured import read_measured
-from verl_mg.paper.search import search
-from verl_mg.paper.setting import Setting
-from verl_mg.paper.simulate import Iteration, repeated, simulate
-from verl_mg.weights import WeightTable, read_config, table
+from verl_mg.models.hf_config import read_config
+from verl_mg.planner.hardware_profile import read_hardware_profile
+from verl_mg.planner.inputs import PlanInputs
+from verl_mg.planner.lengths import Length, longest_to, read_lengths
+from verl_mg.planner.search import search
+from verl_mg.planner.simulate import Iteration, repeated, simulate
+from verl_mg.sharding.weight_table import WeightTable, weight_table
 
 HERE = Path(__file__).parent
 MODELS = "qwen2_5_7b,qwen2_5_32b,qwen3_235b_a22b,deepseek_v3"
@@ -37,10 +38,10 @@ def main() -> None:
     """Print a table for each model."""
     options = _options()
     recorded = longest_to(read_lengths(options.lengths), options.longest)
-    figures = read_measured(options.measured) if options.measured else {}
+    figures = read_hardware_profile(options.measured) if options.measured else {}
     told = {}
     for name in options.models.split(","):
-        weights = table(read_config(HERE / "model_configs" / f"{name}.json"))
+        weights = weight_table(read_config(HERE / "model_configs" / f"{name}.json"))
         batches = {
             "strong": dict.fromkeys(options.ranks, repeated(recorded, options.samples)),
             "weak": {ranks: repeated(recorded, options.samples_a_gpu * ranks) for ranks in options.ranks},
@@ -93,7 +94,7 @@ def _scaled(
 def _best(weights: WeightTable, ranks: int, batch: Sequence[Length], figures: dict[str, float]) -> Iteration | None:
     """None where the model does not fit."""
     mean, longest = sum(length.total for length in batch) // len(batch), max(length.total for length in batch)
-    setting = Setting(weights, ranks, batch=mean * len(batch), sequence=mean, micro_batch=longest, **figures)
+    setting = PlanInputs(weights, ranks, batch=mean * len(batch), sequence=mean, micro_batch=longest, **figures)
     try:
         (pair,) = search(setting, None, None, 1)
         return simulate(setting, batch, pair.train.layout, pair.rollout.layout)

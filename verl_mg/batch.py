@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 
-class Kind(IntEnum):
+class ColumnKind(IntEnum):
     """What a column has one entry of. UNKNOWN: an unlisted column of a batch without rows."""
 
     UNKNOWN = 0
@@ -64,7 +64,7 @@ class Batch:
     def __init__(self, lengths: Tensor | Sequence[int], columns: dict[str, Tensor] | None = None) -> None:
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
         self._columns: dict[str, Tensor] = {}
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, ColumnKind] = {}
         for name, values in (columns or {}).items():
             self[name] = values
 
@@ -91,9 +91,9 @@ class Batch:
     def __setitem__(self, name: str, values: Tensor) -> None:
         self.put(name, values, self._guess_kind(name, values))
 
-    def put(self, name: str, values: Tensor, kind: Kind) -> None:
+    def put(self, name: str, values: Tensor, kind: ColumnKind) -> None:
         """Set a column of a given kind; ValueError when its first dimension does not fit."""
-        expected = {Kind.TOKEN: self.total_tokens, Kind.SEQUENCE: len(self), Kind.UNKNOWN: 0}[kind]
+        expected = {ColumnKind.TOKEN: self.total_tokens, ColumnKind.SEQUENCE: len(self), ColumnKind.UNKNOWN: 0}[kind]
         if values.shape[:1] != (expected,):
             raise ValueError(
                 f"column {name!r} has shape {tuple(values.shape)}: a {kind.name.lower()} column of this batch starts "
@@ -102,19 +102,19 @@ class Batch:
         self._columns[name] = values
         self._kinds[name] = kind
 
-    def _guess_kind(self, name: str, values: Tensor) -> Kind:
+    def _guess_kind(self, name: str, values: Tensor) -> ColumnKind:
         if name in TOKEN_COLUMNS:
-            return Kind.TOKEN
+            return ColumnKind.TOKEN
         if name in SEQUENCE_COLUMNS:
-            return Kind.SEQUENCE
+            return ColumnKind.SEQUENCE
         if name in self._kinds:
             return self._kinds[name]
         if len(self) == 0:
-            return Kind.UNKNOWN
+            return ColumnKind.UNKNOWN
         # Every row has at least one token, so the two sizes differ as soon as one row has two.
-        return Kind.SEQUENCE if values.shape[:1] == (len(self),) else Kind.TOKEN
+        return ColumnKind.SEQUENCE if values.shape[:1] == (len(self),) else ColumnKind.TOKEN
 
-    def kind(self, name: str) -> Kind:
+    def kind(self, name: str) -> ColumnKind:
         """What the column has one entry of."""
         return self._kinds[name]
 
@@ -147,9 +147,9 @@ class Batch:
     @property
     def last(self) -> Tensor:
         """(sum(lengths),) bool: true on the last token of each row."""
-        return self.positions == self.spread(self.lengths) - 1
+        return self.positions == self.expand_to_tokens(self.lengths) - 1
 
-    def spread(self, values: Tensor) -> Tensor:
+    def expand_to_tokens(self, values: Tensor) -> Tensor:
         """A sequence column (n,) as a token column (sum(lengths),): each token gets its row's value."""
         return values[self.sequence_ids]
 
@@ -158,7 +158,7 @@ class Batch:
         start, stop = self.offsets[i : i + 2].tolist()
         return self[name][start:stop]
 
-    def padded(self, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
+    def pad(self, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
         """A token column as (n, T) with T the longest row, and the (n, T) bool mask of real entries."""
         width = int(self.lengths.max()) if len(self) else 0
         mask = torch.arange(width) < self.lengths[:, None]
@@ -167,7 +167,7 @@ class Batch:
         table[mask] = values
         return table, mask
 
-    def flat(self, table: Tensor) -> Tensor:
+    def unpad(self, table: Tensor) -> Tensor:
         """The way back: (n, T) as a token column (sum(lengths),)."""
         return table[torch.arange(table.shape[1]) < self.lengths[:, None]]
 
@@ -181,7 +181,7 @@ class Batch:
         chosen = Batch(self.lengths[index])
         for name, values in self._columns.items():
             kind = self._kinds[name]
-            chosen.put(name, values[entries if kind is Kind.TOKEN else index], kind)
+            chosen.put(name, values[entries if kind is ColumnKind.TOKEN else index], kind)
         return chosen
 
     def _entries(self, rows: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Batch:
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         return torch.repeat_interleave(starts, lengths) + within
 
-    def only(self, names: Iterable[str]) -> Batch:
+    def select_columns(self, names: Iterable[str]) -> Batch:
         """The same rows with those of the named columns that are there."""
         rows = Batch(self.lengths)
         for name in names:

@@ -123,7 +123,7 @@ def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from verl_mg.start import start
+    from verl_mg.run.main import run_recipe
 
     def described() -> tuple[Recipe, Config]:
         from verl_mg.config import load_config
@@ -132,7 +132,7 @@ def _train(arguments: argparse.Namespace) -> None:
         recipe = load_recipe(arguments.recipe)
         return recipe, load_config(arguments.config, arguments.overrides, recipe.config)
 
-    start(described, learns=not arguments.rollout_only, replayed=arguments.replay)
+    run_recipe(described, learns=not arguments.rollout_only, replayed=arguments.replay)
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
@@ -142,7 +142,7 @@ def _quickstart(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from verl_mg.job.records.status import show_status
+    from verl_mg.monitor.status import show_status
 
     sys.exit(show_status(arguments.folder))
 
@@ -154,7 +154,7 @@ def _view(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from verl_mg.paper.command import run
+    from verl_mg.planner.command import run
 
     if arguments.recipe is None:
         if arguments.overrides or arguments.config:
@@ -165,13 +165,13 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.config is None:
         raise UserError(f"{arguments.recipe}: a recipe is planned with its configuration; add --config FILE")
     from verl_mg.config import load_config
-    from verl_mg.job.recipe import load_recipe, wanted_roles
-    from verl_mg.paper.configured import job_numbers
+    from verl_mg.job.recipe import load_recipe, requested_roles
+    from verl_mg.planner.from_config import plan_request
 
     recipe = load_recipe(arguments.recipe)
     config = load_config(arguments.config, arguments.overrides, recipe.config)
     try:
-        job = job_numbers(config, wanted_roles(recipe, config.algorithm))
+        job = plan_request(config, requested_roles(recipe, config.algorithm))
     except UserError as error:
         raise UserError(f"{arguments.config}: {error}") from None
     run(arguments, job)
@@ -179,7 +179,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _trace(arguments: argparse.Namespace) -> None:
     from verl_mg.layout import EngineLayout
-    from verl_mg.rollout.sglang.tracer import write_trace
+    from verl_mg.rollout.sglang.tracing.tracer import write_trace
 
     write_trace(arguments.model, arguments.output, EngineLayout.parse(arguments.rollout))
     print(f"dialect {arguments.output}")

@@ -1,6 +1,5 @@
 """The one exception for input that its writer can mend."""
 
-
 EXIT_CODE = 2
 """With which every rank leaves after a `UserError`."""
 

@@ -27,8 +27,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from verl_mg.job.ranks.signals import HEEDED, LEFT
-from verl_mg.job.ranks.watch import EXIT_LOST
+from verl_mg.distributed.signals import HEEDED, LEFT
+from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
 UNSEEN_SECONDS = 10
 """In which torchrun should have seen that the ranks have ended; it looks many times a second."""
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         except (RendezvousError, DistError) as error:
             reason = error.__cause__ or error
             print(f"error: the launchers of the job's hosts do not reach each other: {reason}", file=sys.stderr)
-            sys.exit(EXIT_LOST)
+            sys.exit(EXIT_RANK_LOST)
         if left.exists():
             sys.exit(128 + int(left.read_text(encoding="utf-8")))
 

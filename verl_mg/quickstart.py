@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from verl_mg.errors import UserError
-from verl_mg.tiny import make_tiny_model
+from verl_mg.models.tiny_model import make_tiny_model
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RANKS = 2
@@ -71,9 +71,7 @@ def grpo_command(folder: Path, overrides: Iterable[str] = ()) -> list[str]:
 def make_model(folder: Path, seed: int = 0) -> Path:
     """A Qwen3 of a few hundred thousand random weights that reads single characters, long texts too."""
     # So small a model starts to learn much sooner from weights larger than the usual 0.02.
-    return make_tiny_model(
-        folder, "qwen3", hidden=128, layers=2, ffn=256, max_positions=2048, init_std=0.06, seed=seed
-    )
+    return make_tiny_model(folder, "qwen3", hidden=128, layers=2, ffn=256, max_positions=2048, init_std=0.06, seed=seed)
 
 
 def write_sums(folder: Path) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rewards import Reward, Sample
-from verl_mg.tiny import make_tiny_model
 
 # Operands and sums of equal width let so small a model learn to copy them within a minute.
 OPERANDS = range(1000, 5000)

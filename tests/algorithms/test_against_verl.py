@@ -271,9 +271,7 @@ def test_policy_losses(verl: ModuleType, name: str, mode: str) -> None:
 
 def in_two(verl: ModuleType, name: str, t: Table, mode: str) -> float:
     """verl's loss as the sum of two micro-batches, each told the numbers of the global batch."""
-    return sum(
-        their_loss(verl, name, t, t["logprobs"], mode, rows).item() for rows in (slice(0, 3), slice(3, ROWS))
-    )
+    return sum(their_loss(verl, name, t, t["logprobs"], mode, rows).item() for rows in (slice(0, 3), slice(3, ROWS)))
 
 
 def test_verl_doubles_gmpo_on_two_micro_batches(verl: ModuleType) -> None:

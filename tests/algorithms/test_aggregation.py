@@ -93,8 +93,7 @@ def test_sequences_cut_over_ranks(mode: str) -> None:
     tokens_of = torch.bincount(ids[mask], minlength=len(LENGTHS))
     halves = [torch.arange(len(ids)) % 2 == half for half in range(2)]
     found = sum(
-        aggregate(loss[half], mask[half], ids[half], mode, global_normalizer(mode), tokens_of)
-        for half in halves
+        aggregate(loss[half], mask[half], ids[half], mode, global_normalizer(mode), tokens_of) for half in halves
     )
     assert float(found) == pytest.approx(by_hand(mode)[0], rel=1e-12)
 
@@ -119,9 +118,7 @@ def test_what_is_unknown_or_missing() -> None:
         lambda: normalizer("mean", 1, 1, None),
         lambda: aggregate(column, column.bool(), column.long(), "mean", 1.0),
     ):
-        with pytest.raises(
-            UserError, match="'mean' is unknown; write one of token-mean, seq-mean-token-sum, "
-        ):
+        with pytest.raises(UserError, match="'mean' is unknown; write one of token-mean, seq-mean-token-sum, "):
             call()
     with pytest.raises(UserError, match="give max_length"):
         normalizer("seq-mean-token-sum-norm", 1, 1, None)

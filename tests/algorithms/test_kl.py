@@ -64,9 +64,7 @@ def expected_gradients(kind: str) -> dict[str, torch.Tensor]:
     return {name: torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for name, value in values.items()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "of"), [("k2", "forward"), ("k1+", "forward"), ("k3+", "forward"), ("k3", "reverse")]
-)
+@pytest.mark.parametrize(("kind", "of"), [("k2", "forward"), ("k1+", "forward"), ("k3+", "forward"), ("k3", "reverse")])
 def test_expected_gradient(kind: str, of: str) -> None:
     gradients = expected_gradients(kind)
     assert (gradients["forward"] - gradients["reverse"]).abs().max() > 0.01
@@ -80,9 +78,7 @@ def test_k1_as_a_loss_teaches_nothing() -> None:
 def test_k3_keeps_small_differences_in_float32() -> None:
     logprobs = torch.tensor([-(2.0**-12)])
     # The second order term alone: d^2 / 2, which exp(-d) - 1 + d would lose to rounding.
-    torch.testing.assert_close(
-        penalty(logprobs, torch.zeros(1), "k3"), torch.tensor([2.0**-25]), rtol=1e-2, atol=0
-    )
+    torch.testing.assert_close(penalty(logprobs, torch.zeros(1), "k3"), torch.tensor([2.0**-25]), rtol=1e-2, atol=0)
 
 
 def test_unknown_kind_lists_the_kinds() -> None:

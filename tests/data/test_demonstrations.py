@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_mg.data import Prompt, demonstration, demonstrations_batch
 from verl_mg.errors import UserError
-from verl_mg.tiny import character_tokenizer
+from verl_mg.models.tiny_model import character_tokenizer
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_mg.data import Prompt, PromptSet, pairs_batch, preference
 from verl_mg.errors import UserError
-from verl_mg.tiny import character_tokenizer
+from verl_mg.models.tiny_model import character_tokenizer
 
 USER = {"role": "user", "content": "1+1"}
 GOOD, BAD = {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "11"}

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_mg.data import PromptSet
 from verl_mg.errors import UserError
-from verl_mg.tiny import character_tokenizer
+from verl_mg.models.tiny_model import character_tokenizer
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -48,9 +48,7 @@ def test_special_tokens_once(tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = character_tokenizer("ab")
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<pad> $A", special_tokens=[("<pad>", 0)]
-    )
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
     messages = [{"role": "user", "content": "b"}]
     prompts = PromptSet.from_file(
         file_of(tmp_path, {"prompt": "a"}, {"prompt": messages}), tokenizer, max_prompt_tokens=9
@@ -88,7 +86,7 @@ def test_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> No
         ({"prompt": [{"role": "user"}]}, "a string or a list of messages"),
         ({"prompt": [{"role": "tool", "content": ""}]}, "unknown role tool"),
         ({"prompt": ""}, "no tokens"),
-        ({"prompt": "abcdef"}, "6 tokens, data.max_prompt_tokens is 5; .*data.too_long=drop"),
+        ({"prompt": "abcdef"}, "6 tokens, data.max_prompt_tokens is 5; .*data.overlong_prompts=drop"),
         ({"prompt": "a", "answer": ["b"]}, "'answer' is a list"),
     ],
 )
@@ -105,25 +103,21 @@ def test_no_template(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("a")
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"no chat template.*data.chat_template=false"):
-        PromptSet.from_file(
-            file_of(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5
-        )
+        PromptSet.from_file(file_of(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5)
 
 
 def test_dropping(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = file_of(tmp_path, {"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cc"})
-    prompts = PromptSet.from_file(path, tokenizer, max_prompt_tokens=2, too_long="drop")
+    prompts = PromptSet.from_file(path, tokenizer, max_prompt_tokens=2, overlong_prompts="drop")
     assert (prompts.dropped, len(prompts), [prompt.id for prompt in prompts]) == (1, 2, [1, 2])
     assert prompts[0] is prompts.by_id(1)
     with pytest.raises(KeyError):
         prompts.by_id(0)
     with pytest.raises(UserError, match=r"the shortest has 1: .*max_prompt_tokens"):
-        PromptSet.from_file(path, tokenizer, max_prompt_tokens=0, too_long="drop")
+        PromptSet.from_file(path, tokenizer, max_prompt_tokens=0, overlong_prompts="drop")
 
 
-def test_every_epoch_visits_all_in_an_order_of_its_own(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_every_epoch_visits_all_in_an_order_of_its_own(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     prompts, again = (numbered(tmp_path, 7, tokenizer) for _ in range(2))
     taken = [prompt.id for n in (3, 5, 0, 13) for prompt in prompts.take(n)]
     assert taken == [prompt.id for prompt in again.take(21)]
@@ -153,9 +147,7 @@ def test_resuming_on_other_data(
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")
 def test_gsm8k_as_published(tokenizer: PreTrainedTokenizerFast) -> None:
     start = time.monotonic()
-    prompts = PromptSet.from_file(
-        GSM8K / "train.jsonl", tokenizer, prompt_field="question", max_prompt_tokens=2000
-    )
+    prompts = PromptSet.from_file(GSM8K / "train.jsonl", tokenizer, prompt_field="question", max_prompt_tokens=2000)
     assert time.monotonic() - start < 10  # a slow machine included; one by one takes longer
     assert len(prompts) == 7473
     assert all("####" in (prompt.answer or "") for prompt in prompts)

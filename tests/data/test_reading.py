@@ -9,10 +9,10 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.walks import ids
-from verl_mg.config import DataConfig, Section, dump_config, load_config
+from verl_mg.config import ConfigSection, DataConfig, dump_config, load_config
 from verl_mg.data import Curriculum, Mixture, PromptSet, read_prompts
 from verl_mg.errors import UserError
-from verl_mg.tiny import character_tokenizer
+from verl_mg.models.tiny_model import character_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def both(files: Path) -> dict[str, Any]:
 
 
 def config(**data: Any) -> DataConfig:
-    return DataConfig.model_validate({"max_prompt_tokens": 3, "too_long": "drop", "instruction": "!"} | data)
+    return DataConfig.model_validate({"max_prompt_tokens": 3, "overlong_prompts": "drop", "instruction": "!"} | data)
 
 
 def test_one_path(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -80,7 +80,7 @@ def test_bad_line_of_a_source_is_named(files: Path, tokenizer: PreTrainedTokeniz
         read_prompts(config(train=sources), "test", tokenizer)
 
 
-class Nothing(Section):
+class Nothing(ConfigSection):
     pass
 
 

@@ -11,9 +11,9 @@ from tests.rank_pool import job_store
 from tests.tiny_jobs import files_of, logged, run_here, write_lines, write_sums
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
-from verl_mg.job.evaluation import Tries, metrics_of
+from verl_mg.job.evaluation import PromptResults, metrics_of
 from verl_mg.job.job import Job
-from verl_mg.job.recipe import load_recipe, wanted_roles
+from verl_mg.job.recipe import load_recipe, requested_roles
 
 GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
 
@@ -87,8 +87,8 @@ def test_sources_are_evaluated_one_by_one_whatever_the_ranks(ranks, inputs, tmp_
 
 def test_a_vote_counts_answers_and_a_pass_counts_rewards():
     tries = [
-        Tries("", [1.0, 0.0, 0.0, 1.0], ["7", "8", "8", "7"]),
-        Tries("", [0.0, 0.5, 0.0, 0.0], [None, "3", None, None]),
+        PromptResults("", [1.0, 0.0, 0.0, 1.0], ["7", "8", "8", "7"]),
+        PromptResults("", [0.0, 0.5, 0.0, 0.0], [None, "3", None, None]),
     ]
     metrics = metrics_of(tries, "", passed=1.0)
     assert metrics["reward"] == metrics["avg@4"] == pytest.approx(2.5 / 8)
@@ -98,7 +98,7 @@ def test_a_vote_counts_answers_and_a_pass_counts_rewards():
     # Of equal votes the first answer wins: right, and the only one.
     assert metrics["maj@4"] == pytest.approx((1.0 + 0.5) / 2)
     assert "maj@1" not in metrics
-    assert list(metrics_of([Tries("", [0.25], [None])], "eval/", 1.0)) == ["eval/reward"]
+    assert list(metrics_of([PromptResults("", [0.25], [None])], "eval/", 1.0)) == ["eval/reward"]
 
 
 def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, float]]:
@@ -112,7 +112,7 @@ def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, f
         "actor.optimizer.lr=1e-12",
     ]
     config = config_of(inputs, output, overrides)
-    job = Job(config, wanted_roles(GRPO, config.algorithm), job_store())
+    job = Job(config, requested_roles(GRPO, config.algorithm), job_store())
     job.start()
     taken, metrics = [], {}
     take = job.prompts.take
@@ -154,7 +154,7 @@ def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[
     told, errors = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job = Job(config, wanted_roles(GRPO, config.algorithm), job_store())
+        job = Job(config, requested_roles(GRPO, config.algorithm), job_store())
         job.start()
         for iteration, text in enumerate(texts, 1):
             if dist.get_rank() == 0:

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.pieces.sampling import add_correction
+from recipes.common.sampling import add_correction
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
 from verl_mg.roles.actor import Actor
-from verl_mg.weights import read_config
 
 GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
 COUNT, LOW, HIGH = 9, 0.8, 1.3
@@ -34,7 +34,9 @@ def rows(model):
     with torch.no_grad():
         own, _ = oracle_outputs(oracle(model), batch, 1.0)
     batch["old_logprobs"] = own + 0.5 * batch["noise"]
-    batch["rollout_logprobs"] = own - 0.5 * batch["noise"].roll(1) + batch.spread(torch.linspace(-0.5, 0.6, COUNT))
+    batch["rollout_logprobs"] = (
+        own - 0.5 * batch["noise"].roll(1) + batch.expand_to_tokens(torch.linspace(-0.5, 0.6, COUNT))
+    )
     return batch
 
 

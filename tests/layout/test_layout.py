@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_mg.errors import UserError
-from verl_mg.layout import Coordinates, Dimensions, Layout
+from verl_mg.layout import Coordinates, Layout, ModelDims
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 
@@ -217,11 +217,11 @@ QWEN3_30B = {
 )
 def test_check_names_the_dimension(text: str, change: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Layout.parse(text).check(Dimensions(**{**QWEN3_30B, **change}))
+        Layout.parse(text).check(ModelDims(**{**QWEN3_30B, **change}))
 
 
 def test_check_accepts() -> None:
-    Layout.parse("tp4-pp4-vpp3-ep8-etp1").check(Dimensions(**QWEN3_30B))
+    Layout.parse("tp4-pp4-vpp3-ep8-etp1").check(ModelDims(**QWEN3_30B))
 
 
 def test_no_torch_is_needed() -> None:

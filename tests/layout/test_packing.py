@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mg.layout.packing import EVEN, pack
-from verl_mg.paper.lengths import longest_to, read_lengths
-from verl_mg.weights import read_config, table
-from verl_mg.weights.flops import row_flops
+from verl_mg.models.flops import row_flops
+from verl_mg.models.hf_config import read_config
+from verl_mg.planner.lengths import longest_to, read_lengths
+from verl_mg.sharding.weight_table import weight_table
 
 TOOLS = Path(__file__).parents[2] / "tools"
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
@@ -84,7 +85,7 @@ def test_the_recorded_lengths_are_heavy_tailed(recorded):
 @pytest.mark.parametrize("longest", [8192, 16384])
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_recorded_lengths_are_spread_evenly_and_hardly_padded(recorded, model, longest, ranks):
-    flops = row_flops(table(read_config(TOOLS / "model_configs" / f"{model}.json")))
+    flops = row_flops(weight_table(read_config(TOOLS / "model_configs" / f"{model}.json")))
     lengths = [length.total for length in longest_to(recorded, longest)]
     costs = [flops(length) for length in lengths]
     shares = pack(lengths, costs, ranks, longest)

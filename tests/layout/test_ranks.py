@@ -5,19 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mg.errors import UserError
-from verl_mg.layout import parse_ranks, written_ranks
+from verl_mg.layout import format_ranks, parse_ranks
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))
 def test_what_is_written_is_read_back(ranks):
     rising = tuple(sorted(ranks))
-    assert parse_ranks(written_ranks(rising)) == rising
+    assert parse_ranks(format_ranks(rising)) == rising
 
 
 def test_runs_and_single_ranks():
     assert parse_ranks("3") == (3,)
     assert parse_ranks("0-3, 8,10-11") == (0, 1, 2, 3, 8, 10, 11)
-    assert written_ranks((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"
+    assert format_ranks((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"
 
 
 @pytest.mark.parametrize(

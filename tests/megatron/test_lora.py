@@ -16,18 +16,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.batch import Batch
+from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, fresh_adapters
 from verl_mg.config import GuardConfig, LoraConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import LossTokens
-from verl_mg.megatron.network import Network
-from verl_mg.megatron.offload import HostCopy
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.offload import CpuOffload
+from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.snapshot import Snapshot
 from verl_mg.megatron.trainer import Trainer
-from verl_mg.weights import read_config, table
-from verl_mg.weights.adapters import adapted_tensors, adapter_shapes, fresh_adapters
-from verl_mg.weights.boxes import full_box, slices
+from verl_mg.models.hf_config import read_config
+from verl_mg.sharding.boxes import full_box, slices
+from verl_mg.sharding.weight_table import weight_table
 
 RANK, ALPHA, ROWS = 3, 5.0, 7
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -60,7 +61,7 @@ def lora(folder: Path | None, targets: tuple[str, ...] | None = None) -> LoraCon
 
 def given_adapters(model: Path, folder: Path, targets: tuple[str, ...] | None = None) -> Path:
     """A folder in PEFT's format whose adapters change the model, written by hand."""
-    weights = table(read_config(model))
+    weights = weight_table(read_config(model))
     adapted = adapted_tensors(weights, list(targets) if targets else None)
     generator = torch.Generator().manual_seed(5)
     shapes = adapter_shapes(weights, adapted, RANK)
@@ -76,29 +77,29 @@ def rows(model: Path) -> Batch:
     return random_rows(ROWS, read_config(model).vocab)
 
 
-def network_on(model: Path, layout: str, config: LoraConfig, recompute: bool = False) -> Network:
+def network_on(model: Path, layout: str, config: LoraConfig, recompute: bool = False) -> ModelRunner:
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    return Network(model, groups, torch.float32, recompute, lora=config)
+    return ModelRunner(model, groups, torch.float32, recompute, lora=config)
 
 
 def step(trainer: Trainer, batch: Batch) -> dict[str, float]:
     """Two micro-batches of each data-parallel rank's share."""
-    network = trainer.network
-    own = list(range(network.groups.coordinates.dp, len(batch), network.layout.dp))
+    runner = trainer.runner
+    own = list(range(runner.groups.coordinates.dp, len(batch), runner.layout.dp))
     judged = int((batch["loss_mask"] & (batch.positions > 0)).sum())
     micro_batches = [batch.select(own[:-1]), batch.select(own[-1:])]
     return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", judged, judged)
 
 
 def train(model: Path, layout: str, config: LoraConfig, recompute: bool = False) -> Trained:
-    network = network_on(model, layout, config, recompute)
-    before = {name: values.detach().clone() for name, values in network.parameters().items()}
-    metrics = step(Trainer(network, OPTIMIZER), rows(model))
-    untouched = all(torch.equal(before[name], values) for name, values in network.parameters().items())
-    assert network.lora and not any(values.requires_grad for values in network.parameters().values())
+    runner = network_on(model, layout, config, recompute)
+    before = {name: values.detach().clone() for name, values in runner.parameters().items()}
+    metrics = step(Trainer(runner, OPTIMIZER), rows(model))
+    untouched = all(torch.equal(before[name], values) for name, values in runner.parameters().items())
+    assert runner.lora and not any(values.requires_grad for values in runner.parameters().values())
     adapters = [
-        (piece.tensor, piece.source, network.adapters()[name].detach()[slices(piece.target)].clone())
-        for name, shard in network.lora.shards.items()
+        (piece.tensor, piece.source, runner.adapters()[name].detach()[slices(piece.target)].clone())
+        for name, shard in runner.lora.shards.items()
         for piece in shard.pieces
     ]
     return Trained(metrics["loss"], metrics["grad_norm"], adapters, untouched)
@@ -224,17 +225,17 @@ def test_some_of_the_layers_are_adapted(ranks, models, tmp_path, name, targets, 
 
 
 def fresh(model: Path, layout: str) -> list[tuple[str, tuple[tuple[int, int], ...], Tensor]]:
-    network = network_on(model, layout, lora(None))
-    assert network.lora
+    runner = network_on(model, layout, lora(None))
+    assert runner.lora
     return [
-        (piece.tensor, piece.source, network.adapters()[name].detach()[slices(piece.target)].clone())
-        for name, shard in network.lora.shards.items()
+        (piece.tensor, piece.source, runner.adapters()[name].detach()[slices(piece.target)].clone())
+        for name, shard in runner.lora.shards.items()
         for piece in shard.pieces
     ]
 
 
 def test_adapters_begin_alike_under_every_layout(ranks, models) -> None:
-    weights = table(read_config(models["qwen3"]))
+    weights = weight_table(read_config(models["qwen3"]))
     shapes = adapter_shapes(weights, adapted_tensors(weights, None), RANK)
     read = fresh_adapters(shapes, seed=0)
     whole = {name: read(name, full_box(shape)) for name, shape in shapes.items()}
@@ -248,19 +249,19 @@ def test_adapters_begin_alike_under_every_layout(ranks, models) -> None:
 
 
 def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], list[Tensor], int]:
-    network = network_on(model, "tp2", lora(folder))
-    trainer = Trainer(network, OPTIMIZER, GuardConfig())
-    copied, snapshot = HostCopy(network, trainer.optimizer), Snapshot(network, trainer.optimizer)
+    runner = network_on(model, "tp2", lora(folder))
+    trainer = Trainer(runner, OPTIMIZER, GuardConfig())
+    copied, snapshot = CpuOffload(runner, trainer.optimizer), Snapshot(runner, trainer.optimizer)
     step(trainer, rows(model))
     if away:
         snapshot.take()
-        kept = [values.detach().clone() for values in network.adapters().values()]
+        kept = [values.detach().clone() for values in runner.adapters().values()]
         step(trainer, rows(model))
-        assert not all(map(torch.equal, kept, network.adapters().values()))
+        assert not all(map(torch.equal, kept, runner.adapters().values()))
         snapshot.restore()
-        assert all(map(torch.equal, kept, network.adapters().values()))
+        assert all(map(torch.equal, kept, runner.adapters().values()))
         copied.leave()
-        tensors = (*network.parameters().values(), *network.adapters().values())
+        tensors = (*runner.parameters().values(), *runner.adapters().values())
         assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
         copied.come_back()
     step(trainer, rows(model))
@@ -271,7 +272,7 @@ def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], lis
         for value in state.values()
         if torch.is_tensor(value) and value.dim()
     )
-    parts = (network.adapters(), network.parameters())
+    parts = (runner.adapters(), runner.parameters())
     adapters, weights = ([values.detach().clone() for values in part.values()] for part in parts)
     return adapters, weights, optimizer
 
@@ -293,14 +294,14 @@ def bad(model: Path, config: LoraConfig) -> str:
 
 
 def test_what_cannot_be_adapted_is_named(models, tmp_path) -> None:
-    mixture, dense = (table(read_config(models[name])) for name in ("qwen3_moe", "llama"))
+    mixture, dense = (weight_table(read_config(models[name])) for name in ("qwen3_moe", "llama"))
     with pytest.raises(UserError, match="every 'up_proj' of the model is an expert's.*name some of q_proj, k_proj"):
         adapted_tensors(mixture, ["q_proj", "up_proj"])
     with pytest.raises(UserError, match=r"no linear layer 'lm_head'; name some of q_proj.*down_proj$"):
         adapted_tensors(dense, ["lm_head"])
     for family, what in (("deepseek_v3", "latent attention"), ("gemma2", "layers with a norm behind them")):
         with pytest.raises(UserError, match=f"{family} has {what}, for which there are no adapters yet; leave lora"):
-            adapted_tensors(table(read_config(tiny_model(tmp_path / family, family))), None)
+            adapted_tensors(weight_table(read_config(tiny_model(tmp_path / family, family))), None)
 
 
 def test_a_folder_with_other_adapters_is_refused(ranks, models, cases, tmp_path) -> None:

@@ -18,14 +18,14 @@ from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import LossTokens
-from verl_mg.megatron.network import Network
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
 from verl_mg.roles.actor import Actor
-from verl_mg.roles.critic import Critic, RewardModel
-from verl_mg.roles.trained import Trained
-from verl_mg.weights import read_config
-from verl_mg.weights.boxes import slices
+from verl_mg.roles.critic import Critic, TrainableRewardModel
+from verl_mg.roles.trainable import TrainableRole
+from verl_mg.sharding.boxes import slices
 
 COUNT = 8
 BY_SEQUENCE, BY_TOKEN = "seq-mean-token-mean", "token-mean"
@@ -50,7 +50,7 @@ def of_policy(loss: Callable[..., tuple[Tensor, Metrics]], *names: str, **number
 
 
 CLIPS = {"clip_low": 0.1, "clip_high": 0.15}
-LOSSES: dict[str, tuple[type[Trained], str, Loss]] = {
+LOSSES: dict[str, tuple[type[TrainableRole], str, Loss]] = {
     "clipped_policy_loss": (Actor, BY_TOKEN, of_policy(losses.clipped_policy_loss, dual_clip=1.5, **CLIPS)),
     "cispo_loss": (Actor, BY_TOKEN, of_policy(losses.cispo_loss, **CLIPS)),
     "sapo_loss": (Actor, BY_SEQUENCE, of_policy(losses.sapo_loss)),
@@ -77,7 +77,7 @@ LOSSES: dict[str, tuple[type[Trained], str, Loss]] = {
         lambda t: losses.value_loss(t.values, *given("old_values", "returns", "mask")(t), clip=0.2),
     ),
     "bradley_terry_loss": (
-        RewardModel,
+        TrainableRewardModel,
         BY_SEQUENCE,
         lambda t: losses.bradley_terry_loss(t.values, *given("mask", "pair", "chosen")(t)),
     ),
@@ -113,7 +113,7 @@ def gradients_of_all(model: Path, layout: str, budget: int, turned: bool) -> dic
     order = torch.arange(COUNT).flip(0) if turned else torch.arange(COUNT)
     mine = rows(model).select(order[dist.get_rank() :: dist.get_world_size()])
     found: dict[str, tuple[dict[str, float], Parts]] = {}
-    for kind in (Actor, Critic, RewardModel):
+    for kind in (Actor, Critic, TrainableRewardModel):
         role = kind(
             model,
             groups,
@@ -124,15 +124,15 @@ def gradients_of_all(model: Path, layout: str, budget: int, turned: bool) -> dic
         )
         seen: list[Parts] = []
 
-        def look(network: Network, seen: list[Parts]) -> tuple[bool, float, int]:
-            seen.append(gradients_here(network))
+        def look(runner: ModelRunner, seen: list[Parts]) -> tuple[bool, float, int]:
+            seen.append(gradients_here(runner))
             return True, 0.0, 0
 
-        role.trainer.optimizer.step = partial(look, role.network, seen)
+        role.trainer.optimizer.step = partial(look, role.runner, seen)
         for name, (needs, mode, loss) in LOSSES.items():
             if needs is kind:
                 batch = mine.select(range(len(mine)))
-                if kind is RewardModel:
+                if kind is TrainableRewardModel:
                     batch["loss_mask"] = batch.last
                 found[name] = role.update(batch, loss, mode), seen.pop()
     return found

@@ -4,8 +4,8 @@ import pytest
 
 from tests.megatron.training import assert_equal, one_rank, train
 from tests.tiny_models import CHARACTERS, VARIANTS, random_rows
-from verl_mg.tiny import make_tiny_model
-from verl_mg.weights import read_config
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
 
 RANKS, ROWS = 8, 12
 

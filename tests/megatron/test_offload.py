@@ -9,15 +9,15 @@ import torch.distributed as dist
 from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.megatron.offload import HostCopy
+from verl_mg.megatron.offload import CpuOffload
+from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.actor import Actor
 
 
 def held(actor: Actor) -> int:
     """Bytes of the storages of parameters and of Adam's averages."""
     inner = [one.optimizer for one in getattr(actor.trainer.optimizer, "chained_optimizers", [actor.trainer.optimizer])]
-    tensors = [*actor.network.parameters().values()]
+    tensors = [*actor.runner.parameters().values()]
     tensors += [value for one in inner for state in one.state.values() for value in state.values() if value.dim()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -33,17 +33,17 @@ def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[d
     )
     batch = random_rows(6, vocab=24, seed=dist.get_rank())
     batch["sample_id"] = batch["sample_id"] * 2 + dist.get_rank()
-    host_copy, sizes = HostCopy(actor.network, actor.trainer.optimizer), []
+    cpu_offload, sizes = CpuOffload(actor.runner, actor.trainer.optimizer), []
     for _ in range(3):
         actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}), "token-mean")
         if away:
             sizes.append(held(actor))
-            host_copy.leave()
-            host_copy.leave()  # the second time nothing is left to do
+            cpu_offload.leave()
+            cpu_offload.leave()  # the second time nothing is left to do
             sizes.append(held(actor))
-            host_copy.come_back()
+            cpu_offload.come_back()
             sizes.append(held(actor))
-    return {name: tensor.detach().clone() for name, tensor in actor.network.parameters().items()}, sizes
+    return {name: tensor.detach().clone() for name, tensor in actor.runner.parameters().items()}, sizes
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])

@@ -12,7 +12,7 @@ from tests.megatron.training import assert_equal, one_rank, train, train_in_plai
 from tests.tiny_models import LATENT, oracle, random_rows, tiny_model
 from verl_mg.errors import UserError
 from verl_mg.megatron.routing import check_routed_experts
-from verl_mg.weights import read_config
+from verl_mg.models.hf_config import read_config
 
 LAYERS, EXPERTS, TOP_K, DENSE = 4, 4, 2, 1
 LAYOUTS = [("tp1", 1), ("tp2", 2), ("cp2", 2), ("pp2", 2), ("ep2", 2), ("tp2-cp2-ep2", 4), ("tp2-pp2", 4)]

@@ -11,11 +11,11 @@ from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.megatron.network import Network
-from verl_mg.megatron.state import gradient_buffers
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.storages import gradient_buffers
 from verl_mg.megatron.trainer import Trainer, check_schedule, learning_rate_schedule
-from verl_mg.weights import read_config
+from verl_mg.models.hf_config import read_config
 
 ROWS = 16
 
@@ -65,7 +65,7 @@ def model(request, tmp_path_factory):
 
 def in_bfloat16(model, **config):
     groups = ParallelGroups(Placement.on(Layout.parse("tp1"), dist.get_world_size()))
-    return Trainer(Network(model, groups, torch.bfloat16), OptimizerConfig(**config))
+    return Trainer(ModelRunner(model, groups, torch.bfloat16), OptimizerConfig(**config))
 
 
 def rows(model):
@@ -80,7 +80,7 @@ def two_small_steps(model, lr):
     """[weights before, after one step, after two], and the same of the optimizer's."""
     trainer = in_bfloat16(model, lr=lr, betas=(0.9, 0.9), clip_grad=0.0)
     batch = rows(model)
-    parameters = {name: p for name, p in trainer.network.parameters().items() if p.requires_grad}
+    parameters = {name: p for name, p in trainer.runner.parameters().items() if p.requires_grad}
     weights, mains = [], []
     for step in range(3):
         if step:
@@ -110,11 +110,11 @@ def test_steps_too_small_for_bfloat16_add_up(ranks, model):
 def summed_gradients(model, cuts):
     """The gradients of the rows in float32, cut into micro-batches in each of these ways, by rank."""
     trainer, batch = in_bfloat16(model), rows(model)
-    network, found = trainer.network, []
-    trainer.optimizer.step = lambda: (found.append(assembled(gradients_here(network))), 0.0, 0)
+    runner, found = trainer.runner, []
+    trainer.optimizer.step = lambda: (found.append(assembled(gradients_here(runner))), 0.0, 0)
     for cut in cuts:
         update(trainer, [batch.select(numbers) for numbers in cut[dist.get_rank()]], 100)
-    assert {buffer.dtype for buffer in gradient_buffers(network)} == {torch.float32}
+    assert {buffer.dtype for buffer in gradient_buffers(runner)} == {torch.float32}
     return found
 
 

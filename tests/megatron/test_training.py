@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
 from tests.tiny_models import LATENT, MIXTURES, oracle, random_rows, tiny_model
-from verl_mg.weights import read_config
+from verl_mg.models.hf_config import read_config
 
 ROWS = 9
 # (layout, ranks); with experts

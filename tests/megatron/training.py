@@ -20,12 +20,12 @@ from tests.tiny_models import oracle_outputs
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import LossTokens, MicroBatch
-from verl_mg.megatron.network import Network
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
-from verl_mg.weights import Head
-from verl_mg.weights.boxes import Box, slices
+from verl_mg.sharding.boxes import Box, slices
+from verl_mg.sharding.weight_table import Head
 
 ROUTER_BIAS = "e_score_correction_bias"  # a buffer
 TEMPERATURE, STEPS = 0.8, 2
@@ -82,17 +82,17 @@ def train(
 ) -> Trained:
     """On this rank; every rank is given all rows."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    network = Network(model, groups, torch.float32, recompute, head, behind)
-    assert_built(network, Layout.parse(layout).fit(dist.get_world_size()), recompute)
+    runner = ModelRunner(model, groups, torch.float32, recompute, head, behind)
+    assert_built(runner, Layout.parse(layout).fit(dist.get_world_size()), recompute)
     share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
     micro_batches = [rows.select(numbers) for numbers in share]
-    outputs = _outputs(network, micro_batches, share)
-    trainer = Trainer(network, OPTIMIZER)
+    outputs = _outputs(runner, micro_batches, share)
+    trainer = Trainer(runner, OPTIMIZER)
     gradients: Parts = []
     step = trainer.optimizer.step
 
     def seen() -> tuple[bool, float, int]:
-        gradients.extend([] if gradients else gradients_here(network))
+        gradients.extend([] if gradients else gradients_here(runner))
         return step()
 
     trainer.optimizer.step = seen
@@ -101,21 +101,21 @@ def train(
         trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", judged, judged) for _ in range(STEPS)
     ]
     norms, losses = ([metrics[name] for metrics in seen_by] for name in ("grad_norm", "loss"))
-    return Trained(outputs, gradients, _parts(network, network.parameters()), norms, losses)
+    return Trained(outputs, gradients, _parts(runner, runner.parameters()), norms, losses)
 
 
-def assert_built(network: Network, layout: Layout, recompute: bool) -> None:
+def assert_built(runner: ModelRunner, layout: Layout, recompute: bool) -> None:
     """The network, its groups and its modules are really those of the layout."""
-    assert network.layout == layout
-    groups = network.groups.collection
+    assert runner.layout == layout
+    groups = runner.groups.collection
     sizes = (groups.tp, groups.pp, groups.cp, groups.dp, groups.dp_cp, groups.ep, groups.expt_tp, groups.expt_dp)
     assert [group.size() for group in sizes] == [
         *(layout.tp, layout.pp, layout.cp, layout.dp, layout.dp * layout.cp, layout.ep, layout.etp, layout.edp)
     ]
-    at = network.groups.coordinates
-    layers = [list(layout.layers(network.table.config.layers, at.pp, chunk)) for chunk in range(layout.vpp)]
-    assert [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in network.chunks] == layers
-    for chunk in network.chunks:
+    at = runner.groups.coordinates
+    layers = [list(layout.layers(runner.table.config.layers, at.pp, chunk)) for chunk in range(layout.vpp)]
+    assert [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in runner.chunks] == layers
+    for chunk in runner.chunks:
         assert chunk.config.sequence_parallel == (layout.tp > 1)
         assert (chunk.config.recompute_granularity == "full") == recompute
 
@@ -126,15 +126,15 @@ def _deal(rows: int, ranks: int, rank: int) -> list[list[int]]:
     return [own, [], []] if rank == ranks - 1 > 0 else [own[:-2], own[-2:-1], own[-1:]]
 
 
-def _outputs(network: Network, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:
-    logits = _watch_logits(network)
+def _outputs(runner: ModelRunner, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:
+    logits = _watch_logits(runner)
 
     def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return output.sum(), {"output": torch.cat([output, *logits]).clone()}
 
     with torch.no_grad():
-        reports = network.run(micro_batches, TEMPERATURE, report, forward_only=True)
-    network.chunks[-1].__dict__.pop("_logprobs", None)
+        reports = runner.run(micro_batches, TEMPERATURE, report, forward_only=True)
+    runner.chunks[-1].__dict__.pop("_logprobs", None)
     found: dict[int, Tensor] = {}
     for report, rows, numbers in zip(reports, micro_batches, share, strict=bool(reports)):
         counts = [int(rows.row("loss_mask", i)[1:].sum()) for i in range(len(rows))]
@@ -142,18 +142,18 @@ def _outputs(network: Network, micro_batches: list[Batch], share: list[list[int]
     return found
 
 
-def _watch_logits(network: Network) -> list[Tensor]:
+def _watch_logits(runner: ModelRunner) -> list[Tensor]:
     """A list that holds, after the last stage's forward pass, the (vocab, n) logits of the judged tokens."""
-    chunk, groups, found = network.chunks[-1], network.groups.collection, []
+    chunk, groups, found = runner.chunks[-1], runner.groups.collection, []
     if not chunk.post_process or chunk.judges_by_value:
         return found
     logprobs = chunk._logprobs
 
     def watched(hidden: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
-        shard = chunk.output_weight() @ chunk.whole_run(hidden)[micro.where].T
+        shard = chunk.output_weight() @ chunk.gather_sequence(hidden)[micro.where].T
         parts = [torch.empty_like(shard) for _ in range(groups.tp.size())]
         dist.all_gather(parts, shard, group=groups.tp)
-        own = torch.cat(parts)[: network.table.config.vocab]
+        own = torch.cat(parts)[: runner.table.config.vocab]
         whole = own.new_zeros(len(own), len(micro.entries)).index_copy(1, micro.own, own)
         dist.all_reduce(whole, group=groups.cp)
         found[:] = [whole]
@@ -163,20 +163,20 @@ def _watch_logits(network: Network) -> list[Tensor]:
     return found
 
 
-def gradients_here(network: Network) -> Parts:
+def gradients_here(runner: ModelRunner) -> Parts:
     """Whole, as the optimizer will take them: the distributed one has left each rank a shard of every buffer."""
-    for model in network.runnable:
+    for model in runner.runnable:
         for bucket_group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
             group = bucket_group.intra_distributed_optimizer_instance_group
             for bucket in bucket_group.buckets:
                 shards = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-    trained = {name: weight for name, weight in network.parameters().items() if weight.requires_grad}
-    return _parts(network, {name: weight.main_grad for name, weight in trained.items()})
+    trained = {name: weight for name, weight in runner.parameters().items() if weight.requires_grad}
+    return _parts(runner, {name: weight.main_grad for name, weight in trained.items()})
 
 
-def _parts(network: Network, values: dict[str, Tensor]) -> Parts:
-    shards = network.holdings().shards(dist.get_rank())
+def _parts(runner: ModelRunner, values: dict[str, Tensor]) -> Parts:
+    shards = runner.shard_map().shards(dist.get_rank())
     return [
         (piece.tensor, piece.source, values[name][slices(piece.target)].detach().clone())
         for name, shard in shards.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tasks import letters
+from recipes.tasks import repeat_digit
 
 Tasks = Callable[[int], Path]
 
@@ -18,7 +18,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
     @cache
     def of(seed: int) -> Path:
         folder = tmp_path_factory.mktemp(f"letters-{seed}")
-        letters.make(folder, seed)
+        repeat_digit.make(folder, seed)
         return folder
 
     return of

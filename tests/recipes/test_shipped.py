@@ -10,7 +10,7 @@ import pytest
 from tests.recipes.tiny_runs import LETTERS, tiny_run
 from tests.tiny_jobs import RECIPES
 from verl_mg.config import load_config
-from verl_mg.job.recipe import load_recipe, wanted_roles
+from verl_mg.job.recipe import load_recipe, requested_roles
 
 FILES = sorted(RECIPES.glob("*.py"))
 README = (RECIPES / "README.md").read_text(encoding="utf-8")
@@ -29,8 +29,8 @@ def test_a_recipe_is_listed_and_configured(file):
     assert len(re.findall(rf"^\| {file.stem} \|.*→", README, flags=re.MULTILINE)) >= 1
     recipe = load_recipe(file)
     config = load_config(LETTERS / f"{file.stem}.yaml", [], recipe.config)
-    assert config.job.output == Path("runs/letters") / file.stem
-    wanted_roles(recipe, config.algorithm)
+    assert config.job.output == Path("runs/repeat_digit") / file.stem
+    requested_roles(recipe, config.algorithm)
 
 
 def test_recipes_import_each_other_in_one_direction():

@@ -1,4 +1,4 @@
-"""A recipe on the task of recipes/tasks/letters.py, under the configuration that is shipped for it, on real ranks."""
+"""Runs a recipe on the task of recipes/tasks/repeat_digit.py under its shipped configuration, on real ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ import torch.distributed as dist
 from tests.rank_pool import RankPool
 from tests.tiny_jobs import RECIPES, Metrics, logged, run_here
 from verl_mg.config import load_config
-from verl_mg.job.loop import MODEL
 from verl_mg.job.recipe import load_recipe
+from verl_mg.run.loop import MODEL
 
-LETTERS = RECIPES / "configs" / "letters"
+LETTERS = RECIPES / "configs" / "repeat_digit"
 TEACHER_OF = {"distillation": "sft"}
 ENDS = 3
 """Of so many iterations, the first and the last ones, the mean is compared."""
@@ -59,10 +59,10 @@ def tiny_run(
     count: int = 2,
     recipe: Path | None = None,
 ) -> Metrics:
-    """The lines of metrics.jsonl of a run of recipes/configs/letters/NAME.yaml on `count` ranks.
+    """The lines of metrics.jsonl of a run of recipes/configs/repeat_digit/NAME.yaml on `count` ranks.
 
-    task: what `letters.make` has written, where a teacher is kept too; output: a folder that is not there; recipe: to
-    take in place of the one of that name.
+    task: what `repeat_digit.make` has written, where a teacher is kept too; output: a folder that does not exist;
+    recipe: to take in place of the one of that name.
     """
     config = LETTERS / f"{name}.yaml"
     teacher = TEACHER_OF.get(name)
@@ -82,4 +82,4 @@ def _job(recipe_file: Path, text: str, output: Path, overrides: Sequence[str]) -
 
 def placed(config: str, task: Path) -> str:
     """The text of a configuration, for any working directory and with the task elsewhere."""
-    return config.replace("runs/letters/", f"{task}/").replace("recipes/tasks/", f"{RECIPES}/tasks/")
+    return config.replace("runs/repeat_digit/", f"{task}/").replace("recipes/tasks/", f"{RECIPES}/tasks/")

@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves
 from tests.random_models import assemble, checkpoint, config
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule
-from verl_mg.weights import HFConfig, Holdings, table
-from verl_mg.weights.boxes import slices
+from verl_mg.sharding.boxes import slices
+from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.weight_table import weight_table
 
 RANKS = 8
 
@@ -62,27 +64,27 @@ CASES = {
 }
 
 
-def stand(c: HFConfig, text: str) -> Holdings:
+def stand(c: HFConfig, text: str) -> ShardMap:
     """The holdings that a line of the tables above means."""
     kind, *rest = text.split()
     first = next((int(word) for word in rest if word.startswith("+")), None)
     ranks = tuple(range(RANKS)) if first is None else tuple(range(first, first + 4))
     if kind == "module":
-        return table(c).on_modules(ranks)
+        return weight_table(c).shard_map_replicated(ranks)
     written, _, stride = rest[0].partition("@")
     if kind == "engine":
-        return table(c).on_sglang(EnginePlacement(EngineLayout.parse(written), ranks, int(stride or 1)))
+        return weight_table(c).shard_map_sglang(EnginePlacement(EngineLayout.parse(written), ranks, int(stride or 1)))
     layout = Layout.parse(written.removeprefix("te-"))
     fitted = layout.fit(len(ranks)) if len(ranks) % layout.ranks == 0 else layout
     modules = "transformer_engine" if written.startswith("te-") else "local"
-    return table(c).on_megatron(Placement(fitted, ranks[: fitted.ranks]), modules)
+    return weight_table(c).shard_map_megatron(Placement(fitted, ranks[: fitted.ranks]), modules)
 
 
-def hold(held: Holdings, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def hold(held: ShardMap, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: assemble(shard, tensors) for name, shard in held.shards(dist.get_rank()).items()}
 
 
-def room_for(held: Holdings, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def room_for(held: ShardMap, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Unwritten parameters; what is declared padding is 0 already."""
     parameters = {}
     for name, shard in held.shards(dist.get_rank()).items():
@@ -146,8 +148,8 @@ def test_values_are_cast_before_they_travel_but_a_router_bias_keeps_its_bits(ran
     ],
 )
 def test_tensors_that_are_not_those_of_the_plan_are_named_and_nothing_is_written(side, shape, message):
-    weights = table(config("llama"))
-    source, target = weights.on_megatron(Placement.on(Layout(), 1)), weights.on_modules((0,))
+    weights = weight_table(config("llama"))
+    source, target = weights.shard_map_megatron(Placement.on(Layout(), 1)), weights.shard_map_replicated((0,))
     tensors = checkpoint(config("llama"), torch.float32)
     have = {name: assemble(shard, tensors) for name, shard in source.shards(0).items()}
     got = {name: torch.zeros(shard.shape) for name, shard in target.shards(0).items()}

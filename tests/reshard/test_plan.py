@@ -7,16 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_models import RANKS, checkpoint, config, configs, engines, holdings, layouts, sources
+from tests.random_models import RANKS, checkpoint, config, configs, engines, layouts, shard_map, sources
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import best_stride, plan
-from verl_mg.reshard.owners import duties
-from verl_mg.weights import Holdings, ListedHoldings, Piece, Shard, TensorInfo, table
-from verl_mg.weights.boxes import slices
+from verl_mg.reshard.write_assignment import assign_writes
+from verl_mg.sharding.boxes import Piece, Shard, slices
+from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
+from verl_mg.sharding.weight_table import weight_table
 
 
-def elements_of(held: Holdings, rank: int, tensors: dict[str, torch.Tensor]) -> set[int]:
+def elements_of(held: ShardMap, rank: int, tensors: dict[str, torch.Tensor]) -> set[int]:
     """Every element of the model that a rank holds."""
     return {
         number
@@ -27,15 +29,15 @@ def elements_of(held: Holdings, rank: int, tensors: dict[str, torch.Tensor]) -> 
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> tuple[Holdings, Holdings, int, dict[str, torch.Tensor]]:
+def moves(draw: st.DrawFn) -> tuple[ShardMap, ShardMap, int, dict[str, torch.Tensor]]:
     """Source, target, node size and the numbered model; at times on disjoint ranks."""
     c = draw(configs())
-    source, target = draw(sources(c)), draw(holdings(c))
+    source, target = draw(sources(c)), draw(shard_map(c))
     if draw(st.booleans()):
-        weights, apart = table(c), tuple(range(RANKS, 2 * RANKS))
+        weights, apart = weight_table(c), tuple(range(RANKS, 2 * RANKS))
         to_engines = st.builds(lambda found: EnginePlacement(found.layout, apart, found.stride), engines(c))
         to_megatron = st.builds(lambda layout: Placement(layout, apart), layouts(c))
-        target = draw(to_engines.map(weights.on_sglang) | to_megatron.map(weights.on_megatron))
+        target = draw(to_engines.map(weights.shard_map_sglang) | to_megatron.map(weights.shard_map_megatron))
     return source, target, draw(st.sampled_from([2, 4, 8, 16])), checkpoint(c)
 
 
@@ -46,7 +48,7 @@ def test_each_target_element_is_written_once_with_what_the_gather_would_give_it(
     moved = plan(source, target, node)
     plans = {rank: moved.of(rank) for rank in sorted({*source.ranks, *target.ranks})}
     sent = {
-        (rank, send.peer, send.tensor, send.box, send.relayed) for rank, part in plans.items() for send in part.sends
+        (rank, send.peer, send.tensor, send.box, send.forwarded) for rank, part in plans.items() for send in part.sends
     }
     assert len(sent) == sum(len(part.sends) for part in plans.values())
     received = set()
@@ -60,7 +62,7 @@ def test_each_target_element_is_written_once_with_what_the_gather_would_give_it(
         for move in part.receives:
             room = written[move.parameter][slices(move.at)]
             room += tensors[move.tensor][slices(move.box)].reshape(room.shape)
-            received.add((move.peer, rank, move.tensor, move.box, move.relayed))
+            received.add((move.peer, rank, move.tensor, move.box, move.forwarded))
         own = {name: torch.zeros(shard.shape, dtype=torch.int64) for name, shard in source.shards(rank).items()}
         for name, shard in source.shards(rank).items():
             for piece in shard.pieces:
@@ -108,15 +110,15 @@ def test_all_ranks_together_save_every_element_once(data):
     held, tensors = data.draw(sources(c)), checkpoint(c)
     written: Counter[int] = Counter()
     for rank in held.ranks:
-        for duty in duties(held, rank):
+        for duty in assign_writes(held, rank):
             written.update(tensors[duty.tensor][slices(duty.box)].flatten().tolist())
     assert written == Counter(range(1, 1 + sum(tensor.numel() for tensor in tensors.values())))
 
 
 def test_replicas_share_the_work_of_saving():
     c = config("llama", num_hidden_layers=64)
-    held = table(c).on_megatron(Placement.on(Layout(), RANKS))
-    work = [sum((duty.box[0][1] - duty.box[0][0]) for duty in duties(held, rank)) for rank in range(RANKS)]
+    held = weight_table(c).shard_map_megatron(Placement.on(Layout(), RANKS))
+    work = [sum((duty.box[0][1] - duty.box[0][0]) for duty in assign_writes(held, rank)) for rank in range(RANKS)]
     assert max(work) < 1.5 * min(work)
 
 
@@ -132,19 +134,19 @@ def test_replicas_share_the_work_of_saving():
 )
 def test_the_best_stride_moves_what_hybridflow_says(train, rollout, stride, fraction):
     c = config("llama", num_key_value_heads=8, vocab_size=512)
-    weights = table(c)
-    source = weights.on_megatron(Placement.on(Layout.parse(train), RANKS))
+    weights = weight_table(c)
+    source = weights.shard_map_megatron(Placement.on(Layout.parse(train), RANKS))
     engines_ = EnginePlacement(EngineLayout.parse(rollout), tuple(range(RANKS)))
     best = best_stride(source, weights, engines_, node=RANKS)
     assert best.stride == stride
     matrices = sum(t.numel() for t in checkpoint(c).values() if t.dim() > 1)
     norms = sum(t.numel() for t in checkpoint(c).values() if t.dim() == 1)
-    for rank, traffic in plan(source, weights.on_sglang(best), RANKS).traffic(2).items():
+    for rank, traffic in plan(source, weights.shard_map_sglang(best), RANKS).traffic(2).items():
         assert abs(traffic.received - 2 * fraction * matrices) <= 2 * norms, rank
 
 
-def listed(shards: dict[str, Shard], shapes: dict[str, tuple[int, ...]]) -> ListedHoldings:
-    return ListedHoldings({0: shards}, {name: TensorInfo(i, shape) for i, (name, shape) in enumerate(shapes.items())})
+def listed(shards: dict[str, Shard], shapes: dict[str, tuple[int, ...]]) -> ExplicitShardMap:
+    return ExplicitShardMap({0: shards}, {name: TensorInfo(i, shape) for i, (name, shape) in enumerate(shapes.items())})
 
 
 def run(tensor: str, start: int, stop: int, at: int = 0) -> Piece:
@@ -198,7 +200,7 @@ def test_a_listed_shard_that_is_not_put_together_right_is_refused(shard, message
 
 def test_the_same_box_in_two_parameters_travels_once():
     source = listed(WHOLE, {"t": (3,)})
-    target = ListedHoldings({1: {"a": WHOLE["q"], "b": WHOLE["q"]}}, source.tensors)
+    target = ExplicitShardMap({1: {"a": WHOLE["q"], "b": WHOLE["q"]}}, source.tensors)
     part = plan(source, target).of(1)
     assert [move.parameter for move in part.receives] == ["a"]
     assert [(copy.source, copy.target, copy.of_target) for copy in part.copies] == [("a", "b", True)]
@@ -206,8 +208,8 @@ def test_the_same_box_in_two_parameters_travels_once():
 
 def test_a_critic_starts_from_an_actor_but_for_its_head():
     c = config("qwen3")
-    actor = table(c).on_megatron(Placement.on(Layout(tp=2), 4))
-    critic = table(c, head="value").on_megatron(Placement.on(Layout(pp=2), 4))
+    actor = weight_table(c).shard_map_megatron(Placement.on(Layout(tp=2), 4))
+    critic = weight_table(c, head="value").shard_map_megatron(Placement.on(Layout(pp=2), 4))
     with pytest.raises(UserError, match=r"score.weight: the box .* is nowhere in the source"):
         plan(actor, critic)
     moved = plan(actor, critic, leave=frozenset({"score.weight"}))

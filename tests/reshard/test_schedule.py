@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_models import config, configs, holdings, sources
+from tests.random_models import config, configs, shard_map, sources
 from verl_mg.layout import Layout, Placement
 from verl_mg.reshard import Schedule, plan, schedule
-from verl_mg.weights import table
+from verl_mg.sharding.weight_table import weight_table
 
 
 def simulate(schedules: dict[int, Schedule]) -> list[str]:
@@ -18,7 +18,11 @@ def simulate(schedules: dict[int, Schedule]) -> list[str]:
 
     def ends(rank: int, bucket: int) -> set[tuple[object, ...]]:
         return {
-            (*((rank, m.peer) if m.outgoing else (m.peer, rank)), m.relayed, tuple((p.tensor, p.box) for p in m.parts))
+            (
+                *((rank, m.peer) if m.outgoing else (m.peer, rank)),
+                m.forwarded,
+                tuple((p.tensor, p.box) for p in m.parts),
+            )
             for m in schedules[rank].buckets[bucket].messages
         }
 
@@ -27,7 +31,7 @@ def simulate(schedules: dict[int, Schedule]) -> list[str]:
     while moving:
         moving = False
         for rank, own in schedules.items():
-            following = started[rank] < len(own.buckets) and own.buckets[started[rank]].follows
+            following = started[rank] < len(own.buckets) and own.buckets[started[rank]].waits_for_previous
             if started[rank] < len(own.buckets) and started[rank] - landed[rank] < (1 if following else 2):
                 posted[rank] |= ends(rank, started[rank])
                 started[rank] += 1
@@ -45,7 +49,7 @@ def simulate(schedules: dict[int, Schedule]) -> list[str]:
 @settings(max_examples=40)
 def test_every_schedule_comes_to_its_end(data, bucket_bytes, node):
     c = data.draw(configs())
-    moved = plan(data.draw(sources(c)), data.draw(holdings(c)), node)
+    moved = plan(data.draw(sources(c)), data.draw(shard_map(c)), node)
     schedules = {rank: schedule(moved, rank, torch.bfloat16, bucket_bytes) for rank in range(8)}
     assert simulate(schedules) == []
     for rank, own in schedules.items():
@@ -54,7 +58,7 @@ def test_every_schedule_comes_to_its_end(data, bucket_bytes, node):
             assert bucket.nbytes <= bucket_bytes
             # What is passed on has arrived in an earlier bucket.
             arriving = {(p.tensor, p.box) for m in bucket.messages if not m.outgoing for p in m.parts}
-            leaving = {(p.tensor, p.box) for m in bucket.messages if m.outgoing and m.relayed for p in m.parts}
+            leaving = {(p.tensor, p.box) for m in bucket.messages if m.outgoing and m.forwarded for p in m.parts}
             assert not arriving & leaving
 
 
@@ -62,23 +66,23 @@ def test_every_schedule_comes_to_its_end(data, bucket_bytes, node):
 @settings(max_examples=20)
 def test_both_ends_cut_and_merge_alike(data, bucket_bytes):
     c = data.draw(configs())
-    moved = plan(data.draw(sources(c)), data.draw(holdings(c)), 4)
+    moved = plan(data.draw(sources(c)), data.draw(shard_map(c)), 4)
     streams: dict[tuple[int, int], dict[bool, list[object]]] = {}
     for rank in range(8):
         for bucket in schedule(moved, rank, torch.float32, bucket_bytes).buckets:
             for m in bucket.messages:
                 pair = (rank, m.peer) if m.outgoing else (m.peer, rank)
                 own = streams.setdefault(pair, {True: [], False: []})[m.outgoing]
-                own.append((m.dtype, m.relayed, [(p.tensor, p.box) for p in m.parts]))
+                own.append((m.dtype, m.forwarded, [(p.tensor, p.box) for p in m.parts]))
     for pair, own in streams.items():
         assert own[True] == own[False], pair
 
 
 def test_small_tensors_travel_together_and_large_ones_alone():
 
-    weights = table(config("llama", hidden_size=1024, intermediate_size=1024, num_hidden_layers=8))
+    weights = weight_table(config("llama", hidden_size=1024, intermediate_size=1024, num_hidden_layers=8))
     moved = plan(
-        weights.on_megatron(Placement(Layout(), (0,))), weights.on_megatron(Placement(Layout(), (1,)))
+        weights.shard_map_megatron(Placement(Layout(), (0,))), weights.shard_map_megatron(Placement(Layout(), (1,)))
     )
     (bucket,) = schedule(moved, 1, torch.float32, 2**28).buckets
     sizes = [message.nbytes for message in bucket.messages]
@@ -90,8 +94,8 @@ def test_small_tensors_travel_together_and_large_ones_alone():
 @pytest.mark.parametrize("bucket_bytes", [64, 256])
 def test_a_piece_larger_than_a_message_is_cut(bucket_bytes):
 
-    weights = table(config("llama"))
-    moved = plan(weights.on_megatron(Placement(Layout(), (0,))), weights.on_modules((1,)))
+    weights = weight_table(config("llama"))
+    moved = plan(weights.shard_map_megatron(Placement(Layout(), (0,))), weights.shard_map_replicated((1,)))
     own = schedule(moved, 1, torch.float32, bucket_bytes)
     sizes = [m.nbytes for bucket in own.buckets for m in bucket.messages]
     assert max(sizes) <= bucket_bytes // 4 and sum(sizes) == moved.lower_bound(1, 4)

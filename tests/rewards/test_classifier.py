@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from verl_mg.errors import UserError
-from verl_mg.rewards import Panel, Sample, load_reward
+from verl_mg.models.tiny_model import character_tokenizer
+from verl_mg.rewards import AsyncScorer, Sample, load_reward
 from verl_mg.rewards.classifier import Classifier
-from verl_mg.tiny import character_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz .?"
 SIZE: dict[str, Any] = {
@@ -89,7 +89,7 @@ def test_company_and_padding_change_no_bit(models: dict[str, Path], name: str) -
 def test_through_the_panel(models: dict[str, Path]) -> None:
     options = {"path": str(models["qwen2"]), "batch_size": 3, "device": "cpu"}
     reward = load_reward("verl_mg.rewards.classifier:Classifier", options)
-    with Panel({"": reward}) as panel:
+    with AsyncScorer({"": reward}) as panel:
         assert panel.score(samples()) == [reward(sample) for sample in samples()]
 
 
@@ -133,7 +133,7 @@ def test_bad_directories(models: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
-    from verl_mg.tiny import make_tiny_model
+    from verl_mg.models.tiny_model import make_tiny_model
 
     with pytest.raises(UserError, match="lacks tensor score.weight"):
         Classifier(make_tiny_model(tmp_path, "qwen2"))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from verl_mg.errors import UserError
-from verl_mg.rewards import LoadedReward, Panel, Reward, Sample, load_reward
-from verl_mg.rewards.cases import last_program, same_text
+from verl_mg.rewards import AsyncScorer, LoadedReward, Reward, Sample, load_reward
+from verl_mg.rewards.code_tests import last_program, same_text
 from verl_mg.sandbox import isolated
 
 pytestmark = pytest.mark.usefixtures("sandbox")
@@ -255,7 +255,7 @@ def test_many_on_a_panel() -> None:
     def sample(program: str) -> Sample:
         return Sample("p", f"```python\n{program}\n```", None, {"tests": [{"input": "", "output": "3"}]}, "stop")
 
-    with Panel({"code": reward()}, workers=2) as panel:
+    with AsyncScorer({"code": reward()}, workers=2) as panel:
         rewards = panel.score([sample(f"print({number})") for number in range(6)])
         assert [reward.value for reward in rewards] == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
         name = uuid.uuid4().hex[:12]

@@ -105,7 +105,7 @@ data: {train: t}
 reward:
   mixture:
     math: {function: "verl_mg.rewards.math:score"}
-    form: {function: "verl_mg.rewards.form:Form", options: {hit: 2}, weight: 0.1}
+    form: {function: "verl_mg.rewards.regex_format:Form", options: {hit: 2}, weight: 0.1}
   weights_file: weights.json
 """
 

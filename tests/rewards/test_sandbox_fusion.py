@@ -8,7 +8,7 @@ import pytest
 
 from tests.rewards.servers import Answer, Asked, serving
 from verl_mg.errors import UserError
-from verl_mg.rewards import Panel, Reward, Sample, http, load_reward
+from verl_mg.rewards import AsyncScorer, Reward, Sample, http, load_reward
 from verl_mg.sandbox import run_python
 
 pytestmark = pytest.mark.usefixtures("sandbox")
@@ -44,7 +44,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def score(url: str, *programs: str, record: dict[str, Any], **options: Any) -> list[Reward]:
     reward = load_reward("verl_mg.rewards.sandbox_fusion:SandboxFusion", {"url": url} | options)
-    with Panel({"": reward}, workers=2) as panel:
+    with AsyncScorer({"": reward}, workers=2) as panel:
         return panel.score([Sample("p", f"```python\n{text}\n```", None, record, "stop") for text in programs])
 
 

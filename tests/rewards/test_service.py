@@ -12,7 +12,7 @@ import pytest
 
 from tests.rewards.servers import Answer, Asked, serving
 from verl_mg.errors import UserError
-from verl_mg.rewards import Panel, Reward, Sample, http, load_reward
+from verl_mg.rewards import AsyncScorer, Reward, Sample, http, load_reward
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def lengths(asked: Asked) -> Answer:
 
 def score(url: str, count: int = 1, workers: int = 4, **options: Any) -> list[Reward]:
     service = load_reward("verl_mg.rewards.service:Service", {"url": url} | options)
-    with Panel({"": service}, workers=workers) as panel:
+    with AsyncScorer({"": service}, workers=workers) as panel:
         return panel.score(samples(count))
 
 
@@ -184,7 +184,7 @@ def test_requests_a_second_are_limited() -> None:
 
 def test_the_pace_holds_for_all_that_wait() -> None:
     async def times() -> list[float]:
-        pace = http.Pace(20)
+        pace = http.RateLimiter(20)
         pace._tokens = 0.0
 
         async def one() -> float:

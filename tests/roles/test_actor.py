@@ -15,9 +15,9 @@ from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, random_
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
 from verl_mg.roles.actor import Actor
-from verl_mg.weights import read_config
 
 GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
 TEMPERATURE, COUNT = 0.8, 13

@@ -14,11 +14,11 @@ from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.microbatch import LossTokens
-from verl_mg.roles.critic import Critic, RewardModel
-from verl_mg.roles.trained import Trained
-from verl_mg.weights import read_config
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
+from verl_mg.roles.critic import Critic, TrainableRewardModel
+from verl_mg.roles.trainable import TrainableRole
 
 COUNT = 12
 # A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
@@ -42,7 +42,7 @@ def rows(model: Path) -> Batch:
     return batch
 
 
-def role_on(kind: type[Trained], model: Path, layout: str, budget: int) -> Trained:
+def role_on(kind: type[TrainableRole], model: Path, layout: str, budget: int) -> TrainableRole:
     return kind(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
@@ -79,7 +79,7 @@ def train_critic(model: Path, layout: str, budget: int, folder: Path) -> tuple[l
 def train_reward_model(
     model: Path, layout: str, budget: int, folder: Path
 ) -> tuple[list[int], Tensor, dict[str, float]]:
-    judge = role_on(RewardModel, model, layout, budget)
+    judge = role_on(TrainableRewardModel, model, layout, budget)
     own = mine(rows(model))
     scores = judge.scores(own)
     own["loss_mask"] = own.last

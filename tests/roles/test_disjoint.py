@@ -13,8 +13,8 @@ from tests.tiny_models import tiny_model
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.roles import sync
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.roles import weight_sync
 
 # (layout, its ranks, ranks of the job, architecture)
 STANDING = [
@@ -34,16 +34,16 @@ def train(model, layout, standing, folder):
     column = actor.logprobs(batch).split(batch.lengths.tolist())
     metrics = []
     for _ in range(STEPS):
-        actor.host_copy.leave()
-        actor.host_copy.come_back()
+        actor.cpu_offload.leave()
+        actor.cpu_offload.come_back()
         metrics.append(actor.update(batch, partial(with_entropy, settings("token-mean")), "token-mean"))
     actor.save(folder, model)
     return {
         "logprobs": dict(zip(batch["sample_id"].tolist(), column, strict=True)),
         "metrics": metrics,
         "updates": actor.updates,
-        "parameters": {name: tensor.detach().clone() for name, tensor in actor.network.parameters().items()},
-        "holders": actor.network.holdings().ranks,
+        "parameters": {name: tensor.detach().clone() for name, tensor in actor.runner.parameters().items()},
+        "holders": actor.runner.shard_map().ranks,
     }
 
 
@@ -77,9 +77,9 @@ def grouped(ranks_of_layout):
     groups = ParallelGroups(Placement(Layout(tp=2), ranks_of_layout))
     assert (dist.get_world_size, dist.all_gather_object) == before
     try:
-        return groups.present, groups.coordinates.tp, dist.get_process_group_ranks(groups.collection.tp)
+        return groups.is_member, groups.coordinates.tp, dist.get_process_group_ranks(groups.collection.tp)
     except LookupError as error:
-        return groups.present, str(error)
+        return groups.is_member, str(error)
 
 
 def test_groups_are_those_of_the_placement(ranks):
@@ -103,26 +103,26 @@ def refused(folder, overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.ranks=4"], "rollout.ranks=4: none of the job's 4 is left to train; start 5 or more"),
+        (["rollout.num_ranks=4"], "rollout.num_ranks=4: none of the job's 4 is left to train; start 5 or more"),
         (
-            ["rollout.ranks=2", "rollout.engine=embedded"],
-            "rollout.ranks=2: the embedded engine stands on the ranks of the actor; leave it out, "
+            ["rollout.num_ranks=2", "rollout.engine=hf"],
+            "rollout.num_ranks=2: the embedded engine stands on the ranks of the actor; leave it out, "
             "or write rollout.engine=sglang",
         ),
         (
-            ["rollout.ranks=2", "actor.ranks=1-2"],
+            ["rollout.num_ranks=2", "actor.ranks=1-2"],
             "actor.layout=tp1 on actor.ranks=1-2: rank 2 is none of the 2 that hold networks, 0 to 1; write lower ones "
             "in actor.ranks, or start more",
         ),
         (
-            ["rollout.ranks=1", "actor.layout=tp2"],
-            "actor.layout=tp2 beside rollout.ranks=1: layout tp2 stands on a multiple of 2 ranks, not on 3: "
+            ["rollout.num_ranks=1", "actor.layout=tp2"],
+            "actor.layout=tp2 beside rollout.num_ranks=1: layout tp2 stands on a multiple of 2 ranks, not on 3: "
             "start 2 or 4; nearest that work on 3 ranks: tp1",
         ),
         (
-            ["rollout.ranks=3", "rollout.layout=tp2"],
+            ["rollout.num_ranks=3", "rollout.layout=tp2"],
             "rollout.layout=tp2: an engine stands on 2 ranks, the rollout has 3 of the job's 4; "
-            "write rollout.ranks as a multiple of 2",
+            "write rollout.num_ranks as a multiple of 2",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_what_cannot_stand_apart_is_refused_in_one_line(ranks, tmp_path, overrid
 
 def train_beside_engines(folder):
     """Two iterations, the reference under a layout of its own; what this rank saw and received in each sync."""
-    received, execute = [], sync.execute
+    received, execute = [], weight_sync.execute
 
     def counting(*arguments):
         traffic = execute(*arguments)
@@ -140,14 +140,14 @@ def train_beside_engines(folder):
         return traffic
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sync, "execute", counting)
+        patch.setattr(weight_sync, "execute", counting)
         job, recipe = sglang_job(
             folder,
             *("actor.layout=tp2", "reference.layout=pp2", "algorithm.kl_coefficient=0.01"),
-            *("rollout.layout=tp2", "rollout.ranks=2"),
+            *("rollout.layout=tp2", "rollout.num_ranks=2"),
         )
         told = [trained_once(job, recipe, folder, f"step-{update}") for update in range(2)]
-    held = [len(policy.network.parameters()) for policy in (job.actor, job.reference)]
+    held = [len(policy.runner.parameters()) for policy in (job.actor, job.reference)]
     return told, received, held
 
 

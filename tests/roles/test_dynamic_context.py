@@ -10,9 +10,9 @@ from tests.roles.test_actor import OPTIMIZER, TEMPERATURE, compare, oracle_updat
 from tests.roles.test_actor import rows as all_rows
 from tests.tiny_models import oracle, oracle_outputs, tiny_model
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
+from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.actor import Actor
-from verl_mg.roles.exchange import index_rows
+from verl_mg.roles.row_dispatch import build_row_index
 
 BUDGETS = {4: 32, 2: 20}
 """By cp, for rows of 3 to 20 tokens: some of them fit a part of it, others do not."""
@@ -30,7 +30,7 @@ def update(model, layout, folder, budget):
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
     actor = Actor(
         model,
-        ParallelGroups(placement, short_contexts=True),
+        ParallelGroups(placement, dynamic_cp=True),
         dtype=torch.float32,
         temperature=TEMPERATURE,
         tokens_per_micro_batch=budget,
@@ -38,24 +38,24 @@ def update(model, layout, folder, budget):
     )
     batch = all_rows(model)
     mine = batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
-    index = index_rows(mine)
-    contexts = actor.share(index, index.units).contexts
+    index = build_row_index(mine)
+    cp_sizes = actor.share(index, index.units).cp_sizes
     column = actor.logprobs(mine).split(mine.lengths.tolist())
     metrics = actor.update(mine, partial(with_entropy, settings(MODE)), MODE, max_length=16)
     actor.save(folder, model)
-    return metrics, dict(zip(mine["sample_id"].tolist(), column, strict=True)), contexts
+    return metrics, dict(zip(mine["sample_id"].tolist(), column, strict=True)), cp_sizes
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layout", "count", "contexts"),
+    ("architecture", "layout", "count", "cp_sizes"),
     [*(("qwen3", *layout) for layout in LAYOUTS), ("qwen3_moe", "cp2-ep2", 2, [2, 1])],
 )
-def test_short_rows_stay_whole_and_nothing_changes(ranks, models, tmp_path, architecture, layout, count, contexts):
+def test_short_rows_stay_whole_and_nothing_changes(ranks, models, tmp_path, architecture, layout, count, cp_sizes):
     model = models[architecture]
-    results = ranks.run(count, update, model, layout, tmp_path / "saved", BUDGETS[contexts[0]])
+    results = ranks.run(count, update, model, layout, tmp_path / "saved", BUDGETS[cp_sizes[0]])
     for metrics, _, used in results:
         assert metrics == results[0][0]
-        assert sorted(set(used), reverse=True) == contexts
+        assert sorted(set(used), reverse=True) == cp_sizes
     batch = all_rows(model)
     with torch.no_grad():
         expected, _ = oracle_outputs(oracle(model), batch, TEMPERATURE)

@@ -17,18 +17,18 @@ from tests.tiny_models import oracle, random_rows, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.config import Config, LoraConfig, OptimizerConfig, load_config
 from verl_mg.errors import UserError
-from verl_mg.job.networks import Networks
+from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.roles import sync
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
+from verl_mg.roles import weight_sync
 from verl_mg.roles.actor import Actor
 from verl_mg.roles.critic import Critic
-from verl_mg.roles.fleet import EmbeddedFleet
+from verl_mg.roles.engine_group import HFEngineGroup
 from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.trained import Trained
+from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout import Sampling
-from verl_mg.rollout.embedded import EmbeddedEngine
-from verl_mg.weights import read_config
+from verl_mg.rollout.hf.engine import HFEngine
 
 COUNT, LORA = 8, LoraConfig(rank=4, alpha=6.0)
 # Two steps: in the first one only B has a gradient.
@@ -50,8 +50,13 @@ def rows(model: Path) -> Batch:
 
 
 def role_on(
-    kind: type[Trained], model: Path, layout: str, lora: LoraConfig, dtype: torch.dtype = torch.float32, ranks: int = 0
-) -> Trained:
+    kind: type[TrainableRole],
+    model: Path,
+    layout: str,
+    lora: LoraConfig,
+    dtype: torch.dtype = torch.float32,
+    ranks: int = 0,
+) -> TrainableRole:
     """On the first `ranks`, or all."""
     return kind(
         model,
@@ -64,7 +69,7 @@ def role_on(
     )
 
 
-def learn(role: Trained, batch: Batch) -> None:
+def learn(role: TrainableRole, batch: Batch) -> None:
     loss = square_loss if isinstance(role, Critic) else policy_loss
     for _ in range(2):
         role.update(batch, loss, "token-mean")
@@ -74,24 +79,26 @@ def policy_loss(tokens) -> tuple[Tensor, dict[str, Tensor]]:
     return -tokens["advantages"] * tokens.logprobs, {}
 
 
-def judged(role: Trained, batch: Batch) -> dict[int, Tensor]:
+def judged(role: TrainableRole, batch: Batch) -> dict[int, Tensor]:
     column = role.judge(batch)
     return dict(zip(batch["sample_id"].tolist(), column.split(batch.lengths.tolist()), strict=True))
 
 
-def trained_and_saved(kind: type[Trained], model: Path, layout: str, folder: Path, ranks: int) -> dict[int, Tensor]:
+def trained_and_saved(
+    kind: type[TrainableRole], model: Path, layout: str, folder: Path, ranks: int
+) -> dict[int, Tensor]:
     role = role_on(kind, model, layout, LORA, ranks=ranks)
     batch = rows(model)
-    before = {name: values.detach().clone() for name, values in role.network.parameters().items()}
+    before = {name: values.detach().clone() for name, values in role.runner.parameters().items()}
     learn(role, batch)
-    for name, values in role.network.parameters().items():
+    for name, values in role.runner.parameters().items():
         assert torch.equal(before[name], values) or name == "output_layer.weight"
     role.save(folder, model)
-    assert role.network.present == (dist.get_rank() < (ranks or dist.get_world_size()))
+    assert role.runner.is_member == (dist.get_rank() < (ranks or dist.get_world_size()))
     return judged(role, batch)
 
 
-def judged_anew(kind: type[Trained], model: Path, layout: str, folder: Path) -> dict[int, Tensor]:
+def judged_anew(kind: type[TrainableRole], model: Path, layout: str, folder: Path) -> dict[int, Tensor]:
     return judged(role_on(kind, model, layout, LORA.model_copy(update={"path": folder})), rows(model))
 
 
@@ -201,11 +208,11 @@ def test_a_critic_has_adapters_and_a_head(ranks, models, tmp_path) -> None:
 
 def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[str, object]:
     actor = role_on(Actor, model, layout, LORA, dtype)
-    engine = EmbeddedEngine(model, "cpu", dtype, load_weights=False)
-    rollout = Rollout(EmbeddedFleet(engine), Sampling(max_new_tokens=4), seed=5, store=job_store())
-    own = actor.network.parameters()
+    engine = HFEngine(model, "cpu", dtype, load_weights=False)
+    rollout = Rollout(HFEngineGroup(engine), Sampling(max_new_tokens=4), seed=5, store=job_store())
+    own = actor.runner.parameters()
     before = {name: values.detach().clone() for name, values in own.items()}
-    with mock.patch.object(sync, "PORTION_BYTES", portion):
+    with mock.patch.object(weight_sync, "CHUNK_BYTES", portion):
         rollout.sync(actor)
         learn(actor, rows(model))
         rollout.sync(actor)
@@ -214,7 +221,7 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     storages = {name: values.untyped_storage().data_ptr() for name, values in own.items()}
     held = engine.parameters()
     shared = {name for name, values in held.items() if values.untyped_storage().data_ptr() in storages.values()}
-    adapted = {storages[name] for name in actor.network.adapted}
+    adapted = {storages[name] for name in actor.runner.adapted}
     assert adapted and not adapted & {values.untyped_storage().data_ptr() for values in held.values()}
     actor.save(model.parent / f"synced-{model.name}-{layout}", model)
     return {"held": {name: values.clone() for name, values in held.items()}, "shared": shared}
@@ -244,6 +251,6 @@ def test_what_cannot_be_adapted_is_named_before_anything_is_built(models, tmp_pa
         "actor": {"lora": {"targets": ["q_proj", "gate_proj"]}},
     })  # fmt: skip
     with pytest.raises(UserError, match=r"^actor\.lora\.targets: every 'gate_proj' of the model is an expert's"):
-        Networks(config, 1).check({"actor"})
+        ModelRoleBuilder(config, 1).check({"actor"})
     with pytest.raises(UserError, match=r"unknown key 'alhpa'; lora has rank, alpha, targets, path, seed"):
         load_config(None, ["model.path=m", "data.train=d", "actor.lora.alhpa=3"], type(config.algorithm))

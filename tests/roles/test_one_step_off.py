@@ -13,9 +13,9 @@ from tests.tiny_jobs import RECIPES, logged, run_here
 from tests.traces import needs_sglang
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
-from verl_mg.job.loop import one_iteration
 from verl_mg.job.recipe import load_recipe
-from verl_mg.job.records.observe import rollout_metrics
+from verl_mg.monitor.rollout_metrics import rollout_metrics
+from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4
 OVERRIDES = ["algorithm.one_step_off=true", f"job.iterations={ITERATIONS}"]
@@ -23,7 +23,7 @@ OVERRIDES = ["algorithm.one_step_off=true", f"job.iterations={ITERATIONS}"]
 
 def train_ahead(folder):
     """What this rank saw of each iteration; a checkpoint stands beside each, and greedy answers come in between."""
-    job, recipe = sglang_job(folder, "actor.layout=tp2", "rollout.ranks=1", *OVERRIDES)
+    job, recipe = sglang_job(folder, "actor.layout=tp2", "rollout.num_ranks=1", *OVERRIDES)
     job.actor.save(folder / "weights-0", folder / "model")
     told = []
     for iteration in range(1, ITERATIONS + 1):
@@ -98,7 +98,7 @@ def refused(folder, overrides):
         return str(error)
 
 
-@pytest.mark.parametrize("overrides", [["rollout.engine=embedded"]])
+@pytest.mark.parametrize("overrides", [["rollout.engine=hf"]])
 def test_engines_on_the_ranks_of_training_cannot(ranks, tmp_path, overrides):
     (told,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
     assert re.match("samples are drawn while training computes only by engines on ranks of their own: write", told)
@@ -106,7 +106,7 @@ def test_engines_on_the_ranks_of_training_cannot(ranks, tmp_path, overrides):
 
 def run_whole(folder):
     recipe = load_recipe(RECIPES / "grpo.py")
-    ahead = ["algorithm.one_step_off=true", "actor.layout=tp2", "rollout.ranks=1", "job.iterations=2"]
+    ahead = ["algorithm.one_step_off=true", "actor.layout=tp2", "rollout.num_ranks=1", "job.iterations=2"]
     config = load_config(None, [*settings(folder), *ahead, "checkpoint.every=1", "job.console=false"], recipe.config)
     run_here(recipe, config)
 

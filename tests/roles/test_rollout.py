@@ -13,14 +13,14 @@ from tests.tiny_models import TRAINED, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.rewards import Panel, Reward, load_reward
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.rewards import AsyncScorer, Reward, load_reward
 from verl_mg.roles.actor import Actor
-from verl_mg.roles.fleet import EmbeddedFleet
+from verl_mg.roles.engine_group import HFEngineGroup
+from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.scorer import Scorer
 from verl_mg.rollout import Sampling
-from verl_mg.rollout.embedded import EmbeddedEngine
+from verl_mg.rollout.hf.engine import HFEngine
 
 TEXTS = ["12+3=", "7*(8-2)=", "a b c", "(1)", "99-98+97="]
 
@@ -30,7 +30,9 @@ def prompts(model: Path) -> list[Prompt]:
     return [Prompt(10 + i, tuple(tokenizer(t)["input_ids"]), t, str(i), {"n": i}) for i, t in enumerate(TEXTS)]
 
 
-def roles(model: Path, layout: str, scorer: Scorer | None = None, max_batch: int = 256) -> tuple[Actor, Rollout]:
+def roles(
+    model: Path, layout: str, scorer: RewardRole | None = None, max_running_requests: int = 256
+) -> tuple[Actor, Rollout]:
     actor = Actor(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
@@ -39,14 +41,14 @@ def roles(model: Path, layout: str, scorer: Scorer | None = None, max_batch: int
         tokens_per_micro_batch=60,
         optimizer=OptimizerConfig(lr=3e-3),
     )
-    engine = EmbeddedEngine(model, "cpu", torch.float32, max_batch=max_batch, load_weights=False)
+    engine = HFEngine(model, "cpu", torch.float32, max_running_requests=max_running_requests, load_weights=False)
     sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))
-    return actor, Rollout(EmbeddedFleet(engine), sampling, seed=5, store=job_store(), scorer=scorer)
+    return actor, Rollout(HFEngineGroup(engine), sampling, seed=5, store=job_store(), scorer=scorer)
 
 
-def scorer_of(model: Path, reward: str) -> Scorer:
-    panel = Panel({"": load_reward(f"{__name__}:{reward}")})
-    return Scorer(panel, _ById(prompts(model)), AutoTokenizer.from_pretrained(model))
+def scorer_of(model: Path, reward: str) -> RewardRole:
+    panel = AsyncScorer({"": load_reward(f"{__name__}:{reward}")})
+    return RewardRole(panel, _ById(prompts(model)), AutoTokenizer.from_pretrained(model))
 
 
 def three_iterations(model: Path, layout: str) -> dict[str, object]:
@@ -57,7 +59,7 @@ def three_iterations(model: Path, layout: str) -> dict[str, object]:
         batch = rollout.generate(prompts(model), samples=3)
         old = actor.logprobs(batch)
         differences.append((old - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
-        batch["advantages"] = batch.spread((batch["sample_id"] % 3 - 1).float())
+        batch["advantages"] = batch.expand_to_tokens((batch["sample_id"] % 3 - 1).float())
         actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}), "token-mean")
         # Before the sync the engine is an update behind: the difference shows that it measures anything.
         drifts.append((actor.logprobs(batch) - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
@@ -87,7 +89,7 @@ def shared_bytes(model: Path, layout: str) -> tuple[float, float]:
     """Which part of the engine's weights is the actor's memory, and what the sync says that it moved."""
     actor, rollout = roles(model, layout)
     rollout.sync(actor)
-    own = {tensor.untyped_storage().data_ptr() for tensor in actor.network.parameters().values()}
+    own = {tensor.untyped_storage().data_ptr() for tensor in actor.runner.parameters().values()}
     held = rollout._fleet.engine.parameters().values()
     inside = sum(tensor.nbytes for tensor in held if tensor.untyped_storage().data_ptr() in own)
     assert rollout.metrics["sync/bytes_received"] == rollout.metrics["sync/bytes_lower_bound"]
@@ -136,8 +138,8 @@ def generated(model: Path) -> dict[str, object]:
 def kept(model: Path) -> list[list[tuple[int, int, list[int]]]]:
     """Two prompts of five are kept, twice, from batches smaller than the work; then the rest is done."""
     actor, _ = roles(model, "tp1")
-    engine = EmbeddedEngine(model, "cpu", torch.float32, max_batch=4, load_weights=False)
-    rollout = Rollout(EmbeddedFleet(engine), Sampling(max_new_tokens=9), seed=5, store=job_store(), partial=True)
+    engine = HFEngine(model, "cpu", torch.float32, max_running_requests=4, load_weights=False)
+    rollout = Rollout(HFEngineGroup(engine), Sampling(max_new_tokens=9), seed=5, store=job_store(), partial=True)
     rollout.sync(actor)
     calls = []
     for number, asked in enumerate((prompts(model), prompts(model)[:2], [])):
@@ -210,7 +212,7 @@ def scored_meanwhile(model: Path) -> tuple[int, list[float]]:
     """How many samples were looked at before the last one was written."""
     BEGUN.clear()
     scorer = scorer_of(model, "_slow")
-    actor, rollout = roles(model, "tp1", scorer, max_batch=4)
+    actor, rollout = roles(model, "tp1", scorer, max_running_requests=4)
     rollout.sync(actor)
     engine, seen = rollout._fleet.engine, []
     collect = engine.collect

@@ -11,11 +11,11 @@ from tests.rank_pool import job_store
 from tests.tiny_jobs import DIGITS, RECIPES, write_sums
 from tests.traces import needs_sglang
 from verl_mg.config import LoraConfig, load_config
+from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.job.job import Job
-from verl_mg.job.networks import Networks
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.layout import Layout
-from verl_mg.tiny import make_tiny_model
+from verl_mg.models.tiny_model import make_tiny_model
 
 pytestmark = needs_sglang
 
@@ -53,7 +53,7 @@ def settings(folder: Path) -> list[str]:
         f"job.output={folder / 'run'}",
         "actor.optimizer.lr=3e-3",
         "rollout.engine=sglang",
-        "rollout.max_batch=32",
+        "rollout.max_running_requests=32",
         f"rollout.max_new_tokens={NEW_TOKENS}",
         "algorithm.prompts_per_iteration=6",
         "algorithm.group_size=4",
@@ -79,11 +79,11 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
     for name, section in sections.items():
         if name != LAYOUTS[0]:
             # The same engine, fed by another actor.
-            other = Networks(job.config.model_copy(update={"actor": section}), 2)
+            other = ModelRoleBuilder(job.config.model_copy(update={"actor": section}), 2)
             claim, job.actor = job.actor.claim, other.build("actor")
             job.actor.claim = claim
             job.rollout.sync(job.actor)
-            assert (str(job.actor.network.layout), bool(job.actor.network.adapted)) == (
+            assert (str(job.actor.runner.layout), bool(job.actor.runner.adapted)) == (
                 str(Layout.parse(section.layout).fit(2)),
                 name == "tp2-lora",
             )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from recipes.tasks.calculator import make
 from tests.roles.test_sglang_rollout import sglang_job
 from tests.traces import needs_sglang
-from verl_mg.rollout.tools.dialogue import Call
+from verl_mg.rollout.tools.chat_format import ToolCall
 
 pytestmark = needs_sglang
 TURNS = 3
@@ -24,18 +24,18 @@ def iteration(folder: Path) -> dict[str, object]:
         folder,
         "actor.layout=tp2",
         "rollout.layout=tp2",
-        "rollout.tools=[verl_mg.rollout.tools.ready:calculator]",
+        "rollout.tools=[verl_mg.rollout.tools.builtin:calculator]",
         f"rollout.max_turns={TURNS}",
         "rollout.max_new_tokens=40",
         f"data.train={folder / 'data' / 'train.jsonl'}",
         f"reward.function={folder / 'reward.py'}:length",
     )
-    spoken: list[tuple[str, list[int], list[int]]] = []
+    select_outputs: list[tuple[str, list[int], list[int]]] = []
     rollout = job.rollout
     rollout._sampling = replace(rollout._sampling, stop_token_ids=tuple(range(10, 40)))
     conversations = rollout._fleet.engine
     if conversations is not None:
-        conversations._dialogue.calls = lambda tokens: [Call("calculator", EXPRESSION)]
+        conversations._dialogue.calls = lambda tokens: [ToolCall("calculator", EXPRESSION)]
         engine = conversations._engine
         asked: dict[str, list[int]] = {}
         generate, answered = engine._generate, engine._answered
@@ -45,7 +45,7 @@ def iteration(folder: Path) -> dict[str, object]:
             generate(rid, fields)
 
         def hear(rid: str, answer: dict[str, list[int]]) -> None:
-            spoken.append((rid, asked[rid], list(answer["tokens"])))
+            select_outputs.append((rid, asked[rid], list(answer["tokens"])))
             answered(rid, answer)
 
         engine._generate, engine._answered = see, hear
@@ -63,7 +63,7 @@ def iteration(folder: Path) -> dict[str, object]:
     rollout.close()
     return {
         "closed": process is None or not process.is_running(),
-        "spoken": spoken,
+        "spoken": select_outputs,
         "rows": {
             int(batch["sample_id"][i]): {
                 name: batch.row(name, i).tolist()
@@ -81,11 +81,11 @@ def test_training_gets_the_tokens_that_sglang_saw_and_wrote(ranks, tmp_path):
     (tmp_path / "reward.py").write_text("def length(sample): return len(sample.response)\n")
     results = ranks.run(2, iteration, tmp_path)
     rows = {i: row for result in results for i, row in result["rows"].items()}
-    spoken = results[0]["spoken"]
+    select_outputs = results[0]["spoken"]
     assert sorted(rows) == list(range(24))
     assert all(result["closed"] for result in results)
     turns: dict[int, list[tuple[list[int], list[int]]]] = {i: [] for i in rows}
-    for rid, context, written in spoken:
+    for rid, context, written in select_outputs:
         turns[int(rid.split(".")[0])].append((context, written))
     assert max(map(len, turns.values())) == TURNS
     judged = set()

@@ -19,7 +19,7 @@ from tests.traces import needs_sglang
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.job.job import Job
-from verl_mg.rollout.dealing import FixedDeal
+from verl_mg.rollout.work_queue import StaticWorkQueue
 
 pytestmark = needs_sglang
 TOKENS = 180
@@ -73,7 +73,7 @@ def dealt(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
     """The same prompts, shared and in fixed shares."""
     fleet = job.rollout._fleet
     if fixed:
-        fleet.deal = lambda store, key, groups, enough: FixedDeal(  # type: ignore[method-assign]
+        fleet.deal = lambda store, key, groups, enough: StaticWorkQueue(  # type: ignore[method-assign]
             store, key, groups, enough, dist.get_rank(), fleet.engines
         )
     batch = job.rollout.generate(prompts, samples=4)
@@ -90,7 +90,7 @@ def partial(job: Job) -> list[list[dict[str, object]]]:
         asked = job.prompts.take(ASKED - job.rollout.unfinished)
         calls.append(rows(job.rollout.generate(asked, samples=SAMPLES, keep=KEPT)))
         with torch.no_grad():
-            for parameter in job.actor.network.parameters().values():
+            for parameter in job.actor.runner.parameters().values():
                 parameter.mul_(1.01)
         job.actor.updates = number + 1
         job.rollout.sync(job.actor)
@@ -139,9 +139,9 @@ def trials(folder: Path) -> dict[str, object]:
         folder,
         "actor.layout=tp2",
         "rollout.layout=tp1",
-        "rollout.max_batch=8",
+        "rollout.max_running_requests=8",
         f"rollout.max_new_tokens={TOKENS}",
-        "rollout.partial=true",
+        "rollout.partial_rollout=true",
     )
     prompts = list(job.prompts)[:30]
     told: dict[str, object] = {"shared": dealt(job, prompts, fixed=False), "fixed": dealt(job, prompts, fixed=True)}

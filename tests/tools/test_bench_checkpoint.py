@@ -9,9 +9,10 @@ import torch
 from tests.rank_pool import RankError, job_store
 from tests.tools.tool import tool
 from tools import bench_checkpoint
-from verl_mg.job.loop import one_iteration
 from verl_mg.job.recipe import load_recipe
-from verl_mg.weights import read_config, table
+from verl_mg.models.hf_config import read_config
+from verl_mg.run.loop import one_iteration
+from verl_mg.sharding.weight_table import weight_table
 
 TINY = {"hidden": 64, "layers": 2}
 
@@ -39,7 +40,7 @@ def compare(folder: Path, spoil: str | None) -> int:
     bench_checkpoint._keep(job.actor, truth)
     held = list(bench_checkpoint._held(job.actor))
     if spoil:
-        part = next(part for part in held if part.plane == spoil)
+        part = next(part for part in held if part.namespace == spoil)
         bench_checkpoint._whole(job.actor, truth, part).view(torch.int32)[-1] ^= 1
     bench_checkpoint._verify("a method", job.actor, truth)
     return sum(part.values.numel() for part in held)
@@ -48,8 +49,8 @@ def compare(folder: Path, spoil: str | None) -> int:
 def test_one_bit_that_differs_is_told(ranks, tmp_path):
     bench_checkpoint._write_inputs(tmp_path, **TINY)
     (compared,) = ranks.run(1, compare, tmp_path, None)
-    parameters = table(read_config(tmp_path / "model")).huggingface().values()
+    parameters = weight_table(read_config(tmp_path / "model")).huggingface().values()
     assert compared == 4 * sum(torch.Size(whole.shape).numel() for whole in parameters)
-    for plane in ("weights", "exp_avg", "exp_avg_sq"):
-        with pytest.raises(RankError, match=rf"a method, tp1: {plane}\|.* came back other than it was saved"):
-            ranks.run(1, compare, tmp_path, plane)
+    for namespace in ("weights", "exp_avg", "exp_avg_sq"):
+        with pytest.raises(RankError, match=rf"a method, tp1: {namespace}\|.* came back other than it was saved"):
+            ranks.run(1, compare, tmp_path, namespace)

@@ -10,8 +10,9 @@ import pytest
 
 from tests.tools.tool import tool
 from tools import bench_gpu
-from verl_mg.paper.measured import read_measured
-from verl_mg.weights import read_config, table
+from verl_mg.models.hf_config import read_config
+from verl_mg.planner.hardware_profile import read_hardware_profile
+from verl_mg.sharding.weight_table import weight_table
 
 
 def test_every_part_has_its_figures(tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_every_part_has_its_figures(tmp_path: Path) -> None:
     ):
         assert re.search(rf"^\| {row}", text, re.M), row
     assert "failed" not in text and str(tmp_path) not in text
-    assert read_measured(measured).keys() == {"flops", "memory_bandwidth"}
+    assert read_hardware_profile(measured).keys() == {"flops", "memory_bandwidth"}
 
 
 def test_a_part_that_fails_is_told_and_what_came_before_it_stays(
@@ -37,7 +38,7 @@ def test_a_part_that_fails_is_told_and_what_came_before_it_stays(
 ) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(bench_gpu.MODEL.read_text()) | bench_gpu.TINY_SHAPE))
-    bench = bench_gpu.Bench(tmp_path, SimpleNamespace(), bench_gpu.TINY, 1, table(read_config(config)))
+    bench = bench_gpu.Bench(tmp_path, SimpleNamespace(), bench_gpu.TINY, 1, weight_table(read_config(config)))
 
     def part(_: bench_gpu.Bench) -> Iterator[bench_gpu.Row]:
         yield "first", "1 s"

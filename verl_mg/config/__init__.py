@@ -1,11 +1,18 @@
 """The typed configuration tree: YAML, `a.b=c` overrides, and errors that say what to write instead.
 
-A recipe brings its own section, `algorithm`, as a subclass of `Section` named `Config`; the rest is the
+A recipe brings its own section, `algorithm`, as a subclass of `ConfigSection` named `Config`; the rest is the
 same for every recipe. Nothing here changes what was written: derived values are methods of the readers.
 """
 
-from verl_mg.config.data import CurriculumConfig, DataConfig, EvaluationConfig, MixedReward, RewardConfig, SourceConfig
-from verl_mg.config.reading import checked_config, dump_config, load_config
+from verl_mg.config.data import (
+    CurriculumConfig,
+    DataConfig,
+    EvaluationConfig,
+    RewardConfig,
+    SourceConfig,
+    WeightedRewardConfig,
+)
+from verl_mg.config.reading import dump_config, load_config, validate_config
 from verl_mg.config.roles import (
     CriticConfig,
     GuardConfig,
@@ -14,14 +21,15 @@ from verl_mg.config.roles import (
     ReferenceConfig,
     RoleSection,
     RolloutConfig,
-    TrainedConfig,
+    TrainableConfig,
 )
-from verl_mg.config.section import Count, Section
+from verl_mg.config.section import ConfigSection, Count
 from verl_mg.config.tree import CheckpointConfig, Config, JobConfig, ModelConfig, ProfileConfig, TrackConfig, tree_for
 
 __all__ = [
     "CheckpointConfig",
     "Config",
+    "ConfigSection",
     "Count",
     "CriticConfig",
     "CurriculumConfig",
@@ -30,7 +38,6 @@ __all__ = [
     "GuardConfig",
     "JobConfig",
     "LoraConfig",
-    "MixedReward",
     "ModelConfig",
     "OptimizerConfig",
     "ProfileConfig",
@@ -38,12 +45,12 @@ __all__ = [
     "RewardConfig",
     "RoleSection",
     "RolloutConfig",
-    "Section",
     "SourceConfig",
     "TrackConfig",
-    "TrainedConfig",
-    "checked_config",
+    "TrainableConfig",
+    "WeightedRewardConfig",
     "dump_config",
     "load_config",
     "tree_for",
+    "validate_config",
 ]

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, PositiveInt, TypeAdapter, field_validator, model_validator
 
-from verl_mg.config.section import Section
+from verl_mg.config.section import ConfigSection
 
 
-class SourceConfig(Section):
+class SourceConfig(ConfigSection):
     """One of several sources of prompts. `weight`: its share of the prompts taken, against the other sources'; a test
     has none. Fields and instruction are those of `data` unless given."""
 
@@ -33,15 +33,15 @@ class SourceConfig(Section):
         return value
 
 
-class CurriculumConfig(Section):
+class CurriculumConfig(ConfigSection):
     """Skip training prompts whose pass rate is outside [low, high]; 0 and 1 skip none. One that is skipped `revisit`
-    times running is taken again. An answer passes with a reward of `threshold` or more; a prompt's rate is a running
+    times running is taken again. An answer passes with a reward of `pass_threshold` or more; a prompt's rate is a running
     average in which the past weighs `decay`."""
 
     low: float = Field(0.0, ge=0, le=1)
     high: float = Field(1.0, ge=0, le=1)
     revisit: PositiveInt = 3
-    threshold: float = 0.5
+    pass_threshold: float = 0.5
     decay: float = Field(0.5, ge=0, lt=1)
 
     @field_validator("high")
@@ -52,7 +52,7 @@ class CurriculumConfig(Section):
         return high
 
 
-class DataConfig(Section):
+class DataConfig(ConfigSection):
     """Prompts, and which fields of a record to read.
 
     `train`, `test`: a path, or several sources as `NAME: {path: ..., weight: ...}`. A path is a .jsonl, .json (lines)
@@ -69,7 +69,7 @@ class DataConfig(Section):
     chat_template: bool = False
     instruction: str = ""
     max_prompt_tokens: PositiveInt = 1024
-    too_long: Literal["error", "drop"] = "error"
+    overlong_prompts: Literal["error", "drop"] = "error"
     curriculum: CurriculumConfig = CurriculumConfig()
 
     @field_validator("train", "test", mode="before")
@@ -98,7 +98,7 @@ def _named(function: str | Callable[..., Any]) -> str:
 RewardFunction = Annotated[str | Callable[..., Any], PlainSerializer(_named, return_type=str)]
 
 
-class MixedReward(Section):
+class WeightedRewardConfig(ConfigSection):
     """One reward of a mixture. Weight 0: it is only logged."""
 
     function: RewardFunction
@@ -106,7 +106,7 @@ class MixedReward(Section):
     weight: float = Field(1.0, allow_inf_nan=False)
 
 
-class RewardConfig(Section):
+class RewardConfig(ConfigSection):
     """`package.module:thing` or `path/file.py:thing`, with `options` as keyword arguments; see `load_reward`.
 
     `mixture`: rewards by name, whose weighted sum takes the place of `function`. `weights_file`: JSON or YAML, read
@@ -115,13 +115,13 @@ class RewardConfig(Section):
 
     function: RewardFunction = "verl_mg.rewards.math:score"
     options: dict[str, Any] = {}
-    mixture: dict[str, MixedReward] = {}
+    mixture: dict[str, WeightedRewardConfig] = {}
     weights_file: Path | None = None
     workers: PositiveInt = 8
 
     @field_validator("mixture")
     @classmethod
-    def _has_the_options(cls, mixture: dict[str, MixedReward], info: Any) -> dict[str, MixedReward]:
+    def _has_the_options(cls, mixture: dict[str, WeightedRewardConfig], info: Any) -> dict[str, WeightedRewardConfig]:
         if mixture and info.data.get("options"):
             raise ValueError("write the options under each reward of the mixture, not beside it")
         return mixture
@@ -134,18 +134,18 @@ class RewardConfig(Section):
         return file
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(ConfigSection):
     """Answers to `data.test`, scored by the reward, every `every` iterations (0: never).
 
     To the first `prompts` prompts of each source, `samples` answers each at `temperature` (0: greedy). An answer passes
-    with a reward of `passed` or more.
+    with a reward of `pass_threshold` or more.
     """
 
     every: int = Field(0, ge=0)
     prompts: PositiveInt = 256
     samples: PositiveInt = 1
     temperature: float = Field(0.0, ge=0, validate_default=True)
-    passed: float = 1.0
+    pass_threshold: float = 1.0
 
     @field_validator("temperature")
     @classmethod

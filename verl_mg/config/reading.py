@@ -10,12 +10,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from verl_mg.config.section import Section
+from verl_mg.config.section import ConfigSection
 from verl_mg.config.tree import Config, tree_for
 from verl_mg.errors import UserError
 
 
-def load_config(path: str | Path | None, overrides: list[str], algorithm: type[Section]) -> Config:
+def load_config(path: str | Path | None, overrides: list[str], algorithm: type[ConfigSection]) -> Config:
     """Read a YAML file, apply `a.b=c` overrides (their values are YAML too), check everything.
 
     Raises UserError with one line that names the file or the override, the key, and the remedy.
@@ -23,10 +23,10 @@ def load_config(path: str | Path | None, overrides: list[str], algorithm: type[S
     tree = _read_yaml(Path(path)) if path is not None else {}
     for override in overrides:
         _apply_override(tree, override)
-    return checked_config(tree, path or "overrides", algorithm)
+    return validate_config(tree, path or "overrides", algorithm)
 
 
-def checked_config(tree: dict[str, Any], origin: str | Path, algorithm: type[Section]) -> Config:
+def validate_config(tree: dict[str, Any], origin: str | Path, algorithm: type[ConfigSection]) -> Config:
     """The configuration of a tree of plain values; UserError that names `origin`, the key, and the remedy."""
     if problem := _not_plain(tree):
         raise UserError(f"{origin}: {problem}")
@@ -96,7 +96,7 @@ def _not_plain(value: Any, key: str = "", above: tuple[Any, ...] = ()) -> str:
     return ""
 
 
-def _first_problem(error: ValidationError, kind: type[Section]) -> str:
+def _first_problem(error: ValidationError, kind: type[ConfigSection]) -> str:
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
@@ -107,7 +107,7 @@ def _first_problem(error: ValidationError, kind: type[Section]) -> str:
     return f"{where!r} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _nearest(location: tuple[int | str, ...], kind: type[Section]) -> str:
+def _nearest(location: tuple[int | str, ...], kind: type[ConfigSection]) -> str:
     """`; did you mean ...?` for an unknown key, looked for in its section first, then in the whole tree."""
     known = _known_keys(kind)
     whole = ".".join(map(str, location))

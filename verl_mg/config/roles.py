@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from verl_mg.config.section import Section
+from verl_mg.config.section import ConfigSection
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout, parse_ranks
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(ConfigSection):
     """Adam with decoupled weight decay; the schedule counts optimizer steps.
 
-    `on_host`: its moments stay on the host, which computes the step: slower, and 8 bytes a weight less on the device.
+    `cpu_offload`: its moments stay on the host, which computes the step: slower, and 8 bytes a weight less on the device.
     """
 
     lr: float = Field(1e-6, gt=0)
@@ -27,7 +27,7 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0)
-    on_host: bool = False
+    cpu_offload: bool = False
 
     @field_validator("decay_steps")
     @classmethod
@@ -37,7 +37,7 @@ class OptimizerConfig(Section):
         return steps
 
 
-class GuardConfig(Section):
+class GuardConfig(ConfigSection):
     """What keeps a bad update away from the weights.
 
     A step whose loss or gradient is not finite is left out; after `bad_steps` of them in a row the run stops. Where the
@@ -50,7 +50,7 @@ class GuardConfig(Section):
     action: Literal["skip", "rollback"] = "skip"
 
 
-class LoraConfig(Section):
+class LoraConfig(ConfigSection):
     """Low-rank adapters (arXiv:2106.09685), trained in place of the weights: W + alpha / rank * B A for each linear W.
 
     `targets`: names of linear layers, such as [q_proj, v_proj]; without it all of attention and of feed-forward layers,
@@ -83,10 +83,10 @@ def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
     return text
 
 
-class RoleSection(Section):
+class RoleSection(ConfigSection):
     """A role with a network, under a parallel `layout` such as tp2-pp2.
 
-    `ranks`: those of the job that it stands on, such as 0-7 or 0-3,8-11; without it all that `rollout.ranks` leaves.
+    `ranks`: those of the job that it stands on, such as 0-7 or 0-3,8-11; without it all that `rollout.num_ranks` leaves.
     Roles on different ranks compute at the same time. `offload`: what it keeps waits on the host while other roles
     compute and while samples are drawn. `dynamic_context`: with cp4, rows that fit a quarter of a micro-batch stay
     whole on one rank, those that fit half of it are cut in two, and only longer ones in four.
@@ -114,7 +114,7 @@ class RoleSection(Section):
         return text
 
 
-class TrainedConfig(RoleSection):
+class TrainableConfig(RoleSection):
     """A model that learns. A micro-batch is filled up to `tokens_per_micro_batch` tokens. `lora`: train adapters."""
 
     tokens_per_micro_batch: PositiveInt = 8192
@@ -124,7 +124,7 @@ class TrainedConfig(RoleSection):
     lora: LoraConfig | None = None
 
 
-class CriticConfig(TrainedConfig):
+class CriticConfig(TrainableConfig):
     """A model that learns to judge, built only where a recipe asks for it. `path`: of its own, not `model.path`."""
 
     path: Path | None = None
@@ -137,41 +137,41 @@ class ReferenceConfig(RoleSection):
     tokens_per_micro_batch: PositiveInt = 16384
 
 
-class RolloutConfig(Section):
-    """Generation. `temperature` 0 is greedy; `top_k` 0 is off; `max_batch`: samples that an engine works on at once.
+class RolloutConfig(ConfigSection):
+    """Generation. `temperature` 0 is greedy; `top_k` 0 is off; `max_running_requests`: samples that an engine works on at once.
 
     Of the engine `sglang` alone: `layout`, that of one engine, such as tp8-ep8; `memory_fraction` of a GPU for weights
     and key-value cache; `sleep`: release both while training; `replay_routing`: train with the experts that SGLang
     chose; `request_timeout` in seconds; `ranks`: so many of the job's last ranks hold engines and no actor (0: engines
     and actor share all), and `sleep` does not count; `sglang`: further server arguments by SGLang's own names.
     `urls`: SGLang servers that somebody else has started, such as http://node7:30000, take the place of engines of this
-    job; what concerns those alone does not count then. Weights come to them through a process group of `update` group,
+    job; what concerns those alone does not count then. Weights come to them through a process group of `weight_transfer` process_group,
     or, with disk, through `shared_folder`, a folder of this job alone that the servers see under the same path.
-    `partial`: samples that were cut go on in the next iteration. `tools`: functions as `package.module:name` or
-    `file.py:name`, called for at most `max_turns` turns in the format of SGLang's tool-call parser `tool_format`.
+    `partial_rollout`: samples that were cut go on in the next iteration. `tools`: functions as `package.module:name` or
+    `file.py:name`, called for at most `max_turns` turns in the format of SGLang's tool-call parser `tool_call_parser`.
     """
 
-    engine: Literal["embedded", "sglang"] = "embedded"
+    engine: Literal["hf", "sglang"] = "hf"
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     max_new_tokens: PositiveInt = 256
-    max_batch: PositiveInt = 256
-    partial: bool = False
+    max_running_requests: PositiveInt = 256
+    partial_rollout: bool = False
     layout: str = "tp1"
-    ranks: int = Field(0, ge=0)
+    num_ranks: int = Field(0, ge=0)
     memory_fraction: float = Field(0.6, gt=0, lt=1)
     sleep: bool = True
     replay_routing: bool = False
     request_timeout: float = Field(3600.0, gt=0)
     sglang: dict[str, Any] = {}
     urls: list[str] = []
-    update: Literal["disk", "group"] = "group"
+    weight_transfer: Literal["disk", "process_group"] = "process_group"
     shared_folder: Path | None = None
     tools: list[str] = []
     max_turns: PositiveInt = 1
     tool_timeout: float = Field(30.0, gt=0)
-    tool_format: str = "qwen25"
+    tool_call_parser: str = "qwen25"
 
     @field_validator("layout")
     @classmethod

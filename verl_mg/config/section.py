@@ -10,7 +10,7 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 """A number of things, or one of them: what is written down and read again fits every format and tensor on the way."""
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """A part of the configuration: fields are typed, unknown ones are refused, nothing can be changed later."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

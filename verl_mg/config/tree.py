@@ -8,23 +8,23 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, create_model, field_validator
 
 from verl_mg.config.data import DataConfig, EvaluationConfig, RewardConfig
-from verl_mg.config.roles import CriticConfig, ReferenceConfig, RolloutConfig, TrainedConfig
-from verl_mg.config.section import Section
+from verl_mg.config.roles import CriticConfig, ReferenceConfig, RolloutConfig, TrainableConfig
+from verl_mg.config.section import ConfigSection
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The Hugging Face directory that every role starts from."""
 
     path: Path
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-class JobConfig(Section):
+class JobConfig(ConfigSection):
     """Where the run goes and how long it is. `save`: write the trained model as a Hugging Face directory.
 
     `samples`: how many samples of an iteration each rank writes down, all unless given. `deterministic`: only kernels
     that repeat to the bit, and samples dealt to engines in a fixed way: slower. A rank that has not been heard of for
-    `lost_after` seconds, or a job in which no rank has gone on for `stalled_after` seconds (0: any), is ended.
+    `heartbeat_timeout_s` seconds, or a job in which no rank has gone on for `stall_timeout_s` seconds (0: any), is ended.
     """
 
     output: Path = Path("runs/job")
@@ -34,11 +34,11 @@ class JobConfig(Section):
     console: bool = True
     samples: int | None = Field(None, ge=0)
     deterministic: bool = False
-    lost_after: float = Field(60.0, gt=0)
-    stalled_after: float = Field(3600.0, ge=0)
+    heartbeat_timeout_s: float = Field(60.0, gt=0)
+    stall_timeout_s: float = Field(3600.0, ge=0)
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ConfigSection):
     """What a run that was ended goes on from, every `every` iterations (0: only when the job is told to leave).
 
     The last `keep` stay, and with `best`, a metric such as eval/reward, that with the highest one. `export_every`: so
@@ -51,7 +51,7 @@ class CheckpointConfig(Section):
     export_every: int = Field(0, ge=0)
 
 
-class TrackConfig(Section):
+class TrackConfig(ConfigSection):
     """Where metrics go beside files, TensorBoard and the console. `name`: of the run, job.output's unless given."""
 
     to: list[Literal["wandb", "mlflow", "swanlab"]] = []
@@ -59,14 +59,14 @@ class TrackConfig(Section):
     name: str | None = None
 
 
-class ProfileConfig(Section):
+class ProfileConfig(ConfigSection):
     """`exact`: wait for devices and ranks between phases, so that `time/phase/` is exact, and tell at the end where
     the time went.
 
     In `iterations`, on `ranks` such as 0,8-11, torch's profiler writes a trace, with `memory` a memory snapshot too.
     """
 
-    exact: bool = False
+    synchronize: bool = False
     iterations: list[PositiveInt] = []
     ranks: str = "0"
     memory: bool = False
@@ -77,12 +77,12 @@ class ProfileConfig(Section):
         return str(value) if isinstance(value, int) else value  # as YAML reads it
 
 
-class Config(Section):
+class Config(ConfigSection):
     """The whole tree; `algorithm` is the recipe's own section."""
 
     model: ModelConfig
     data: DataConfig
-    actor: TrainedConfig = TrainedConfig()
+    actor: TrainableConfig = TrainableConfig()
     critic: CriticConfig = CriticConfig()
     reward_model: CriticConfig = CriticConfig()
     process_reward: CriticConfig = CriticConfig()
@@ -97,6 +97,6 @@ class Config(Section):
     algorithm: Any = None
 
 
-def tree_for(algorithm: type[Section]) -> type[Config]:
+def tree_for(algorithm: type[ConfigSection]) -> type[Config]:
     """The configuration class of a recipe whose own section is `algorithm`."""
     return create_model("RecipeConfig", __base__=Config, algorithm=(algorithm, Field(default_factory=algorithm)))

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def demonstration(
-    prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_tokens: int
-) -> tuple[list[int], int]:
+def demonstration(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[list[int], int]:
     """The tokens of prompt, answer and end of sequence, and how many of them are the prompt's.
 
     Returns:
@@ -72,7 +70,7 @@ def imitation_batch(
     """Rows of tokens, each with its number of prompt tokens; the loss falls on the others."""
     batch = Batch.from_rows(tokens for tokens, _ in rows)
     batch["prompt_length"] = torch.tensor([length for _, length in rows], dtype=torch.int64)
-    batch["loss_mask"] = batch.positions >= batch.spread(batch["prompt_length"])
+    batch["loss_mask"] = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
     batch["prompt_id"] = torch.tensor(prompt_ids, dtype=torch.int64)
     batch["sample_id"] = torch.tensor(sample_ids, dtype=torch.int64)
     return batch

@@ -20,9 +20,7 @@ def prompt_of(record: Record, name: str, chosen: str, rejected: str, place: str)
             check_same_context(begun[0], begun[1], chosen, rejected, place)
             return begun[0]
     if value is None:
-        raise UserError(
-            f"{place}: no field '{name}'; set data.prompt_field to one of those there: {', '.join(record)}"
-        )
+        raise UserError(f"{place}: no field '{name}'; set data.prompt_field to one of those there: {', '.join(record)}")
     return value
 
 

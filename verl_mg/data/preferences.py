@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_mg.batch import Batch, Kind
+from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.demonstrations import answered, imitation_batch
 from verl_mg.data.fields import check_same_context, choice_of, context_of
 from verl_mg.data.prompts import Prompt
@@ -67,8 +67,8 @@ def pairs_batch(
     batch = imitation_batch(rows, [prompts[i].id for i in mine for _ in range(2)], samples)
     batch["group"] = torch.tensor(numbers, dtype=torch.int64)
     # A rank without a row must know the kinds as well.
-    batch.put("pair", batch["group"].clone(), Kind.SEQUENCE)
-    batch.put("chosen", batch["sample_id"] % 2 == 0, Kind.SEQUENCE)
+    batch.put("pair", batch["group"].clone(), ColumnKind.SEQUENCE)
+    batch.put("chosen", batch["sample_id"] % 2 == 0, ColumnKind.SEQUENCE)
     return batch
 
 

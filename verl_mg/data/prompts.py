@@ -107,7 +107,7 @@ class PromptSet:
         chat_template: bool = False,
         instruction: str = "",
         max_prompt_tokens: int,
-        too_long: Literal["error", "drop"] = "error",
+        overlong_prompts: Literal["error", "drop"] = "error",
         seed: int = 0,
         tools: Sequence[dict[str, Any]] = (),
         source: str = "",
@@ -122,7 +122,7 @@ class PromptSet:
         Args:
             chosen_field: where it and `rejected_field` are conversations, a record needs no prompt beside them.
             instruction: appended to prompts that are strings.
-            max_prompt_tokens: a longer prompt is an error, or is left out with `too_long="drop"`.
+            max_prompt_tokens: a longer prompt is an error, or is left out with `overlong_prompts="drop"`.
             seed: of the order in which `take` visits the prompts.
             tools: schemas that a chat template describes to the model.
             source: the name that the prompts bear.
@@ -139,16 +139,14 @@ class PromptSet:
                 f"{place}: no field '{answer_field}', and none in the lines below; set data.answer_field to one of: "
                 f"{', '.join(sorted(record))}"
             )
-        values = [
-            prompt_of(record, prompt_field, chosen_field, rejected_field, place) for place, record in located
-        ]
+        values = [prompt_of(record, prompt_field, chosen_field, rejected_field, place) for place, record in located]
         rendered = [
             render(value, tokenizer, chat_template, instruction, place, tools)
             for value, (place, _) in zip(values, located, strict=True)
         ]
         rows = tokenise(rendered, tokenizer)
         for (place, _), row in zip(located, rows, strict=True):
-            _check_length(len(row), max_prompt_tokens, too_long, place)
+            _check_length(len(row), max_prompt_tokens, overlong_prompts, place)
         columns = zip(rows, rendered, answers, located, strict=True)
         prompts = [
             Prompt(i, tuple(row), text.text, answer, record, source, place)
@@ -229,11 +227,11 @@ def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
             )
 
 
-def _check_length(tokens: int, limit: int, too_long: str, place: str) -> None:
+def _check_length(tokens: int, limit: int, overlong_prompts: str, place: str) -> None:
     if tokens == 0:
         raise UserError(f"{place}: the prompt has no tokens; write at least one character or remove the line")
-    if tokens > limit and too_long == "error":
+    if tokens > limit and overlong_prompts == "error":
         raise UserError(
             f"{place}: the prompt has {tokens} tokens, data.max_prompt_tokens is {limit}; "
-            "raise it, or leave such prompts out with data.too_long=drop"
+            "raise it, or leave such prompts out with data.overlong_prompts=drop"
         )

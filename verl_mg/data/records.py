@@ -61,8 +61,7 @@ def _json_object(line: bytes, place: str) -> Record:
         raise UserError(f"{place}: not readable ({error}); write long numbers as strings, and nest less") from error
     if not isinstance(record, dict):
         raise UserError(
-            f"{place}: a JSON {type(record).__name__}, not an object; "
-            'write one object a line, like {"prompt": "..."}'
+            f'{place}: a JSON {type(record).__name__}, not an object; write one object a line, like {{"prompt": "..."}}'
         )
     return record
 

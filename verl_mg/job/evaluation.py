@@ -11,13 +11,13 @@ from verl_mg.algorithms.at_k import avg_at_k, maj_at_k, pass_at_k
 from verl_mg.batch import Batch
 from verl_mg.config import EvaluationConfig
 from verl_mg.data import Prompts
-from verl_mg.roles import agreement
+from verl_mg.distributed import batch_collectives
+from verl_mg.roles.reward import NO_ANSWER
 from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.scorer import NO_ANSWER
 
 
 @dataclass(frozen=True)
-class Tries:
+class PromptResults:
     """The answers to one prompt: what each scored, and a number for each final answer, None where there is none."""
 
     source: str
@@ -35,25 +35,27 @@ def evaluate(rollout: Rollout, prompts: Prompts, config: EvaluationConfig) -> di
     sources = {prompt.id: prompt.source for prompt in chosen}
     batch = rollout.aside(chosen, config.samples, config.temperature)
     tries = _tries(batch, sources)
-    metrics = metrics_of(tries, "eval/", config.passed)
+    metrics = metrics_of(tries, "eval/", config.pass_threshold)
     names = sorted(set(sources.values()))
     for name in names if len(names) > 1 else ():
-        metrics |= metrics_of([one for one in tries if one.source == name], f"eval/{name}/", config.passed)
+        metrics |= metrics_of([one for one in tries if one.source == name], f"eval/{name}/", config.pass_threshold)
     return metrics
 
 
-def _tries(batch: Batch, sources: dict[int, str]) -> list[Tries]:
+def _tries(batch: Batch, sources: dict[int, str]) -> list[PromptResults]:
     """Of all ranks, prompt by prompt in the order of their first samples."""
-    columns = [agreement.column(batch, name).tolist() for name in ("group", "prompt_id", "reward", "answer")]
-    found: dict[int, Tries] = {}
+    columns = [
+        batch_collectives.all_gather_column(batch, name).tolist() for name in ("group", "prompt_id", "reward", "answer")
+    ]
+    found: dict[int, PromptResults] = {}
     for group, prompt, reward, answer in zip(*columns, strict=True):
-        one = found.setdefault(group, Tries(sources[prompt], [], []))
+        one = found.setdefault(group, PromptResults(sources[prompt], [], []))
         one.rewards.append(reward)
         one.answers.append(None if answer == NO_ANSWER else str(answer))
     return list(found.values())
 
 
-def metrics_of(tries: Sequence[Tries], prefix: str, passed: float) -> dict[str, float]:
+def metrics_of(tries: Sequence[PromptResults], prefix: str, passed: float) -> dict[str, float]:
     """See `evaluate`; a reward of `passed` or more passes."""
     rewards = torch.tensor([one.rewards for one in tries], dtype=torch.float64)
     metrics = {f"{prefix}reward": float(rewards.mean())}

@@ -13,29 +13,30 @@ from torch.distributed import PrefixStore, Store
 from transformers import AutoTokenizer
 
 from verl_mg.batch import Batch
-from verl_mg.clock import Clock
 from verl_mg.config import Config
 from verl_mg.data import Curriculum, Prompt, Prompts, demonstrations_batch, pairs_batch, read_prompts
+from verl_mg.distributed import batch_collectives
 from verl_mg.errors import UserError
-from verl_mg.job.engines import build_fleet, check_engines, training_ranks
+from verl_mg.job.build_engines import build_engine_group, check_engines, num_training_ranks
+from verl_mg.job.build_models import MODEL_ROLES, ModelRoleBuilder
 from verl_mg.job.evaluation import evaluate
-from verl_mg.job.networks import NETWORKS, Networks
-from verl_mg.job.samples.recorded import RecordedRollout
-from verl_mg.job.samples.recording import Recording
+from verl_mg.models.hf_config import read_config
+from verl_mg.monitor.sample_reader import SampleReader
+from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
-from verl_mg.roles import agreement
 from verl_mg.roles.actor import Actor
-from verl_mg.roles.critic import Critic, FrozenRewardModel, RewardModel
-from verl_mg.roles.fleet import Wrap
+from verl_mg.roles.critic import Critic, RewardModel, TrainableRewardModel
+from verl_mg.roles.engine_group import EngineWrapper
 from verl_mg.roles.policy import Policy
+from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.scorer import Scorer
-from verl_mg.roles.trained import Trained
+from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout import Sampling
-from verl_mg.rollout.tools.dialogue import Dialogue
+from verl_mg.rollout.tools.chat_format import ToolCallFormat
+from verl_mg.rollout.tools.multi_turn import MultiTurnEngine
 from verl_mg.rollout.tools.tool import load_tools
-from verl_mg.rollout.tools.turns import Conversations
-from verl_mg.weights import read_config, table
+from verl_mg.run.replay_rollout import ReplayRollout
+from verl_mg.sharding.weight_table import weight_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,19 +53,19 @@ class Job:
 
     actor: Actor
     critic: Critic
-    reward_model: RewardModel
-    frozen_reward_model: FrozenRewardModel
+    reward_model: TrainableRewardModel
+    frozen_reward_model: RewardModel
     process_reward: Actor
     reference: Policy
-    rollout: Rollout | RecordedRollout
-    reward: Scorer
+    rollout: Rollout | ReplayRollout
+    reward: RewardRole
 
     def __init__(
         self,
         config: Config,
         roles: set[str],
         store: Store,
-        recording: Recording | None = None,
+        recording: SampleReader | None = None,
         learns: bool = True,
     ) -> None:
         self.config, self._store = config, store
@@ -74,11 +75,11 @@ class Job:
         torch.manual_seed(config.job.seed)
         ranks = dist.get_world_size()
         engines = "rollout" in roles and recording is None
-        training = training_ranks(config, ranks) if engines else ranks
-        self._networks = Networks(config, training, learns)
-        self._networks.check(roles, f" beside rollout.ranks={ranks - training}" if training < ranks else "")
+        training = num_training_ranks(config, ranks) if engines else ranks
+        self._networks = ModelRoleBuilder(config, training, learns)
+        self._networks.check(roles, f" beside rollout.num_ranks={ranks - training}" if training < ranks else "")
         if engines:
-            check_engines(config, table(read_config(config.model.path)), ranks)
+            check_engines(config, weight_table(read_config(config.model.path)), ranks)
         self.tokenizer = _read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
         schemas, seed = [tool.schema for tool in self._tools], config.job.seed
@@ -87,29 +88,29 @@ class Job:
         if config.data.test is not None:
             self.test_prompts = read_prompts(config.data, "test", self.tokenizer, seed=seed, tools=schemas)
         if "reward" in roles:
-            self.reward = Scorer(load_rewards(config.reward), self.prompts, self.tokenizer)
-        for role in NETWORKS:
+            self.reward = RewardRole(load_rewards(config.reward), self.prompts, self.tokenizer)
+        for role in MODEL_ROLES:
             if role in roles:
                 setattr(self, role, self._networks.build(role))
         if "rollout" in roles:
-            self.rollout = self._build_rollout() if recording is None else RecordedRollout(recording)
+            self.rollout = self._build_rollout() if recording is None else ReplayRollout(recording)
 
     @property
-    def trained(self) -> dict[str, Trained]:
+    def trained(self) -> dict[str, TrainableRole]:
         """The roles that learn, by name."""
-        present = {name: getattr(self, name, None) for name in NETWORKS}
-        return {name: role for name, role in present.items() if isinstance(role, Trained)}
+        present = {name: getattr(self, name, None) for name in MODEL_ROLES}
+        return {name: role for name, role in present.items() if isinstance(role, TrainableRole)}
 
     @property
-    def learnt(self) -> list[Batch]:
+    def trained_batches(self) -> list[Batch]:
         """What the roles were given to learn from in this iteration, each batch once."""
-        every = [batch for role in self.trained.values() for batch in role.learnt]
+        every = [batch for role in self.trained.values() for batch in role.trained_batches]
         return list({id(batch): batch for batch in every}.values())
 
     @property
-    def clock(self) -> Clock:
-        """Of all roles, see `Clock`."""
-        return self._networks.agenda.clock
+    def timer(self) -> PhaseTimer:
+        """Of all roles, see `PhaseTimer`."""
+        return self._networks.agenda.timer
 
     def settle(self) -> None:
         """Have all done that the roles were asked for, see `Agenda`."""
@@ -127,7 +128,7 @@ class Job:
         """Before the recipe is called; the weights of the rewards from here on."""
         self.iteration = iteration
         for role in self.trained.values():
-            role.learnt = []
+            role.trained_batches = []
         if hasattr(self, "rollout"):
             self.rollout.enter(iteration)
         return self.reward.refresh() if hasattr(self, "reward") else {}
@@ -136,7 +137,7 @@ class Job:
         """Tell a curriculum how answers went."""
         if not isinstance(self.prompts, Curriculum):
             return {}
-        told = (agreement.column(batch, name).tolist() for name in ("prompt_id", "reward"))
+        told = (batch_collectives.all_gather_column(batch, name).tolist() for name in ("prompt_id", "reward"))
         self.prompts.observe(*told)
         return self.prompts.metrics()
 
@@ -149,24 +150,24 @@ class Job:
     # -- what all ranks know together
 
     def total(self, values: Tensor) -> Tensor:
-        """See `agreement.total`."""
+        """See `batch_collectives.total`."""
         self.settle()
-        return agreement.total(values)
+        return batch_collectives.all_reduce_sum(values)
 
     def column(self, batch: Batch, name: str) -> Tensor:
-        """See `agreement.column`."""
+        """See `batch_collectives.column`."""
         self.settle()
-        return agreement.column(batch, name)
+        return batch_collectives.all_gather_column(batch, name)
 
     def kth_largest(self, values: Tensor, k: int) -> float:
-        """See `agreement.kth_largest`."""
+        """See `batch_collectives.kth_largest`."""
         self.settle()
-        return agreement.kth_largest(values, k)
+        return batch_collectives.global_kth_largest(values, k)
 
     def renumbered(self, batch: Batch) -> Batch:
-        """See `agreement.renumbered`."""
+        """See `batch_collectives.renumbered`."""
         self.settle()
-        return agreement.renumbered(batch)
+        return batch_collectives.reassign_sample_ids(batch)
 
     # -- data
 
@@ -183,7 +184,7 @@ class Job:
 
     def evaluate(self) -> dict[str, float]:
         """See `evaluation.evaluate`; nothing without `data.test`, or without engines."""
-        if self.test_prompts is None or isinstance(self.rollout, RecordedRollout):
+        if self.test_prompts is None or isinstance(self.rollout, ReplayRollout):
             return {}
         return evaluate(self.rollout, self.test_prompts, self.config.evaluation)
 
@@ -203,24 +204,24 @@ class Job:
             stop_token_ids=tuple(sorted(stops)),
         )
         store = PrefixStore("rollout", self._store)
-        fleet = build_fleet(self.config, self._dtype, self.actor, store, self._with_tools())
-        for role in (getattr(self, name, None) for name in NETWORKS):
+        fleet = build_engine_group(self.config, self._dtype, self.actor, store, self._with_tools())
+        for role in (getattr(self, name, None) for name in MODEL_ROLES):
             if role is not None:
                 role.claim = fleet.rest
-        fleet.residence = self._networks.residence
+        fleet.offload_manager = self._networks.offload_manager
         cuts = not self.config.job.deterministic
-        rollout = Rollout(fleet, sampling, self.config.job.seed, store, config.partial, self.reward, cuts)
+        rollout = Rollout(fleet, sampling, self.config.job.seed, store, config.partial_rollout, self.reward, cuts)
         rollout.agenda = self._networks.agenda
         return rollout
 
-    def _with_tools(self) -> Wrap:
+    def _with_tools(self) -> EngineWrapper:
         """What puts tools around an engine, where the configuration names any."""
         config, tools = self.config.rollout, self._tools
         if not tools:
             return lambda engine: engine
-        dialogue = Dialogue(self.tokenizer, tools, config.tool_format)
+        dialogue = ToolCallFormat(self.tokenizer, tools, config.tool_call_parser)
         turns, timeout = config.max_turns, config.tool_timeout
-        return lambda engine: Conversations(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
+        return lambda engine: MultiTurnEngine(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
 
     def _check_room_to_answer(self, prompts: Prompts, positions: int) -> None:
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
@@ -228,7 +229,7 @@ class Job:
             raise UserError(
                 f"{longest.place}: the longest prompt has {len(longest.tokens)} tokens, with rollout.max_new_tokens="
                 f"{self.config.rollout.max_new_tokens} that is more than the {positions} positions of the model; lower "
-                "it, or lower data.max_prompt_tokens with data.too_long=drop"
+                "it, or lower data.max_prompt_tokens with data.overlong_prompts=drop"
             )
 
     @property

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl_mg.config import Section
+from verl_mg.config import ConfigSection
 from verl_mg.errors import UserError
-from verl_mg.job.networks import NETWORKS
+from verl_mg.job.build_models import MODEL_ROLES
 
-ROLES = (*NETWORKS, "rollout", "reward")
+ROLES = (*MODEL_ROLES, "rollout", "reward")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Recipe:
     """What a recipe's module says: its name, its configuration section, the roles it uses, one iteration."""
 
     name: str
-    config: type[Section]
+    config: type[ConfigSection]
     roles: Callable[[Any], set[str]]
     iteration: Callable[[Any, Any], dict[str, float]]
 
@@ -45,13 +45,13 @@ def load_recipe(path: str | Path) -> Recipe:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UserError(f"{file}: the recipe cannot be imported ({type(error).__name__}: {error})") from error
-    return recipe_in(module, str(file))
+    return recipe_from_module(module, str(file))
 
 
-def recipe_in(module: ModuleType, name: str) -> Recipe:
+def recipe_from_module(module: ModuleType, name: str) -> Recipe:
     """The recipe that an imported module is; UserError calling it `name` where it lacks something."""
     config = getattr(module, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, Section)):
+    if not (isinstance(config, type) and issubclass(config, ConfigSection)):
         raise UserError(f"{name}: a recipe defines `class Config(Section)`, its own part of the configuration")
     for function, arguments in (("roles", "cfg"), ("iteration", "job, cfg")):
         if not callable(getattr(module, function, None)):
@@ -59,7 +59,7 @@ def recipe_in(module: ModuleType, name: str) -> Recipe:
     return Recipe(Path(str(module.__file__)).stem, config, module.roles, module.iteration)
 
 
-def wanted_roles(recipe: Recipe, cfg: Any) -> set[str]:
+def requested_roles(recipe: Recipe, cfg: Any) -> set[str]:
     """The roles that the recipe asks for under this configuration."""
     roles = set(recipe.roles(cfg))
     if unknown := roles - set(ROLES):

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
-from verl_mg.layout.dimensions import Dimensions
+from verl_mg.layout.model_dims import ModelDims
 
 KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 EXAMPLE = "tp4-pp2-ep8"
@@ -154,7 +154,7 @@ class Layout:
         start = number * each - sum(short[:number])
         return range(start, start + each - short[number])
 
-    def check(self, model: Dimensions) -> None:
+    def check(self, model: ModelDims) -> None:
         """Raise UserError naming the first dimension of a model that this layout does not divide.
 
         Megatron would replicate KV heads for a tp that is a multiple of them; here each rank holds its own.

@@ -19,7 +19,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def written_ranks(ranks: tuple[int, ...]) -> str:
+def format_ranks(ranks: tuple[int, ...]) -> str:
     """The way back, of rising ranks."""
     runs: list[list[int]] = []
     for rank in ranks:

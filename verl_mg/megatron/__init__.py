@@ -11,6 +11,6 @@ import torch
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
 if not torch.cuda.is_available():
-    from verl_mg.megatron import cpu
+    from verl_mg.megatron import cpu_shim
 
-    cpu.install()
+    cpu_shim.install()

@@ -24,10 +24,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
-from verl_mg.config import LoraConfig
-from verl_mg.layout import Coordinates
-from verl_mg.weights import Shard, WeightTable
-from verl_mg.weights.adapters import (
+from verl_mg.checkpoint.peft import (
     AdapterShard,
     adapted_tensors,
     adapter_shapes,
@@ -37,7 +34,10 @@ from verl_mg.weights.adapters import (
     leaf,
     read_adapters,
 )
-from verl_mg.weights.boxes import Box, full_box, slices
+from verl_mg.config import LoraConfig
+from verl_mg.layout import Coordinates
+from verl_mg.sharding.boxes import Box, Shard, full_box, slices
+from verl_mg.sharding.weight_table import WeightTable
 
 ADAPTER = "adapter"
 """The name of an `Adapter` in its linear layer."""

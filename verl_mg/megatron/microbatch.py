@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_mg.batch import Batch, Kind
+from verl_mg.batch import Batch, ColumnKind
 from verl_mg.megatron.attention import PackedSequences, describe
-from verl_mg.megatron.groups import Cut
+from verl_mg.megatron.process_groups import Cut
 from verl_mg.megatron.routing import routed_experts
 
 
@@ -114,8 +114,8 @@ def loss_tokens(micro: MicroBatch, output: Tensor) -> LossTokens:
     columns = {}
     for name in micro.rows.names():
         column = micro.rows[name]
-        if micro.rows.kind(name) is Kind.SEQUENCE:
-            column = micro.rows.spread(column)
+        if micro.rows.kind(name) is ColumnKind.SEQUENCE:
+            column = micro.rows.expand_to_tokens(column)
         columns[name] = column[micro.entries].to(device)
     return LossTokens(
         output=output,

@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from verl_mg import platform
+from verl_mg import device
 from verl_mg.errors import UserError
-from verl_mg.megatron.configuration import block_spec, transformer_config
-from verl_mg.megatron.groups import ParallelGroups
 from verl_mg.megatron.logprobs import vocab_parallel_logprobs
 from verl_mg.megatron.lora import ADAPTER
 from verl_mg.megatron.microbatch import MicroBatch
-from verl_mg.weights import WeightTable
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.transformer_config import block_spec, transformer_config
+from verl_mg.sharding.weight_table import WeightTable
 
 ROUTER_BIAS = "router.expert_bias"
 
@@ -60,7 +60,7 @@ class PackedModel(GPTModel):
 
     def _logprobs(self, hidden: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
         logprobs, entropy = vocab_parallel_logprobs(
-            self.whole_run(hidden)[micro.where],
+            self.gather_sequence(hidden)[micro.where],
             self.output_weight(),
             micro.targets,
             temperature,
@@ -73,10 +73,10 @@ class PackedModel(GPTModel):
 
     def _values(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
         # Every tensor-parallel rank has the whole head, and so the whole gradient.
-        states = self.whole_run(hidden, summed=False)[micro.where]
+        states = self.gather_sequence(hidden, summed=False)[micro.where]
         return (states.float() @ self.output_layer.weight.float().T).T
 
-    def whole_run(self, hidden: Tensor, summed: bool = True) -> Tensor:
+    def gather_sequence(self, hidden: Tensor, summed: bool = True) -> Tensor:
         """Hidden states of a run of t tokens (t or t / tp, 1, h) -> (t, h); whether ranks' gradients are summed."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
@@ -124,7 +124,7 @@ def build_chunks(
             vp_stage=stage,
         )
         _mark_tensor_parallel(model)
-        chunks.append(model.to(platform.device()))
+        chunks.append(model.to(device.current_device()))
     return chunks
 
 

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from verl_mg.megatron.network import Network
-from verl_mg.megatron.state import as_bytes, gradient_buffers, optimizer_storages, storages, to_host, weight_storages
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.storages import as_bytes, gradient_buffers, optimizer_storages, storages, to_host, weight_storages
 
 
-class HostCopy:
+class CpuOffload:
     """The storages of a network and of its optimizer, if it has one; tensors and views stay the same ones.
 
     Two parts come and go: the weights, and what only training needs, the optimizer's state and the gradient buffers.
     Gradients are not kept: an update begins by clearing them. Weights that nothing trains are copied once.
     """
 
-    def __init__(self, network: Network, optimizer: Any = None) -> None:
-        self._network, self._optimizer = network, optimizer
+    def __init__(self, runner: ModelRunner, optimizer: Any = None) -> None:
+        self._network, self._optimizer = runner, optimizer
         self._weights, self._state, self._gradients = _Part(), _Part(), _Part()
 
     def leave(self, weights: bool = True) -> None:
         """Copy to the host, pinned where there is a GPU, and free the device; nothing where nothing is there."""
-        if not self._network.present:
+        if not self._network.is_member:
             return
         trained = self._optimizer is not None
         if weights:

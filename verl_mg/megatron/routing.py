@@ -20,9 +20,8 @@ from torch import Tensor
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
 from verl_mg.megatron.attention import PackedSequences
-from verl_mg.megatron.groups import Cut
-from verl_mg.weights import HFConfig
-from verl_mg.weights.model_config import ExpertsConfig
+from verl_mg.megatron.process_groups import Cut
+from verl_mg.models.hf_config import ExpertsConfig, HFConfig
 
 COLUMN = "routed_experts"
 
@@ -100,9 +99,9 @@ class Router(TopKRouter):
             scores = scores + self.expert_bias
         if e.groups > 1:
             by_group = scores.unflatten(-1, (e.groups, -1))
-            ratings = by_group.topk(e.rated_by, dim=-1).values.sum(-1)
+            ratings = by_group.topk(e.group_score_topk, dim=-1).values.sum(-1)
             out = torch.ones_like(ratings, dtype=torch.bool)
-            out = out.scatter(1, ratings.topk(e.top_groups, dim=-1).indices, False)
+            out = out.scatter(1, ratings.topk(e.topk_groups, dim=-1).indices, False)
             scores = by_group.masked_fill(out[..., None], -torch.inf).flatten(1)
         return scores.topk(e.top_k, dim=-1).indices
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from verl_mg.megatron.network import Network
-from verl_mg.megatron.state import as_bytes, changed_storages, inner_optimizers, to_host
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.storages import as_bytes, changed_storages, inner_optimizers, to_host
 
 Numbers = list[dict[str, int | float]]
 
@@ -18,8 +18,8 @@ Numbers = list[dict[str, int | float]]
 class Snapshot:
     """Parameters and optimizer on the host, in memory that each `take` writes anew."""
 
-    def __init__(self, network: Network, optimizer: Any) -> None:
-        self._network, self._optimizer = network, optimizer
+    def __init__(self, runner: ModelRunner, optimizer: Any) -> None:
+        self._network, self._optimizer = runner, optimizer
         self._kept: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._numbers: list[Numbers] = []
         self._moments: list[bool] = []

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from verl_mg.algorithms.aggregation import aggregate
 from verl_mg.batch import Batch
-from verl_mg.config import Count, GuardConfig, OptimizerConfig, Section
+from verl_mg.checkpoint.sharded_safetensors import StoredBox
+from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
+from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.errors import UserError
-from verl_mg.megatron.collectives import sum_over_ranks
-from verl_mg.megatron.durable import make_moments, optimizer_state, steps_taken, weights
-from verl_mg.megatron.guard import BROKEN, Guard, Verdict
-from verl_mg.megatron.host_adam import move_to_host
+from verl_mg.megatron.cpu_offload_adam import move_to_cpu
 from verl_mg.megatron.microbatch import LossTokens, MicroBatch, loss_tokens
-from verl_mg.megatron.network import Judge, Network, Report
+from verl_mg.megatron.model_runner import Judge, ModelRunner, Report
+from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights
 from verl_mg.megatron.snapshot import Snapshot
-from verl_mg.megatron.state import gradient_buffers, inner_optimizers
-from verl_mg.weights.parts import Part
+from verl_mg.megatron.storages import gradient_buffers, inner_optimizers
+from verl_mg.megatron.update_guard import BROKEN, UpdateGuard, Verdict
 
 LAST_GOOD = "last_good/"
 """Before the planes of what a rollback goes back to."""
@@ -38,7 +38,7 @@ Steps = Annotated[float, Field(ge=0, lt=2**53)]
 """How many an optimizer counts, as a number of its moments' type."""
 
 
-class Counts(Section):
+class TrainerCounters(ConfigSection):
     """The numbers of a trainer. schedule: steps of the learning rate's schedule; moments: steps that the optimizer's
     moments are made of, None before the first; last_good: the same of what a rollback goes back to, if to anything;
     bad_in_a_row: steps left out at last since loss or gradient were not finite."""
@@ -57,34 +57,34 @@ class Trainer:
     """A network with gradients and an optimizer; both only where the network is present. name: for messages."""
 
     def __init__(
-        self, network: Network, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
+        self, runner: ModelRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
     ) -> None:
         check_schedule(config, name)
-        self.network, self._config = network, config
-        first = torch.distributed.get_rank() == network.placement.ranks[0]
-        self._guard = Guard(guard or GuardConfig(), name, tells=first)
-        if network.present:
-            self._build(network, config)
-            self._last_good = Snapshot(network, self.optimizer) if self._guard.rolls_back else None
+        self.runner, self._config = runner, config
+        first = torch.distributed.get_rank() == runner.placement.ranks[0]
+        self._guard = UpdateGuard(guard or GuardConfig(), name, tells=first)
+        if runner.is_member:
+            self._build(runner, config)
+            self._last_good = Snapshot(runner, self.optimizer) if self._guard.rolls_back else None
 
-    def _build(self, network: Network, config: OptimizerConfig) -> None:
+    def _build(self, runner: ModelRunner, config: OptimizerConfig) -> None:
         # Gradients of bfloat16 weights are added up in float32 too, over micro-batches and over ranks.
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        with network.groups.active(), network.groups.among_themselves(), optimizer_calls():
-            network.runnable = [
+        with runner.groups.active(), runner.groups.placement_as_world(), optimizer_calls():
+            runner.runnable = [
                 DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
-                for number, chunk in enumerate(network.chunks)
+                for number, chunk in enumerate(runner.chunks)
             ]
             self.optimizer = get_megatron_optimizer(
-                _megatron_config(config, network.dtype), network.runnable, use_gloo_process_groups=False
+                _megatron_config(config, runner.dtype), runner.runnable, use_gloo_process_groups=False
             )
-        if config.on_host:
-            move_to_host(self.optimizer)
+        if config.cpu_offload:
+            move_to_cpu(self.optimizer)
         self.scheduler = learning_rate_schedule(self.optimizer, config)
-        for chunk in network.chunks:
+        for chunk in runner.chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_dividing
             chunk.config.grad_scale_func = self.optimizer.scale_loss
-        weakref.finalize(self, _unhook, network.runnable)
+        weakref.finalize(self, _unhook, runner.runnable)
 
     def update(
         self,
@@ -94,15 +94,15 @@ class Trainer:
         mode: str,
         normalizer: float,
         total_tokens: int,
-        contexts: Sequence[int] | None = None,
+        cp_sizes: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """One optimizer step over one mini-batch, whose micro-batches on this rank are given; all the network's ranks
         call it.
 
-        contexts: see `Network.run`. `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the loss
+        contexts: see `ModelRunner.run`. `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the loss
         and its gradient are those of the mini-batch in one piece. Returns the same metrics on every rank: the loss; its
         metrics and `entropy` as means over all judged tokens, or, where pairs are compared, over sequences;
-        `grad_norm`, `lr`, and what the guard did, see `Guard`.
+        `grad_norm`, `lr`, and what the guard did, see `UpdateGuard`.
         """
 
         def judge(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,33 +120,33 @@ class Trainer:
             means = {name: mean(values.detach()) for name, values in metrics.items()}
             return total, {"loss": total.detach().double(), **means}
 
-        among = self.network.groups.host_group
-        own = self._gradients(micro_batches, temperature, judge, contexts)
-        self.network.clock.meet(among)
+        among = self.runner.groups.host_group
+        own = self._gradients(micro_batches, temperature, judge, cp_sizes)
+        self.runner.timer.meet(among)
         told = sum_over_ranks(own, among)
         verdict, seen = self._guard.judge(told)
         return {name: value for name, value in told.items() if name != BROKEN} | seen | self._carry_out(verdict)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[StoredBox]:
         """What this rank writes of what outlives it, to be copied as it comes, and to the end."""
-        yield from optimizer_state(self.network, self.optimizer, to_write=True)
+        yield from optimizer_state(self.runner, self.optimizer, to_write=True)
         if self._last_good is not None and self._last_good.taken:
             with self._last_good.in_place():
-                for part in optimizer_state(self.network, self.optimizer, to_write=True):
-                    yield replace(part, plane=LAST_GOOD + part.plane)
+                for part in optimizer_state(self.runner, self.optimizer, to_write=True):
+                    yield replace(part, namespace=LAST_GOOD + part.namespace)
 
-    def counts(self) -> Counts:
+    def counts(self) -> TrainerCounters:
         """The numbers that go with `parts`."""
         last_good = None
         if self._last_good is not None and self._last_good.taken:
             with self._last_good.in_place():
                 last_good = (steps_taken(self.optimizer),)
         schedule, moments = self.scheduler.num_steps, steps_taken(self.optimizer)
-        return Counts(
+        return TrainerCounters(
             schedule=schedule, moments=moments, last_good=last_good, bad_in_a_row=self._guard.bad_in_a_row
         )
 
-    def load(self, fill: Callable[[Part], None], counts: Counts) -> None:
+    def load(self, fill: Callable[[StoredBox], None], counts: TrainerCounters) -> None:
         """Go on from what was written under any layout; `fill` brings the values of a part."""
         if self._last_good is not None and counts.last_good is not None:
             self._fill(fill, LAST_GOOD, *counts.last_good)
@@ -156,27 +156,27 @@ class Trainer:
         self.scheduler.step(counts.schedule)
         self._guard.bad_in_a_row = counts.bad_in_a_row
 
-    def _fill(self, fill: Callable[[Part], None], begin: str, moments: float | None) -> None:
+    def _fill(self, fill: Callable[[StoredBox], None], begin: str, moments: float | None) -> None:
         for inner in inner_optimizers(self.optimizer):
             inner.state.clear()
         if moments is not None:
             make_moments(self.optimizer, moments)
-        for part in (*weights(self.network), *optimizer_state(self.network, self.optimizer)):
-            fill(replace(part, plane=begin + part.plane))
+        for part in (*weights(self.runner), *optimizer_state(self.runner, self.optimizer)):
+            fill(replace(part, namespace=begin + part.namespace))
 
     def _gradients(
-        self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, contexts: Sequence[int] | None
+        self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, cp_sizes: Sequence[int] | None
     ) -> list[Report]:
         """Make them; what this rank has to tell of them."""
-        with self.network.clock("optimizer"):
-            for chunk in self.network.runnable:
+        with self.runner.timer("optimizer"):
+            for chunk in self.runner.runnable:
                 chunk.zero_grad_buffer()  # type: ignore[operator]
             self.optimizer.zero_grad()
-        reports = self.network.run(micro_batches, temperature, judge, forward_only=False, contexts=contexts)
-        spoken = [report for report in self.network.spoken(reports, contexts) if report is not None]
-        with self.network.clock("optimizer"):
-            broken = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.network))
-        return [*spoken, {BROKEN: torch.as_tensor(broken)}]
+        reports = self.runner.run(micro_batches, temperature, judge, forward_only=False, cp_sizes=cp_sizes)
+        select_outputs = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
+        with self.runner.timer("optimizer"):
+            broken = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.runner))
+        return [*select_outputs, {BROKEN: torch.as_tensor(broken)}]
 
     def _carry_out(self, verdict: Verdict) -> dict[str, float]:
         """Change the weights, or not; the same on all ranks."""
@@ -185,7 +185,7 @@ class Trainer:
             if self._last_good is not None:
                 self._last_good.take()
             self.scheduler.step(1)
-            with self.network.groups.active(), optimizer_calls(), self.network.clock("optimizer"):
+            with self.runner.groups.active(), optimizer_calls(), self.runner.timer("optimizer"):
                 _, grad_norm, _ = self.optimizer.step()
         elif verdict == "rollback" and self._last_good is not None:
             self._last_good.restore()
@@ -197,7 +197,7 @@ def optimizer_calls() -> AbstractContextManager[None]:
     """Held around the building and the steps of a megatron-core optimizer."""
     if torch.cuda.is_available():
         return nullcontext()
-    from verl_mg.megatron.cpu import tensor_types_named_cuda
+    from verl_mg.megatron.cpu_shim import tensor_types_named_cuda
 
     return tensor_types_named_cuda()
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from verl_mg.errors import UserError
 from verl_mg.reshard.plan import Copy
-from verl_mg.reshard.schedule import Bucket, Message, Part, Schedule, aligned
-from verl_mg.weights.boxes import extents, slices
+from verl_mg.reshard.schedule import Bucket, Message, Schedule, Segment, aligned
+from verl_mg.sharding.boxes import box_shape, slices
 
 Tensors = Mapping[str, Tensor]
 
@@ -30,16 +30,14 @@ class Traffic:
 
 
 @dataclass
-class _Flight:
+class _InFlightBucket:
     """A bucket on its way: what to wait for, and which messages to unpack from where."""
 
     requests: list[dist.Work]
     arrivals: list[tuple[Message, Tensor]] = field(default_factory=list)
 
 
-def execute(
-    schedule: Schedule, source: Tensors, target: Tensors, group: dist.ProcessGroup | None = None
-) -> Traffic:
+def execute(schedule: Schedule, source: Tensors, target: Tensors, group: dist.ProcessGroup | None = None) -> Traffic:
     """Fill `target` in place from the `source` tensors of all ranks; every rank of the plan calls it at once.
 
     Values are cast to the schedule's dtype before they are sent; targets of another dtype are cast again on arrival.
@@ -54,9 +52,7 @@ def execute(
 
 
 class _Execution:
-    def __init__(
-        self, schedule: Schedule, source: Tensors, target: Tensors, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, schedule: Schedule, source: Tensors, target: Tensors, group: dist.ProcessGroup | None) -> None:
         self._schedule, self._group = schedule, group
         self._source = {name: tensor.detach() for name, tensor in source.items()}
         self._target = {name: tensor.detach() for name, tensor in target.items()}
@@ -66,9 +62,9 @@ class _Execution:
     def run(self) -> Traffic:
         """See `execute`."""
         begin = time.perf_counter()
-        flight: _Flight | None = None
+        flight: _InFlightBucket | None = None
         for number, bucket in enumerate(self._schedule.buckets):
-            if bucket.follows and flight:
+            if bucket.waits_for_previous and flight:
                 self._land(flight)
                 flight = None
             ahead, flight = flight, self._launch(bucket, number % 2)
@@ -86,9 +82,9 @@ class _Execution:
         self._traffic.seconds = time.perf_counter() - begin
         return self._traffic
 
-    def _launch(self, bucket: Bucket, slot: int) -> _Flight:
+    def _launch(self, bucket: Bucket, slot: int) -> _InFlightBucket:
         begin = time.perf_counter()
-        flight, offset = _Flight([]), 0
+        flight, offset = _InFlightBucket([]), 0
         operations = []
         for message in bucket.messages:
             tensors = self._tensors(message)
@@ -111,7 +107,7 @@ class _Execution:
         flight.requests = dist.batch_isend_irecv(operations)
         return flight
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: _InFlightBucket) -> None:
         begin = time.perf_counter()
         for request in flight.requests:
             request.wait()
@@ -123,7 +119,7 @@ class _Execution:
 
     def _tensors(self, message: Message) -> Tensors:
         """Where the parts of a message lie: what is passed on comes out of the target."""
-        return self._source if message.outgoing and not message.relayed else self._target
+        return self._source if message.outgoing and not message.forwarded else self._target
 
     def _buffer(self, slot: int, message: Message) -> Tensor:
         """The bytes that the buckets of a slot use in turn, enough for each of them."""
@@ -168,14 +164,14 @@ def _copy_box(copy: Copy, source: Tensors, target: Tensors) -> None:
         there.copy_(here)
 
 
-def _pack(parts: tuple[Part, ...], tensors: Tensors, wire: Tensor) -> None:
+def _pack(parts: tuple[Segment, ...], tensors: Tensors, wire: Tensor) -> None:
     for part, room in zip(parts, wire.split([part.elements for part in parts]), strict=True):
-        room.view(extents(part.at)).copy_(_view(tensors, part.parameter, part.at))
+        room.view(box_shape(part.at)).copy_(_view(tensors, part.parameter, part.at))
 
 
-def _unpack(parts: tuple[Part, ...], tensors: Tensors, wire: Tensor) -> None:
+def _unpack(parts: tuple[Segment, ...], tensors: Tensors, wire: Tensor) -> None:
     for part, values in zip(parts, wire.split([part.elements for part in parts]), strict=True):
-        _view(tensors, part.parameter, part.at).copy_(values.view(extents(part.at)))
+        _view(tensors, part.parameter, part.at).copy_(values.view(box_shape(part.at)))
 
 
 def _view(tensors: Tensors, parameter: str, at: tuple[tuple[int, int], ...]) -> Tensor:

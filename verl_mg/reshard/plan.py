@@ -7,11 +7,10 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from verl_mg.reshard.check import check
-from verl_mg.reshard.relation import Ranks, Relation
-from verl_mg.weights import Holdings, Place
-from verl_mg.weights.boxes import Box, carry, intersect, volume
-from verl_mg.weights.holdings import Spot
+from verl_mg.reshard.routing import BoxRouting, Ranks
+from verl_mg.reshard.validate import check
+from verl_mg.sharding.boxes import Box, intersect, numel, translate_box
+from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, ShardMap
 
 FLOAT32_BYTES = 4
 
@@ -28,7 +27,7 @@ class Transfer:
     box: Box
     parameter: str
     at: Box
-    relayed: bool
+    forwarded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +65,12 @@ class Plan:
     """All moves from `source` to `target`; each rank derives its own part, and none needs to speak for that.
 
     A rank receives exactly what it needs and does not hold, once. Sources are the rank itself, then its node, then
-    the holders in rotation; between nodes a byte enters a node once (see `Relation`).
+    the holders in rotation; between nodes a byte enters a node once (see `BoxRouting`).
     """
 
-    def __init__(self, source: Holdings, target: Holdings, node: int, leave: frozenset[str]) -> None:
+    def __init__(self, source: ShardMap, target: ShardMap, node: int, leave: frozenset[str]) -> None:
         self.source, self.target, self.node, self._leave = source, target, node, leave
-        self._relations: dict[tuple[int, int], Relation] = {}
+        self._relations: dict[tuple[int, int], BoxRouting] = {}
         self._parts: dict[int, RankPlan] = {}
         check(source, target, [names[0] for names in self._kinds.values()])
 
@@ -84,37 +83,37 @@ class Plan:
 
     def bytes_received(self, rank: int, itemsize: int) -> int:
         """Bytes that come to a rank over the wire, with `itemsize` bytes an element that need not stay float32."""
-        return sum(volume(move.box) * self.itemsize(move.tensor, itemsize) for move in self.of(rank).receives)
+        return sum(numel(move.box) * self.itemsize(move.tensor, itemsize) for move in self.of(rank).receives)
 
     def lower_bound(self, rank: int, itemsize: int) -> int:
         """Bytes that a rank needs and does not hold: no way to move the weights can bring it less."""
         held: dict[str, set[Box]] = defaultdict(set)
         needed: dict[str, set[Box]] = defaultdict(set)
-        for found, holdings in ((held, self.source), (needed, self.target)):
-            for shard in holdings.shards(rank).values():
+        for found, shard_map in ((held, self.source), (needed, self.target)):
+            for shard in shard_map.shards(rank).values():
                 for piece in shard.pieces:
                     found[piece.tensor].add(piece.source)
         total = 0
         for tensor in needed.keys() - self._leave:
             for box in needed[tensor]:
-                own = sum(volume(common) for b in held.get(tensor, ()) if (common := intersect(b, box)))
-                total += (volume(box) - own) * self.itemsize(tensor, itemsize)
+                own = sum(numel(common) for b in held.get(tensor, ()) if (common := intersect(b, box)))
+                total += (numel(box) - own) * self.itemsize(tensor, itemsize)
         return total
 
     def traffic(self, itemsize: int) -> dict[int, RankTraffic]:
         """Bytes of every rank of source and target in one sync."""
-        moved: dict[Relation, int] = defaultdict(int)
+        moved: dict[BoxRouting, int] = defaultdict(int)
         needed: dict[Ranks, int] = defaultdict(int)
         held: dict[tuple[Ranks, Ranks], int] = defaultdict(int)
         for names in self._kinds.values():
             scale = len(names) * self.itemsize(names[0], itemsize)
             sources, targets = self.source.places(names[0]), self.target.places(names[0])
             for there in targets:
-                needed[there.ranks] += volume(there.box) * scale
+                needed[there.ranks] += numel(there.box) * scale
                 for here in sources:
                     if common := intersect(here.box, there.box):
-                        moved[self._relation(here.ranks, there.ranks)] += volume(common) * scale
-                        held[here.ranks, there.ranks] += volume(common) * scale
+                        moved[self._relation(here.ranks, there.ranks)] += numel(common) * scale
+                        held[here.ranks, there.ranks] += numel(common) * scale
         ranks = {rank: RankTraffic() for rank in sorted({*self.source.ranks, *self.target.ranks})}
         for relation, size in moved.items():
             for rank, received, entered in relation.shares():
@@ -161,60 +160,60 @@ class Plan:
                     copies.append(Copy(piece.tensor, spot.parameter, spot.at, parameter, piece.target, of_target=True))
                     continue
                 for here, common in self._overlaps(self.source, piece.tensor, piece.source):
-                    at = carry(common, piece.source, piece.target)
+                    at = translate_box(common, piece.source, piece.target)
                     relation, turn = self._relation(here.ranks, there.ranks), self.position(piece.tensor)
                     sender = relation.source_of(rank, turn)
                     if sender == rank:
                         own = here.on(rank)
-                        source_at = carry(common, here.box, own.at)
+                        source_at = translate_box(common, here.box, own.at)
                         copies.append(Copy(piece.tensor, own.parameter, source_at, parameter, at))
                     else:
-                        relayed = relation.relayed(rank, turn)
-                        receives.append(Transfer(sender, piece.tensor, common, parameter, at, relayed))
+                        forwarded = relation.forwarded(rank, turn)
+                        receives.append(Transfer(sender, piece.tensor, common, parameter, at, forwarded))
         return tuple(copies), self._ordered(receives)
 
     def _outgoing(self, rank: int) -> tuple[Transfer, ...]:
         sends: list[Transfer] = []
         for here, spot, tensor in self._own(self.source, rank):
             for there, common in self._overlaps(self.target, tensor, here.box):
-                relation, at = self._relation(here.ranks, there.ranks), carry(common, here.box, spot.at)
+                relation, at = self._relation(here.ranks, there.ranks), translate_box(common, here.box, spot.at)
                 for peer in relation.served_by(rank, self.position(tensor)):
-                    sends.append(Transfer(peer, tensor, common, spot.parameter, at, relayed=False))
+                    sends.append(Transfer(peer, tensor, common, spot.parameter, at, forwarded=False))
         for there, spot, tensor in self._own(self.target, rank):
             for here, common in self._overlaps(self.source, tensor, there.box):
-                relation, at = self._relation(here.ranks, there.ranks), carry(common, there.box, spot.at)
+                relation, at = self._relation(here.ranks, there.ranks), translate_box(common, there.box, spot.at)
                 if rank not in here.ranks:
                     for peer in relation.relayed_by(rank, self.position(tensor)):
-                        sends.append(Transfer(peer, tensor, common, spot.parameter, at, relayed=True))
+                        sends.append(Transfer(peer, tensor, common, spot.parameter, at, forwarded=True))
         return self._ordered(sends)
 
-    def _own(self, holdings: Holdings, rank: int) -> Iterator[tuple[Place, Spot, str]]:
+    def _own(self, shard_map: ShardMap, rank: int) -> Iterator[tuple[BoxReplicas, BoxLocation, str]]:
         """The boxes that a rank holds, each once, at the spot that all plans speak of."""
-        for parameter, shard in holdings.shards(rank).items():
+        for parameter, shard in shard_map.shards(rank).items():
             for piece in shard.pieces:
                 if piece.tensor in self._leave:
                     continue
-                place = next(place for place in holdings.places(piece.tensor) if place.box == piece.source)
+                place = next(place for place in shard_map.places(piece.tensor) if place.box == piece.source)
                 spot = place.on(rank)
                 if (spot.parameter, spot.at) == (parameter, piece.target):
                     yield place, spot, piece.tensor
 
-    def _overlaps(self, holdings: Holdings, tensor: str, box: Box) -> Iterator[tuple[Place, Box]]:
-        for place in holdings.places(tensor):
+    def _overlaps(self, shard_map: ShardMap, tensor: str, box: Box) -> Iterator[tuple[BoxReplicas, Box]]:
+        for place in shard_map.places(tensor):
             if common := intersect(place.box, box):
                 yield place, common
 
-    def _relation(self, holders: Ranks, needers: Ranks) -> Relation:
+    def _relation(self, holders: Ranks, needers: Ranks) -> BoxRouting:
         key = (id(holders), id(needers))  # holdings hand out one object for equal ranks, and keep it
         if key not in self._relations:
-            self._relations[key] = Relation(holders, needers, self.node)
+            self._relations[key] = BoxRouting(holders, needers, self.node)
         return self._relations[key]
 
     def _ordered(self, moves: list[Transfer]) -> tuple[Transfer, ...]:
         return tuple(sorted(moves, key=lambda move: (self.position(move.tensor), move.box)))
 
 
-def plan(source: Holdings, target: Holdings, node: int | None = None, leave: frozenset[str] = frozenset()) -> Plan:
+def plan(source: ShardMap, target: ShardMap, node: int | None = None, leave: frozenset[str] = frozenset()) -> Plan:
     """How every element of `target` comes from `source`, but for the tensors in `leave`, which keep their values.
 
     `node` is the number of ranks of a node; None: all ranks are on one.

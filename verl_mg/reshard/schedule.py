@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from verl_mg.reshard.plan import Copy, Plan, Transfer
-from verl_mg.weights.boxes import Box, carry, split, volume
+from verl_mg.sharding.boxes import Box, numel, split, translate_box
 
 BUCKET_BYTES = 32 * 2**20
 MESSAGES_A_BUCKET = 4  # a message fills at most this part of a bucket, so that several peers are served at once
@@ -24,7 +24,7 @@ ALONE_BYTES = 2**20  # a box of this size is a message of its own: where it is c
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Segment:
     """A box of a parameter of this rank, in a message."""
 
     tensor: str
@@ -35,7 +35,7 @@ class Part:
     @property
     def elements(self) -> int:
         """How many elements it has."""
-        return volume(self.at)
+        return numel(self.at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Message:
 
     peer: int
     outgoing: bool
-    relayed: bool
+    forwarded: bool
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[Segment, ...]
 
     @property
     def elements(self) -> int:
@@ -64,7 +64,7 @@ class Bucket:
     """Messages in flight together. One that `follows` sends on what the bucket before has received."""
 
     messages: list[Message]
-    follows: bool = False
+    waits_for_previous: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -124,22 +124,22 @@ def _messages(
     streams: dict[tuple[int, bool, torch.dtype], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         own = torch.float32 if plan.source.tensors[transfer.tensor].float32 else dtype
-        streams[transfer.peer, transfer.relayed, own].append(transfer)
-    for (peer, relayed, own), stream in streams.items():
+        streams[transfer.peer, transfer.forwarded, own].append(transfer)
+    for (peer, forwarded, own), stream in streams.items():
         ends = (rank, peer) if outgoing else (peer, rank)
         for number, parts in enumerate(_merged(stream, limit, own)):
             # A relayed message goes after everything that its parts could have come in.
-            position = plan.position(parts[-1 if relayed else 0].tensor)
-            yield (position, relayed, *ends, number), Message(peer, outgoing, relayed, own, tuple(parts))
+            position = plan.position(parts[-1 if forwarded else 0].tensor)
+            yield (position, forwarded, *ends, number), Message(peer, outgoing, forwarded, own, tuple(parts))
 
 
-def _merged(stream: list[Transfer], limit: int, dtype: torch.dtype) -> Iterator[list[Part]]:
+def _merged(stream: list[Transfer], limit: int, dtype: torch.dtype) -> Iterator[list[Segment]]:
     """Runs of parts of at most `limit` bytes; both ends of a stream come to the same."""
-    run: list[Part] = []
+    run: list[Segment] = []
     size = 0
     for transfer in stream:
         for box in split(transfer.box, max(1, limit // dtype.itemsize)):
-            part = Part(transfer.tensor, box, transfer.parameter, carry(box, transfer.box, transfer.at))
+            part = Segment(transfer.tensor, box, transfer.parameter, translate_box(box, transfer.box, transfer.at))
             own = part.elements * dtype.itemsize
             if run and (size + own > limit or own >= ALONE_BYTES):
                 yield run
@@ -159,12 +159,12 @@ def _buckets(messages: list[Message], limit: int) -> Iterator[Bucket]:
     received: set[tuple[str, Box]] = set()
     for message in messages:
         # What is passed on must have arrived: in the bucket before at the latest.
-        waits = message.outgoing and message.relayed and any((p.tensor, p.box) in received for p in message.parts)
+        waits = message.outgoing and message.forwarded and any((p.tensor, p.box) in received for p in message.parts)
         if bucket.messages and (waits or size + aligned(message.nbytes) > limit):
             yield bucket
             bucket, size, received = Bucket([]), 0, set()
         bucket.messages.append(message)
-        bucket.follows |= message.outgoing and message.relayed
+        bucket.waits_for_previous |= message.outgoing and message.forwarded
         size += aligned(message.nbytes)
         if not message.outgoing:
             received.update((part.tensor, part.box) for part in message.parts)

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 
 from verl_mg.config import RewardConfig
+from verl_mg.rewards.async_scorer import AsyncScorer
 from verl_mg.rewards.base import Reward, Sample
 from verl_mg.rewards.loading import LoadedReward, load_reward
 from verl_mg.rewards.mixture import Mixture, warn
-from verl_mg.rewards.panel import Panel
 
-__all__ = ["LoadedReward", "Mixture", "Panel", "Reward", "Sample", "load_reward", "load_rewards"]
+__all__ = ["AsyncScorer", "LoadedReward", "Mixture", "Reward", "Sample", "load_reward", "load_rewards"]
 
 
-def load_rewards(config: RewardConfig, report: Callable[[str], None] = warn) -> Panel:
+def load_rewards(config: RewardConfig, report: Callable[[str], None] = warn) -> AsyncScorer:
     """The panel of a job's configuration: its one reward, or its mixture.
 
     report: told one line about an edit of `weights_file` that cannot be used.
@@ -21,7 +21,7 @@ def load_rewards(config: RewardConfig, report: Callable[[str], None] = warn) -> 
     """
     if not config.mixture:
         reward = load_reward(config.function, config.options)
-        return Panel({"": reward}, workers=config.workers)
+        return AsyncScorer({"": reward}, workers=config.workers)
     rewards = {name: load_reward(part.function, part.options) for name, part in config.mixture.items()}
     weights = {name: part.weight for name, part in config.mixture.items()}
-    return Panel(rewards, workers=config.workers, mixture=Mixture(weights, config.weights_file, report))
+    return AsyncScorer(rewards, workers=config.workers, mixture=Mixture(weights, config.weights_file, report))

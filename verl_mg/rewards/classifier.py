@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_mg.device import current_device
 from verl_mg.errors import UserError
-from verl_mg.platform import device as own_device
 from verl_mg.rewards.base import Reward, Sample
 
 SHORTEST = 32
@@ -49,7 +49,7 @@ class Classifier:
             raise UserError(f"batch_size is {batch_size}, max_tokens {max_tokens}: give at least 1")
         if dtype not in ("float32", "bfloat16", "float16"):
             raise UserError(f"dtype is {dtype!r}: write float32, bfloat16 or float16")
-        self._device = torch.device(device) if device else own_device()
+        self._device = torch.device(device) if device else current_device()
         self._model, self._tokenizer = _load(Path(path), getattr(torch, dtype))
         self._model.to(self._device).eval().requires_grad_(False)
         config = self._model.config.get_text_config()

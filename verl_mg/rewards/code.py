@@ -1,7 +1,7 @@
 """Does the program of a response pass the test cases of the record? Run in the sandbox of this machine."""
 
 from verl_mg.rewards.base import Reward, Sample
-from verl_mg.rewards.cases import judge, read_cases
+from verl_mg.rewards.code_tests import read_tests, run_tests
 from verl_mg.sandbox import Outcome, run_python_async
 
 OUTPUT_BYTES = 1 << 20
@@ -35,4 +35,4 @@ async def score(
             program, stdin=stdin, seconds=seconds, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES
         )
 
-    return await judge(sample.response, read_cases(sample, field), run, partial)
+    return await run_tests(sample.response, read_tests(sample, field), run, partial)

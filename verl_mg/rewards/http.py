@@ -47,7 +47,7 @@ class JsonService:
         self._timeout, self._retries = timeout, retries
         own = {name: _from_environment(name, value) for name, value in (headers or {}).items()}
         self._headers = {"Content-Type": "application/json"} | own
-        self._pace = Pace(requests_per_second) if requests_per_second else None
+        self._pace = RateLimiter(requests_per_second) if requests_per_second else None
         self._tls = ssl.create_default_context()
 
     async def post(self, body: Mapping[str, Any], problem_of: Callable[[Any], str | None] = lambda _: None) -> Any:
@@ -114,7 +114,7 @@ class JsonService:
         return seconds
 
 
-class Pace:
+class RateLimiter:
     """A token bucket: on the average `rate` tokens a second, and no more than a second's worth at once."""
 
     def __init__(self, rate: float) -> None:

@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.named import load_function
+from verl_mg.import_function import load_function
 from verl_mg.rewards.base import Reward, Sample
 
 BATCH_SIZE = 16

@@ -14,7 +14,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from verl_mg.errors import UserError
 from verl_mg.rewards.base import Reward, Sample
-from verl_mg.rewards.math_workers import Workers
+from verl_mg.rewards.math_pool import MathPool
 
 SECONDS = 5  # the limit for parsing and again for comparing, as math-verify has it by default
 WORKERS = 4  # processes for threads other than the main one; one judges some hundred answers a second
@@ -57,12 +57,12 @@ def score(sample: Sample) -> Reward:
     if final and number and _plain(final) == _plain(_gold(sample.answer)):
         return Reward(1.0, {"correct": 1.0, "answered": 1.0}, number)  # most answers; they need no library
     if threading.current_thread() is threading.main_thread():
-        return judge(sample.response, sample.answer)
+        return is_equivalent(sample.response, sample.answer)
     judged = _workers(os.getpid()).judge(sample.response, sample.answer)
     return judged or Reward(0.0, {"correct": 0.0, "answered": float(bool(final))})
 
 
-def judge(response: str, answer: str) -> Reward:
+def is_equivalent(response: str, answer: str) -> Reward:
     """`score` in a main thread, of a response and the record's answer."""
     final = _final(response)
     found = _parsed(response) if final is None else _parsed_answer(final)
@@ -73,10 +73,10 @@ def judge(response: str, answer: str) -> Reward:
 
 
 @functools.cache
-def _workers(process: int) -> Workers:
+def _workers(process: int) -> MathPool:
     """Those of this process: a forked one has none of its parent's."""
     # Parsing two texts, comparing both ways.
-    workers = Workers(WORKERS, seconds=4 * SECONDS + 1)
+    workers = MathPool(WORKERS, seconds=4 * SECONDS + 1)
     atexit.register(workers.close)
     return workers
 

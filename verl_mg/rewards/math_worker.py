@@ -6,7 +6,7 @@ import resource
 import signal
 import sys
 
-from verl_mg.rewards.math import judge
+from verl_mg.rewards.math import is_equivalent
 
 MEMORY = 4 << 30  # bytes; a formula may ask for more than there is
 
@@ -21,7 +21,7 @@ def main() -> None:
         print(json.dumps("ready"), file=answers, flush=True)
         for line in sys.stdin:
             try:
-                reward = judge(*json.loads(line))
+                reward = is_equivalent(*json.loads(line))
                 print(json.dumps([reward.value, reward.parts, reward.answer]), file=answers, flush=True)
             except MemoryError:
                 return

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_mg.errors import UserError
 from verl_mg.rewards.base import Reward, Sample
-from verl_mg.rewards.cases import judge, read_cases
+from verl_mg.rewards.code_tests import read_tests, run_tests
 from verl_mg.rewards.http import JsonService
 from verl_mg.sandbox import Outcome
 
@@ -40,7 +40,7 @@ class SandboxFusion:
 
     async def score(self, sample: Sample) -> Reward:
         """See `cases.judge`. UserError where the server fails for good."""
-        return await judge(sample.response, read_cases(sample, self._field), self._run, self._partial)
+        return await run_tests(sample.response, read_tests(sample, self._field), self._run, self._partial)
 
     async def _run(self, program: str, stdin: str) -> Outcome:
         body = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from verl_mg.roles.policy import Policy
-from verl_mg.roles.trained import Trained
+from verl_mg.roles.trainable import TrainableRole
 
 
-class Actor(Trained, Policy):
+class Actor(TrainableRole, Policy):
     """A policy with an optimizer."""

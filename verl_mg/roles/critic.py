@@ -6,10 +6,10 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.roles.role import Role
-from verl_mg.roles.trained import Trained
+from verl_mg.roles.trainable import TrainableRole
 
 
-class Critic(Trained):
+class Critic(TrainableRole):
     """What the return from each token on will be, said before the token is known."""
 
     head = "value"
@@ -19,17 +19,17 @@ class Critic(Trained):
         return self.judge(batch)
 
 
-class FrozenRewardModel(Role):
+class RewardModel(Role):
     """A score for each row, read at its last token, where `transformers` reads it in sequence classification."""
 
     head, behind = "value", 0
 
     def scores(self, batch: Batch) -> Tensor:
         """(n,) float32."""
-        rows = batch.only(("tokens", "sample_id", "routed_experts"))
+        rows = batch.select_columns(("tokens", "sample_id", "routed_experts"))
         rows["loss_mask"] = batch.last
         return self.judge(rows, of=batch.last)
 
 
-class RewardModel(Trained, FrozenRewardModel):
+class TrainableRewardModel(TrainableRole, RewardModel):
     """One that learns."""

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.config import LoraConfig
-from verl_mg.layout.contexts import Shares, share_by_length, share_evenly
-from verl_mg.megatron.groups import ParallelGroups
-from verl_mg.megatron.network import Network
-from verl_mg.megatron.offload import HostCopy
-from verl_mg.roles.agenda import Agenda
-from verl_mg.roles.exchange import RowIndex, fetch_rows, index_rows, return_column
-from verl_mg.roles.residence import Residence
-from verl_mg.weights import Head
-from verl_mg.weights.flops import row_flops
+from verl_mg.layout.dynamic_cp import MicroBatchPlan, plan_by_length, plan_evenly
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.offload import CpuOffload
+from verl_mg.megatron.offload_manager import OffloadManager
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.flops import row_flops
+from verl_mg.roles.concurrent import RoleExecutor
+from verl_mg.roles.row_dispatch import RowIndex, build_row_index, gather_rows, scatter_column
+from verl_mg.sharding.weight_table import Head
 
-JUDGED_FROM = ("tokens", "loss_mask", "sample_id", "routed_experts")
+FORWARD_COLUMNS = ("tokens", "loss_mask", "sample_id", "routed_experts")
 """The columns of which a forward pass is a function."""
 
 
@@ -31,7 +31,7 @@ class Role:
     """A network under its own layout and groups.
 
     All ranks of the job call its methods together; those outside the placement hold rows, and compute nothing. What a
-    method answers is computed when it is looked at, see `Agenda`. agenda, residence: the job's, which all roles share.
+    method answers is computed when it is looked at, see `RoleExecutor`. agenda, residence: the job's, which all roles share.
     """
 
     head: ClassVar[Head] = "language"
@@ -50,13 +50,13 @@ class Role:
         lora: LoraConfig | None = None,
     ) -> None:
         self.model_dir = model_dir
-        self.network = Network(model_dir, groups, dtype, recompute, self.head, self.behind, lora)
+        self.runner = ModelRunner(model_dir, groups, dtype, recompute, self.head, self.behind, lora)
         self._temperature, self._budget = temperature, tokens_per_micro_batch
-        self._flops = row_flops(self.network.table)
+        self._flops = row_flops(self.runner.table)
         self.claim: Callable[[], None] = lambda: None
         """Called before it computes: engines that share the device give its memory back."""
-        self.host_copy = HostCopy(self.network)
-        self.agenda, self.residence = Agenda(eager=True), Residence()
+        self.cpu_offload = CpuOffload(self.runner)
+        self.agenda, self.offload_manager = RoleExecutor(eager=True), OffloadManager()
 
     def judge(self, batch: Batch, of: Tensor | None = None) -> Tensor:
         """What the network says of every token under the loss mask, a float32 token column with 0 elsewhere.
@@ -64,24 +64,24 @@ class Role:
         of: (sum(lengths),) bool, the entries to return in place of the whole column.
         """
         self.claim()
-        with self.agenda.clock("rows"):
-            rows = batch.only(JUDGED_FROM)
-            index = index_rows(rows)
+        with self.agenda.timer("rows"):
+            rows = batch.select_columns(FORWARD_COLUMNS)
+            index = build_row_index(rows)
             shares = self.share(index, index.units)
             micro_batches = self.fetch(rows, index, shares)
 
         def deliver(answers: dict[int, Tensor]) -> Tensor:
-            column = return_column("what was judged", rows, index, self._speakers(shares), answers)
+            column = scatter_column("what was judged", rows, index, self._speakers(shares), answers)
             return column if of is None else column[of]
 
         entries = rows.total_tokens if of is None else int(of.sum())
         return self.agenda.column(entries, partial(self._answers, shares, micro_batches), deliver)
 
-    def _answers(self, shares: Shares, micro_batches: list[Batch]) -> dict[int, Tensor]:
+    def _answers(self, shares: MicroBatchPlan, micro_batches: list[Batch]) -> dict[int, Tensor]:
         """The judged rows that this rank speaks for, by their numbers in the index."""
-        self.residence.enter(self.host_copy, training=False)
+        self.offload_manager.enter(self.cpu_offload, training=False)
         answers: dict[int, Tensor] = {}
-        judged = self.network.judge(micro_batches, self._temperature, shares.contexts)
+        judged = self.runner.judge(micro_batches, self._temperature, shares.cp_sizes)
         own = self._rows_of(dist.get_rank(), shares)
         for numbers, micro, told in zip(own, micro_batches, judged, strict=bool(judged)):
             if told is not None:
@@ -90,34 +90,34 @@ class Role:
                 answers |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
         return answers
 
-    def _speakers(self, shares: Shares) -> list[tuple[int, list[int]]]:
+    def _speakers(self, shares: MicroBatchPlan) -> list[tuple[int, list[int]]]:
         """Which ranks answer for which rows."""
         return [
             (
-                self.network.speaker(seat),
-                [row for step, micro in enumerate(steps) if shares.speaks(seat, step) for row in micro],
+                self.runner.output_rank(seat),
+                [row for step, micro in enumerate(steps) if shares.is_output_rank(seat, step) for row in micro],
             )
             for seat, steps in enumerate(shares.rows)
         ]
 
-    def share(self, index: RowIndex, units: Sequence[Sequence[int]]) -> Shares:
+    def share(self, index: RowIndex, units: Sequence[Sequence[int]]) -> MicroBatchPlan:
         """Pack the rows of the given units into micro-batches and deal them to the ranks that work side by side."""
         rows = [[index.lengths[row] for row in unit] for unit in units]
         costs = [sum(map(self._flops, lengths)) for lengths in rows]
-        deal = share_by_length if self.network.groups.short_contexts else share_evenly
-        layout = self.network.layout
+        deal = plan_by_length if self.runner.groups.dynamic_cp else plan_evenly
+        layout = self.runner.layout
         shares = deal([sum(lengths) for lengths in rows], costs, layout.dp, layout.cp, self._budget)
         dealt = [[[row for i in micro for row in units[i]] for micro in steps] for steps in shares.rows]
-        return Shares(dealt, shares.contexts)
+        return MicroBatchPlan(dealt, shares.cp_sizes)
 
-    def fetch(self, batch: Batch, index: RowIndex, shares: Shares) -> list[Batch]:
+    def fetch(self, batch: Batch, index: RowIndex, shares: MicroBatchPlan) -> list[Batch]:
         """This rank's micro-batches."""
         ranks = range(dist.get_world_size())
         wanted = [[row for micro in self._rows_of(rank, shares) for row in micro] for rank in ranks]
-        rows = fetch_rows(batch, index, wanted)
+        rows = gather_rows(batch, index, wanted)
         return rows.split([len(micro) for micro in self._rows_of(dist.get_rank(), shares)])
 
-    def _rows_of(self, rank: int, shares: Shares) -> list[list[int]]:
+    def _rows_of(self, rank: int, shares: MicroBatchPlan) -> list[list[int]]:
         """The rows of the micro-batches of a rank of the job."""
-        at = self.network.placement.coordinates(rank)
-        return shares.rows[at.dp * self.network.layout.cp + at.cp] if at else []
+        at = self.runner.placement.coordinates(rank)
+        return shares.rows[at.dp * self.runner.layout.cp + at.cp] if at else []

@@ -14,30 +14,30 @@ from torch.distributed import Store
 
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
+from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
-from verl_mg.megatron.collectives import all_gather_json
 from verl_mg.roles.actor import Actor
-from verl_mg.roles.agenda import Agenda
-from verl_mg.roles.asked import Asked, RolloutState
-from verl_mg.roles.exchange import fetch_rows, index_rows
-from verl_mg.roles.fleet import Fleet
-from verl_mg.roles.handed import Handed
-from verl_mg.roles.scorer import Scorer
-from verl_mg.rollout.dealing import Deal, complete_groups
-from verl_mg.rollout.engine import OBSERVED, Request, Sample, Sampling
-from verl_mg.rollout.shift import Shift
+from verl_mg.roles.concurrent import RoleExecutor
+from verl_mg.roles.engine_group import EngineGroup
+from verl_mg.roles.pending_groups import PendingGroup, RolloutState
+from verl_mg.roles.reward import RewardRole
+from verl_mg.roles.rollout_record import RolloutRecord
+from verl_mg.roles.row_dispatch import build_row_index, gather_rows
+from verl_mg.rollout.engine import NOT_GENERATED, Request, Sample, Sampling
+from verl_mg.rollout.engine_loop import EngineLoop
+from verl_mg.rollout.work_queue import WorkQueue, complete_groups
 
 
 @dataclass(frozen=True)
 class _Call:
     """Samples that are being drawn. ready, open_groups: indices of prompts that are complete, and that are not."""
 
-    asked: Sequence[Asked]
+    asked: Sequence[PendingGroup]
     ready: Sequence[int]
     open_groups: Sequence[int]
     enough: int
-    deal: Deal
-    shift: Shift
+    deal: WorkQueue
+    shift: EngineLoop
 
 
 class Rollout:
@@ -49,18 +49,18 @@ class Rollout:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EngineGroup,
         sampling: Sampling,
         seed: int,
         store: Store,
         partial: bool = False,
-        scorer: Scorer | None = None,
+        scorer: RewardRole | None = None,
         cuts: bool = True,
     ) -> None:
         self._scorer, self._cuts = scorer, cuts
         self._fleet, self._sampling, self._seed, self._store, self._partial = fleet, sampling, seed, store, partial
         self._next_id = self._calls = 0
-        self._waiting: list[Asked] = []
+        self._waiting: list[PendingGroup] = []
         # This rank's engine wrote them, and their groups are not complete.
         self._done: dict[int, Sample] = {}
         self._cut: dict[int, Sample] = {}
@@ -69,9 +69,9 @@ class Rollout:
         self._newer: Actor | None = None
         """Whose weights the engines are given when the samples that they draw are done."""
         self._to_draw: int | None = None
-        self.agenda = Agenda(eager=True)
+        self.agenda = RoleExecutor(eager=True)
         self.produced: list[Batch] = []
-        self.handed: list[Handed] = []
+        self.handed: list[RolloutRecord] = []
         self.metrics: dict[str, float] = {}
 
     def enter(self, iteration: int) -> None:
@@ -89,15 +89,13 @@ class Rollout:
         With `keep` the first `keep` prompts whose samples are all done are returned, those of earlier calls
         included, and the engines are cut; `unfinished` tells what is left.
         Columns: tokens, loss_mask, rollout_logprobs, versions, prompt_id, prompt_length, group, sample_id, version,
-        truncated, routed_experts where the engines tell, and with a scorer what that says, see `Scorer.columns`.
+        truncated, routed_experts where the engines tell, and with a scorer what that says, see `RewardRole.columns`.
         A sample depends on the job's seed and its sample id, not on how many ranks there are, where the engine can.
         """
         self.begin(prompts, samples, keep)
         return self.finish()
 
-    def begin(
-        self, prompts: Sequence[Prompt], samples: int = 1, keep: int | None = None, ahead: bool = False
-    ) -> None:
+    def begin(self, prompts: Sequence[Prompt], samples: int = 1, keep: int | None = None, ahead: bool = False) -> None:
         """`generate` that returns at once: `finish` brings the samples.
 
         ahead: they are drawn meanwhile, from the weights that the engines have now; a `sync` before `finish` waits for
@@ -108,7 +106,7 @@ class Rollout:
         if ahead and not self._fleet.apart:
             raise UserError(
                 "samples are drawn while training computes only by engines on ranks of their own: write "
-                "rollout.engine=sglang and rollout.ranks, or rollout.urls, or leave one_step_off out"
+                "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or leave one_step_off out"
             )
         self._call = self._open(self._waiting + self._ask(prompts, samples), self._sampling, keep)
         if ahead:
@@ -119,7 +117,7 @@ class Rollout:
         # A rank's batch may have no rows, and is no less one.
         batch, self._ready = self._finished() if self._ready is None else self._ready, None
         self.produced.append(batch)
-        self.handed.append(Handed.of(batch))
+        self.handed.append(RolloutRecord.of(batch))
         return batch
 
     @property
@@ -140,7 +138,7 @@ class Rollout:
         metrics = dict(self.metrics)
         batch, _ = self._close(self._open(asked, replace(self._sampling, temperature=temperature), None))
         self.metrics = metrics
-        self.handed.append(Handed.of(batch))
+        self.handed.append(RolloutRecord.of(batch))
         return batch
 
     def sync(self, actor: Actor) -> None:
@@ -149,7 +147,7 @@ class Rollout:
         if self._call:
             self._newer = actor
         else:
-            with self.agenda.clock("sync"):
+            with self.agenda.timer("sync"):
                 self.metrics |= self._fleet.sync(actor)
 
     def close(self) -> None:
@@ -187,7 +185,7 @@ class Rollout:
         told = all_gather_json([list(done), list(cut)])
         there, begun = ({i for own in told for i in own[which]} for which in (0, 1))
         self._next_id = state.next_id
-        self._waiting = [Asked.of(one, prompt_of, there, begun) for one in state.waiting]
+        self._waiting = [PendingGroup.of(one, prompt_of, there, begun) for one in state.waiting]
         self._to_draw, self._ready = state.drawing, ready
         known = {i for one in self._waiting for i in one.done | one.begun}
         self._done = {i: sample for i, sample in done.items() if i in known}
@@ -205,9 +203,9 @@ class Rollout:
             self._call = self._open(asked, self._sampling, keep)
             self._call.shift.ahead()
 
-    def _ask(self, prompts: Sequence[Prompt], samples: int) -> list[Asked]:
+    def _ask(self, prompts: Sequence[Prompt], samples: int) -> list[PendingGroup]:
         first, self._next_id = self._next_id, self._next_id + len(prompts) * samples
-        return [Asked(p, range(first + i * samples, first + (i + 1) * samples)) for i, p in enumerate(prompts)]
+        return [PendingGroup(p, range(first + i * samples, first + (i + 1) * samples)) for i, p in enumerate(prompts)]
 
     def _finished(self) -> Batch:
         assert self._call is not None
@@ -218,7 +216,7 @@ class Rollout:
             self.sync(actor)
         return batch
 
-    def _open(self, asked: Sequence[Asked], sampling: Sampling, keep: int | None) -> _Call:
+    def _open(self, asked: Sequence[PendingGroup], sampling: Sampling, keep: int | None) -> _Call:
         """Give the engines their first work."""
         self.agenda.settle()
         enough = len(asked) if keep is None else min(keep, len(asked))
@@ -238,24 +236,24 @@ class Rollout:
             return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), self._cut.pop(sample, None))
 
         def finished(sample: Sample) -> None:
-            self.agenda.clock.ticks += 1  # a long call goes on, sample by sample
+            self.agenda.timer.progress += 1  # a long call goes on, sample by sample
             if self._scorer:
                 self._scorer.begin(prompt_of[sample.id], sample)
 
         begun = [request_of(i) for i in sorted(self._cut.keys() & prompt_of.keys())]
         self._fleet.ready()
-        shift = Shift(self._fleet.engine, self._fleet.engines, deal, self._store, key, self._fleet, finished)
+        shift = EngineLoop(self._fleet.engine, self._fleet.engines, deal, self._store, key, self._fleet, finished)
         shift.begin(begun, request_of, sampling)
         return _Call(asked, ready, open_groups, enough, deal, shift)
 
-    def _close(self, call: _Call) -> tuple[Batch, list[Asked]]:
+    def _close(self, call: _Call) -> tuple[Batch, list[PendingGroup]]:
         """The rows of the first `enough` prompts to be complete, at home on this rank, and the prompts that wait."""
         asked, ready = call.asked, call.ready
         orders, done, cut = self._work(call)
         missing = call.enough - len(ready)
         kept = sorted([*ready, *(call.open_groups[g] for g in complete_groups(orders, missing))][: call.enough])
         untouched = len(kept) == len(asked) and not any(one.done or one.begun for one in asked)
-        with self.agenda.clock("rows"):
+        with self.agenda.timer("rows"):
             home = self._bring_home([asked[i] for i in kept], untouched)
         waiting = [
             replace(one, done=one.done | (done & set(one.ids)), begun=frozenset(cut & set(one.ids)))
@@ -272,9 +270,9 @@ class Rollout:
 
     def _work(self, call: _Call) -> tuple[list[dict[int, int]], set[int], set[int]]:
         """Run the engines; the orders in which ranks completed groups, and all samples that are done, and cut."""
-        with self.agenda.clock("generate"):
+        with self.agenda.timer("generate"):
             work = call.shift.run()
-        self.agenda.clock.meet()
+        self.agenda.timer.meet()
         self._done |= work.done
         self._cut |= {i: sample for i, sample in work.cut.items() if sample.tokens}
         told = all_gather_json(
@@ -302,7 +300,7 @@ class Rollout:
             "time/rollout_busy": max(own["busy"] for own in told),
         }
 
-    def _bring_home(self, kept: Sequence[Asked], untouched: bool) -> Batch:
+    def _bring_home(self, kept: Sequence[PendingGroup], untouched: bool) -> Batch:
         """This rank's rows of the kept groups, straight from the engines that wrote them.
 
         untouched: all groups that were dealt are kept, and were begun in this call.
@@ -314,14 +312,14 @@ class Rollout:
             self._scorer.add_columns(batch)
         if untouched and self._fleet.at_home:
             return batch
-        index = index_rows(batch)
+        index = build_row_index(batch)
         ranks = dist.get_world_size()
         # Rows of the index stand in the order of the sample ids, as the kept groups do.
         ends = [0]
         for one in kept:
             ends.append(ends[-1] + len(one.ids))
         edges = [ends[rank * len(kept) // ranks] for rank in range(ranks + 1)]
-        return fetch_rows(batch, index, [range(*edge) for edge in pairwise(edges)])
+        return gather_rows(batch, index, [range(*edge) for edge in pairwise(edges)])
 
     def _seed_of(self, sample_id: int) -> int:
         digest = hashlib.blake2b(f"{self._seed}:{sample_id}".encode(), digest_size=8).digest()
@@ -338,13 +336,13 @@ def _as_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], version: int
     batch["prompt_length"] = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int64)
     batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)
     batch["sample_id"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)
-    oldest = [min((v for v in sample.versions if v != OBSERVED), default=version) for sample in samples]
+    oldest = [min((v for v in sample.versions if v != NOT_GENERATED), default=version) for sample in samples]
     batch["version"] = torch.tensor(oldest, dtype=torch.int64)
     batch["truncated"] = torch.tensor([sample.finish != "stop" for sample in samples], dtype=torch.bool)
-    response = batch.positions >= batch.spread(batch["prompt_length"])
-    batch["versions"] = torch.full((batch.total_tokens,), OBSERVED, dtype=torch.int64)
+    response = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
+    batch["versions"] = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)
     batch["versions"][response] = torch.tensor([v for sample in samples for v in sample.versions], dtype=torch.int64)
-    batch["loss_mask"] = batch["versions"] != OBSERVED
+    batch["loss_mask"] = batch["versions"] != NOT_GENERATED
     logprobs = torch.zeros(batch.total_tokens)
     logprobs[response] = torch.tensor([value for sample in samples for value in sample.logprobs])
     batch["rollout_logprobs"] = logprobs

@@ -21,7 +21,7 @@ from verl_mg.errors import UserError
 
 Finish = Literal["stop", "length", "abort", "timeout"]
 
-OBSERVED = -1
+NOT_GENERATED = -1
 """The version of tokens that no weights wrote."""
 
 
@@ -84,7 +84,7 @@ class Sample:
 
     logprobs[t] is that of tokens[t], in nats, under the full distribution scaled by the temperature (by 1 for
     greedy): training can compute the same. versions[t] is that of the weights which wrote tokens[t]. Tokens that the
-    policy did not write, the observations of tools, have log-prob 0 and version OBSERVED. A stop token is included.
+    policy did not write, the observations of tools, have log-prob 0 and version NOT_GENERATED. A stop token is included.
     routed_experts: int16 (tokens that were fed, layers, top_k), the experts that every token went to, from the
     prompt's first on, the last token excluded, where the engine tells; else None.
     """
@@ -115,7 +115,7 @@ class Sample:
     @property
     def written(self) -> tuple[bool, ...]:
         """Which tokens the policy wrote."""
-        return tuple(version != OBSERVED for version in self.versions)
+        return tuple(version != NOT_GENERATED for version in self.versions)
 
 
 class EngineDiedError(Exception):

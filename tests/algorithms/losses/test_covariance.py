@@ -33,9 +33,7 @@ def test_covariances_against_a_loop() -> None:
     mask = torch.tensor(MASK)
     kept = [(p, a) for p, a, counts in zip(OLD, ADVANTAGES, MASK, strict=True) if counts]
     means = [statistics.fmean(values) for values in zip(*kept, strict=True)]
-    expected = [
-        (p - means[0]) * (a - means[1]) * counts for p, a, counts in zip(OLD, ADVANTAGES, MASK, strict=True)
-    ]
+    expected = [(p - means[0]) * (a - means[1]) * counts for p, a, counts in zip(OLD, ADVANTAGES, MASK, strict=True)]
     given = column(OLD), column(ADVANTAGES), mask
     found = covariances(*given, moments(given[0], mask), moments(given[1], mask))
     assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)

@@ -60,9 +60,7 @@ def batch(dtype: torch.dtype) -> list[Columns]:
     return rows
 
 
-def select_globally(
-    parts: Parts, values: Sequence[Tensor], allowed: Sequence[Tensor], fraction: float
-) -> list[Tensor]:
+def select_globally(parts: Parts, values: Sequence[Tensor], allowed: Sequence[Tensor], fraction: float) -> list[Tensor]:
     """Tokens of the highest values over all parts, as ranks do it: each gives its largest, all cut at the same one."""
     count = losses.share_count(sum(int(part["masked_but_3"].sum()) for part in parts), fraction)
     best = torch.cat([value[where] for value, where in zip(values, allowed, strict=True)])
@@ -77,8 +75,7 @@ def add_choices(parts: Parts) -> None:
     found = [losses.covariances(*(part[name] for name in names), part["masked_but_3"], *totals) for part in parts]
     drawn = [losses.priorities(part["sample_id"], part["position"], 5) for part in parts]
     between = [
-        losses.tokens_between(value, part["masked_but_3"], -0.5, 0.5)
-        for value, part in zip(found, parts, strict=True)
+        losses.tokens_between(value, part["masked_but_3"], -0.5, 0.5) for value, part in zip(found, parts, strict=True)
     ]
     penalized = select_globally(parts, found, [part["masked_but_3"] for part in parts], 0.15)
     cut = select_globally(parts, drawn, between, 0.15)
@@ -105,9 +102,7 @@ def policy(name: str, *options: float, ids: bool = False, advantages: str = "tok
 
 def preference(kind: str, smoothing: float = 0.0) -> Case:
     def call(c: Columns) -> tuple[Tensor, losses.Metrics]:
-        return losses.dpo_loss(
-            c["logprobs"], c["ref"], c["mask"], c["pair"], c["chosen"], 0.3, smoothing, kind
-        )
+        return losses.dpo_loss(c["logprobs"], c["ref"], c["mask"], c["pair"], c["chosen"], 0.3, smoothing, kind)
 
     return Case(call, "mask", PAIRS)
 
@@ -141,9 +136,7 @@ LOSSES: dict[str, Case] = {
         lambda c: losses.bradley_terry_loss(c["logprobs"], c["last"], c["pair"], c["chosen"]), "last", PAIRS
     ),
     "prime_loss": Case(
-        lambda c: losses.prime_loss(
-            c["logprobs"], c["ref"], c["masked_but_3"], c["sequence_ids"], c["labels"], 0.4
-        )
+        lambda c: losses.prime_loss(c["logprobs"], c["ref"], c["masked_but_3"], c["sequence_ids"], c["labels"], 0.4)
     ),
 }
 

@@ -15,9 +15,7 @@ LOW, HIGH = 0.2, 0.28
 TOKEN = st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2), st.booleans())
 
 
-def token_by_hand(
-    new: float, old: float, advantage: float, dual: float | None
-) -> tuple[float, float, bool, bool]:
+def token_by_hand(new: float, old: float, advantage: float, dual: float | None) -> tuple[float, float, bool, bool]:
     """Loss, its derivative by `new`, and whether the low and the high clip cut that derivative."""
     ratio = math.exp(new - old)
     low, high = advantage < 0 and ratio < 1 - LOW, advantage > 0 and ratio > 1 + HIGH

@@ -50,7 +50,7 @@ def explained_variance(means: Mapping[str, float]) -> float:
 
     1: the critic knows the returns; 0: no better than a constant; below: worse.
     """
-    spread = means["return_squared"] - means["return"] ** 2
+    expand_to_tokens = means["return_squared"] - means["return"] ** 2
     left = means["value_error_squared"] - means["value_error"] ** 2
     # Below that the spread is the rounding of the two float32 means it is the difference of.
-    return 1 - left / spread if spread > 1e-6 * means["return_squared"] else float("nan")
+    return 1 - left / expand_to_tokens if expand_to_tokens > 1e-6 * means["return_squared"] else float("nan")

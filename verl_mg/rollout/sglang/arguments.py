@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from verl_mg.errors import UserError
-from verl_mg.layout import Dimensions, EngineLayout
-from verl_mg.rollout.sglang.loader import LOADER
+from verl_mg.layout import EngineLayout, ModelDims
+from verl_mg.rollout.sglang.pp_weight_loader import LOADER
 
 CPU_TILE = 32
 """Widths of matrices are padded to multiples of it, on each rank, where SGLang runs on the CPU."""
@@ -69,7 +69,7 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
     return common | place | dict(settings.extra)
 
 
-def check_on_cpu(model: Dimensions, layout: EngineLayout) -> None:
+def check_on_cpu(model: ModelDims, layout: EngineLayout) -> None:
     """UserError where SGLang would pad the model on the CPU: the weight table knows the shards of GPUs."""
     if torch.cuda.is_available():
         return
@@ -80,7 +80,7 @@ def check_on_cpu(model: Dimensions, layout: EngineLayout) -> None:
         if width % (CPU_TILE * layout.tp):
             raise UserError(
                 f"rollout.layout={layout}: on the CPU SGLang pads the {width} {what} to a multiple of "
-                f"{CPU_TILE} * tp; take rollout.engine=embedded, or a model with a multiple of {CPU_TILE * layout.tp}"
+                f"{CPU_TILE} * tp; take rollout.engine=hf, or a model with a multiple of {CPU_TILE * layout.tp}"
             )
     if model.kv_heads % layout.tp:
         raise UserError(

@@ -10,15 +10,15 @@ from typing import Any
 
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.arguments import EngineSettings, engine_arguments, environment
-from verl_mg.rollout.sglang.loader import LOADER, stage_payload
-from verl_mg.rollout.sglang.process import HostProcess
-from verl_mg.rollout.sglang.requests import Limits, SGLangRequests, routed_shape
+from verl_mg.rollout.sglang.engine_process_handle import EngineProcess
+from verl_mg.rollout.sglang.pp_weight_loader import LOADER, stage_payload
+from verl_mg.rollout.sglang.request_tracker import EngineLimits, RequestTracker, routed_shape
 
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0
 
 
-class SGLangEngine(SGLangRequests):
+class SGLangEngine(RequestTracker):
     """One `sglang.Engine` in a process of its own, started by this rank.
 
     When the process ends by itself, any method raises `EngineDiedError`; then `restart`, bring the weights, `resume`.
@@ -27,7 +27,7 @@ class SGLangEngine(SGLangRequests):
 
     def __init__(self, model: Path, settings: EngineSettings, log: Path, request_timeout: float = 3600.0) -> None:
         arguments = engine_arguments(model, settings)
-        limits = Limits(
+        limits = EngineLimits(
             max_running=settings.max_running,
             max_positions=settings.max_positions,
             seeded=bool(arguments.get("enable_deterministic_inference")),
@@ -36,7 +36,7 @@ class SGLangEngine(SGLangRequests):
         super().__init__(limits, request_timeout)
         self.settings, self._log, self._arguments = settings, log, arguments
         self._answers: dict[int, tuple[bool, str]] = {}
-        self._process: HostProcess | None = None
+        self._process: EngineProcess | None = None
         self.restart()
 
     # -- life
@@ -44,7 +44,7 @@ class SGLangEngine(SGLangRequests):
     def restart(self) -> None:
         """A new process, without weights; what was unfinished waits for `resume`."""
         self.close()
-        self._process = HostProcess(self._arguments, environment(self.settings.layout), self._log)
+        self._process = EngineProcess(self._arguments, environment(self.settings.layout), self._log)
         self._process.wait_until_ready(START_SECONDS)
         self._version = -1
         self._asleep: set[str] = set()
@@ -155,7 +155,7 @@ class SGLangEngine(SGLangRequests):
             raise RuntimeError(f"SGLang: {text}")
 
     @property
-    def _host(self) -> HostProcess:
+    def _host(self) -> EngineProcess:
         if self._process is None:
             raise RuntimeError("the engine is closed")
         return self._process

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import HFConfig
 from verl_mg.rollout.sglang.http import HttpClient, RefusedError, UnreachableError
-from verl_mg.weights import HFConfig
 
 ASK_SECONDS = 60.0
 """How long a question may take."""
@@ -35,7 +35,7 @@ class ServerInfo:
 
 
 @dataclass(frozen=True)
-class Demand:
+class ServerRequirements:
     """What a job asks of a server: the same model, room for `max_tokens` of a prompt with its answer.
 
     routed: (layers, experts of a token), where it must tell which experts tokens went to. group_device: what the
@@ -49,7 +49,7 @@ class Demand:
     seeded: bool = False
 
 
-def meet(url: str, demand: Demand) -> ServerInfo:
+def probe_server(url: str, demand: ServerRequirements) -> ServerInfo:
     """What the server at `url` is. UserError naming the URL and the remedy where none answers, or not the right one."""
     client = HttpClient(url)
     try:
@@ -91,7 +91,7 @@ async def describe(client: HttpClient) -> ServerInfo:
         raise UserError(f"{client.url}: not a server of SGLang 0.5.23 or newer (no {error}); start one") from None
 
 
-def check(url: str, info: ServerInfo, demand: Demand) -> None:
+def check(url: str, info: ServerInfo, demand: ServerRequirements) -> None:
     """UserError naming the URL and the remedy where the server is not what is asked for."""
     model, same = demand.model, "start the server with --model-path of the same model"
     if info.architecture != model.architecture:
@@ -113,13 +113,13 @@ def check(url: str, info: ServerInfo, demand: Demand) -> None:
     if info.device != demand.group_device:
         raise UserError(
             f"{url}: computes on {info.device}, the job on {demand.group_device}, so no group can hold both: write "
-            "rollout.update=disk"
+            "rollout.weight_transfer=disk"
         )
     if max(info.dp, info.pp) > 1:
         # Their ranks would all have the numbers of the first stage's.
         raise UserError(
-            f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.update=group takes only tp; start it with "
-            "--tp-size alone, or write rollout.update=disk"
+            f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group takes only tp; start it with "
+            "--tp-size alone, or write rollout.weight_transfer=disk"
         )
 
 

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, Validati
 from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
 from verl_mg.errors import UserError
-from verl_mg.named import load_function
+from verl_mg.import_function import load_function
 
 LONGEST_RESULT = 20_000
 """Characters; more is cut, since it has to become tokens."""

@@ -1,0 +1,98 @@
+"""What the recipes that sample have in common.
+
+    cfg = steered(job, cfg)                       the KL coefficient of this iteration, where it is steered
+    batch = sample(job, cfg)                      responses, their reward, what policy and reference say of them
+    batch["advantages"] = ...                     the recipe's own
+    return learn(job, cfg, batch, policy_loss)    updates of the policy, and its weights to the engines
+
+`oversampling` prompts more are asked than kept: the slowest are cut, and go on in the next iteration with
+`rollout.partial_rollout=true`. With `one_step_off` engines on ranks of their own draw the next iteration's samples while
+this one trains, from weights that are one iteration old: `rollout/staleness` tells. With `reward_model` the reward is what
+the model of that section says. The reference judges only where the KL penalty has a weight, see `penalties`.
+`correction` weighs the tokens that rollout engine and trainer judge differently, see verl_mg/algorithms/correction.py.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from recipes.common.penalties import KLConfig, Loss, steer
+from verl_mg.algorithms.correction import Correction, correct
+from verl_mg.batch import Batch
+from verl_mg.job.job import Job
+from verl_mg.monitor.rollout_metrics import mismatch_metrics
+
+
+class Config(KLConfig):
+    prompts_per_iteration: PositiveInt = 64
+    group_size: PositiveInt = 8
+    oversampling: int = Field(0, ge=0)
+    one_step_off: bool = False
+    reward_model: bool = False
+    minibatches: PositiveInt = 1
+    epochs: PositiveInt = 1
+    correction: Literal["none", Correction] = "none"
+    correction_low: float = Field(0.5, ge=0, le=1)
+    correction_high: float = Field(2.0, ge=1, allow_inf_nan=False)
+
+
+def roles(cfg: Config) -> set[str]:
+    asked = {"reference"} if cfg.kl_coefficient else set()
+    return asked | {"actor", "rollout", "reward"} | ({"frozen_reward_model"} if cfg.reward_model else set())
+
+
+def sample(job: Job, cfg: Config) -> Batch:
+    return judge(job, cfg, draw(job, cfg))
+
+
+def draw(job: Job, cfg: Config) -> Batch:
+    if not job.rollout.drawing:
+        begin(job, cfg)
+    batch = job.rollout.finish()
+    if cfg.one_step_off and job.iteration < job.config.job.iterations:
+        begin(job, cfg)
+    batch["reward"] = job.frozen_reward_model.scores(batch) if cfg.reward_model else job.reward(batch)
+    return batch
+
+
+def begin(job: Job, cfg: Config) -> None:
+    prompts = job.prompts.take(cfg.prompts_per_iteration + cfg.oversampling - job.rollout.unfinished)
+    job.rollout.begin(prompts, samples=cfg.group_size, keep=cfg.prompts_per_iteration, ahead=cfg.one_step_off)
+
+
+def judge(job: Job, cfg: Config, batch: Batch) -> Batch:
+    batch["old_logprobs"] = job.actor.logprobs(batch)
+    if cfg.kl_coefficient:
+        batch["ref_logprobs"] = job.reference.logprobs(batch)
+    if cfg.correction != "none":
+        add_correction(batch, cfg)
+    return batch
+
+
+def together(batches: Sequence[Batch]) -> Batch:
+    """One batch of several rollouts, without the parts of the reward: one may have some that another lacks."""
+    bare = [Batch(batch.lengths) for batch in batches]
+    for batch, copy in zip(batches, bare, strict=True):
+        for name in batch.names():
+            if not name.startswith("reward."):
+                copy.put(name, batch[name], batch.kind(name))
+    return Batch.concat(bare)
+
+
+def add_correction(batch: Batch, cfg: Config) -> None:
+    old, rollout, bounds = batch["old_logprobs"], batch["rollout_logprobs"], (cfg.correction_low, cfg.correction_high)
+    weights, outside = correct(cfg.correction, old, rollout, batch["loss_mask"], batch.sequence_ids, *bounds)
+    for name, column in {"correction": weights, **outside}.items():
+        batch[name] = column
+
+
+def learn(
+    job: Job, cfg: Config, batch: Batch, loss: Callable[..., Loss], aggregation: str = "token-mean"
+) -> dict[str, float]:
+    length = job.config.rollout.max_new_tokens
+    steps: dict[str, Any] = {"minibatches": cfg.minibatches, "epochs": cfg.epochs, "max_length": length}
+    metrics = job.actor.update(batch, partial(loss, cfg=cfg), aggregation, **steps)
+    job.rollout.sync(job.actor)
+    return metrics | steer(job, cfg, batch) | mismatch_metrics([batch])

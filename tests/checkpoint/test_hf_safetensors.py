@@ -1,0 +1,91 @@
+"""Slices read from and boxes written to real safetensors files."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl_mg.checkpoint.hf_safetensors import INDEX, SINGLE, CheckpointReader, CheckpointWriter, load_shards
+from verl_mg.errors import UserError
+from verl_mg.sharding.boxes import Piece, Shard, full_box, slices
+
+SHAPES = {"a": (6, 4), "b": (5,), "c": (2, 3, 4), "d": (7, 2)}
+WHOLE = {name: Shard(shape, (Piece(name, full_box(shape), full_box(shape)),)) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("file_bytes", [100, 10**9])
+def test_boxes_written_apart_make_the_tensors(tmp_path, tensors, dtype, file_bytes):
+    writers = [CheckpointWriter(tmp_path, WHOLE, dtype, file_bytes) for _ in range(2)]
+    writers[0].create()
+    for name, tensor in tensors.items():
+        for number, cut in enumerate((slice(0, 3), slice(3, None))):  # two halves of the last dimension
+            bounds = cut.indices(tensor.shape[-1])[:2]
+            if bounds[0] < bounds[1]:
+                box = (*full_box(tensor.shape[:-1]), bounds)
+                writers[number].write(name, box, tensor[slices(box)])
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (file_bytes == 100) == (tmp_path / INDEX).exists()
+    read = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name], tensor.to(dtype))
+    with CheckpointReader(tmp_path) as reader:
+        box = ((1, 3), (2, 4))
+        assert torch.equal(reader.read("a", box), tensors["a"].to(dtype)[1:3, 2:4])
+
+
+def test_only_the_asked_slices_are_filled_in_and_padding_is_zero(tmp_path, tensors):
+    save_file(tensors, tmp_path / SINGLE)
+    shard = Shard((4, 2), (Piece("a", ((2, 5), (1, 3)), ((0, 3), (0, 2))),), padding=(((3, 4), (0, 2)),))
+    parameter = torch.full((4, 2), torch.nan)
+    with CheckpointReader(tmp_path) as reader:
+        load_shards(reader, {"p": shard}, {"p": parameter})
+    assert torch.equal(parameter, torch.cat([tensors["a"][2:5, 1:3], torch.zeros(1, 2)]))
+
+
+def test_what_is_missing_or_different_is_named(tmp_path, tensors):
+    with pytest.raises(UserError, match=r"no model\.safetensors and no"):
+        CheckpointReader(tmp_path)
+    save_file(tensors, tmp_path / SINGLE)
+    with CheckpointReader(tmp_path) as reader:
+        reader.check(WHOLE)
+        with pytest.raises(UserError, match=r"has no tensor 'x', .* the box \(\(0, 6\), \(0, 4\)\)"):
+            reader.check(WHOLE | {"x": WHOLE["a"]})
+        with pytest.raises(UserError, match=r"'a' has shape \(6, 4\), config.json says \(6, 5\)"):
+            reader.check(WHOLE | {"a": Shard((6, 5), ())})
+    (tmp_path / SINGLE).write_bytes(b"\x10" * 20)
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        CheckpointReader(tmp_path)
+
+
+def test_a_damaged_part_of_a_checkpoint_is_named_with_the_tensor_in_it(tmp_path, tensors):
+    writer = CheckpointWriter(tmp_path, WHOLE, torch.float32, file_bytes=100)
+    writer.create()
+    parts = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    part = tmp_path / parts["c"]
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-4])
+    damaged = rf"{parts['c']}: not a readable .* the box .* of 'c'"
+    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match=damaged):
+        reader.check(WHOLE)
+    part.unlink()
+    missing = rf"{parts['c']}: missing.* the box .* of 'c'"
+    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match=missing):
+        reader.check(WHOLE)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**parts, "c": parts["a"]}}))
+    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match="no tensor 'c' with the box .* although"):
+        reader.check(WHOLE)
+
+
+def test_weights_of_a_type_that_is_not_floating_point_are_refused(tmp_path, tensors):
+    save_file(tensors | {"a": tensors["a"].to(torch.float8_e4m3fn)}, tmp_path / SINGLE)
+    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match="'a' is F8_E4M3"):
+        reader.check(WHOLE)

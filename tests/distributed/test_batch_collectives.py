@@ -1,0 +1,59 @@
+"""What all ranks know together does not depend on how the rows lie."""
+
+import torch
+import torch.distributed as dist
+
+from verl_mg.batch import Batch
+from verl_mg.distributed.batch_collectives import (
+    all_gather_column,
+    all_reduce_sum,
+    global_kth_largest,
+    reassign_sample_ids,
+)
+
+COUNT = 7
+
+
+def mine() -> Batch:
+    """Rows dealt in a strange order; with three ranks the last has none."""
+    batch = Batch([2, 3, 1, 2, 4, 2, 3])
+    batch["sample_id"] = torch.tensor([50, 10, 40, 20, 60, 0, 30])
+    batch["reward"] = batch["sample_id"].float() / 7
+    batch["good"] = batch["sample_id"] > 25
+    holders = max(dist.get_world_size() - 1, 1)
+    return batch.select(range(dist.get_rank(), COUNT, holders) if dist.get_rank() < holders else [])
+
+
+def told() -> dict[str, object]:
+    batch = mine()
+    values = batch["reward"].double() ** 2
+    twice = reassign_sample_ids(batch.select(torch.arange(len(batch)).repeat_interleave(2)))
+    return {
+        "total": all_reduce_sum(torch.stack([values.sum(), torch.tensor(len(batch), dtype=torch.float64)])),
+        "reward": all_gather_column(batch, "reward"),
+        "good": all_gather_column(batch, "good"),
+        "ids": all_gather_column(batch, "sample_id"),
+        "largest": [global_kth_largest(values, k) for k in (1, 3, COUNT, COUNT + 5)],
+        "none": global_kth_largest(values[:0], 2),
+        "renumbered": all_gather_column(twice, "sample_id"),
+        "of": all_gather_column(twice, "reward"),
+    }
+
+
+def test_every_rank_is_told_the_same_whoever_holds_the_rows(ranks):
+    (alone,) = ranks.run(1, told)
+    ids = torch.arange(COUNT) * 10
+    assert alone["ids"].tolist() == ids.tolist() and alone["good"].tolist() == (ids > 25).tolist()
+    assert alone["reward"].dtype == torch.float32 and torch.equal(alone["reward"], ids.float() / 7)
+    squares = sorted((alone["reward"].double() ** 2).tolist(), reverse=True)
+    assert alone["largest"] == [squares[0], squares[2], squares[-1], squares[-1]]
+    assert alone["none"] == float("inf") and alone["total"][1] == COUNT
+    assert alone["renumbered"].tolist() == list(range(2 * COUNT))
+    for count in (2, 3):
+        for result in ranks.run(count, told):
+            assert torch.allclose(result["total"], alone["total"], rtol=1e-15)
+            for name in ("reward", "good", "ids"):
+                assert torch.equal(result[name], alone[name]), name
+            assert result["largest"] == alone["largest"] and result["none"] == alone["none"]
+            assert result["renumbered"].tolist() == list(range(2 * COUNT))
+            assert sorted(result["of"].tolist()) == sorted(alone["of"].tolist())

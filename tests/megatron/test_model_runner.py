@@ -1,0 +1,179 @@
+"""The Megatron model against `transformers` on the same weights."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+
+from tests.tiny_models import LATENT, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.microbatch import make_micro_batch
+from verl_mg.megatron.model_runner import ModelRunner, check_layout
+from verl_mg.megatron.process_groups import Cut, ParallelGroups
+from verl_mg.models.hf_config import read_config
+
+LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp3", 3), ("cp2", 2), ("tp2-pp2", 4)]
+
+
+@pytest.fixture(scope="module", params=[*TRAINED, *MIXTURES, *LATENT])
+def model(request, tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+def runner(model, layout, **options):
+    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
+    return ModelRunner(model, ParallelGroups(placement), torch.float32, **options)
+
+
+def all_logits(model, layout):
+    """The logits of packed rows, every vocabulary shard gathered by hand; from the last stage's first rank."""
+    net = runner(model, layout)
+    rows = random_rows(5, net.table.config.vocab)
+    rows["loss_mask"] = torch.zeros_like(rows["loss_mask"])
+    found = []
+
+    def judge(micro, hidden):
+        found.append(hidden)
+        return hidden.sum(), {}
+
+    (chunk,) = net.chunks
+    # With no vocabulary projection the last stage hands over its hidden states.
+    chunk.forward = lambda m, _: GPTModel.forward(chunk, m.input_ids, None, None, packed_seq_params=m.packed)
+    with torch.no_grad():
+        net.run([rows], 1.0, judge, forward_only=True)
+    if not chunk.post_process:
+        return None
+    with net.groups.active(), torch.no_grad():
+        runs = gathered(chunk.gather_sequence(found[0]), net.groups.collection.cp)
+        logits = gathered(runs[: rows.total_tokens] @ chunk.output_weight().T, net.groups.collection.tp, dim=1)
+    if softcap := chunk.logit_softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits[:, : net.table.config.vocab] if net.is_output_rank else None
+
+
+def gathered(own, group, dim=0):
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
+
+
+@pytest.mark.parametrize("layout,count", LAYOUTS)
+def test_logits_equal_transformers(ranks, model, layout, count):
+    assert_logits(ranks, model, layout, count)
+
+
+def assert_logits(ranks, model, layout, count):
+    (logits,) = [part for part in ranks.run(count, all_logits, model, layout) if part is not None]
+    rows = random_rows(5, read_config(model).vocab)
+    with torch.no_grad():
+        expected = torch.cat([oracle(model)(rows.row("tokens", i)[None]).logits[0] for i in range(len(rows))])
+    assert expected.std() > 0.3
+    assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+        ("gemma2", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"], "query_pre_attn_scalar": 3}),
+        ("deepseek_v2", {"topk_method": "greedy", "rms_norm_eps": 0.1}),
+        ("deepseek_v3", {"rope_interleave": False, "rms_norm_eps": 0.1}),
+        ("deepseek_v3", {"norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    ],
+)
+def test_every_switch_of_a_family_is_heard(ranks, tmp_path, name, fields):
+    config = tiny_model(tmp_path / name, name) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    assert_logits(ranks, tmp_path / name, "tp2", 2)
+
+
+def logprobs_and_entropy(model, layout, recompute):
+    net = runner(model, layout, recompute=recompute)
+    rows = random_rows(6, net.table.config.vocab)
+    with torch.no_grad():
+        reports = net.run(
+            rows.split([4, 2]),
+            0.7,
+            lambda micro, out: (out.sum(), {"entries": micro.entries, "out": out}),
+            forward_only=True,
+        )
+    return [(r["entries"], r["out"]) for r in reports] if net.is_output_rank else None
+
+
+@pytest.mark.parametrize("layout,count,recompute", [("tp1", 1, False), ("tp2-pp2", 4, True)])
+def test_logprobs_and_entropy_are_those_at_the_sampling_temperature(ranks, model, layout, count, recompute):
+    answers = ranks.run(count, logprobs_and_entropy, model, layout, recompute)
+    (answer,) = [a for a in answers if a is not None]
+    rows = random_rows(6, read_config(model).vocab)
+    with torch.no_grad():
+        logprobs, entropy = oracle_outputs(oracle(model), rows, 0.7)
+    mask = rows["loss_mask"].split([int(rows.lengths[:4].sum()), int(rows.lengths[4:].sum())])
+    starts = [0, int(rows.lengths[:4].sum())]
+    for (entries, out), start, part in zip(answer, starts, mask, strict=True):
+        assert entries.tolist() == part.nonzero().flatten().tolist()
+        assert torch.allclose(out[0], logprobs[start + entries], atol=2e-5)
+        assert torch.allclose(out[1], entropy[start + entries], atol=2e-5)
+
+
+def read_counts(model, layout):
+    """How many elements of the files each rank reads, against what it holds."""
+    from verl_mg.checkpoint.hf_safetensors import CheckpointReader
+
+    read = 0
+    original = CheckpointReader.read
+
+    def counting(self, tensor, box):
+        nonlocal read
+        values = original(self, tensor, box)
+        read += values.numel()
+        return values
+
+    CheckpointReader.read = counting
+    try:
+        net = runner(model, layout)
+    finally:
+        CheckpointReader.read = original
+    shards = net.shard_map().shards(dist.get_rank())
+    padding = sum((stop - start) * s.shape[1] for s in shards.values() for ((start, stop), _) in s.padding)
+    return read, sum(p.numel() for p in net.parameters().values()) - padding
+
+
+def test_each_rank_reads_only_its_slices(ranks, model):
+    whole = ranks.run(1, read_counts, model, "tp1")[0][0]
+    for read, held in ranks.run(4, read_counts, model, "tp2-pp2"):
+        assert read == held < 0.6 * whole
+
+
+def empty_micro_batch(model):
+    net = runner(model, "tp2")
+    rows = random_rows(3, net.table.config.vocab).select([])
+    reports = net.run([rows], 1.0, lambda micro, out: (out.sum(), {"n": out.shape[1]}), forward_only=True)
+    odd = random_rows(1, 9, longest=3)
+    micro = make_micro_batch(odd, torch.ones(4), 1.0, torch.float32, Cut(tp=2, context=1))
+    return reports, micro.input_ids.shape[1]
+
+
+def test_an_empty_micro_batch_runs_and_alignment_adds_less_than_tp_tokens(ranks, model):
+    for reports, length in ranks.run(2, empty_micro_batch, model):
+        assert reports == [{"n": 0}]
+        assert length == 4  # 3 tokens and 1 that makes the sequence divisible by tp
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("tp3", "tp3 does not divide the 4 attention heads; tp 1, 2, 4 would"),
+        ("tp4", "tp4 does not divide the 2 key-value heads"),
+        ("pp5", "5 pipeline chunks are more than the model's 4 layers"),
+        ("ep2", "ep2 spreads experts, and the model has none"),
+        ("cp8", "cp8 does not divide the 4 attention heads; cp 1, 2, 4 would"),
+        ("tp2-cp4", r"tp2-cp4 does not divide the 4 attention heads; tp\*cp 1, 2, 4 would"),
+    ],
+)
+def test_a_layout_the_model_cannot_stand_on_is_refused(tmp_path, layout, message):
+    config = read_config(tiny_model(tmp_path / "m", "qwen3"))
+    with pytest.raises(UserError, match=message):
+        check_layout(config, Layout.parse(layout))

@@ -1,0 +1,109 @@
+"""The parameters of real megatron-core models, of every family and layout, are those of the weight table."""
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.tiny_models import VARIANTS, tiny_model
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.model import build_chunks, parameters_by_name
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
+from verl_mg.sharding.weight_table import weight_table
+
+# (layout, ranks); the models have 4 layers, so that 3 stages are uneven runs of them.
+LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp3", 3), ("pp2-vpp2", 2), ("tp2-pp2", 4)]
+WITH_EXPERTS = [("ep2", 2), ("tp2-ep2-etp1", 2), ("tp2-ep2", 4), ("pp3-ep2", 6), ("tp2-pp2-ep2-etp1", 8)]
+LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"
+FAMILIES = [*VARIANTS, LOW_RANK_QUERIES]
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    configs = {name: read_config(tiny_model(folder / name, name)) for name in VARIANTS}
+    plain = configs["deepseek_v2"]
+    return configs | {LOW_RANK_QUERIES: replace(plain, latent=replace(plain.latent, q_rank=12))}
+
+
+def build(configs, text):
+    """{family: its chunks on this rank}, all on the same groups."""
+    groups = ParallelGroups(Placement.on(Layout.parse(text), dist.get_world_size()))
+    with groups.active():
+        return {family: build_chunks(weight_table(c), groups, torch.bfloat16) for family, c in configs.items()}
+
+
+def compare(configs, text):
+    """What table and model say differently on this rank: {(family, name): (shape by the table, in the model)}."""
+    layout, differences = Layout.parse(text).fit(dist.get_world_size()), {}
+    for family, chunks in build(configs, text).items():
+        shards = weight_table(configs[family]).megatron(layout, dist.get_rank())
+        expected = {name: shard.shape for name, shard in shards.items()}
+        built = {name: tuple(tensor.shape) for name, tensor in parameters_by_name(chunks).items()}
+        for name in expected.keys() | built.keys():
+            if expected.get(name) != built.get(name):
+                differences[family, name] = (expected.get(name), built.get(name))
+    return differences
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS + WITH_EXPERTS)
+def test_names_and_shapes_are_those_of_the_table(ranks, configs, layout, count):
+    fitting = {family: c for family, c in configs.items() if c.experts or (layout, count) in LAYOUTS}
+    assert ranks.run(count, compare, fitting, layout) == [{}] * count
+
+
+def layer_numbers(config, text):
+    """The layers by the number megatron-core gives them, chunk by chunk, and which of them have experts."""
+    chunks = [list(chunk.decoder.layers) for chunk in build({"": config}, text)[""]]
+    numbers = [[layer.layer_number - 1 for layer in chunk] for chunk in chunks]
+    return numbers, [layer.layer_number - 1 for layer in chain(*chunks) if hasattr(layer.mlp, "experts")]
+
+
+@pytest.mark.parametrize(("text", "count"), [("pp3", 3), ("pp2", 2), ("pp2-vpp2", 2)])
+def test_megatron_numbers_uneven_runs_of_layers_as_the_layout_does(ranks, configs, text, count):
+    layout = Layout.parse(text)
+    for rank, (numbers, with_experts) in enumerate(ranks.run(count, layer_numbers, configs["deepseek_v3"], text)):
+        assert numbers == [list(layout.layers(4, rank, chunk)) for chunk in range(layout.vpp)]
+        assert with_experts == [layer for layer in chain(*numbers) if layer >= 1]
+
+
+def attributes(config, layout):
+    """{name: (cut over ranks, along which dimension, in how many slabs, reduced over all data-parallel ranks)}"""
+    chunks = build({"": config}, layout)[""]
+    return {
+        name: (
+            getattr(tensor, "tensor_model_parallel", False),
+            getattr(tensor, "partition_dim", -1),
+            getattr(tensor, "partition_stride", 1),
+            getattr(tensor, "allreduce", True),
+        )
+        for name, tensor in parameters_by_name(chunks).items()
+    }
+
+
+def test_megatron_knows_which_parameters_are_shards_and_which_are_experts(ranks, configs):
+    for found in ranks.run(4, attributes, configs["deepseek_v3"], "tp2-ep2"):
+        first, last = "decoder.layers.0.", "decoder.layers.3."
+        assert found["embedding.word_embeddings.weight"] == (True, 0, 1, True)
+        assert found[first + "self_attention.linear_proj.weight"] == (True, 1, 1, True)
+        assert found[first + "mlp.linear_fc1.weight"] == (True, 0, 2, True)
+        assert found[last + "mlp.shared_experts.linear_fc2.weight"] == (True, 1, 1, True)
+        assert found[last + "mlp.experts.local_experts.1.linear_fc1.weight"] == (True, 0, 2, False)
+        assert found[last + "mlp.experts.local_experts.1.linear_fc2.weight"] == (True, 1, 1, False)
+        assert found[last + "mlp.router.weight"][::3] == (False, True)
+        assert found[first + "self_attention.kv_layernorm.weight"][::3] == (False, True)
+
+
+def dtypes(config):
+    return {name: tensor.dtype for name, tensor in parameters_by_name(build({"": config}, "tp1")[""]).items()}
+
+
+def test_only_the_bias_of_the_router_stays_in_float32(ranks, configs):
+    (found,) = ranks.run(1, dtypes, configs["deepseek_v3"])
+    assert {name for name, dtype in found.items() if dtype is torch.float32} == {
+        f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2, 3)
+    }
+    assert set(found.values()) == {torch.float32, torch.bfloat16}

@@ -1,0 +1,30 @@
+"""What megatron-core's configuration depends on beside the model and the layout."""
+
+import sys
+
+import torch
+
+from tests.tiny_models import tiny_model
+from verl_mg.layout import Layout
+from verl_mg.megatron.transformer_config import adds_gradients_in_kernel, transformer_config
+from verl_mg.models.hf_config import read_config
+
+KERNEL = "fused_weight_gradient_mlp_cuda"
+
+
+def test_gradients_are_added_in_the_kernel_only_where_it_and_a_gpu_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, KERNEL, None)  # cannot be imported
+    assert not adds_gradients_in_kernel()
+    monkeypatch.delitem(sys.modules, KERNEL)
+    (tmp_path / f"{KERNEL}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert adds_gradients_in_kernel()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not adds_gradients_in_kernel()
+    monkeypatch.delitem(sys.modules, KERNEL)
+
+
+def test_it_is_left_to_autograd_on_the_cpu(tmp_path):
+    config = read_config(tiny_model(tmp_path / "m", "qwen3"))
+    assert not transformer_config(config, Layout(), torch.float32, recompute=False).gradient_accumulation_fusion

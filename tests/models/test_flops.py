@@ -1,0 +1,51 @@
+"""Predicted FLOPs against those that torch counts, and against numbers counted by hand."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl_mg.models.flops import row_flops
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.sharding.weight_table import weight_table
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {}),
+        ("qwen3", {"head_dim": 24}),
+        ("qwen2", {"tie_embeddings": True}),
+        ("deepseek_v3", {"dense_layers": 2}),
+    ],
+)
+def test_torch_counts_the_same(tmp_path, architecture, options):
+    """Without a causal mask, so twice the pairs; DeepSeek's layers are dense here, since loops over experts vary."""
+    config = read_config(make_tiny_model(tmp_path, architecture, **options))
+    predicted, length = row_flops(weight_table(config)), 48
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path), dtype=torch.float32, attn_implementation="eager"
+    )
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.int64))
+    expected = predicted(length) + predicted.per_pair * length**2
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_meets(tmp_path):
+    make_tiny_model(tmp_path, "qwen3_moe", experts=8)
+    weights = weight_table(read_config(tmp_path))
+    c = weights.config
+    assert c.experts is not None
+    attention = 2 * c.hidden * c.head_dim * (c.heads + c.kv_heads)
+    a_layer = attention + c.experts.top_k * 3 * c.hidden * c.experts.ffn + c.experts.count * c.hidden
+    by_hand = 2 * (c.layers * a_layer + c.vocab * c.hidden)
+    assert row_flops(weights).per_token == pytest.approx(by_hand, rel=0.01)  # norms are counted as matrices
+    assert row_flops(weights).per_pair == 2 * c.layers * c.heads * c.head_dim
+
+
+def test_a_value_head_has_no_vocabulary(tmp_path):
+    config = read_config(make_tiny_model(tmp_path, "llama"))
+    language, value = (row_flops(weight_table(config, head)) for head in ("language", "value"))
+    assert language.per_token - value.per_token == 2 * (config.vocab - 1) * config.hidden

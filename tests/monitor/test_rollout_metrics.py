@@ -1,0 +1,100 @@
+"""The metrics of rollouts against loops over rows, with the rows spread over real ranks."""
+
+import math
+from statistics import correlation, fmean
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from verl_mg.batch import Batch
+from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
+
+ROWS, VERSION = 11, 6
+
+
+def rows() -> Batch:
+    """Rows of 2 to 9 tokens with prompts of 1 or 2; the last row's answer is empty."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(2, 10, (ROWS,), generator=generator)
+    total = int(lengths.sum())
+    batch = Batch(lengths, {"tokens": torch.randint(1, 9, (total,), generator=generator)})
+    prompts = torch.randint(1, 3, (ROWS,), generator=generator)
+    prompts[-1] = lengths[-1]
+    batch["loss_mask"] = batch.positions >= batch.expand_to_tokens(prompts)
+    rollout = torch.where(batch["loss_mask"], torch.rand(total, generator=generator).log(), 0)
+    noise = torch.where(batch["loss_mask"], torch.randn(total, generator=generator) * 0.3, 0)
+    batch["rollout_logprobs"], batch["old_logprobs"] = rollout, rollout + noise
+    batch["reward"] = torch.randn(ROWS, generator=generator)
+    versions = torch.randint(2, VERSION + 1, (total,), generator=generator)
+    batch["versions"] = torch.where(batch["loss_mask"], versions, -1)
+    batch["truncated"] = torch.rand(ROWS, generator=generator) < 0.5
+    return batch
+
+
+def by_hand() -> dict[str, float]:
+    batch = rows()
+    old, rollout, lengths, ages = [], [], [], []
+    for row in range(ROWS):
+        own = [i for i, judged in enumerate(batch.row("loss_mask", row).tolist()) if judged]
+        old += [batch.row("old_logprobs", row).tolist()[i] for i in own]
+        rollout += [batch.row("rollout_logprobs", row).tolist()[i] for i in own]
+        lengths.append(len(own))
+        ages += [VERSION - batch.row("versions", row).tolist()[i] for i in own]
+    differences = [a - b for a, b in zip(old, rollout, strict=True)]
+    ratios = [math.exp(d) for d in differences]
+    rewards = batch["reward"].tolist()
+    return {
+        "response/length": fmean(lengths),
+        "response/truncated": fmean(batch["truncated"].tolist()),
+        "response/samples": ROWS,
+        "rollout/staleness": fmean(ages),
+        "reward/mean": fmean(rewards),
+        "reward/std": math.sqrt(fmean((r - fmean(rewards)) ** 2 for r in rewards)),
+        "mismatch/mean_abs": fmean(abs(d) for d in differences),
+        "mismatch/max_abs": max(abs(d) for d in differences),
+        "mismatch/mean_ratio": fmean(ratios),
+        "mismatch/max_ratio": max(ratios),
+        "mismatch/k1": fmean(-d for d in differences),
+        "mismatch/k3": fmean(r - 1 - d for r, d in zip(ratios, differences, strict=True)),
+        "mismatch/rollout_perplexity": math.exp(-fmean(rollout)),
+        "mismatch/trainer_perplexity": math.exp(-fmean(old)),
+        "mismatch/effective_samples": fmean(ratios) ** 2 / fmean(r * r for r in ratios),
+        "mismatch/correlation": correlation([math.exp(x) for x in old], [math.exp(x) for x in rollout]),
+    }
+
+
+def metrics(shares: list[list[list[int]]]) -> dict[str, float]:
+    """shares[rank]: the rows of each of its batches."""
+    batches = [rows().select(part) for part in shares[dist.get_rank()]]
+    return rollout_metrics(batches, VERSION) | mismatch_metrics(batches)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [[[*range(ROWS)]]],
+        [[[10, 3], [0, 1, 2]], [[4, 5, 6, 7], [], [9, 8]]],
+        [[[0, 2, 4, 6], [8, 10]], [[]], [[9, 7, 5], [3, 1]]],
+        [[[10]], [], [[*range(10)]]],
+    ],
+)
+def test_any_spread_over_ranks_gives_the_metrics_of_all_rows(ranks, shares):
+    expected = by_hand()
+    for found in ranks.run(len(shares), metrics, shares):
+        assert found.keys() == expected.keys()
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def without(shares: list[list[list[int]]], names: list[str]) -> dict[str, float]:
+    batches = [rows().select(part) for part in shares[dist.get_rank()]]
+    bare = [Batch(b.lengths, {n: b[n] for n in b.names() if n not in names}) for b in batches]
+    return rollout_metrics(bare, VERSION) | mismatch_metrics(bare)
+
+
+def test_nothing_generated_nothing_judged_nothing_recomputed(ranks):
+    assert ranks.run(2, metrics, [[], [[]]]) == [{}, {}]
+    (empty,) = ranks.run(1, metrics, [[[ROWS - 1]]])
+    assert empty["response/length"] == 0 and not [name for name in empty if name.startswith("mismatch")]
+    for found in ranks.run(2, without, [[[0, 1]], [[2]]], ["old_logprobs", "reward"]):
+        assert found.keys() == {"response/length", "response/truncated", "response/samples", "rollout/staleness"}

@@ -1,0 +1,206 @@
+"""What a run writes down of its samples: all that its recipe was handed, and what the recipe made of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from pyarrow import parquet
+from transformers import AutoTokenizer
+
+from tests.run.recorded_runs import job, lines_of, make_inputs, samples_of
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.data import PromptSet
+from verl_mg.monitor.sample_columns import other_columns
+from verl_mg.monitor.sample_reader import SampleReader
+from verl_mg.monitor.sample_schema import FileMetadata, fingerprint
+from verl_mg.monitor.sample_writer import ROWS_AT_A_TIME, SampleWriter
+from verl_mg.roles.reward import RewardRole
+from verl_mg.roles.rollout_record import RolloutRecord
+
+SCHEMA = {
+    **dict.fromkeys(("iteration", "sample_id", "group", "prompt_id", "version"), "int64"),
+    **dict.fromkeys(("call", "prompt_length"), "int32"),
+    **dict.fromkeys(("prompt", "response", "answer", "source", "finish"), "string"),
+    "reward": "float",
+    "parts": "map<string, float ('parts')>",
+    "truncated": "bool",
+    "tokens": "list<element: int32>",
+    "pieces": "list<element: string>",
+    "loss_mask": "list<element: bool>",
+    "versions": "list<element: int64>",
+    "turns": "list<element: struct<by: string, start: int32, end: int32>>",
+    **dict.fromkeys(("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"), "list<element: float>"),
+    "answer_key": "int64",
+}
+KL = ["algorithm.kl_coefficient=0.01"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def test_a_row_has_texts_tokens_turns_and_what_was_said_of_them(ranks, inputs, tmp_path):
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", KL)
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    file = tmp_path / "run" / "samples" / "000002" / "rank-1.parquet"
+    assert {field.name: str(field.type) for field in parquet.read_schema(file)} == SCHEMA
+    rows = samples_of(tmp_path / "run", 2)
+    assert [row["sample_id"] for row in rows] == list(range(10, 20))
+    assert {row["iteration"] for row in rows} == {2} and {row["call"] for row in rows} == {0}
+    for row in rows:
+        prompt, response = row["tokens"][: row["prompt_length"]], row["tokens"][row["prompt_length"] :]
+        assert tokenizer.decode(prompt) == row["prompt"] == "".join(row["pieces"][: len(prompt)])
+        assert tokenizer.decode(response, skip_special_tokens=True) == row["response"]
+        a, b = row["prompt"].rstrip("=").split("+")
+        assert row["answer"] == str(int(a) + int(b)) and row["source"] == ""
+        assert row["truncated"] == (row["finish"] == "length")
+        digits = sum(c.isdigit() for c in row["response"])
+        assert row["reward"] == digits and dict(row["parts"]) == ({"odd": 0.5} if digits % 2 else {})
+        assert row["loss_mask"] == [False] * len(prompt) + [True] * len(response)
+        assert row["turns"] == [{"by": "policy", "start": len(prompt), "end": len(row["tokens"])}]
+        assert row["versions"] == [-1] * len(prompt) + [1] * len(response) and row["version"] == 1
+        assert row["old_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)
+        assert row["old_logprobs"] != row["ref_logprobs"]
+    mean = sum(row["reward"] for row in rows) / len(rows)
+    assert mean == pytest.approx(lines_of(tmp_path / "run")[2]["reward/mean"])
+
+
+def test_all_batches_that_a_recipe_was_handed_and_none_of_an_evaluation(ranks, inputs, tmp_path):
+    evaluation = [f"data.test={inputs / 'sums.jsonl'}", "evaluation.every=1", "evaluation.prompts=3"]
+    ranks.run(2, job, "remax", inputs, tmp_path / "run", evaluation)
+    for iteration in (1, 2, 3):
+        rows = samples_of(tmp_path / "run", iteration)
+        drawn, greedy = ([row for row in rows if row["call"] == call] for call in (0, 1))
+        assert len(drawn) == 10 and len(greedy) == 5 and len(rows) == 15
+        assert {row["prompt_id"] for row in drawn} == {row["prompt_id"] for row in greedy}
+        assert all(row["advantages"] for row in drawn) and all(row["advantages"] is None for row in greedy)
+
+
+def test_columns_come_back_from_the_rows_that_dapo_chose(ranks, inputs, tmp_path):
+    ranks.run(3, job, "dapo", inputs, tmp_path / "run", ["algorithm.rounds=3", "algorithm.overlong_buffer=2"])
+    rows = samples_of(tmp_path / "run", 1)
+    assert {row["call"] for row in rows} > {0}
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row["group"], []).append(row["reward"])
+    informative = sorted(group for group, values in scores.items() if len(set(values)) > 1)
+    chosen = {row["group"] for row in rows if row["advantages"] is not None}
+    assert chosen == set(informative[:5]) and 0 < len(chosen) < len(scores)
+    for row in rows:
+        if row["group"] in chosen:
+            assert row["old_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)
+            assert len(row["advantages"]) == len(row["tokens"])
+
+
+def test_as_many_as_asked_for_and_what_more_ranks_left_is_gone(ranks, inputs, tmp_path):
+    stale = tmp_path / "some" / "samples" / "000001" / "rank-7.parquet"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"")
+    ranks.run(2, job, "remax", inputs, tmp_path / "some", ["job.samples=7"])
+    # The first rank has four rows and two greedy ones, the second six and three.
+    assert [row["call"] for row in samples_of(tmp_path / "some", 1)] == [0] * 4 + [1] * 2 + [0] * 6 + [1]
+    assert not stale.exists()
+    ranks.run(2, job, "grpo", inputs, tmp_path / "none", ["job.samples=0"])
+    assert not (tmp_path / "none" / "samples").exists()
+
+
+def warned(inputs: Path, output: Path) -> list[str]:
+    """What is told of samples, the folder of which is a file."""
+    with pytest.MonkeyPatch.context() as patch:
+        told: list[str] = []
+        patch.setattr("verl_mg.monitor.sample_writer.log.warning", lambda text, *values: told.append(text % values))
+        job("grpo", inputs, output, [])
+    return told
+
+
+def test_a_disk_that_fails_is_told_once_and_stops_nothing(ranks, inputs, tmp_path):
+    (tmp_path / "samples").write_text("")
+    for told in ranks.run(2, warned, inputs, tmp_path):
+        assert len(told) == 1 and "rank-" in told[0] and "the run goes on" in told[0]
+    assert list(lines_of(tmp_path)) == [1, 2, 3] and not list(tmp_path.rglob("*.partial"))
+
+
+def with_tools(inputs: Path, folder: Path) -> None:
+    """Rows of several tables: two tokens of prompt, two of the policy, one of a tool, and again two of the policy."""
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    prompts = PromptSet.from_file(inputs / "sums.jsonl", tokenizer, max_prompt_tokens=9, source="sums")
+    count, mask = 2 * ROWS_AT_A_TIME + 3, [False, False, True, True, False, True, True]
+    batch = Batch.from_rows([[3, 4, 5, 6, 7, 8, 9 + i % 3] for i in range(count)])
+    batch["loss_mask"] = torch.tensor(mask * count)
+    for name in ("group", "sample_id", "prompt_id", "version"):
+        batch[name] = torch.arange(count) % (40 if name == "prompt_id" else count)
+    batch["prompt_length"], batch["truncated"] = torch.full((count,), 2), torch.arange(count) % 2 == 0
+    batch["versions"] = torch.where(batch["loss_mask"], 4, -1)
+    batch["rollout_logprobs"] = torch.randn(batch.total_tokens)
+    batch["routed_experts"] = torch.randint(-1, 60, (batch.total_tokens, 3, 2), dtype=torch.int16)
+    batch["reward"] = torch.randn(count)
+    batch["reward.form"] = torch.where(torch.arange(count) % 3 == 0, torch.nan, torch.randn(count))
+    batch["answer"] = torch.randint(0, 2**62, (count,))
+    batch.put("scores", torch.randn(count, 2), ColumnKind.SEQUENCE)
+    scorer = RewardRole(None, prompts, tokenizer)  # which is not asked for a reward
+    writer = SampleWriter(folder / "samples", 0, FileMetadata("own", "m", 1), scorer, prompts, tokenizer)
+    writer.write(1, [RolloutRecord.of(batch), RolloutRecord.of(batch.select([]))], [])
+    back, empty = SampleReader(folder).batches(1)
+    assert back.names() == batch.names() == empty.names() and len(empty) == 0
+    for name in batch.names():
+        assert back.kind(name) == batch.kind(name) and back[name].dtype == batch[name].dtype
+        assert torch.equal(back[name].nan_to_num(), batch[name].nan_to_num()), name
+
+
+def test_rows_come_back_to_the_bit_and_tools_have_their_turns(ranks, inputs, tmp_path):
+    ranks.run(1, with_tools, inputs, tmp_path)
+    rows = samples_of(tmp_path, 1)
+    assert len(rows) == 2 * ROWS_AT_A_TIME + 3
+    for row in rows:
+        assert [(turn["by"], turn["start"], turn["end"]) for turn in row["turns"]] == [
+            ("policy", 2, 4),
+            ("tool", 4, 5),
+            ("policy", 5, 7),
+        ]
+        assert row["source"] == "sums" and len(row["routed_experts"]) == 7 * 3 * 2
+        assert [name for name, _ in row["parts"]] == ([] if row["sample_id"] % 3 == 0 else ["form"])
+
+
+def test_what_a_recipe_changes_is_there_as_it_was_too():
+    batch = Batch.from_rows([[1, 2, 3], [4, 5]])
+    batch["reward"], batch["loss_mask"] = torch.tensor([1.0, 2.0]), torch.tensor([False, True, True, False, True])
+    batch["sample_id"] = torch.tensor([0, 1])
+    handed = RolloutRecord.of(batch)
+    batch["reward"] += 1
+    batch["loss_mask"] = batch["loss_mask"] & False
+    batch["sample_id"] = batch["sample_id"].clone()
+    changed = other_columns(handed, [batch])
+    assert changed.keys() == {"given.reward", "given.loss_mask"}
+    assert changed["given.reward"].values.tolist() == [1, 2]
+
+
+def test_rows_with_new_numbers_are_known_by_their_tokens():
+    batch = Batch.from_rows([[1, 2, 3], [4, 5], [6]])
+    batch["sample_id"], batch["prompt_id"] = torch.tensor([7, 8, 9]), torch.tensor([0, 1, 2])
+    handed = RolloutRecord.of(batch)
+    one = batch.select([2, 0])
+    one["advantages"], one["weight"] = torch.tensor([6.0, 1, 2, 3]), torch.tensor([60, 10])
+    two = batch.select([1])
+    two["sample_id"] = torch.tensor([9])
+    two["advantages"] = torch.tensor([4.0, 5])
+    columns = other_columns(handed, [one, two])
+    assert columns["advantages"].values.tolist() == [1, 2, 3, 0, 0, 6]
+    assert columns["weight"].values.tolist() == [10, 0, 60]
+    assert all(columns[name].present.tolist() == [True, False, True] for name in ("advantages", "weight"))
+
+
+def test_a_fingerprint_is_of_the_model_and_not_of_its_place(inputs, tmp_path):
+    copied, changed = tmp_path / "copied", tmp_path / "changed"
+    for folder in (copied, changed):
+        folder.mkdir()
+        for file in (inputs / "model").iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+    weights = next(changed.glob("*.safetensors"))
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert fingerprint(copied) == fingerprint(inputs / "model") != fingerprint(changed)

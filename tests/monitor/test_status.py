@@ -1,0 +1,164 @@
+"""status.json says how far a run is while it goes on, after it ended, and after it was killed."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from verl_mg.errors import UserError
+from verl_mg.monitor.status import Status, StatusFile, format_status, read_status, show_status
+from verl_mg.phase_timer import PhaseTimer
+
+ROOT = Path(__file__).parents[2]
+
+
+def status_file(folder: Path, rank: int = 0) -> StatusFile:
+    return StatusFile(folder, "grpo", iterations=4, rank=rank, ranks=2)
+
+
+def test_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
+    with status_file(tmp_path) as status:
+        assert read_status(tmp_path).state == "starting"
+        saved = [1]
+        status.running(PhaseTimer(), iteration=1, checkpoint=lambda: saved[-1])
+        now = read_status(tmp_path)
+        assert (now.state, now.iteration, now.checkpoint, now.eta_seconds) == ("running", 1, 1, None)
+        status.log(2, {"time/tokens_per_second": 1234.5})
+        saved.append(2)
+        status.log(3, {})
+        now = read_status(tmp_path)
+        assert (now.iteration, now.iterations, now.tokens_per_second, now.checkpoint) == (3, 4, 1234.5, 2)
+        assert now.eta_seconds is not None and now.eta_seconds >= 0
+    done = read_status(tmp_path)
+    assert (done.state, done.recipe, done.ranks, done.eta_seconds) == ("finished", "grpo", 2, None)
+    assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_phase_is_told_while_it_lasts(tmp_path: Path) -> None:
+    timer = PhaseTimer()
+    with status_file(tmp_path) as status:
+        status.running(timer)
+        with timer("generate"):
+            deadline = time.monotonic() + 60
+            while read_status(tmp_path).phase != "generate":
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    assert read_status(tmp_path).phase == ""
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    with status_file(tmp_path, rank=1) as status:
+        status.running(PhaseTimer())
+        status.log(1, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [(UserError("no such ruler"), "no such ruler"), (KeyError("a"), "KeyError: 'a'")]
+)
+def test_an_exception_is_told_and_goes_on(tmp_path: Path, error: Exception, message: str) -> None:
+    with pytest.raises(type(error)), status_file(tmp_path):
+        raise error
+    assert (read_status(tmp_path).state, read_status(tmp_path).message) == ("failed", message)
+
+
+def test_a_run_that_leaves_has_not_finished(tmp_path: Path) -> None:
+    with status_file(tmp_path) as status:
+        status.running(PhaseTimer())
+        status.left("SIGTERM")
+    assert (read_status(tmp_path).state, read_status(tmp_path).message) == ("left", "SIGTERM")
+    assert show_status(tmp_path) == 3
+
+
+def test_a_killed_run_leaves_a_whole_file(tmp_path: Path) -> None:
+    program = f"""
+        from pathlib import Path
+        from types import SimpleNamespace
+        from verl_mg.monitor.status import StatusFile
+
+        with StatusFile(Path({str(tmp_path)!r}), "grpo", 10**9, 0, 1) as status:
+            status.running(SimpleNamespace(phase="generate"))
+            print("running", flush=True)
+            for step in range(10**9):
+                status.log(step, {{}})
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None and process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    status = read_status(tmp_path)
+    assert (status.state, status.pid) == ("running", process.pid)
+
+
+RUNNING = Status(
+    recipe="grpo",
+    state="running",
+    iteration=12,
+    iterations=100,
+    phase="generate",
+    started=0.0,
+    updated=1000.0,
+    host="node7",
+    pid=42,
+    ranks=8,
+    tokens_per_second=12345.6,
+    eta_seconds=3723.0,
+    checkpoint=10,
+    message="",
+)
+
+
+def test_what_people_read() -> None:
+    metrics = {"step": 12, "reward/mean": 0.25, "actor/loss": None, "critic/loss": 1.5, "time/sync": 3.0}
+    assert format_status(RUNNING, metrics, now=1003.0).splitlines() == [
+        "grpo: running",
+        "iteration 12 of 100, generate, on 8 ranks",
+        "12346 tokens/s, 1:02:03 to go",
+        "reward/mean 0.25, critic/loss 1.5",
+        "checkpoint of iteration 10, heard of 0:00:03 ago (node7, pid 42)",
+    ]
+
+
+def test_silence_is_told() -> None:
+    assert format_status(RUNNING, {}, now=1121.0).splitlines()[:2] == [
+        "grpo: not heard of for 0:02:01",
+        "iteration 12 of 100, on 8 ranks",
+    ]
+    finished = replace(RUNNING, state="finished", phase="", eta_seconds=None, checkpoint=None)
+    assert format_status(finished, {}, now=9999.0).startswith("grpo: finished\n")
+    assert "no checkpoint" in format_status(finished, {}, now=9999.0)
+
+
+def command(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "verl_mg", "status", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+
+
+def test_the_command_tells_by_its_code_whether_to_go_on(tmp_path: Path) -> None:
+    with status_file(tmp_path) as status:
+        status.running(PhaseTimer())
+        status.log(1, {})
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rewa')
+        going_on = command(tmp_path)
+    assert (going_on.returncode, going_on.stderr) == (3, "")
+    assert "grpo: running\niteration 1 of 4" in going_on.stdout and "reward/mean 0.5" in going_on.stdout
+    assert command(tmp_path).returncode == 0
+
+
+def test_no_such_run(tmp_path: Path) -> None:
+    missing = command(tmp_path)
+    assert missing.returncode == 2
+    assert missing.stderr == f"error: {tmp_path}: no run is there (no status.json); give the job.output of a run\n"
+    (tmp_path / "status.json").write_text(json.dumps({"recipe": "grpo"}))
+    with pytest.raises(UserError, match="no readable status"):
+        read_status(tmp_path)

@@ -1,0 +1,99 @@
+"""Rates against counts by hand, on real ranks under layouts that share micro-batches."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.rank_pool import job_store
+from tests.run.test_loop import GRPO, inputs, job  # noqa: F401, a fixture
+from tests.tiny_jobs import logged
+from verl_mg.config import load_config
+from verl_mg.job.job import Job
+from verl_mg.job.recipe import load_recipe, requested_roles
+from verl_mg.models.flops import RowFlops, row_flops
+from verl_mg.models.hf_config import read_config
+from verl_mg.monitor.throughput import Throughput, model_flops, peak_flops
+from verl_mg.sharding.weight_table import weight_table
+
+
+@pytest.mark.parametrize(
+    ("device", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA GH200 480GB", 989.4),
+    ],
+)
+def test_peaks_of_devices(device, teraflops):
+    assert peak_flops(device) == teraflops * 1e12
+
+
+@pytest.mark.parametrize("device", ["NVIDIA A10G", "NVIDIA L400", "cpu", ""])
+def test_an_unknown_device_has_no_peak(device):
+    assert peak_flops(device) is None
+
+
+def test_a_backward_pass_is_twice_a_forward_pass_and_half_of_it_is_for_weights():
+    rows = RowFlops(per_token=10.0, per_pair=2.0)
+    forward = (10 * 3 + 2 * 9) + (10 * 5 + 2 * 25)
+    assert model_flops(rows, [3, 5], learns=False) == forward
+    assert model_flops(rows, [3, 5], learns=True) == 3 * forward
+    assert model_flops(rows, [3, 5], learns=True, adapters=True) == 2 * forward
+    assert model_flops(rows, [], learns=True) == 0
+
+
+def counted(inputs, layout):  # noqa: F811
+    """Rates of a GRPO iteration of two epochs with a peak of 1 TFLOP/s, and the lengths of all rows."""
+    recipe = load_recipe("recipes/grpo.py")
+    common = [
+        f"model.path={inputs / 'model'}",
+        f"data.train={inputs / 'sums.jsonl'}",
+        f"reward.function={inputs / 'reward.py'}:digits",
+        "rollout.max_new_tokens=5",
+        "actor.tokens_per_micro_batch=64",
+        f"actor.layout={layout}",
+        f"reference.layout={layout}",
+        "algorithm.epochs=2",
+    ]
+    config = load_config(None, [*common, *GRPO], recipe.config)
+    run = Job(config, requested_roles(recipe, config.algorithm), job_store())
+    run.start()
+    throughput = Throughput([run.actor.runner, run.reference.runner], peak=1e12)
+    run.begin(1)
+    dict(recipe.iteration(run, config.algorithm))
+    run.settle()
+    lengths: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(lengths, [n for batch in run.rollout.produced for n in batch.lengths.tolist()])
+    metrics = throughput.iteration(run.rollout.produced, seconds=2.0)
+    again = throughput.iteration([], seconds=2.0)
+    run.close()
+    return metrics, again, [n for own in lengths for n in own]
+
+
+@pytest.mark.parametrize(("layout", "ranks_of"), [("tp1", 2), ("tp2-pp2", 4), ("cp2", 4), ("pp2-vpp2", 2)])
+def test_every_token_counts_once_whatever_the_layout(ranks, inputs, layout, ranks_of):  # noqa: F811
+    told = ranks.run(ranks_of, counted, inputs, layout)
+    rows = row_flops(weight_table(read_config(inputs / "model")))
+    for metrics, again, lengths in told:
+        assert len(lengths) == 24
+        assert metrics["time/tokens_per_second"] == pytest.approx(sum(lengths) / 2.0)
+        assert metrics["time/tokens_per_second_per_rank"] == pytest.approx(sum(lengths) / 2.0 / ranks_of)
+        # Two epochs of training, one pass of the actor for old log-probs, one of the reference.
+        flops = 2 * model_flops(rows, lengths, True) + 2 * model_flops(rows, lengths, False)
+        assert metrics["time/mfu"] == pytest.approx(flops / (2.0 * ranks_of * 1e12))
+        assert again["time/tokens_per_second"] == again["time/mfu"] == 0
+
+
+def test_imitation_counts_the_tokens_that_it_trains_on(ranks, inputs, tmp_path):  # noqa: F811
+    overrides = ["algorithm.examples_per_iteration=8", "job.iterations=1", "job.save=false"]
+    ranks.run(2, job, "sft", inputs, tmp_path / "run", overrides)
+    (line,) = logged(tmp_path / "run")
+    seconds = line["time/iteration"]
+    tokens = line["time/tokens_per_second"] * seconds
+    assert tokens == pytest.approx(round(tokens)) and tokens >= 8 * 4
+    assert "time/mfu" not in line  # of a CPU no peak is known

@@ -1,0 +1,208 @@
+"""What is logged can be read back, bit for bit; the console shows it on a terminal and beside one."""
+
+import io
+import json
+import logging
+import math
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from verl_mg.monitor.eta import EtaEstimator
+from verl_mg.monitor.reward_curve import plot_reward_curve
+from verl_mg.monitor.trackers.console import ConsoleTracker
+from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker
+from verl_mg.monitor.trackers.retrying_tracker import RetryingTracker
+from verl_mg.monitor.trackers.tensorboard import TensorBoardTracker
+from verl_mg.monitor.trackers.tracker import Tracker
+from verl_mg.phase_timer import PhaseTimer
+
+
+def read(path: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal(100) * 1e-5
+    tracker: Tracker = JsonlTracker(tmp_path / "new" / "metrics.jsonl")
+    tracker.log(1, {str(i): value for i, value in enumerate(values)})
+    lines = read(tmp_path / "new" / "metrics.jsonl")  # before it is closed
+    tracker.close()
+    assert lines == [{"step": 1} | {str(i): float(value) for i, value in enumerate(values)}]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(1, {"a": math.nan, "b": -math.inf, "c": np.float32(0.1)})
+    tracker.close()
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": float(np.float32(0.1))}]
+
+
+@pytest.mark.parametrize(("first_step", "steps"), [(3, [1, 2, 3]), (None, [1, 2, 3, 4, 3])])
+def test_resumed_file_has_no_torn_and_no_repeated_line(
+    tmp_path: Path, first_step: int | None, steps: list[int]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {i}}}\n' for i in range(1, 5)) + '{"step": 5, "lo')
+    tracker = JsonlTracker(path, first_step)
+    tracker.log(3, {})
+    tracker.close()
+    assert [line["step"] for line in read(path)] == steps
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+EVALUATION = {"eval/reward": 0.5, "eval/pass@4": 0.75, "reward/mean": 1.0}
+
+
+def test_a_row_for_each_evaluation_and_a_resumed_run_goes_on_under_the_same_columns(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.md"
+    table = EvaluationTable(path)
+    for step in (0, 2, 4):
+        table.log(step, EVALUATION)
+        table.log(step + 1, {"reward/mean": 1.0})
+    resumed = EvaluationTable(path, first_step=4)
+    resumed.log(4, {"eval/pass@4": 1.0, "eval/reward": 0.25})
+    assert path.read_text().splitlines() == [
+        "| iteration | reward | pass@4 |",
+        "| ---: | ---: | ---: |",
+        "| 0 | 0.5000 | 0.7500 |",
+        "| 2 | 0.5000 | 0.7500 |",
+        "| 4 | 0.2500 | 1.0000 |",
+    ]
+    EvaluationTable(path).log(0, EVALUATION)
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_tensorboard_reads_it_and_what_a_resumed_run_does_again_counts_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker: Tracker = TensorBoardTracker(tmp_path)
+    for step, value in ((1, 0.25), (2, 0.5), (3, 0.75)):
+        tracker.log(step, {"reward/mean": value})
+    tracker.close()
+    tracker = TensorBoardTracker(tmp_path, first_step=3)
+    tracker.log(3, {"reward/mean": 1.0})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 1.0)]
+
+
+def test_a_tracker_that_fails_is_told_once_and_given_what_it_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "not yet there"
+    tracker = RetryingTracker("the table", lambda: EvaluationTable(folder / "evaluation.md"), again_after=0.0)
+    tracker.log(0, EVALUATION)
+    tracker.log(1, EVALUATION)
+    folder.mkdir()
+    tracker.log(2, EVALUATION)
+    tracker.close()
+    assert len((folder / "evaluation.md").read_text().splitlines()) == 2 + 3
+    (told,) = caplog.messages
+    assert told.startswith("the table fails, training goes on without it: FileNotFoundError")
+
+
+def test_a_tracker_that_cannot_be_opened_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    tracker = RetryingTracker("TensorBoard", lambda: TensorBoardTracker(tmp_path / "file" / "folder"))
+    for step in range(3):
+        tracker.log(step, {"a": 1.0})
+    tracker.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert caplog.messages[1] == "TensorBoard: 3 steps are missing there"
+
+
+def test_a_line_that_the_disk_has_no_room_for_is_written_later_and_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = RetryingTracker("metrics.jsonl", lambda: JsonlTracker(path), again_after=0.0)
+    tracker.log(1, {"a": 1.0})
+    room, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, most))
+    try:
+        tracker.log(2, {"a": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    assert [line["step"] for line in read(path)] == [1]
+    tracker.log(3, {"a": 3.0})
+    tracker.close()
+    assert [line["step"] for line in read(path)] == [1, 2, 3]
+    assert len(caplog.messages) == 1
+
+
+def shown(terminal: bool, timer: PhaseTimer | None = None) -> str:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=160)
+    tracker: Tracker = ConsoleTracker(20, "grpo [x]", first_step=11, console=console, timer=timer)
+    tracker.log(11, {"reward/mean": 0.12345, "reward/max": 7.5, "eval/reward": 0.5, "time/tokens_per_second": 34567.8})
+    tracker.log(12, {})
+    tracker.close()
+    return screen.getvalue()
+
+
+def test_plain_lines_beside_a_terminal() -> None:
+    first, second = shown(terminal=False).splitlines()
+    assert first.startswith("step 11/20  reward 0.1235  eval 0.5  tokens/s 34568  elapsed 0:00:0")
+    assert second.startswith("step 12/20  elapsed") and "eta 0:00:0" in second
+    assert "\x1b" not in first + second
+
+
+def test_live_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    timer = PhaseTimer()
+    with timer("recipe"), timer("generate"):
+        text = shown(terminal=True, timer=timer)
+    assert "\x1b" in text and "12/20" in text and "reward 0.1235  eval 0.5" in text
+    assert "generate" in text and "recipe" not in text
+    assert "eta 0:00:00" in text
+
+
+def test_the_rest_takes_as_long_as_the_latest_iterations_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("verl_mg.monitor.eta.time.monotonic", lambda: now[0])
+    pace = EtaEstimator(total=20, done=4)
+    assert pace.left is None
+    for done, seconds in ((5, 500.0), (6, 40.0), (8, 80.0)):  # the first one compiles
+        now[0] += seconds
+        pace.reached(done)
+    assert pace.left == 12 * 40.0
+    now[0] += 30.0
+    assert pace.left == 12 * 40.0 - 30.0
+    now[0] += 9999.0
+    assert pace.left == 0.0
+
+
+def test_curve(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(1, 30):
+        tracker.log(step, {"reward/mean": math.nan if step == 3 else step / 30})
+    tracker.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "rew')
+    path = plot_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "plots" / "curve.png", title="a run")
+    assert path == tmp_path / "plots" / "curve.png"
+    picture = imread(path)
+    assert picture.shape[:2] == (675, 1200)
+    assert picture[..., :3].min() < 0.5 < picture[..., :3].mean()  # ink on a light ground
+
+
+def test_no_curve_without_its_series(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "reward/mean": null}\n')
+    assert plot_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png") is None
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_running_mean_against_a_loop() -> None:
+    from verl_mg.monitor.reward_curve import _running_mean
+
+    values = np.random.default_rng(0).standard_normal(35)
+    np.testing.assert_allclose(
+        _running_mean(values), [values[max(0, i - 2) : i + 1].mean() for i in range(35)], rtol=1e-12
+    )

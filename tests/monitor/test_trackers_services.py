@@ -1,0 +1,111 @@
+"""The real libraries, without a network: what they keep on disk, and that a resumed run goes on in the same one."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from verl_mg.errors import UserError
+from verl_mg.monitor.trackers.services import check_services
+
+ROOT = Path(__file__).parents[2]
+ALONE = {
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "SWANLAB_MODE": "offline",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+}
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
+
+
+def tracked(folder: Path, service: str, **environment: str) -> str:
+    """Steps 1 and 2, and 2 and 3 of the run that goes on, in a process of its own; what that said, and its threads."""
+    program = f"""
+        import threading
+        import time
+        from pathlib import Path
+        from verl_mg.phase_timer import Clock
+        from verl_mg.config import Config
+        from verl_mg.monitor.build_trackers import open_trackers
+
+        config = Config.model_validate({{
+            "model": {{"path": "m"}},
+            "data": {{"train": "d"}},
+            "job": {{"output": {str(folder)!r}, "console": False}},
+            "track": {{"to": [{service!r}], "project": "sums", "name": "first try"}},
+        }})
+        for first in (1, 2):
+            time.sleep(1.0)  # the libraries name a folder after the second of its start
+            trackers = open_trackers("grpo", config, Clock(), first if first > 1 else 0)
+            for step in range(first, first + 2):
+                for tracker in trackers:
+                    tracker.log(step, {{"reward/mean": step / 4, "eval/pass@4": 0.5}})
+            for tracker in trackers:
+                tracker.close()
+        print("left:", [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()])
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=os.environ | ALONE | environment,
+    )
+    assert told.returncode == 0, told.stderr
+    assert "left: []" in told.stdout
+    return told.stdout + told.stderr
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="track.to: mlflow is not installed; pip install mlflow-skinny, or leave it"):
+        check_services(["mlflow"])
+
+
+@needs("wandb")
+def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
+    tracked(tmp_path, "wandb")
+    identity = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+    written = sorted((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    assert len(written) == 2
+    for file in written:
+        content = file.read_bytes()
+        assert b"reward/mean" in content and b"first try" in content and b"heartbeat_timeout_s" in content
+
+
+@needs("mlflow")
+def test_mlflow_keeps_both_parts_in_one_run(tmp_path: Path) -> None:
+    tracked(tmp_path, "mlflow")
+    run = json.loads((tmp_path / "trackers.json").read_text())["mlflow"]
+    (folder,) = (tmp_path / "mlflow").glob(f"*/{run}")
+    points = [line.split()[1:] for line in (folder / "metrics" / "reward" / "mean").read_text().splitlines()]
+    assert points == [["0.25", "1"], ["0.5", "2"], ["0.5", "2"], ["0.75", "3"]]
+    assert (folder / "metrics" / "eval" / "pass_4").exists()
+    assert (folder / "params" / "track.project").read_text() == "sums"
+
+
+@needs("mlflow")
+def test_a_server_that_is_not_there_is_told_once(tmp_path: Path) -> None:
+    told = tracked(tmp_path, "mlflow", MLFLOW_TRACKING_URI="http://127.0.0.1:1", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+    assert told.count("mlflow fails, training goes on without it") == 2  # once in each of the two
+    assert told.count("mlflow: 2 steps are missing there") == 2
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@needs("swanlab")
+def test_swanlab_goes_on_under_the_same_id(tmp_path: Path) -> None:
+    tracked(tmp_path, "swanlab")
+    identity = json.loads((tmp_path / "trackers.json").read_text())["swanlab"]
+    written = sorted((tmp_path / "swanlab").glob(f"run-*-{identity}/run-{identity}.swanlab"))
+    assert len(written) == 2
+    assert all(b"reward/mean" in file.read_bytes() for file in written)

@@ -1,0 +1,105 @@
+"""`verl-mg plan` as it is typed."""
+
+import json
+
+import pytest
+
+from tests.planner.tiny_settings import CONFIGS
+from verl_mg.cli import main
+
+MODEL = ["plan", "--model", str(CONFIGS / "qwen3_30b_a3b.json"), "--ranks", "16"]
+GOOD = ["--train", "tp2-pp2-ep4", "--rollout", "tp4-ep4"]
+
+
+def printed(capsys, *arguments):
+    main([*MODEL, *arguments])
+    return capsys.readouterr().out
+
+
+def leaves(tree):
+    if isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+def test_the_json_says_what_the_table_says(capsys):
+    numbers, text = json.loads(printed(capsys, *GOOD, "--json")), printed(capsys, *GOOD)
+    assert numbers["problem"] is None and numbers["train"]["layout"] == "tp2-pp2-ep4"
+    for side in ("train", "rollout", "sync"):
+        for value in leaves(numbers[side]["gib"]):
+            assert f"{value:,.3f}" in text
+    for value in numbers["seconds"].values():
+        assert f"{value:,.3f}" in text
+    assert f"{numbers['rollout']['kv_tokens']:,} tokens" in text
+    assert "30.5B parameters" in text and "fits" in text
+    received = numbers["sync"]["gib"]
+    assert received["received by a rank"] == received["the lower bound of that"]
+
+
+def test_a_report_says_what_it_assumes(capsys):
+    numbers, text = json.loads(printed(capsys, *GOOD, "--json")), printed(capsys, *GOOD, "--recompute", "selective")
+    assert "keeps its input" in " ".join(numbers["assumptions"]) and "keeps all of them" in text
+    for words in ("bf16", "float32", "8192 tokens", "80 GiB", "50 GB/s"):
+        assert words in " ".join(numbers["assumptions"]) and words in " ".join(text.split())
+
+
+def test_a_search_prints_the_best_first(capsys):
+    numbers, text = json.loads(printed(capsys, "--search", "--top", "2", "--json")), printed(capsys, "--search")
+    assert [row["seconds"] for row in numbers["found"]] == sorted(row["seconds"] for row in numbers["found"])
+    assert len(numbers["found"]) == 2
+    for row in numbers["found"]:
+        assert row["train"] in text and f"{row['seconds']:,.3f}" in text
+
+
+def test_what_does_not_fit_is_reported_before_the_error(capsys):
+    with pytest.raises(SystemExit) as left:
+        main([*MODEL, "--train", "tp2", "--rollout", "tp4-ep4", "--json"])
+    out, err = capsys.readouterr()
+    numbers = json.loads(out)
+    assert left.value.code == 2 and numbers["problem"] in err and len(err.splitlines()) == 1
+    assert "training needs" in err and "nearest that work on 16 ranks: " in err
+    nearest = err.split("nearest that work on 16 ranks: ")[1].strip().split(", ")
+    for layout in nearest:
+        assert "fits" in printed(capsys, "--train", layout, "--rollout", "tp4-ep4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--train", "tp8-pp2", "--rollout", "tp4"], "tp8 does not divide the 4 key-value heads"),
+        (["--train", "tp4-pp2-ep3", "--rollout", "tp4"], "layout tp4-pp2-ep3"),
+        (["--train", "pp3", "--rollout", "tp4"], "stands on a multiple of 3 ranks, not on 16"),
+        (["--train", "pp2-ep4", "--rollout", "tp3"], "tp / adp = 3 does not divide the 32 attention heads"),
+        (["--train", "pp2-ep4", "--rollout", "tp32"], "stands on a multiple of 32 ranks, not on 16"),
+    ],
+)
+def test_a_constraint_is_named_with_layouts_that_hold(capsys, arguments, words):
+    with pytest.raises(SystemExit) as left:
+        main([*MODEL, *arguments])
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and words in err and "; nearest that work on 16 ranks: " in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--train", "tp2"], "--search"),
+        (["--train", "tp2-zz3", "--rollout", "tp2"], "zz3"),
+        (["--search", "--top", "0"], "--top is 0"),
+        (["--search", "--ranks", "many"], "many"),
+        (["--search", "--model", "nowhere"], "nowhere: no such model directory"),
+        (["--search", "--node", "5"], "no whole nodes of 5"),
+        (["--search", "tp2"], "tp2: a recipe is planned with its configuration; add --config FILE"),
+        (["--search", "--config", "recipes/configs/quickstart_grpo.yaml"], "--config is for the job of a recipe"),
+        (["--search", "--rollout-ranks", "16"], "--rollout-ranks is 16"),
+        (["--search", "--memory-fraction", "1.5"], "--memory-fraction is 1.5"),
+        ([*GOOD, "--critic", "tp8"], "critic: layout tp8-dp2: tp8 does not divide the 4 key-value heads"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, arguments, words):
+    with pytest.raises(SystemExit) as left:
+        main([*MODEL, *arguments])
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and words in err and err.startswith("error: ") and err.count("\n") == 1

@@ -1,0 +1,30 @@
+"""What a plan does not see of a configuration, it says."""
+
+import pytest
+
+from recipes import ppo
+from verl_mg.config import load_config
+from verl_mg.planner.from_config import plan_request
+
+PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
+UNSEEN = {
+    "critic.optimizer.cpu_offload=true": "critic.optimizer.cpu_offload: counted as if the moments were on the device",
+    "actor.lora={rank: 4}": "actor.lora: counted as if all weights were trained",
+    "reference.dynamic_context=true": "reference.dynamic_context: counted as if every row were cut over all",
+    "algorithm.one_step_off=true": "algorithm.one_step_off: counted as if samples were drawn before training",
+}
+
+
+def notes(*overrides: str) -> tuple[str, ...]:
+    config = load_config(None, [*PLANNED, "algorithm.kl_coefficient=0.1", *overrides], ppo.Config)
+    return plan_request(config, ppo.roles(config.algorithm)).notes
+
+
+@pytest.mark.parametrize(("override", "told"), UNSEEN.items())
+def test_what_is_not_counted_is_said(override, told):
+    (note,) = notes(override)
+    assert note.startswith(told)
+
+
+def test_a_plain_job_needs_no_note():
+    assert notes() == ()

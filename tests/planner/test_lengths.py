@@ -1,0 +1,75 @@
+"""Recorded lengths: their files, and the tool that writes them from a run or from samples drawn now."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from verl_mg.errors import UserError
+from verl_mg.planner.lengths import Length, longest_to, read_lengths, write_lengths
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_is_written_is_read(tmp_path):
+    lengths = [Length(3, 40), Length(12, 1)]
+    write_lengths(tmp_path / "lengths.txt", lengths, ["from a test", "twice"])
+    assert read_lengths(tmp_path / "lengths.txt") == lengths
+    assert (tmp_path / "lengths.txt").read_text().startswith("# from a test\n# twice\n3 40\n")
+
+
+@pytest.mark.parametrize("line", ["", "3", "3 4 5", "3 x", "0 4", "3 -4", "3 4.5", "3 ²", "3 " + "9" * 5000])
+def test_a_line_that_is_no_length_is_named(tmp_path, line):
+    file = tmp_path / "lengths.txt"
+    file.write_text(f"# head\n3 4\n{line}\n")
+    with pytest.raises(UserError, match="lengths.txt:3: .* two positive numbers"):
+        read_lengths(file)
+
+
+def test_a_file_that_says_nothing(tmp_path):
+    (tmp_path / "empty.txt").write_text("# nothing\n")
+    with pytest.raises(UserError, match="holds no lengths"):
+        read_lengths(tmp_path / "empty.txt")
+    with pytest.raises(UserError, match="not a readable file of lengths"):
+        read_lengths(tmp_path / "nowhere.txt")
+
+
+def test_lengths_keep_their_shape_when_they_are_scaled():
+    assert longest_to([Length(10, 90), Length(10, 10)], 1000) == [Length(100, 900), Length(100, 100)]
+    assert longest_to([Length(1, 999), Length(1, 1)], 100) == [Length(1, 100), Length(1, 1)]
+
+
+def record(*arguments):
+    command = [sys.executable, "tools/record_lengths.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_run_is_recorded_in_the_order_of_its_samples(tmp_path):
+    folder = tmp_path / "run" / "samples"
+    for i in (1, 2):
+        (folder / f"{i:06d}").mkdir(parents=True)
+        for rank in (0, 1):
+            prompt, response = 10 * i + rank, 7 - rank
+            row = {"iteration": i, "call": 0, "sample_id": 2 * i + rank, "prompt_length": prompt}
+            table = pyarrow.Table.from_pylist([row | {"tokens": [0] * (prompt + response)}])
+            parquet.write_table(table, folder / f"{i:06d}" / f"rank-{rank}.parquet")
+    told = record("--samples", folder, "--out", tmp_path / "lengths.txt")
+    assert told.returncode == 0, told.stderr
+    assert read_lengths(tmp_path / "lengths.txt") == [Length(10, 7), Length(11, 6), Length(20, 7), Length(21, 6)]
+    (folder / "000002" / "rank-2.parquet").write_text('{"iteration": 1, "sample_id": 3}\n')
+    told = record("--samples", folder, "--out", tmp_path / "other.txt")
+    assert told.returncode == 2 and "rank-2.parquet: not the samples of a run" in told.stderr
+    assert not (tmp_path / "other.txt").exists()
+
+
+def test_drawn_lengths_are_those_of_a_real_model_and_the_same_again(tmp_path):
+    options = ("--draw", 12, "--max-new-tokens", 256)
+    for name in ("one", "two"):
+        told = record(*options, "--out", tmp_path / name)
+        assert told.returncode == 0 and "12 responses: mean" in told.stdout, told.stderr
+    lengths = read_lengths(tmp_path / "one")
+    assert lengths == read_lengths(tmp_path / "two") and len(lengths) == 12
+    assert max(length.response for length in lengths) <= 256 and len({length.response for length in lengths}) > 3

@@ -1,0 +1,137 @@
+"""Memory against numbers counted by hand, and against the shards of every rank."""
+
+import math
+
+import pytest
+
+from tests.planner.tiny_settings import DENSE, LATENT, MIXTURE, published, tiny
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.planner.inputs import GIB
+from verl_mg.planner.memory import Elements, elements, kv_bytes, rollout_memory, train_memory
+from verl_mg.planner.memory_phases import problem
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3_30b_a3b", 30.5), ("qwen3_235b_a22b", 235.1), ("deepseek_v3", 671.0), ("llama_3_1_405b", 405.9)],
+)
+def test_published_models_have_their_parameters(name, billions):
+    assert round(published(name, 8).elements / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3_30b_a3b", 3.0), ("qwen3_235b_a22b", 21.6)])
+def test_a_token_meets_few_of_the_experts(name, billions):
+    """3.3 and 22.2 billion are activated, of which 0.3 and 0.6 in the input embedding."""
+    assert round(published(name, 8).active_elements / 1e9, 1) == billions
+
+
+def test_a_dense_model_by_hand():
+    """A layer on one of two ranks: two norms 64, qkv (32 + 16 + 16) x 32 / 2, out 32 x 32 / 2, gate, up, down."""
+    memory = train_memory(tiny(DENSE), Layout.parse("tp2-pp2").fit(8))
+    layer = 64 + 1024 + 512 + 3 * 64 * 32 // 2
+    stages = (2 * layer + 64 * 32 // 2, 2 * layer + 64 * 32 // 2 + 32)
+    assert memory.parts["weights"] == tuple(2 * n for n in stages)
+    assert memory.parts["gradients"] == tuple(4 * n for n in stages)
+    assert memory.parts["optimizer states"] == tuple(12 * n // 2 for n in stages)
+    assert memory.totals == tuple(map(sum, zip(*memory.parts.values(), strict=True)))
+
+
+def test_experts_optimizer_states_are_cut_over_edp():
+    """tp2-ep2-etp1 on 8 ranks: dense parameters over dp 4, experts over edp 4; with etp2 over edp 2."""
+    for layout, local, edp in (("tp2-ep2-etp1", 4, 4), ("tp2-ep2", 2, 2)):
+        fitted = Layout.parse(layout).fit(8)
+        memory = train_memory(tiny(MIXTURE), fitted)
+        (counted,) = memory.elements
+        experts = 4 * local * 3 * 16 * 32
+        assert counted.experts == experts and fitted.edp == edp
+        assert memory.parts["optimizer states"] == (12 * (math.ceil(counted.dense / 4) + experts // edp),)
+
+
+def test_a_router_bias_is_float32_and_has_no_gradient():
+    (counted,) = train_memory(tiny(LATENT), Layout().fit(8)).elements
+    assert counted.float32 == 3 * 8
+    assert Elements(10, 20, 3).bytes == 2 * 30 + 4 * 3
+
+
+@pytest.mark.parametrize("raw", [DENSE, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
+@pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "tp2-pp2-vpp2", "pp4-cp2"])
+def test_all_ranks_of_a_stage_hold_as_much_as_its_first(raw, layout):
+    setting, fitted = tiny(raw), Layout.parse(layout).fit(8)
+    shard_map = setting.weights.shard_map_megatron(Placement.on(fitted, 8))
+    memory = train_memory(setting, fitted)
+    for rank in range(8):
+        assert elements(setting.weights, shard_map, rank) == memory.elements[fitted.coordinates(rank).pp]
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp4-ep2", "tp2-pp2", "tp4-ep4-adp2"])
+def test_all_ranks_of_an_engine_too(layout):
+    setting, engine = tiny(MIXTURE), EngineLayout.parse(layout)
+    placement = EnginePlacement(engine, tuple(range(8)))
+    shard_map, memory = setting.weights.shard_map_sglang(placement), rollout_memory(setting, engine)
+    for rank in range(8):
+        assert elements(setting.weights, shard_map, rank) == memory.elements[placement.coordinates(rank).pp]
+
+
+def test_a_padded_vocabulary_counts_with_its_padding():
+    """65 rows on two ranks, padded to multiples of 8 each: 40 rows a rank."""
+    plain, odd = (train_memory(tiny(DENSE | {"vocab_size": n}), Layout.parse("tp2").fit(8)) for n in (64, 65))
+    assert odd.elements[0].dense - plain.elements[0].dense == 2 * (40 - 32) * 32
+
+
+def test_a_token_in_the_kv_cache():
+    qwen, deepseek = published("qwen3_235b_a22b", 8).weights, published("deepseek_v3", 8).weights
+    assert kv_bytes(qwen, EngineLayout(tp=2), 0) == 94 * 2 * 2 * 128 * 2
+    assert kv_bytes(qwen, EngineLayout(tp=4), 0) == 94 * 2 * 1 * 128 * 2
+    assert kv_bytes(qwen, EngineLayout(tp=8), 0) == kv_bytes(qwen, EngineLayout(tp=4), 0)  # two ranks share a head
+    assert kv_bytes(qwen, EngineLayout(tp=8, adp=8), 0) == 94 * 2 * 4 * 128 * 2
+    assert kv_bytes(deepseek, EngineLayout(tp=8), 0) == 61 * (512 + 64) * 2
+    assert sum(kv_bytes(deepseek, EngineLayout(tp=4, pp=2), stage) for stage in (0, 1)) == 61 * (512 + 64) * 2
+
+
+def test_the_room_for_the_kv_cache_is_what_the_weights_leave():
+    setting = published("qwen3_235b_a22b", 16)
+    memory = rollout_memory(setting, EngineLayout.parse("tp8-ep8"))
+    assert memory.room == ((80 - 6) * GIB - memory.weights[0],)
+    assert memory.tokens == memory.room[0] // memory.per_token[0] == memory.tokens_per_engine
+    apart = rollout_memory(setting, EngineLayout.parse("tp8-ep8-adp8"))
+    assert apart.weights > memory.weights and apart.tokens_per_engine == 8 * apart.tokens
+
+
+def test_more_parallelism_is_never_more_memory():
+    setting = published("qwen3_30b_a3b", 64)
+    for less, more in (("tp1", "tp2"), ("pp2", "pp4"), ("ep2", "ep4"), ("tp2-ep2-etp1", "tp2-ep2")):
+        small, large = (train_memory(setting, Layout.parse(text).fit(64)) for text in (more, less))
+        for part in ("weights", "gradients"):
+            assert max(small.parts[part]) < max(large.parts[part])
+    few, many = (train_memory(published("qwen3_30b_a3b", n), Layout().fit(n)) for n in (16, 64))
+    assert many.parts["optimizer states"][0] * 4 == few.parts["optimizer states"][0]
+
+
+def test_what_is_too_large_is_named():
+    setting = published("qwen3_235b_a22b", 256)
+    fine, large = (train_memory(setting, Layout.parse(text).fit(256)) for text in ("tp4-pp8-ep8", "tp4-pp4"))
+    engine, heavy = (rollout_memory(setting, EngineLayout(tp=tp)) for tp in (8, 4))
+    assert problem(setting, fine, engine) is None
+    assert problem(setting, large, engine).startswith("training needs") and "gradients" in problem(setting, large, None)
+    assert problem(setting, fine, heavy).startswith("generation needs") and "the engine's weights" in problem(
+        setting, None, heavy
+    )
+    both = published("qwen3_235b_a22b", 256, memory=62.0)
+    assert problem(both, fine, engine).startswith("the weight sync needs")
+    assert problem(both, fine, None) is None and problem(both, None, engine) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks": 0}, "--ranks is 0"),
+        ({"ranks": 12}, "no whole nodes of 8; write 8 or 16"),
+        ({"ranks": 8, "inter_node": -1.0}, "--inter-node is -1.0"),
+        ({"ranks": 8, "reserve": 80.0}, "less than --memory 80"),
+        ({"ranks": 8, "memory": float("nan")}, "--memory is nan"),
+    ],
+)
+def test_options_that_make_no_sense(options, words):
+    with pytest.raises(UserError, match=words):
+        tiny(DENSE, **options)

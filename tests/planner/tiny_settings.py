@@ -1,0 +1,56 @@
+"""Small models on paper, whose memory can be counted by hand, and the published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from verl_mg.models.hf_config import parse_config, read_config
+from verl_mg.planner.inputs import PlanInputs
+from verl_mg.sharding.weight_table import weight_table
+
+CONFIGS = Path(__file__).parents[2] / "tools" / "model_configs"
+
+DENSE = {
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+}
+MIXTURE = DENSE | {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+LATENT = DENSE | {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+
+
+def tiny(raw: dict[str, Any], ranks: int = 8, **options: Any) -> PlanInputs:
+    """A tiny model; a micro-batch has 64 tokens unless said otherwise."""
+    return PlanInputs(
+        weight_table(parse_config(raw)), ranks, **{"micro_batch": 64, "batch": 1024, "sequence": 32, **options}
+    )
+
+
+def published(name: str, ranks: int, **options: Any) -> PlanInputs:
+    """A model of `tools/model_configs`."""
+    return PlanInputs(weight_table(read_config(CONFIGS / f"{name}.json")), ranks, **options)

@@ -1,0 +1,55 @@
+"""Targets that are their source's memory."""
+
+import torch
+
+from tests.random_models import assemble, checkpoint, config
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.reshard import execute, plan, schedule
+from verl_mg.reshard.aliasing import Alias, aliased_parameters, aliases
+from verl_mg.sharding.weight_table import weight_table
+
+
+def test_a_module_on_one_rank_shares_all_but_the_interleaved_queries_keys_and_values():
+    weights = weight_table(config("llama"))
+    moved = plan(weights.shard_map_megatron(Placement.on(Layout(), 1)), weights.shard_map_replicated((0,)))
+    found = aliases(moved, 0)
+    apart = {name for name in weights.transformers() if name not in found}
+    assert apart == {f"model.layers.{i}.self_attn.{x}_proj.weight" for i in range(4) for x in "qkv"}
+    fc1 = "decoder.layers.2.mlp.linear_fc1.weight"
+    assert found["model.layers.2.mlp.gate_proj.weight"] == Alias(fc1, (0, 16))
+    assert found["model.layers.2.mlp.up_proj.weight"] == Alias(fc1, (16, 32))
+    assert found["model.embed_tokens.weight"] == Alias("embedding.word_embeddings.weight", (0, 101))
+
+
+def test_what_is_shared_holds_the_right_elements_and_is_not_written_again():
+    c = config("llama")
+    weights, tensors = weight_table(c), checkpoint(c, torch.float32)
+    source, target = weights.shard_map_megatron(Placement.on(Layout(), 1)), weights.shard_map_replicated((0,))
+    moved = plan(source, target)
+    have = {name: assemble(shard, tensors) for name, shard in source.shards(0).items()}
+    before = {name: tensor._version for name, tensor in have.items()}
+    views = aliased_parameters(aliases(moved, 0), have)
+    got = {name: torch.zeros(shard.shape) for name, shard in target.shards(0).items()} | views
+    execute(schedule(moved, 0, torch.float32), have, got)
+    for name, shard in target.shards(0).items():
+        assert torch.equal(got[name], assemble(shard, tensors)), name
+    assert {name: tensor._version for name, tensor in have.items()} == before
+    assert all(any(v.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in have.values())
+               for v in views.values())  # fmt: skip
+
+
+def test_shards_that_differ_or_arrive_are_not_shared():
+    weights = weight_table(config("qwen3_moe"))
+    source = weights.shard_map_megatron(Placement.on(Layout.parse("tp2"), 2))
+    found = aliases(plan(source, weights.shard_map_sglang(EnginePlacement(EngineLayout(), (0, 1)))), 0)
+    # One rank of two holds whole what is not cut, and nothing else.
+    assert found and all("norm" in name or name.endswith("mlp.gate.weight") for name in found)
+
+
+def test_equal_layouts_share_everything():
+    weights = weight_table(config("qwen3"))
+    source = weights.shard_map_megatron(Placement.on(Layout.parse("tp2-pp2"), 4))
+    for rank in range(4):
+        shards = source.shards(rank)
+        found = aliases(plan(source, weights.shard_map_megatron(Placement.on(Layout.parse("tp2-pp2"), 4))), rank)
+        assert found == {name: Alias(name, (0, shard.shape[0])) for name, shard in shards.items()}

@@ -1,0 +1,386 @@
+"""GRPO on a real SGLang server that the job did not start: weights by group and by folder, a server lost and back."""
+
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.roles.test_sglang_rollout import NEW_TOKENS, inputs, sglang_job
+from tests.traces import needs_sglang
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.roles import remote_weight_sync
+from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
+from verl_mg.rollout.sglang import EngineSettings, engine_arguments
+from verl_mg.rollout.sglang.arguments import environment
+from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.server_info import ServerRequirements
+
+pytestmark = needs_sglang
+START_SECONDS = 400
+LONG = Sampling(max_new_tokens=58)
+
+
+@dataclass(frozen=True)
+class Server:
+    folder: Path
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def command_line(model: Path, port: int) -> list[str]:
+    """`sglang.launch_server` with random weights at tp2, as on the command line of a user."""
+    settings = EngineSettings(
+        layout=EngineLayout(tp=2), dtype=torch.float32, max_running=32, max_positions=64,
+        extra={"skip_tokenizer_init": False},
+    )  # fmt: skip
+    options = []
+    for name, value in (engine_arguments(model, settings) | {"host": "127.0.0.1", "port": port}).items():
+        if value is not False:
+            options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return [sys.executable, "-m", "sglang.launch_server", *options]
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = inputs(tmp_path_factory.mktemp("server"), "qwen3")
+    port, log = free_port(), folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command_line(folder / "model", port),
+            stdout=output, stderr=output, start_new_session=True, env=environment(EngineLayout(tp=2)),
+        )  # fmt: skip
+    try:
+        until = time.monotonic() + START_SECONDS
+        while not answers(f"http://127.0.0.1:{port}/ready"):
+            assert process.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield Server(folder, port)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class Door:
+    """Lets bytes through between its port and the server's, until it is shut."""
+
+    def __init__(self, port: int, behind: int) -> None:
+        self._port, self._behind = port, behind
+        self.open()
+
+    def open(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.create_server(("127.0.0.1", self._port), backlog=100)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._shut = False
+        self._thread.start()
+
+    def shut(self) -> None:
+        self._shut = True
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()
+        self._selector.close()
+
+    def _pass_on(self) -> None:
+        while not self._shut:
+            for key, _ in self._selector.select(0.05):
+                if key.fileobj is self._listener:
+                    ours, theirs = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._behind))
+                    self._selector.register(ours, selectors.EVENT_READ, theirs)
+                    self._selector.register(theirs, selectors.EVENT_READ, ours)
+                elif data := key.fileobj.recv(2**16):
+                    key.data.sendall(data)
+                else:
+                    for end in (key.fileobj, key.data):
+                        self._selector.unregister(end)
+                        end.close()
+                    break  # the other end may be among the events
+
+
+# -- a job
+
+
+def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, object]]:
+    """Iterations, and after each a checkpoint and the server's greedy answers."""
+    told = []
+    job, recipe = sglang_job(server.folder, f"rollout.urls=[{server.url}]", *overrides)
+    for update in range(updates):
+        recipe.iteration(job, job.config.algorithm)
+        produced, job.rollout.produced = job.rollout.produced[0], []
+        job.actor.save(server.folder / f"checkpoint-{update}", server.folder / "model")
+        greedy = job.rollout.greedy(list(job.prompts)[:5])
+        told.append(
+            {
+                "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
+                "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
+                "prompts": greedy["prompt_length"].tolist(),
+                "metrics": dict(job.rollout.metrics),
+                "versions": produced["versions"][produced["loss_mask"]].unique().tolist(),
+                "ids": produced["sample_id"].tolist(),
+            }
+        )
+    return told
+
+
+def check_greedy(checkpoint: Path, told: list[dict[str, object]]) -> list[list[float]]:
+    """Tokens are those of `transformers`, log-probs too; returns them."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    found = []
+    for rank in told:
+        for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
+            expected = model.generate(
+                torch.tensor([row[:length]]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
+            )[0, length:]
+            assert row[length:] == expected.tolist()
+            scores = model(torch.tensor([row])).logits[0].log_softmax(-1)[length - 1 : -1]
+            oracle = scores.gather(1, expected[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
+            found.append(logprobs)
+    assert len(found) == 5
+    return found
+
+
+def check_updates(server: Server, results: list[list[dict[str, object]]]) -> None:
+    before = None
+    for update, told in enumerate(zip(*results, strict=True)):
+        found = check_greedy(server.folder / f"checkpoint-{update}", told)
+        assert found != before  # an update shows
+        before = found
+        assert {v for rank in told for v in rank["versions"]} == {update}
+        assert sorted(i for rank in told for i in rank["ids"]) == list(range(update * 24, (update + 1) * 24))
+
+
+def test_weights_by_group_are_the_exported_checkpoint(server, ranks):
+    results = ranks.run(2, train, server, 2, ["actor.layout=tp2", "rollout.weight_transfer=process_group"])
+    check_updates(server, results)
+    for metrics in (told["metrics"] for rank in results for told in rank):
+        assert metrics["sync/bytes_received"] == metrics["sync/bytes_lower_bound"] > 0
+
+
+def test_weights_by_folder_are_the_exported_checkpoint(server, ranks, tmp_path):
+    folder = tmp_path / "shared"
+    overrides = ["actor.layout=pp2", "rollout.weight_transfer=disk", f"rollout.shared_folder={folder}"]
+    check_updates(server, ranks.run(2, train, server, 1, overrides))
+    assert [version.name for version in folder.iterdir()] == ["weights-1"]
+
+
+def in_portions(server: Server) -> list[dict[str, object]]:
+    whole, remote_weight_sync.CHUNK_BYTES = remote_weight_sync.CHUNK_BYTES, 2**14
+    try:
+        return train(server, 1, ["actor.layout=tp2"])
+    finally:
+        remote_weight_sync.CHUNK_BYTES = whole
+
+
+def test_many_portions_are_the_same_weights(server, ranks):
+    check_updates(server, ranks.run(2, in_portions, server))
+
+
+def lose_the_server(server: Server, port: int) -> dict[str, object]:
+    """The way to the server is shut in the middle of a rollout, and open again a second later."""
+    leads = dist.get_rank() == 0
+    door = Door(port, server.port) if leads else None
+    job, _ = sglang_job(
+        server.folder, "actor.layout=tp2", f"rollout.urls=[http://127.0.0.1:{port}]", "rollout.max_new_tokens=50"
+    )
+    in_flight = []
+
+    def lose() -> None:
+        while len(job.rollout._fleet.engine._running) < 8:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        in_flight.append(len(job.rollout._fleet.engine._running))
+        door.shut()
+        time.sleep(1.0)
+        door.open()
+
+    thread = threading.Thread(target=lose)
+    if leads:
+        thread.start()
+    batch = job.rollout.generate(list(job.prompts)[:10], samples=4)
+    if leads:
+        thread.join()
+        door.shut()
+    ended = (batch["truncated"] | (batch["tokens"][batch.lengths.cumsum(0) - 1] == 1)).all()
+    return {
+        "ids": batch["sample_id"].tolist(),
+        "ended": bool(ended),
+        "versions": batch["versions"][batch["loss_mask"]].unique().tolist(),
+        "deaths": job.rollout.metrics["rollout/engine_deaths"],
+        "in_flight": in_flight,
+    }
+
+
+def test_what_a_lost_server_did_not_finish_is_asked_again(server, ranks):
+    told = ranks.run(2, lose_the_server, server, free_port())
+    assert sorted(i for rank in told for i in rank["ids"]) == list(range(40))
+    assert told[0]["deaths"] == 1 and told[0]["in_flight"][0] >= 8
+    assert all(rank["ended"] and rank["versions"] == [0] for rank in told)
+
+
+# -- one engine
+
+
+@pytest.fixture
+def engine(server) -> Iterator[RemoteEngine]:
+    engine = RemoteEngine(server.url, ServerRequirements(read_config(server.folder / "model"), 64), max_running=16)
+    engine.load_folder(server.folder / "model", 7)
+    yield engine
+    engine.close()
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(10 + i, (6 + i % 8, 7, 9), i) for i in range(count)]
+
+
+def all_of(engine: RemoteEngine, count: int, seconds: float = 100.0, wait: float = 0.5) -> list[Sample]:
+    samples: list[Sample] = []
+    until = time.monotonic() + seconds
+    while len(samples) < count and time.monotonic() < until:
+        samples += engine.collect(wait)
+    assert len(samples) == count
+    return sorted(samples, key=lambda sample: sample.id)
+
+
+def test_a_cut_sample_goes_on_where_it_was(engine):
+    greedy = Sampling(max_new_tokens=58, temperature=0.0)
+    whole = engine.generate(requests(6), greedy)
+    engine.submit(requests(6), greedy)
+    engine.collect(0.3)
+    engine.abort()
+    cut = all_of(engine, 6)
+    assert {sample.finish for sample in cut} == {"abort"} and all(len(sample.tokens) < 58 for sample in cut)
+    again = [Request(r.id, r.prompt, r.seed, begun=s) for r, s in zip(requests(6), cut, strict=True)]
+    joined = engine.generate(again, greedy)
+    assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
+    assert {sample.versions for sample in joined} == {(7,) * 58}
+
+
+def test_an_abort_that_overtakes_its_requests_cuts_them(engine):
+    engine.submit(requests(16), LONG)
+    engine.abort()
+    assert {sample.finish for sample in all_of(engine, 16)} == {"abort"}
+
+
+def test_a_late_request_is_cut_alone(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_request_timeout", 0.02)
+    engine.submit([Request(1, (6, 7), 1)], LONG)
+    monkeypatch.setattr(engine, "_request_timeout", 100.0)
+    engine.submit([Request(2, (6, 7), 1)], LONG)
+    # Who is late is looked for after each wait, and a fast server is done within half a second.
+    late, other = all_of(engine, 2, wait=0.01)
+    assert late.finish == "timeout" and len(late.tokens) < 58
+    assert other.finish == "length" and len(other.tokens) == 58
+
+
+def test_a_server_that_does_not_come_back_is_named(server, monkeypatch):
+    door = Door(port := free_port(), server.port)
+    engine = RemoteEngine(f"http://127.0.0.1:{port}", ServerRequirements(read_config(server.folder / "model"), 64))
+    engine.load_folder(server.folder / "model", 7)
+    engine.submit(requests(6), LONG)
+    engine.collect(0.2)
+    door.shut()
+    with pytest.raises(EngineDiedError, match=rf"the server http://127\.0\.0\.1:{port} is lost: "):
+        all_of(engine, 6)
+    assert not engine.health()
+    monkeypatch.setattr("verl_mg.rollout.sglang.remote_engine.BACK_SECONDS", 0.0)
+    with pytest.raises(UserError, match=rf"^http://127\.0\.0\.1:{port}: .* not back after 0 s .*start it again"):
+        engine.restart()
+    engine.close()
+
+
+def test_weights_that_a_server_cannot_take_are_an_error(engine, tmp_path):
+    with pytest.raises(UserError, match=r"takes no weights: /update_weights_from_disk: "):
+        engine.load_folder(tmp_path / "nothing", 8)
+
+
+# -- mistakes
+
+
+def complaint(folder: Path, overrides: list[str]) -> str:
+    try:
+        sglang_job(folder, *overrides)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> dict[str, Path]:
+    """Models that the server does not serve."""
+    sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 128}
+    vocabulary, positions = tmp_path_factory.mktemp("vocabulary"), tmp_path_factory.mktemp("positions")
+    make_tiny_model(vocabulary, "qwen3", characters="0123456789+-*=() abcdefghi", max_positions=64, **sizes)
+    make_tiny_model(positions, "qwen3", characters="0123456789+-*=() abcdefg", max_positions=128, **sizes)
+    llama = make_tiny_model(tmp_path_factory.mktemp("llama"), "llama", characters="0123456789+-*=() ab", **sizes)
+    return {"vocabulary": vocabulary, "positions": positions, "llama": llama}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("vocabulary", "with a vocabulary of 30, not of 32: start the server with --model-path of the same"),
+        ("positions", "takes 64 tokens, a prompt with its answer may have 128: start the server with --context-length"),
+        ("llama", "a qwen3, not a llama: start the server with --model-path"),
+    ],
+)
+def test_a_server_of_another_model_is_named(server, ranks, others, model, words):
+    (told,) = ranks.run(1, complaint, server.folder, [f"model.path={others[model]}", f"rollout.urls=[{server.url}]"])
+    assert told.startswith(f"{server.url}: ") and words in told and "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.urls=[http://127.0.0.1:1]"], r"^http://127\.0\.0\.1:1: no server answers .*correct rollout\.urls$"),
+        (["rollout.urls=[URL/path]"], r"^URL/path: not an SGLang server \(.*\); correct rollout\.urls$"),
+        (["rollout.urls=[URL, http://b]"], r"^rollout\.urls: 2 servers for 1 ranks"),
+        (["rollout.urls=[URL, URL]"], r"^rollout\.urls: a server is named twice"),
+        (["rollout.urls=[URL]", "rollout.weight_transfer=disk"], r"rollout\.shared_folder is missing; name a folder"),
+        (
+            ["rollout.urls=[URL]", "rollout.weight_transfer=disk", "rollout.shared_folder=/dev/null/x"],
+            r"^rollout\.shared_folder=/dev/null/x: cannot be made \(Not a directory\); name a folder",
+        ),
+        (["rollout.urls=[URL]", "rollout.engine=hf"], r"rollout\.engine is embedded; write sglang"),
+        (["rollout.urls=[URL]", "rollout.replay_routing=true"], r"replay_routing needs a model with experts"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_built(server, ranks, overrides, words):
+    (told,) = ranks.run(1, complaint, server.folder, [text.replace("URL", server.url) for text in overrides])
+    assert re.search(words.replace("URL", re.escape(server.url)), told), told

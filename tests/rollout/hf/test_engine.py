@@ -1,0 +1,306 @@
+"""The embedded engine against `transformers` itself: greedy `generate`, and a forward without a cache."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
+from verl_mg.errors import UserError
+from verl_mg.models.hf_config import parse_config
+from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.hf.engine import HFEngine
+from verl_mg.sharding.weight_table import weight_table
+
+TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**TINY),
+    "qwen2-tied": Qwen2Config(**TINY, tie_word_embeddings=True),
+    "qwen2-window": Qwen2Config(**TINY, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": Qwen3Config(**TINY, head_dim=8),
+}
+MOE: dict[str, Any] = {**TINY, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+GROUPS: dict[str, Any] = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+MIXTURES: dict[str, PreTrainedConfig] = {
+    "qwen3-moe": Qwen3MoeConfig(**MOE, num_experts=4),
+    "deepseek-v3": DeepseekV3Config(**{**MOE, "num_key_value_heads": 4}, **LATENT, **GROUPS),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only lose time to a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def save(config: PreTrainedConfig, directory: Path, seed: int = 0) -> Path:
+    """A checkpoint whose logits differ enough between tokens that greedy decoding is well defined."""
+    torch.manual_seed(seed)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    module.save_pretrained(directory)
+    return directory
+
+
+def engine_of(directory: Path, **options: Any) -> HFEngine:
+    return HFEngine(directory, "cpu", torch.float32, **options)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(CONFIGS["qwen3"], tmp_path_factory.mktemp("qwen3"))
+
+
+def requests(prompts: int = 5, group: int = 3) -> list[Request]:
+    source = random.Random(0)
+    texts = [tuple(source.randrange(96) for _ in range(source.randrange(1, 14))) for _ in range(prompts)]
+    return [Request(id=100 + i, prompt=texts[i // group], seed=i) for i in range(prompts * group)]
+
+
+def by_id(samples: list[Sample]) -> dict[int, tuple[int, ...]]:
+    return {sample.id: sample.tokens for sample in samples}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_equals_generate_one_prompt_at_a_time(name: str, tmp_path: Path) -> None:
+    engine = engine_of(save(CONFIGS[name], tmp_path))
+    stops = (3, 40, 41, 42, 70, 71)
+    sampling = Sampling(max_new_tokens=12, temperature=0, stop_token_ids=stops)
+    asked = requests(prompts=8, group=1)
+    for request, sample in zip(asked, engine.generate(asked, sampling), strict=True):
+        ids = torch.tensor([request.prompt])
+        generate: Any = engine.module.generate
+        expected = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=list(stops),
+            pad_token_id=0,
+        )
+        assert sample.id == request.id
+        assert list(sample.tokens) == expected[0, len(request.prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logprobs_equal_a_forward_without_cache(name: str, tmp_path: Path) -> None:
+    engine = engine_of(save(CONFIGS[name], tmp_path))
+    sampling = Sampling(max_new_tokens=16, temperature=1.5, top_k=40, stop_token_ids=(1, 2, 3, 4))
+    asked = requests()
+    for request, sample in zip(asked, engine.generate(asked, sampling), strict=True):
+        row = torch.tensor([request.prompt + sample.tokens])
+        scores = engine.module(row).logits[0, len(request.prompt) - 1 : -1] / 1.5
+        expected = scores.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_samples_do_not_depend_on_their_batch(qwen3: Path) -> None:
+    sampling = Sampling(max_new_tokens=20, top_p=0.95, stop_token_ids=(5, 6, 7, 8))
+    asked = requests(prompts=7)
+    whole = engine_of(qwen3).generate(asked, sampling)
+    assert [sample.id for sample in whole] == [request.id for request in asked]
+    assert len({len(sample.tokens) for sample in whole}) > 3, "rows should leave the batch at different times"
+    small = engine_of(qwen3, max_running_requests=4)
+    shuffled = random.Random(1).sample(asked, len(asked))
+    assert by_id(small.generate(shuffled, sampling)) == by_id(whole)
+    assert by_id(small.generate(asked[4:5], sampling)) == by_id(whole[4:5])
+
+
+def test_finish_says_why(qwen3: Path) -> None:
+    sampling = Sampling(max_new_tokens=10, stop_token_ids=tuple(range(10)))
+    samples = engine_of(qwen3).generate(requests(prompts=10), sampling)
+    assert {sample.finish for sample in samples} == {"stop", "length"}
+    for sample in samples:
+        stopped = [token in sampling.stop_token_ids for token in sample.tokens]
+        assert not any(stopped[:-1])
+        assert sample.finish == ("stop" if stopped[-1] else "length")
+        assert stopped[-1] or len(sample.tokens) == 10
+
+
+def test_equal_prompts_share_a_prefill_and_done_rows_leave(qwen3: Path) -> None:
+    engine = engine_of(qwen3)
+    shapes: list[tuple[int, int]] = []
+    embedding = engine.module.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, args, __: shapes.append(tuple(args[0].shape)))
+    sampling = Sampling(max_new_tokens=30, stop_token_ids=tuple(range(20)))
+    engine.generate(requests(prompts=5, group=8), sampling)
+    rows = [shape[0] for shape in shapes]
+    assert rows[0] == 5
+    assert {width for _, width in shapes[1:]} == {1}
+    assert 5 < rows[1] <= 40
+    assert rows[1:] == sorted(rows[1:], reverse=True)
+    assert rows[-1] < 10
+
+
+def test_writing_the_parameters_changes_the_policy(qwen3: Path, tmp_path: Path) -> None:
+    other = engine_of(save(CONFIGS["qwen3"], tmp_path, seed=1))
+    engine: RolloutEngine = engine_of(qwen3)
+    asked, sampling = requests(), Sampling(max_new_tokens=8)
+    before = engine.generate(asked, sampling)
+    assert {v for sample in before for v in sample.versions} == {0}
+    engine.begin_update()
+    assert not engine.health()
+    with pytest.raises(RuntimeError, match="update"):
+        engine.generate(asked, sampling)
+    for name, tensor in engine.parameters().items():
+        tensor.copy_(other.parameters()[name])
+    engine.end_update(7)
+    after = engine.generate(asked, sampling)
+    assert {v for sample in after for v in sample.versions} == {7}
+    assert by_id(after) == by_id(other.generate(asked, sampling)) != by_id(before)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
+def test_an_engine_without_weights_is_filled_by_the_checkpoint(name: str, tmp_path: Path) -> None:
+    directory = save({**CONFIGS, **MIXTURES}[name], tmp_path)
+    engine = engine_of(directory, load_weights=False)
+    assert not engine.health()
+    engine.begin_update()
+    fill(engine, directory)
+    engine.end_update(1)
+    asked, sampling = requests(), Sampling(max_new_tokens=6)
+    assert by_id(engine.generate(asked, sampling)) == by_id(engine_of(directory).generate(asked, sampling))
+
+
+def test_memory_is_shared_where_it_is_of_the_same_type(qwen3: Path) -> None:
+    engine = engine_of(qwen3)
+    asked, sampling = requests(), Sampling(max_new_tokens=6)
+    before = by_id(engine.generate(asked, sampling))
+    names = ["model.norm.weight", "lm_head.weight"]
+    offered = {name: engine.parameters()[name].clone() for name in names}
+    offered["lm_head.weight"] = offered["lm_head.weight"].bfloat16()
+    engine.begin_update()
+    engine.share(offered)
+    engine.end_update(1)
+    taken = [engine.parameters()[name].data_ptr() == offered[name].data_ptr() for name in names]
+    assert taken == [True, False]
+    assert by_id(engine.generate(asked, sampling)) == before
+
+
+def fill(engine: HFEngine, directory: Path) -> None:
+    """Write every tensor of the checkpoint where the weight table says; its names have to be those of the engine."""
+    fields = json.loads((directory / "config.json").read_text())
+    fields.pop("use_sliding_window", None)  # no matter of the weights, and refused for training
+    with CheckpointReader(directory) as reader:
+        load_shards(reader, weight_table(parse_config(fields)).transformers(), engine.parameters())
+
+
+def test_sleep_frees_the_weights_and_an_update_after_wake_restores_them(qwen3: Path) -> None:
+    engine = engine_of(qwen3)
+    asked, sampling = requests(), Sampling(max_new_tokens=6)
+    before = engine.generate(asked, sampling)
+    engine.sleep()
+    assert sum(parameter.untyped_storage().nbytes() for parameter in engine.module.parameters()) == 0
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.begin_update()
+    engine.wake()
+    assert not engine.health()
+    engine.begin_update()
+    fill(engine, qwen3)
+    engine.end_update(0)
+    assert engine.generate(asked, sampling) == before
+
+
+def test_abort_returns_what_was_written(qwen3: Path) -> None:
+    engine = engine_of(qwen3, max_running_requests=6)
+    asked, sampling = requests(prompts=4), Sampling(max_new_tokens=20)
+    whole = engine.generate(asked, sampling)
+    steps: list[int] = []
+
+    def cut(*_: object) -> None:
+        steps.append(1)
+        if len(steps) == 5:
+            engine.abort()
+
+    hook = engine.module.register_forward_hook(cut)
+    samples = engine.generate(asked, sampling)
+    hook.remove()
+    assert {sample.finish for sample in samples} == {"abort"}
+    assert sorted(len(sample.tokens) for sample in samples) == [0] * 6 + [5] * 6
+    for cut_short, full in zip(samples, whole, strict=True):
+        assert cut_short.tokens == full.tokens[: len(cut_short.tokens)]
+    assert engine.generate(asked, sampling) == whole
+
+
+def test_a_cut_sample_goes_on_as_if_it_had_not_been_cut(qwen3: Path) -> None:
+    engine = engine_of(qwen3)
+    asked, sampling = requests(), Sampling(max_new_tokens=20)
+    whole = engine.generate(asked, sampling)
+    for length in (1, 7, 19, 20):
+        begun = [
+            dataclasses.replace(sample, tokens=sample.tokens[:length], logprobs=sample.logprobs[:length],
+                                versions=(5,) * len(sample.tokens[:length]))
+            for sample in whole
+        ]  # fmt: skip
+        again = [dataclasses.replace(request, begun=part) for request, part in zip(asked, begun, strict=True)]
+        for one, other in zip(engine.generate(again, sampling), whole, strict=True):
+            assert (one.id, one.tokens) == (other.id, other.tokens)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert one.versions == (5,) * length + (0,) * (20 - length) and one.finish == "length"
+
+
+def test_no_requests_no_samples(qwen3: Path) -> None:
+    assert engine_of(qwen3).generate([], Sampling(max_new_tokens=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ((), "request 9 is empty"),
+        ((1,) * 120, "prompt of 120 tokens plus 20 .* 128 positions"),
+        ((96,), "outside the 96"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_named(qwen3: Path, prompt: tuple[int, ...], words: str) -> None:
+    good = Request(id=1, prompt=(1,), seed=0)
+    with pytest.raises(UserError, match=words):
+        bad = dataclasses.replace(good, id=9, prompt=prompt)
+        engine_of(qwen3).generate([good, bad], Sampling(max_new_tokens=20))
+
+
+def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json"):
+        engine_of(tmp_path)
+    CONFIGS["qwen3"].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no readable safetensors"):
+        engine_of(tmp_path)
+
+
+def test_bfloat16_is_the_dtype_of_the_weights_with_and_without_loading(qwen3: Path) -> None:
+    for load in (True, False):
+        engine = HFEngine(qwen3, "cpu", torch.bfloat16, load_weights=load)
+        assert {tensor.dtype for tensor in engine.parameters().values()} == {torch.bfloat16}

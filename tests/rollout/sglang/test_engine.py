@@ -1,0 +1,206 @@
+"""One real SGLang engine: what it was asked, cut, late, stopped, killed, started anew."""
+
+import dataclasses
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.sglang_engines import bring_weights
+from tests.traces import needs_sglang
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, ModelDims
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
+from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
+from verl_mg.rollout.sglang.ipc_payload import payload
+
+pytestmark = needs_sglang
+SETTINGS = EngineSettings(
+    layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=256, routed_experts=True
+)
+LONG = Sampling(max_new_tokens=200)
+SHORT = Sampling(max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(
+        tmp_path_factory.mktemp("model"), "qwen3_moe", characters="abcdefgh", hidden=32, ffn=64, max_positions=256,
+        init_std=0.2, seed=3,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory) -> Iterator[SGLangEngine]:
+    engine = SGLangEngine(model, SETTINGS, tmp_path_factory.mktemp("log") / "0.log", request_timeout=100.0)
+    bring_weights(engine, model, version=7)
+    yield engine
+    engine.close()
+
+
+def requests(count: int = 6) -> list[Request]:
+    return [Request(10 + i, (6 + i % 8, 7, 9, 11), i) for i in range(count)]
+
+
+def all_of(engine: SGLangEngine, count: int, seconds: float = 60.0, look: float = 0.5) -> list[Sample]:
+    """Late requests are looked for every `look` seconds."""
+    samples: list[Sample] = []
+    until = time.monotonic() + seconds
+    while len(samples) < count and time.monotonic() < until:
+        samples += engine.collect(look)
+    assert len(samples) == count
+    return sorted(samples, key=lambda sample: sample.id)
+
+
+def schedulers(engine: SGLangEngine) -> list[psutil.Process]:
+    children = psutil.Process(engine.pid).children(recursive=True)
+    return [child for child in children if "scheduler" in " ".join(child.cmdline())]
+
+
+def test_samples_and_routing_are_those_of_transformers(engine, model):
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    asked = requests()
+    samples = engine.generate(asked, Sampling(max_new_tokens=12, temperature=0.8))
+    for request, sample in zip(asked, samples, strict=True):
+        row = torch.tensor([[*request.prompt, *sample.tokens]])
+        out = whole(row, output_router_logits=True)
+        scores = (out.logits[0] / 0.8).log_softmax(-1)[len(request.prompt) - 1 : -1]
+        own = scores.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), own, atol=1e-4, rtol=0)
+        assert sample.versions == (7,) * 12 and sample.finish == "length"
+        chosen = torch.stack([layer.topk(2).indices for layer in out.router_logits], dim=1)[:-1]
+        assert sample.routed_experts is not None
+        assert torch.equal(sample.routed_experts.long().sort(-1).values, chosen.sort(-1).values)
+
+
+def test_greedy_samples_stop_at_stop_tokens_and_never_without(engine):
+    free = engine.generate(requests(), Sampling(max_new_tokens=30, temperature=0.0))
+    stop = free[0].tokens[10]
+    stopped = engine.generate(requests(), Sampling(max_new_tokens=30, temperature=0.0, stop_token_ids=(stop,)))
+    assert {len(sample.tokens) for sample in free} == {30}
+    first = free[0].tokens[: free[0].tokens.index(stop) + 1]
+    assert stopped[0].tokens == first and stopped[0].finish == "stop"
+
+
+def test_a_cut_sample_goes_on_where_it_was(engine):
+    whole = engine.generate(requests(), Sampling(max_new_tokens=200, temperature=0.0))
+    engine.submit(requests(), Sampling(max_new_tokens=200, temperature=0.0))
+    engine.collect(0.15)
+    engine.abort()
+    cut = all_of(engine, 6)
+    assert {sample.finish for sample in cut} == {"abort"} and all(len(sample.tokens) < 200 for sample in cut)
+    again = [Request(r.id, r.prompt, r.seed, begun=s) for r, s in zip(requests(), cut, strict=True)]
+    joined = engine.generate(again, Sampling(max_new_tokens=200, temperature=0.0))
+    assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
+    for one, other in zip(joined, whole, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+        assert len(one.versions) == 200 and torch.equal(one.routed_experts, other.routed_experts)
+
+
+def test_a_cut_reaches_requests_that_have_hardly_been_made(engine):
+    engine.submit(requests(), Sampling(max_new_tokens=250))
+    engine.abort()
+    assert any(sample.finish == "abort" for sample in all_of(engine, 6))
+    assert [len(sample.tokens) for sample in engine.generate(requests(), SHORT)] == [5] * 6
+
+
+def test_a_late_request_is_cut_alone(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_request_timeout", 0.05)
+    engine.submit([Request(1, (6, 7), 1)], Sampling(max_new_tokens=250))
+    monkeypatch.setattr(engine, "_request_timeout", 100.0)
+    engine.submit([Request(2, (6, 7), 1)], Sampling(max_new_tokens=250))
+    late, other = all_of(engine, 2, look=0.01)
+    assert late.finish == "timeout" and len(late.tokens) < 250
+    assert other.finish == "length" and len(other.tokens) == 250
+
+
+def test_a_request_without_an_answer_is_given_up(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_request_timeout", 0.2)
+    monkeypatch.setattr("verl_mg.rollout.sglang.request_tracker.ABORT_SECONDS", 0.3)
+    (scheduler,) = schedulers(engine)
+    scheduler.suspend()
+    try:
+        engine.submit([Request(1, (6, 7), 1)], SHORT)
+        (sample,) = all_of(engine, 1)
+    finally:
+        scheduler.resume()
+    assert sample.finish == "timeout" and sample.tokens == ()
+    monkeypatch.setattr(engine, "_request_timeout", 100.0)
+    assert [len(sample.tokens) for sample in engine.generate(requests(), SHORT)] == [5] * 6
+
+
+def test_memory_is_released_and_taken_again(engine, model):
+    before = engine.generate(requests(), Sampling(max_new_tokens=9, temperature=0.0))
+    engine.sleep()
+    assert not engine.health()
+    engine.wake(weights=True, kv=False)
+    bring_weights(engine, model, version=8)
+    engine.wake(weights=False, kv=True)
+    after = engine.generate(requests(), Sampling(max_new_tokens=9, temperature=0.0))
+    assert [sample.tokens for sample in after] == [sample.tokens for sample in before]
+    assert {v for sample in after for v in sample.versions} == {8}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"), [((), "request 5 is empty"), ((6,) * 256, "256 tokens fill the 256 positions")]
+)
+def test_a_prompt_that_cannot_be_answered_is_named(engine, prompt, words):
+    with pytest.raises(UserError, match=words):
+        engine.submit([Request(5, prompt, 0)], SHORT)
+
+
+def test_an_update_outside_a_session_is_refused_aloud(engine):
+    with pytest.raises(RuntimeError, match="begin_weight_update"):
+        engine.loaded(engine.load([payload({"model.norm.weight": torch.ones(32)})], 9))
+
+
+def test_a_killed_engine_starts_anew_and_finishes_what_was_asked(engine, model):
+    asked = requests(12)
+    engine.submit(asked, LONG)
+    engine.collect(0.2)
+    schedulers(engine)[0].kill()
+    with pytest.raises(EngineDiedError, match="crashed with exit code -9"):
+        all_of(engine, 12)
+    assert not engine.health()
+    engine.restart()
+    bring_weights(engine, model, version=9)
+    engine.resume()
+    samples = all_of(engine, 12)
+    assert [sample.id for sample in samples] == [request.id for request in asked]
+    assert {v for sample in samples for v in sample.versions} == {9}
+
+
+def test_nothing_of_an_engine_outlives_its_rank(engine):
+    """What the kernel does to the socket of a rank that is killed."""
+    processes = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
+    engine._host._socket.shutdown(socket.SHUT_RDWR)
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []
+
+
+def test_an_engine_that_cannot_start_says_why(model, tmp_path):
+    wrong = dataclasses.replace(SETTINGS, extra={"chunked_prefil_size": 512})
+    with pytest.raises(UserError, match=r"could not start; its log .*0\.log ends: .*chunked_prefil_size"):
+        SGLangEngine(model, wrong, tmp_path / "0.log")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a rule of the CPU")
+@pytest.mark.parametrize(
+    ("layout", "sizes", "words"),
+    [
+        ("tp2", {"ffn": 96}, "pads the 96 columns of the feed-forward layer"),
+        ("tp2", {"expert_ffn": 32}, "pads the 32 columns of an expert"),
+        ("tp2", {"kv_heads": 1}, "pads 1 key-value heads"),
+        ("tp2-ep2", {}, "neither ep nor adp"),
+    ],
+)
+def test_models_that_sglang_pads_on_the_cpu_are_refused(layout, sizes, words):
+    model = ModelDims(**{"attention_heads": 4, "kv_heads": 2, "layers": 2, "ffn": 128, "expert_ffn": 64, **sizes})
+    with pytest.raises(UserError, match=words):
+        check_on_cpu(model, EngineLayout.parse(layout))

@@ -1,0 +1,46 @@
+"""The dialects of SGLang and of `transformers` against what their own loaders do, element by element."""
+
+import pytest
+
+from tests.traces import FAMILIES, folder_of, layouts_of, needs_sglang, sglang_trace
+from verl_mg.models.hf_config import read_config
+from verl_mg.rollout.sglang.tracing.tracer import checkpoint_shapes, trace_transformers
+from verl_mg.sharding.boxes import Shard
+from verl_mg.sharding.weight_table import weight_table
+
+
+def comparable(shards: dict[str, Shard]) -> dict[str, object]:
+    """Shapes, pieces and padding; the order of pieces is nobody's business."""
+    return {
+        name: (
+            shard.shape,
+            sorted((piece.tensor, piece.source, piece.target) for piece in shard.pieces),
+            sorted(shard.padding),
+        )
+        for name, shard in shards.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_checkpoint_is_the_one_that_transformers_writes(family):
+    ours = weight_table(read_config(folder_of(family))).huggingface()
+    assert {name: shard.shape for name, shard in ours.items()} == checkpoint_shapes(folder_of(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_dialect_of_transformers_is_what_from_pretrained_does(family):
+    ours = weight_table(read_config(folder_of(family))).transformers()
+    assert comparable(ours) == comparable(trace_transformers(folder_of(family)))
+
+
+@needs_sglang
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_dialect_of_sglang_is_what_its_load_weights_does(family):
+    weights, layouts = weight_table(read_config(folder_of(family))), layouts_of(family)
+    assert family == "uneven" or {(layout.tp, layout.ep) for layout in layouts} >= {(1, 1), (2, 1), (4, 1)}
+    for layout in layouts:
+        traced = sglang_trace(family, layout)
+        assert len(traced) == layout.ranks
+        for rank, shards in enumerate(traced):
+            assert comparable(weights.sglang(layout, rank)) == comparable(shards), (str(layout), rank)

@@ -1,0 +1,325 @@
+"""Facts about SGLang and transformers, written by hand, against what the tracer reads off their loaders."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.tiny_models import tiny_model
+from tests.traces import FAMILIES, change_config, folder_of, layouts_of, needs_sglang, sglang_trace
+from verl_mg.cli import main
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.models.hf_config import read_config
+from verl_mg.reshard import plan
+from verl_mg.rollout.sglang.tracing import tracer
+from verl_mg.rollout.sglang.tracing.tracer import (
+    checkpoint_shapes,
+    trace_sglang,
+    trace_sglang_many,
+    trace_transformers,
+    write_trace,
+)
+from verl_mg.sharding.boxes import Piece, Shard, full_box
+from verl_mg.sharding.traced_table import read_traced_table
+from verl_mg.sharding.weight_table import weight_table
+
+pytestmark = pytest.mark.timeout(1200)  # importing SGLang takes long on a machine under load
+LAYER = "model.layers.1."
+TP2, EP2 = EngineLayout(tp=2), EngineLayout(tp=2, ep=2)
+
+
+def fused(*parts, width=64):
+    """A shard of whole-width row slabs: (tensor, first row, last row), or (None, first, last) for padding."""
+    pieces, padding, row = [], [], 0
+    for name, start, stop in parts:
+        target = ((row, row + stop - start), (0, width))
+        if name is None:
+            padding.append(target)
+        else:
+            pieces.append(Piece(name, ((start, stop), (0, width)), target))
+        row += stop - start
+    return Shard((row, width), tuple(pieces), tuple(padding))
+
+
+def columns(name, rows, start, stop):
+    return Shard((rows, stop - start), (Piece(name, ((0, rows), (start, stop)), ((0, rows), (0, stop - start))),))
+
+
+def whole(name, shape):
+    return Shard(shape, (Piece(name, full_box(shape), full_box(shape)),))
+
+
+def stacked(shape, parts):
+    """A shard of three dimensions: (tensor, source box, index, first row)."""
+    return Shard(
+        shape,
+        tuple(
+            Piece(name, source, ((index, index + 1), (row, row + source[0][1] - source[0][0]), (0, shape[2])))
+            for name, source, index, row in parts
+        ),
+    )
+
+
+# -- transformers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "gemma2"])
+def test_dense_modules_hold_the_checkpoint_as_it_is(family):
+    shapes = checkpoint_shapes(folder_of(family))
+    assert trace_transformers(folder_of(family)) == {name: whole(name, shape) for name, shape in shapes.items()}
+
+
+def test_the_module_of_qwen3_moe_stacks_its_experts():
+    shards = trace_transformers(folder_of("qwen3_moe"))
+    prefix = f"{LAYER}mlp.experts."
+    assert shards[f"{prefix}gate_up_proj"] == stacked(
+        (8, 64, 64),
+        [
+            (f"{prefix}{e}.{kind}_proj.weight", ((0, 32), (0, 64)), e, row)
+            for e in range(8)
+            for kind, row in (("gate", 0), ("up", 32))
+        ],
+    )
+    assert shards[f"{prefix}down_proj"] == stacked(
+        (8, 64, 32), [(f"{prefix}{e}.down_proj.weight", ((0, 64), (0, 32)), e, 0) for e in range(8)]
+    )
+
+
+def test_the_module_of_mixtral_has_other_names():
+    shards = trace_transformers(folder_of("mixtral"))
+    ours, theirs = f"{LAYER}mlp.", f"{LAYER}block_sparse_moe."
+    assert shards[f"{ours}gate.weight"] == whole(f"{theirs}gate.weight", (8, 64))
+    first = shards[f"{ours}experts.gate_up_proj"].pieces[:2]
+    assert [piece.tensor for piece in first] == [f"{theirs}experts.0.{kind}.weight" for kind in ("w1", "w3")]
+
+
+def test_buffers_that_the_checkpoint_feeds_are_traced():
+    name = f"{LAYER}mlp.gate.e_score_correction_bias"
+    assert trace_transformers(folder_of("deepseek_v3"))[name] == whole(name, (8,))
+
+
+def test_shapes_without_weights_are_those_that_are_saved(tmp_path):
+    folder = tiny_model(tmp_path, "qwen2")
+    shapes = checkpoint_shapes(folder)
+    assert "lm_head.weight" not in shapes  # tied
+    (folder / "model.safetensors").unlink()
+    assert checkpoint_shapes(folder) == shapes
+
+
+def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path, monkeypatch):
+    shapes = checkpoint_shapes(folder_of("llama"))
+    name = f"{LAYER}mlp.up_proj.weight"
+    monkeypatch.setattr(tracer, "checkpoint_shapes", lambda _: {n: s for n, s in shapes.items() if n != name})
+    with pytest.raises(UserError, match=f"transformers finds no tensor of the checkpoint for {name}"):
+        trace_transformers(folder_of("llama"))
+
+
+def test_a_broken_directory_is_named(tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path}: transformers cannot load it"):
+        trace_transformers(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(UserError, match="model.safetensors: not a readable safetensors file"):
+        checkpoint_shapes(tmp_path)
+
+
+# -- SGLang ------------------------------------------------------------------------------------------------------
+
+
+def test_without_sglang_the_remedy_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"SGLang is not installed; run bash tools/install_sglang_cpu\.sh"):
+        trace_sglang(tmp_path, EngineLayout())
+
+
+def test_the_module_that_uses_sglang_imports_without_it():
+    code = "import sys, verl_mg.rollout.sglang.tracing.tracer; sys.exit('sglang' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@needs_sglang
+def test_qwen3_with_real_weights_and_a_written_dialect(tmp_path):
+    """hidden 32, 4 heads and 2 key-value heads of 12, feed-forward 56."""
+    folder = tiny_model(tmp_path / "model", "qwen3")
+    vocab = checkpoint_shapes(folder)["lm_head.weight"][0]
+    assert vocab < 32
+    write_trace(folder, tmp_path / "dialect.json", TP2)
+    dialect = read_traced_table(tmp_path / "dialect.json")
+    assert (dialect.architecture, dialect.sglang, dialect.layout) == ("Qwen3ForCausalLM", "0.5.23", TP2)
+    layer = "model.layers.3."
+    for rank, shards in enumerate(dialect.ranks):
+        q, k, v = (f"{layer}self_attn.{kind}_proj.weight" for kind in "qkv")
+        one, two = (12 * rank, 12 * rank + 12), (24 * rank, 24 * rank + 24)
+        assert shards[f"{layer}self_attn.qkv_proj.weight"] == fused((q, *two), (k, *one), (v, *one), width=32)
+        assert shards[f"{layer}self_attn.o_proj.weight"] == columns(f"{layer}self_attn.o_proj.weight", 32, *two)
+        half = (28 * rank, 28 * rank + 28)
+        gate, up = (f"{layer}mlp.{kind}_proj.weight" for kind in ("gate", "up"))
+        assert shards[f"{layer}mlp.gate_up_proj.weight"] == fused((gate, *half), (up, *half), width=32)
+        assert shards[f"{layer}mlp.down_proj.weight"] == columns(f"{layer}mlp.down_proj.weight", 32, *half)
+        assert shards[f"{layer}self_attn.q_norm.weight"] == whole(f"{layer}self_attn.q_norm.weight", (12,))
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):  # 64 rows on two ranks
+            rows = [(name, 0, vocab), (None, vocab, 32)] if rank == 0 else [(None, 0, 32)]
+            assert shards[name] == fused(*rows, width=32)
+
+
+@needs_sglang
+def test_the_command_writes_a_dialect_that_a_plan_can_move_to(tmp_path, capsys):
+    main(["trace", str(folder_of("qwen3_moe")), "--rollout", "tp2-ep2", "--output", str(tmp_path / "dialect.json")])
+    assert capsys.readouterr().out == f"dialect {tmp_path / 'dialect.json'}\n"
+    engines, weights = EnginePlacement(EP2, (0, 1, 2, 3)), weight_table(read_config(folder_of("qwen3_moe")))
+    source = weights.shard_map_megatron(Placement.on(Layout.parse("tp1-ep4"), 4))
+    traced = plan(source, read_traced_table(tmp_path / "dialect.json").shard_map(engines))
+    known = plan(source, weights.shard_map_sglang(engines))
+    assert [traced.bytes_received(rank, 2) for rank in range(4)] == [known.lower_bound(rank, 2) for rank in range(4)]
+    assert traced.bytes_received(0, 2) > 0
+
+
+@needs_sglang
+def test_an_architecture_without_a_table_has_a_dialect_all_the_same():
+    with pytest.raises(UserError, match="model_type 'olmo2' is not supported"):
+        read_config(folder_of("olmo2"))
+    for rank, shards in enumerate(trace_sglang(folder_of("olmo2"), TP2)):
+        q, k, v = (f"{LAYER}self_attn.{kind}_proj.weight" for kind in "qkv")
+        one, four = (8 * rank, 8 * rank + 8), (32 * rank, 32 * rank + 32)
+        assert shards[f"{LAYER}self_attn.qkv_proj.weight"] == fused((q, *four), (k, *one), (v, *one))
+        assert shards[f"{LAYER}self_attn.o_proj.weight"] == columns(f"{LAYER}self_attn.o_proj.weight", 64, *four)
+        norms = {"self_attn.q_norm": 64, "self_attn.k_norm": 16, "post_feedforward_layernorm": 64}
+        for norm, width in norms.items():
+            assert shards[f"{LAYER}{norm}.weight"] == whole(f"{LAYER}{norm}.weight", (width,))
+        assert f"{LAYER}input_layernorm.weight" not in shards  # OLMo 2 has none
+
+
+@needs_sglang
+@pytest.mark.parametrize("layout", [TP2, EP2])
+def test_experts_of_qwen3_moe(layout):
+    prefix = f"{LAYER}mlp.experts."
+    for rank, shards in enumerate(sglang_trace("qwen3_moe", layout)):
+        local = range(8) if layout.ep == 1 else range(4 * rank, 4 * rank + 4)
+        part = (0, 32) if layout.ep == 2 else (16 * rank, 16 * rank + 16)
+        size = part[1] - part[0]
+        assert shards[f"{prefix}w13_weight"] == stacked(
+            (len(local), 2 * size, 64),
+            [
+                (f"{prefix}{e}.{kind}_proj.weight", (part, (0, 64)), index, row)
+                for index, e in enumerate(local)
+                for kind, row in (("gate", 0), ("up", size))
+            ],
+        )
+        assert shards[f"{prefix}w2_weight"] == stacked(
+            (len(local), 64, size),
+            [(f"{prefix}{e}.down_proj.weight", ((0, 64), part), index, 0) for index, e in enumerate(local)],
+        )
+        assert shards[f"{LAYER}mlp.gate.weight"] == whole(f"{LAYER}mlp.gate.weight", (8, 64))
+
+
+@needs_sglang
+@pytest.mark.parametrize("layout", [TP2, EP2, EngineLayout(tp=2, adp=2)])
+def test_latent_attention_of_deepseek_v2(layout):
+    attention = f"{LAYER}self_attn."
+    for rank, shards in enumerate(sglang_trace("deepseek_v2", layout)):
+        q_a, kv_a = f"{attention}q_a_proj.weight", f"{attention}kv_a_proj_with_mqa.weight"
+        assert shards[f"{attention}fused_qkv_a_proj_with_mqa.weight"] == fused((q_a, 0, 24), (kv_a, 0, 24))
+        heads = (0, 8) if layout.adp == 2 else (4 * rank, 4 * rank + 4)
+        for kind, size, width in (("q_b", 16, 24), ("kv_b", 20, 16)):
+            name = f"{attention}{kind}_proj.weight"
+            assert shards[name] == fused((name, heads[0] * size, heads[1] * size), width=width)
+        assert shards[f"{attention}o_proj.weight"] == columns(
+            f"{attention}o_proj.weight", 64, heads[0] * 12, heads[1] * 12
+        )
+        shared = f"{LAYER}mlp.shared_experts."
+        gate, up = (f"{shared}{kind}_proj.weight" for kind in ("gate", "up"))
+        half = (32 * rank, 32 * rank + 32)
+        assert shards[f"{shared}gate_up_proj.weight"] == fused((gate, *half), (up, *half))
+        assert "model.layers.0.mlp.gate_up_proj.weight" in shards  # the first layer is dense
+
+
+@needs_sglang
+def test_few_key_value_heads_are_repeated():
+    for rank, shards in enumerate(sglang_trace("llama", EngineLayout(tp=4))):
+        q, k, v = (f"{LAYER}self_attn.{kind}_proj.weight" for kind in "qkv")
+        one = (8 * (rank // 2), 8 * (rank // 2) + 8)
+        mine = (q, 16 * rank, 16 * rank + 16)
+        assert shards[f"{LAYER}self_attn.qkv_proj.weight"] == fused(mine, (k, *one), (v, *one))
+
+
+@needs_sglang
+def test_stages_hold_their_layers_and_ties_across_them_a_copy():
+    first, last = sglang_trace("qwen2_tied", EngineLayout(pp=2))
+    layers = [{int(name.split(".")[2]) for name in stage if ".layers." in name} for stage in (first, last)]
+    assert layers == [{0}, {1, 2}]  # what is left over goes to the last
+    assert "lm_head.weight" not in first
+    assert last["lm_head.weight"].pieces[0].tensor == "model.embed_tokens.weight"
+    (alone,) = sglang_trace("qwen2_tied", EngineLayout())
+    assert "lm_head.weight" not in alone
+
+
+@needs_sglang
+def test_all_families_use_every_tensor():
+    for family in FAMILIES:
+        names = checkpoint_shapes(folder_of(family)).keys()
+        for layout in layouts_of(family):
+            ranks = sglang_trace(family, layout)
+            assert len(ranks) == layout.ranks
+            used = {piece.tensor for shards in ranks for shard in shards.values() for piece in shard.pieces}
+            assert used == names, (family, layout)
+
+
+@needs_sglang
+def test_many_jobs_see_what_a_fresh_process_sees():
+    assert trace_sglang(folder_of("deepseek_v3"), EP2) == sglang_trace("deepseek_v3", EP2)
+
+
+@needs_sglang
+def test_vocabularies_that_do_not_divide_leave_a_rank_with_padding_alone():
+    assert [rank["lm_head.weight"] for rank in sglang_trace("uneven", EngineLayout(tp=3))] == [
+        fused(("lm_head.weight", 0, 128), width=48),
+        fused(("lm_head.weight", 128, 200), (None, 72, 128), width=48),
+        fused((None, 0, 128), width=48),
+    ]
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("family", "fields", "complaint"),
+    [
+        ("deepseek_v3", {"topk_method": None}, "SGLang at tp2: AttributeError .*'topk_method'"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [0]},
+            "SGLang at tp2: its loader finds no tensor of the checkpoint for 3 parameters: model.layers.0.mlp",
+        ),
+        ("llama", {"num_attention_heads": 9, "num_key_value_heads": 9, "head_dim": 8}, "transformers cannot load it"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, family, fields, complaint):
+    folder = change_config(folder_of(family), tmp_path, **fields)
+    with pytest.raises(UserError, match=complaint) as error:
+        trace_sglang_many([(folder, TP2)])
+    assert str(error.value).startswith(f"{folder}: ")
+    assert "\n" not in str(error.value)
+
+
+@needs_sglang
+def test_a_rank_that_dies_shows_its_last_lines(monkeypatch):
+    monkeypatch.setattr(tracer, "jobs_file", lambda folder: folder / "elsewhere.json")
+    with pytest.raises(UserError, match=r"rank \d ended with 1; its last lines: .*FileNotFoundError"):
+        trace_sglang(folder_of("llama"), TP2)
+
+
+def test_a_directory_without_architectures_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracer, "_require_sglang", lambda: None)
+    with pytest.raises(UserError, match=r"config\.json: not a readable configuration"):
+        trace_sglang(tmp_path, TP2)
+    with pytest.raises(UserError, match=r"config\.json: architectures is missing"):
+        trace_sglang(change_config(folder_of("llama"), tmp_path / "x", architectures=None), TP2)
+
+
+def test_codes_do_not_depend_on_the_default_type():
+    shapes = {"a": (3, 4)}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert tracer.Codes(shapes).tensor("a", 0).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

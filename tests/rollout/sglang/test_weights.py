@@ -1,0 +1,68 @@
+"""Weights on their way into one real SGLang engine: pipeline stages, and what SGLang derives from weights."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.rollout.sglang.probes import CHECK_DERIVED
+from tests.sglang_engines import bring_weights
+from tests.traces import needs_sglang
+from verl_mg.layout import EngineLayout
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.sglang import EngineSettings, SGLangEngine
+from verl_mg.rollout.sglang.ipc_payload import payload
+
+pytestmark = needs_sglang
+SETTINGS = EngineSettings(layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=128)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 0.7, "mscale_all_dim": 0.7}  # fmt: skip
+
+
+def made(folder: Path, architecture: str, **fields: object) -> Path:
+    sizes = {"hidden": 64, "ffn": 128, "max_positions": 128, "init_std": 0.2, "seed": 3}
+    return make_tiny_model(folder, architecture, characters="abcdefgh", **sizes, **fields)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_stage_of_a_pipeline_takes_its_own_shards(tmp_path, tied):
+    model = made(tmp_path / "model", "qwen3", tie_embeddings=tied)
+    settings = dataclasses.replace(SETTINGS, layout=EngineLayout(pp=2))
+    engine = SGLangEngine(model, settings, tmp_path / "0.log")
+    try:
+        bring_weights(engine, model, version=1)
+        bring_weights(engine, model, version=2)
+        asked = [Request(i, (6 + i, 7, 9, 11), i) for i in range(5)]
+        samples = engine.generate(asked, Sampling(max_new_tokens=12, temperature=0.0))
+    finally:
+        engine.close()
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for request, sample in zip(asked, samples, strict=True):
+        expected = whole.generate(
+            torch.tensor([request.prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert sample.tokens == tuple(expected[0, 4:].tolist()) and set(sample.versions) == {2}
+
+
+def test_derived_weights_follow_the_weights(tmp_path):
+    """Attention over latents does not run on the CPU; that its weights are derived anew shows all the same."""
+    model = made(tmp_path / "model", "deepseek_v2", kv_heads=4, rope_scaling=YARN)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    settings = dataclasses.replace(SETTINGS, extra={"custom_weight_loader": [CHECK_DERIVED]})
+    engine = SGLangEngine(model, settings, tmp_path / "0.log")
+    try:
+        bring_weights(engine, model, version=1)
+        engine.begin_update()
+        nothing = payload({"nothing": torch.zeros(1)})
+        number = engine._call(
+            "update_weights_from_tensor", serialized_named_tensors=[nothing], load_format=CHECK_DERIVED
+        )
+        engine.loaded(number)
+    finally:
+        engine.close()

@@ -1,0 +1,133 @@
+"""A real tiny model is asked through the embedded engine, and a server over HTTP; verdicts are read off the answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.rewards.servers import Answer, Asked, serving
+from verl_mg.errors import UserError
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rewards import AsyncScorer, LoadedReward, Reward, Sample, load_reward
+from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.hf.engine import HFEngine
+from verl_mg.rollout.llm_judge import LLMJudge
+
+SAMPLE = Sample("What is 1+1?", "It is {answer}, [[10]].", "2", {}, "stop")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("judge"), "qwen2", init_std=0.3, max_positions=512, seed=1)
+
+
+def judge_at(url: str, **options: Any) -> list[Reward]:
+    reward = load_reward("verl_mg.rollout.llm_judge:Judge", {"url": url} | options)
+    with AsyncScorer({"": reward}) as panel:
+        return panel.score([SAMPLE] * 3)
+
+
+def test_a_response_cannot_ask_for_the_answer(model: Path) -> None:
+    judge = LLMJudge("Q: {prompt} R: {response} A: {answer} {other}", url="http://nowhere")
+    assert judge.question(SAMPLE) == "Q: What is 1+1? R: It is {answer}, [[10]]. A: 2 {other}"
+    judge = LLMJudge("R: {response}", url="http://nowhere", model=model)
+    assert judge.question(SAMPLE) == "<user>R: It is {answer}, [[10]].<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("Good. [[7]]", Reward(0.7, {"judged": 1.0, "verdict": 7.0})),
+        ("From [[1]] to [[10]] I say [[2.5]]", Reward(0.25, {"judged": 1.0, "verdict": 2.5})),
+        ("[7]", Reward(0.0, {"judged": 0.0})),
+        ("", Reward(0.0, {"judged": 0.0})),
+    ],
+)
+def test_the_last_verdict_counts(answer: str, reward: Reward) -> None:
+    assert LLMJudge(url="http://nowhere").verdict(answer) == reward
+
+
+def test_a_verdict_that_is_no_number() -> None:
+    assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: A").parts == {"judged": 0.0}
+    assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: ").parts == {"judged": 0.0}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_engine_writes_what_is_read(tmp_path: Path, chat: bool) -> None:
+    model = make_tiny_model(tmp_path, "qwen2", init_std=0.3, max_positions=512, seed=1)
+    if not chat:
+        (model / "chat_template.jinja").unlink()
+    read: list[str] = []
+
+    class Reading(LLMJudge):
+        def verdict(self, answer: str) -> Reward:
+            read.append(answer)
+            return Reward(float(len(answer)))
+
+    judge = Reading("Rate {response}", model=model, max_new_tokens=8, batch_size=2, device="cpu", dtype="float32")
+    assert (judge.batch_size, judge.parallel) == (2, 1)
+    samples = [Sample("p", response, None, {}, "stop") for response in ("a", "bb", "ccc", "dddd", "a")]
+    with AsyncScorer({"": LoadedReward("judge", judge.score_many, batched=True, owner=judge)}) as panel:
+        values = [reward.value for reward in panel.score(samples)]
+
+    tokenizer, engine, expected = AutoTokenizer.from_pretrained(model), HFEngine(model, "cpu", torch.float32), []
+    for sample in samples:
+        ids = tuple(tokenizer(judge.question(sample), add_special_tokens=not chat)["input_ids"])
+        assert tokenizer.decode(ids) == ("<user>Rate {}<assistant>" if chat else "Rate {}").format(sample.response)
+        sampling = Sampling(max_new_tokens=8, temperature=0, stop_token_ids=(1,))
+        (written,) = engine.generate([Request(0, ids, 0)], sampling)
+        expected.append(tokenizer.decode(written.tokens, skip_special_tokens=True))
+    assert sorted(read) == sorted(expected)
+    assert values == [len(text) for text in expected]
+    assert any(expected)
+
+
+def test_a_question_that_is_too_long_is_not_judged(model: Path) -> None:
+    options = {"model": str(model), "max_new_tokens": 8, "device": "cpu", "dtype": "float32", "pattern": "(?s)()."}
+    reward = load_reward("verl_mg.rollout.llm_judge:Judge", options | {"template": "{response}"})
+    with AsyncScorer({"": reward}) as panel:
+        rewards = panel.score([Sample("p", "a" * length, None, {}, "stop") for length in (600, 100, 503)])
+    assert [reward.parts["judged"] for reward in rewards] == [0.0] * 3
+
+
+def test_over_http() -> None:
+    seen: list[Asked] = []
+
+    def answer(asked: Asked) -> Answer:
+        seen.append(asked)
+        return Answer({"text": "I say [[8]]", "meta_info": {}})
+
+    with serving(answer) as url:
+        rewards = judge_at(f"{url}/", template="Rate {response}", max_new_tokens=9)
+    assert rewards == [Reward(0.8, {"judged": 1.0, "verdict": 8.0})] * 3
+    assert {asked.path for asked in seen} == {"/generate"}
+    assert seen[0].body == {
+        "text": "Rate It is {answer}, [[10]].",
+        "sampling_params": {"max_new_tokens": 9, "temperature": 0.0},
+    }
+
+
+def test_a_server_of_another_kind() -> None:
+    with serving(lambda _: Answer({"choices": []})) as url, pytest.raises(UserError, match="without a text"):
+        judge_at(url)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "neither url nor model"),
+        ({"url": "http://a", "template": "Rate it"}, "no {response}"),
+        ({"url": "http://a", "pattern": "("}, "is no regular expression"),
+        ({"url": "http://a", "pattern": "a"}, "has no group"),
+        ({"url": "http://a", "scale": 0}, "positive numbers"),
+        ({"model": "/nowhere"}, "/nowhere has no readable tokenizer"),
+        ({"url": "http://a", "dtype": "half"}, "dtype is 'half'"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        load_reward("verl_mg.rollout.llm_judge:Judge", options)

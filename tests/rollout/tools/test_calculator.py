@@ -1,0 +1,124 @@
+"""The calculator: its data, its reward, and a tiny model that learns to call it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+from transformers import AutoTokenizer
+
+from recipes.tasks.calculator import CALL, make, score
+from tests.traces import needs_sglang
+from verl_mg.config import load_config
+from verl_mg.job.recipe import load_recipe
+from verl_mg.quickstart import accuracies
+from verl_mg.rewards import Sample, load_reward
+from verl_mg.rollout.tools.chat_format import ToolCall, ToolCallFormat, ToolResult
+from verl_mg.rollout.tools.tool import load_tools
+
+ROOT = Path(__file__).parents[3]
+RECIPES = ROOT / "recipes"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calculator")
+    make(folder)
+    return folder
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_no_sum_is_shown_before_it_is_asked(folder: Path) -> None:
+    def sums(name: str) -> list[str]:
+        return [record["prompt"][0]["content"] for record in records(folder / "data" / f"{name}.jsonl")]
+
+    train, test, shown = sums("train"), sums("test"), sums("demonstrations")
+    assert len({*train, *test, *shown}) == len(train) + len(test) + len(shown)
+    assert {len(text) for text in train + test} == {9}
+
+
+def test_half_of_the_answers_shown_come_without_a_call(folder: Path) -> None:
+    first = [record for record in records(folder / "data" / "demonstrations.jsonl") if len(record["prompt"]) == 1]
+    called = sum(record["answer"].startswith(CALL[0]) for record in first)
+    assert called / len(first) == pytest.approx(0.5, abs=0.01)
+
+
+@needs_sglang
+def test_a_call_is_short_and_what_is_shown_is_what_happens(folder: Path) -> None:
+    """Two turns by the rollout's own parts give the tokens of the two demonstrations."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    asked, continued = records(folder / "data" / "demonstrations.jsonl")[1:3]
+    dialogue = ToolCallFormat(tokenizer, load_tools(["verl_mg.rollout.tools.builtin:calculator"]), "qwen25")
+    tokens = tokenizer(continued["prompt"][1]["content"])["input_ids"]
+    assert len(tokens) == len(tokenizer(asked["answer"])["input_ids"]) == 15
+    assert dialogue.calls(tokens) == [
+        ToolCall("calculator", json.dumps({"expression": continued["prompt"][0]["content"]}))
+    ]  # fmt: skip
+    begin = tokenizer.apply_chat_template(continued["prompt"][:1], tokenize=False, add_generation_prompt=True)
+    seen = dialogue.observation(tokenizer.eos_token_id, [ToolResult("calculator", continued["answer"])])
+    whole = tokenizer.apply_chat_template(continued["prompt"], tokenize=False, add_generation_prompt=True)
+    assert [*tokenizer(begin)["input_ids"], *tokens, tokenizer.eos_token_id, *seen] == tokenizer(whole)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("42", 1.0),
+        ("<tool_call>\n...\n</tool_call><tool>42\n42", 1.0),
+        ("<tool_call>\n...\n</tool_call><tool>42\n", 0.0),
+        ("<tool_call>\n...\n</tool_call><tool>42\n41", 0.0),
+        ("42\n</tool_call>", 0.0),
+    ],
+)
+def test_the_answer_is_the_policys_own(response: str, reward: float) -> None:
+    given = score(Sample("", response, "42", {}, "stop"))
+    assert (given.value, given.parts["called"]) == (reward, float(CALL[0] in response))
+
+
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_the_configurations_stand_by_themselves(stage: str) -> None:
+    recipe = load_recipe(RECIPES / f"{stage}.py")
+    config = load_config(RECIPES / "configs" / f"calculator_{stage}.yaml", [], recipe.config)
+    assert config.model.path.parts[:2] == config.data.train.parts[:2] == ("runs", "calculator")
+    if stage == "grpo":
+        assert load_reward(str(ROOT / config.reward.function))
+        assert [tool.name for tool in load_tools(config.rollout.tools)] == ["calculator"]
+
+
+def train(stage: str, folder: Path, model: str, data: str, *overrides: str) -> None:
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "verl_mg.launch", "--nproc-per-node", "2", "-m", "verl_mg"),
+            *("train", str(RECIPES / f"{stage}.py"), "--config", str(RECIPES / "configs" / f"calculator_{stage}.yaml")),
+            f"model.path={folder / model}",
+            f"data.train={folder / 'data' / data}",
+            f"job.output={folder / stage}",
+            *overrides,
+        ],
+        check=True,
+        cwd=ROOT,
+    )
+
+
+@needs_sglang
+@pytest.mark.nightly
+def test_a_tiny_model_learns_to_call(folder: Path) -> None:
+    train("sft", folder, "model", "demonstrations.jsonl")
+    train("grpo", folder, "sft/model", "train.jsonl", f"data.test={folder / 'data' / 'test.jsonl'}", "job.save=false")
+    before, after = accuracies(folder / "grpo" / "metrics.jsonl")
+    assert 0.05 < before < 0.7, "imitation is to leave something to learn"
+    assert after > before + 0.2
+    first, last = (called(folder / "grpo" / "samples" / name) for name in ("000001", "000024"))
+    assert sum(last) / len(last) > 0.9 > 0.75 > sum(first) / len(first)
+
+
+def called(samples: Path) -> list[float]:
+    """Of each sample of an iteration whether it called."""
+    parts = [part for file in samples.iterdir() for part in parquet.read_table(file)["parts"].to_pylist()]
+    return [dict(part)["called"] for part in parts]

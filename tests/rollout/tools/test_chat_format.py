@@ -1,0 +1,141 @@
+"""Calls as SGLang reads them, and results as a chat template words them."""
+
+import json
+import string
+import sys
+from typing import Any
+
+import pytest
+
+from tests.traces import needs_sglang
+from verl_mg.errors import UserError
+from verl_mg.models.tiny_model import character_tokenizer
+from verl_mg.rollout.tools.builtin import calculator
+from verl_mg.rollout.tools.chat_format import MALFORMED, ToolCall, ToolCallFormat, ToolResult
+from verl_mg.rollout.tools.tool import Tool
+
+pytestmark = needs_sglang
+
+TOOLS = [Tool.of(calculator)]
+
+# As that of Qwen: neighbouring results share a turn of the user, and a turn ends with a line break behind its end.
+TEMPLATE = """\
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<user>' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<eos>\\n' -}}{%- endif -%}
+{%- else -%}{{- '<' + m.role + '>' + m.content + '<eos>\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<assistant>' -}}{%- endif -%}"""
+
+
+def tokenizer_with(template: str | None = TEMPLATE) -> Any:
+    tokenizer: Any = character_tokenizer(string.printable)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def calls_in(text: str, tool_call_parser: str = "qwen25") -> list[ToolCall]:
+    tokenizer = tokenizer_with()
+    return ToolCallFormat(tokenizer, TOOLS, tool_call_parser).calls(
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+    )
+
+
+def qwen(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def same(calls: list[ToolCall], *expected: tuple[str, dict[str, Any]]) -> bool:
+    return [(call.name, json.loads(call.arguments)) for call in calls] == list(expected)
+
+
+def test_text_without_calls() -> None:
+    assert calls_in("the answer is 42 {} <tool>") == []
+
+
+def test_calls_come_in_their_order() -> None:
+    text = f"think\n{qwen('calculator', expression='1+1')}\n{qwen('calculator', expression='2')}"
+    assert same(calls_in(text), ("calculator", {"expression": "1+1"}), ("calculator", {"expression": "2"}))
+
+
+def test_another_format() -> None:
+    text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "3"}}'
+    assert same(calls_in(text, "llama3"), ("calculator", {"expression": "3"}))
+
+
+def test_unknown_tools_are_calls_too() -> None:
+    assert same(calls_in(qwen("oracle", question="?")), ("oracle", {"question": "?"}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "calculator", "arg\n</tool_call>',
+        '<tool_call>\n{"name": "calculator"',
+        "<tool_call>\n7\n</tool_call>",
+        "<tool_call>\n[[]]\n</tool_call>",
+    ],
+)
+def test_what_cannot_be_read_is_told(text: str) -> None:
+    assert calls_in(text) == [MALFORMED]
+    good = qwen("calculator", expression="1")
+    assert calls_in(f"{good}\n{text}")[-1] is MALFORMED
+
+
+def observed(last: str, results: list[ToolResult], template: str | None = TEMPLATE) -> str:
+    tokenizer = tokenizer_with(template)
+    tokens = ToolCallFormat(tokenizer, TOOLS, "qwen25").observation(tokenizer.convert_tokens_to_ids(last), results)
+    return str(tokenizer.decode(tokens))
+
+
+def test_results_are_worded_by_the_template_and_the_end_of_the_turn_is_not_repeated() -> None:
+    one, two = ToolResult("calculator", "42"), ToolResult("calculator", "error: é")
+    worded = "\n<user>\n<tool_response>\n42\n</tool_response><eos>\n<assistant>"
+    assert observed("<eos>", [one]) == worded
+    assert observed("<eos>", [one, ToolResult("", "7")]) == worded.replace(
+        "42\n</tool_response>", "42\n</tool_response>\n<tool_response>\n7\n</tool_response>"
+    )
+    assert observed("<pad>", [one]) == "<eos>" + worded
+    assert "error: " in observed("<eos>", [two])
+
+
+def test_the_tokens_behind_the_turn_are_those_of_the_whole_conversation() -> None:
+    tokenizer = tokenizer_with()
+    prompt = [{"role": "user", "content": "6*7?"}]
+    written = qwen("calculator", expression="6*7")
+    tokens = tokenizer(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))["input_ids"]
+    tokens += [*tokenizer(written)["input_ids"], tokenizer.eos_token_id]
+    tokens += ToolCallFormat(tokenizer, TOOLS, "qwen25").observation(tokens[-1], [ToolResult("calculator", "42")])
+    messages = [*prompt, {"role": "assistant", "content": written}, {"role": "tool", "content": "42"}]
+    assert tokens == tokenizer(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    )["input_ids"]  # fmt: skip
+
+
+def test_without_a_template_results_stand_between_line_breaks() -> None:
+    assert observed("<eos>", [ToolResult("a", "1"), ToolResult("b", "2")], template=None) == "\n1\n2\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{- raise_exception('no role tool') -}}", "refuses the role tool .*no role tool"),
+        ("{%- for m in messages if m.role == 'user' -%}{{- m.content -}}{%- endfor -%}", "leaves tool messages out"),
+    ],
+)
+def test_a_template_that_knows_no_tools_is_named(template: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        ToolCallFormat(tokenizer_with(template), TOOLS, "qwen25")
+
+
+def test_an_unknown_format_is_named() -> None:
+    with pytest.raises(UserError, match=r"rollout.tool_call_parser=qwen35: .*qwen25"):
+        ToolCallFormat(tokenizer_with(), TOOLS, "qwen35")
+
+
+def test_without_sglang_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.function_call.function_call_parser", None)
+    with pytest.raises(UserError, match=r"rollout.tools: .*tools/install_sglang_cpu.sh"):
+        ToolCallFormat(tokenizer_with(), TOOLS, "qwen25")

@@ -1,0 +1,403 @@
+"""Conversations of several turns: what the engine is asked, token by token, and what comes out."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rollout.tools.test_chat_format import qwen, tokenizer_with
+from tests.traces import needs_sglang
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout import Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine import NOT_GENERATED, Finish
+from verl_mg.rollout.hf.engine import HFEngine
+from verl_mg.rollout.tools.builtin import calculator, python
+from verl_mg.rollout.tools.chat_format import ToolCall, ToolCallFormat, ToolResult
+from verl_mg.rollout.tools.multi_turn import UNREADABLE, MultiTurnEngine
+from verl_mg.rollout.tools.tool import Tool
+
+pytestmark = needs_sglang
+
+TOKENIZER = tokenizer_with()
+TOKENIZER.add_tokens(["42"])  # an engine that writes 4 and 2 must not find this in the next context
+EOS = 1
+PROMPT = (4, 20, 5)
+
+
+def encode(text: str) -> tuple[int, ...]:
+    """A token a character, and the special ones."""
+    parts = text.split("42")
+    four_two = TOKENIZER.convert_tokens_to_ids(["4", "2"])
+    tokens = [*TOKENIZER(parts[0])["input_ids"]]
+    for part in parts[1:]:
+        tokens += [*four_two, *TOKENIZER(part)["input_ids"]]
+    return tuple(tokens)
+
+
+class Scripted(RolloutEngine):
+    """Writes what a script says for a request, at most `per_collect` samples a call, and remembers what it was asked.
+
+    A stop token follows the script's text. `held`: ids that are not answered.
+    """
+
+    def __init__(self, script: Callable[[Request], str], per_collect: int = 100) -> None:
+        self.script, self.per_collect = script, per_collect
+        self.asked: list[Request] = []
+        self.held: set[int] = set()
+        self.version = 0
+        self._running: list[tuple[Request, Sampling]] = []
+        self._aborted = False
+
+    def room(self) -> int:
+        return 50 - len(self._running)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        self.asked += requests
+        if not self._running:
+            self._aborted = False
+        self._running += [(request, sampling) for request in requests]
+
+    def collect(self, timeout: float) -> list[Sample]:
+        if self._aborted:
+            ready = list(self._running)
+        else:
+            ready = [each for each in self._running if each[0].id not in self.held][: self.per_collect]
+        self._running = [each for each in self._running if each not in ready]
+        samples = [request.answer(self._write(request, sampling)) for request, sampling in ready]
+        self._aborted = False
+        return samples
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def health(self) -> bool:
+        return True
+
+    def _write(self, request: Request, sampling: Sampling) -> Sample:
+        tokens = (*encode(self.script(request)), EOS)
+        budget = request.budget(sampling)
+        assert budget > 0
+        finish: Finish = "stop" if len(tokens) <= budget else "length"
+        if self._aborted:
+            tokens, finish = tokens[:3], "abort"
+        tokens = tokens[:budget]
+        start = len(request.context)
+        logprobs = tuple(-0.01 * (start + t) for t in range(len(tokens)))
+        # As if the experts of a token were its position and the version that fed it.
+        fed = start + len(tokens) - 1
+        routed = torch.stack([torch.arange(fed), torch.full((fed,), self.version)], 1).to(torch.int16)[:, None]
+        return Sample(request.id, tokens, logprobs, (self.version,) * len(tokens), finish, routed)
+
+
+def turns_of(*texts: str) -> Callable[[Request], str]:
+    """A script of what each turn says."""
+    return lambda request: texts[observations(request)]
+
+
+def observations(request: Request) -> int:
+    versions = request.begun.versions if request.begun else ()
+    return sum(v == NOT_GENERATED and (i == 0 or versions[i - 1] != NOT_GENERATED) for i, v in enumerate(versions))
+
+
+def worded(*results: str) -> tuple[int, ...]:
+    """The observation of these results, as the template of the tokenizer has it."""
+    texts = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
+    tokens: list[int] = TOKENIZER(f"\n<user>{texts}<eos>\n<assistant>")["input_ids"]
+    return tuple(tokens)
+
+
+SAMPLING = Sampling(max_new_tokens=1000, stop_token_ids=(EOS,))
+CALL = qwen("calculator", expression="6*7")
+
+
+async def endless() -> str:
+    """Never return."""
+    await asyncio.Event().wait()
+    return ""
+
+
+def conversations(engine: RolloutEngine, tools: Sequence[Any] = (calculator,), **options: Any) -> MultiTurnEngine:
+    built = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in tools]
+    options = {"max_turns": 3, "tool_timeout": 60} | options
+    return MultiTurnEngine(engine, ToolCallFormat(TOKENIZER, built, "qwen25"), built, **options)
+
+
+def one(engine: Scripted, sampling: Sampling = SAMPLING, **options: Any) -> Sample:
+    return conversations(engine, **options).generate([Request(7, PROMPT, 0)], sampling)[0]
+
+
+def test_every_context_is_the_prompt_and_every_token_since() -> None:
+    engine = Scripted(turns_of(f"I ask 42 {CALL}", CALL, "It is 42."))
+    sample = one(engine)
+    first = (*encode(f"I ask 42 {CALL}"), EOS, *worded("42"))
+    second = (*first, *encode(CALL), EOS, *worded("42"))
+    assert [request.context for request in engine.asked] == [PROMPT, PROMPT + first, PROMPT + second]
+    assert sample.tokens == (*second, *encode("It is 42."), EOS)
+    assert TOKENIZER.convert_tokens_to_ids("42") in worded("42"), "re-tokenising the turns would show"
+    assert TOKENIZER.convert_tokens_to_ids("42") not in encode("It is 42.")
+    assert sample.finish == "stop"
+    assert {request.seed for request in engine.asked} == {0}
+
+
+def test_observations_have_no_logprob_and_no_version() -> None:
+    engine = Scripted(turns_of(CALL, "ok"))
+    engine.version = 5
+    sample = one(engine)
+    turn, seen = len(encode(CALL)) + 1, len(worded("42"))
+    assert sample.versions == (5,) * turn + (NOT_GENERATED,) * seen + (5,) * 3
+    assert sample.written == (True,) * turn + (False,) * seen + (True,) * 3
+    positions = [len(PROMPT) + t for t in range(len(sample.tokens))]
+    assert sample.logprobs == tuple(
+        -0.01 * p if w else 0.0 for p, w in zip(positions, sample.written, strict=True)
+    )  # fmt: skip
+
+
+def test_the_experts_of_a_turn_stay_those_that_wrote_it() -> None:
+    engine = Scripted(turns_of(CALL, CALL, "ok"))
+    script = engine.script
+
+    def newer(request: Request) -> str:
+        engine.version = observations(request)
+        return script(request)
+
+    engine.script = newer
+    sample = one(engine)
+    turn, seen = len(encode(CALL)) + 1, len(worded("42"))
+    # The token that ends a turn is fed with the next one, as are the tokens that were observed.
+    fed = [0] * (len(PROMPT) + turn - 1) + [1] * (1 + seen + turn - 1) + [2] * (1 + seen + 2)
+    assert sample.routed_experts is not None
+    assert sample.routed_experts[:, 0].tolist() == [[i, version] for i, version in enumerate(fed)]
+
+
+def test_two_calls_run_side_by_side() -> None:
+    meet = threading.Barrier(2)
+
+    def wait(n: int) -> str:
+        """Wait for the other."""
+        meet.wait(timeout=60)
+        return f"met {n}"
+
+    engine = Scripted(turns_of(f"{qwen('wait', n=1)}\n{qwen('wait', n=2)}", "ok"))
+    one(engine, tools=[wait])
+    assert engine.asked[1].context[-len(worded("met 1", "met 2")) :] == worded("met 1", "met 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        (qwen("oracle", question="?"), "error: there is no tool 'oracle'; there are: calculator, endless"),
+        (qwen("calculator"), "error: calculator: expression: Field required"),
+        (qwen("calculator", expression="1/0"), "error: calculator raised ZeroDivisionError: division by zero"),
+        (qwen("endless"), "error: endless took longer than 0.2 s"),
+        ('<tool_call>\n{"name": "calculator", "arg\n</tool_call>', UNREADABLE),
+        ("<tool_call>\n42\n</tool_call>", UNREADABLE),
+    ],
+)
+def test_what_goes_wrong_is_observed(text: str, result: str) -> None:
+    engine = Scripted(turns_of(text, "ok"))
+    sample = one(engine, tools=[calculator, endless], tool_timeout=0.2)
+    assert engine.asked[1].context == (*PROMPT, *encode(text), EOS, *worded(result))
+    assert sample.finish == "stop"
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_a_program_runs_in_the_sandbox() -> None:
+    engine = Scripted(turns_of(qwen("python", code="print(6 * 7)"), "ok"))
+    one(engine, tools=[python])
+    assert engine.asked[1].context[-len(worded("42")) :] == worded("42")
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 3])
+def test_the_last_turn_may_not_call(max_turns: int) -> None:
+    engine = Scripted(turns_of(CALL, CALL, CALL))
+    sample = one(engine, max_turns=max_turns)
+    assert len(engine.asked) == max_turns
+    assert sample.tokens[-1] == EOS
+    assert sample.finish == "stop"
+
+
+def test_the_limit_bounds_everything_behind_the_prompt() -> None:
+    turn, seen = len(encode(CALL)) + 1, len(worded("42"))
+    for limit, length, finish in (
+        (turn - 1, turn - 1, "length"),
+        (turn + seen, turn, "length"),  # no room behind the observation
+        (turn + seen + 1, turn + seen + 1, "length"),
+        (turn + seen + 3, turn + seen + 3, "stop"),
+    ):
+        sample = one(Scripted(turns_of(CALL, "ok")), replace(SAMPLING, max_new_tokens=limit))
+        assert (len(sample.tokens), sample.finish) == (length, finish), limit
+        assert sample.routed_experts is not None
+        assert len(sample.routed_experts) == len(PROMPT) + length - 1
+
+
+def test_others_are_written_while_tools_run() -> None:
+    others_done = threading.Event()
+
+    def patient() -> str:
+        """Wait for the others."""
+        others_done.wait(timeout=60)
+        return "waited"
+
+    engine = Scripted(lambda r: "ok" if r.begun or r.id % 2 else qwen("patient"), per_collect=5)
+    wrapper = conversations(engine, tools=[patient])
+    wrapper.submit([Request(i, PROMPT, i) for i in range(40)], SAMPLING)
+    done: list[Sample] = []
+    while len(done) < 20:
+        done += wrapper.collect(timeout=60)
+    assert sorted(sample.id for sample in done) == list(range(1, 40, 2))
+    assert wrapper.room() == 50 - 20, "the others come back"
+    others_done.set()
+    while len(done) < 40:
+        done += wrapper.collect(timeout=60)
+    assert {sample.id for sample in done} == set(range(40))
+    assert {len(sample.tokens) for sample in done} == {
+        3,
+        len(encode(qwen("patient"))) + 1 + len(worded("waited")) + 3,
+    }
+    assert wrapper.room() == 50
+    assert wrapper.collect(timeout=60) == []
+
+
+def test_collect_waits_no_longer_than_it_is_told() -> None:
+    wrapper = conversations(Scripted(turns_of(qwen("endless"), "ok")), tools=[endless])
+    wrapper.submit([Request(7, PROMPT, 0)], SAMPLING)
+    assert wrapper.collect(timeout=0.2) == []
+    wrapper.abort()
+    assert [sample.finish for sample in wrapper.collect(timeout=60)] == ["abort"]
+
+
+def test_abort_while_a_tool_runs_and_going_on_later() -> None:
+    release, made = threading.Event(), []
+
+    def patient() -> str:
+        """Wait."""
+        made.append(1)
+        release.wait(timeout=60)
+        return "42"
+
+    script = turns_of(CALL, qwen("patient"), "ok", "never")
+    engine = Scripted(script)
+    wrapper = conversations(engine, tools=[calculator, patient])
+    wrapper.submit([Request(7, PROMPT, 3)], SAMPLING)
+    while not made:
+        assert wrapper.collect(timeout=0.01) == []
+    wrapper.abort()
+    (cut,) = wrapper.collect(timeout=60)
+    assert cut.finish == "abort"
+    assert cut.tokens[-1] == EOS and cut.written[-1]
+    assert wrapper.room() == 50
+    release.set()
+    engine.version = 1
+    (sample,) = wrapper.generate([Request(7, PROMPT, 3, cut)], SAMPLING)
+    assert len(made) == 2, "the call is made again"
+    expected = Scripted(script)
+    whole = one(expected, tools=[calculator, patient])
+    assert sample.tokens == whole.tokens
+    assert [request.context for request in engine.asked] == [request.context for request in expected.asked]
+    assert sample.versions[-1] == 1
+    assert sample.finish == "stop"
+
+
+def test_abort_while_the_engine_writes_and_going_on_later() -> None:
+    engine = Scripted(turns_of(CALL, CALL, "unreached"))
+    engine.held = {7}
+    wrapper = conversations(engine, max_turns=2)
+    wrapper.submit([Request(7, PROMPT, 0)], SAMPLING)
+    assert wrapper.collect(timeout=0.05) == []
+    wrapper.abort()
+    (cut,) = wrapper.collect(timeout=60)
+    assert (cut.tokens, cut.finish) == (encode(CALL)[:3], "abort")
+    # The engine ends the turn, then writes the second, which is the last.
+    engine.held = set()
+    engine.script = lambda request: CALL[len("<tool_call>") :] if not observations(request) else CALL
+    engine.asked.clear()
+    text = "<tool_call>"
+    begun = replace(cut, tokens=encode(text), logprobs=(0.0,) * 11, versions=(0,) * 11)
+    (sample,) = wrapper.generate([Request(7, PROMPT, 0, begun)], SAMPLING)
+    assert len(engine.asked) == 2
+    assert sample.tokens == (*encode(CALL), EOS, *worded("42"), *encode(CALL), EOS)
+    # Cut behind its observation, it has written one turn of two.
+    engine.asked.clear()
+    seen = len(encode(CALL)) + 1 + len(worded("42"))
+    begun = replace(sample, tokens=sample.tokens[:seen], logprobs=(0.0,) * seen, versions=sample.versions[:seen])
+    assert wrapper.generate([Request(7, PROMPT, 0, begun)], SAMPLING)[0].tokens == sample.tokens
+    assert len(engine.asked) == 1
+
+
+def test_a_turn_that_ends_as_it_is_cut_calls_nothing() -> None:
+    made = []
+
+    def note() -> str:
+        """Note that it was called."""
+        made.append(1)
+        return ""
+
+    engine = Scripted(turns_of(qwen("note")))
+    wrapper = conversations(engine, tools=[note])
+    wrapper.submit([Request(7, PROMPT, 0)], SAMPLING)
+    engine.abort = lambda: None  # type: ignore[method-assign]  # too late to cut anything
+    wrapper.abort()
+    (sample,) = wrapper.collect(timeout=60)
+    assert (sample.finish, made) == ("abort", [])
+    assert sample.tokens == (*encode(qwen("note")), EOS)
+
+
+def test_abort_cuts_only_what_is_in_flight() -> None:
+    engine = Scripted(turns_of(CALL, "ok"))
+    wrapper = conversations(engine)
+    wrapper.abort()
+    assert wrapper.collect(timeout=0) == []
+    assert wrapper.generate([Request(7, PROMPT, 0)], SAMPLING)[0].finish == "stop"
+
+
+def test_abort_from_another_thread_ends_a_long_wait() -> None:
+    wrapper = conversations(Scripted(turns_of(qwen("endless"), "ok")), tools=[endless])
+    wrapper.submit([Request(7, PROMPT, 0)], SAMPLING)
+    threading.Timer(0.3, wrapper.abort).start()
+    assert [sample.finish for sample in wrapper.collect(timeout=600)] == ["abort"]
+
+
+class EveryTurnCalls:
+    """In place of a `ToolCallFormat`, for models that write nothing sensible."""
+
+    def calls(self, tokens: Sequence[int]) -> list[ToolCall]:
+        return [ToolCall("add", json.dumps({"numbers": list(tokens)}))]
+
+    def observation(self, last: int, results: Sequence[ToolResult]) -> tuple[int, ...]:
+        return (last, int(results[0].text) % 50 + 6, 5)
+
+
+def add(numbers: list[int]) -> str:
+    """Add numbers."""
+    return str(sum(numbers))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_with_the_embedded_engine_logprobs_are_those_of_the_whole_row(tmp_path: Path) -> None:
+    engine = HFEngine(make_tiny_model(tmp_path, "qwen3", init_std=0.3), "cpu", torch.float32, max_running_requests=8)
+    speech: Any = EveryTurnCalls()
+    wrapper = MultiTurnEngine(engine, speech, [Tool.of(add)], max_turns=3, tool_timeout=60)
+    sampling = Sampling(max_new_tokens=40, temperature=0.8, stop_token_ids=tuple(range(6, 16)))
+    requests = [Request(i, (3, 20 + i // 4, 4), i) for i in range(24)]
+    samples = wrapper.generate(requests, sampling)
+    assert max(sum(not w for w in sample.written) for sample in samples) == 6
+    for request, sample in zip(requests, samples, strict=True):
+        row = torch.tensor([request.prompt + sample.tokens])
+        scores = (engine.module(row).logits[0, len(request.prompt) - 1 : -1] / 0.8).log_softmax(-1)
+        expected = scores.gather(1, torch.tensor(sample.tokens)[:, None]).squeeze(1)
+        expected = torch.where(torch.tensor(sample.written), expected, torch.zeros(()))
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=1e-5)

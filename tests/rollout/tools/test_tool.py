@@ -1,0 +1,267 @@
+"""Tools: told as their functions are written, and text whatever happens."""
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from verl_mg.errors import UserError
+from verl_mg.rollout.tools.builtin import calculator, python
+from verl_mg.rollout.tools.tool import LONGEST_RESULT, Tool, call_tool, load_tools
+
+
+def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> dict[str, Any]:
+    """Tell the weather of a city.
+
+    In degrees.
+
+    Args:
+        city: its name,
+            as it is written there
+        days (int): how far ahead
+
+    Returns:
+        city: no parameter
+    """
+    return {"city": city, "days": days, "unit": unit, "tags": tags}
+
+
+async def slow(seconds: float, title: str = "") -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return title or "waited"
+
+
+def sleepy(seconds: float) -> str:
+    """Wait in a thread."""
+    time.sleep(seconds)
+    return threading.current_thread().name
+
+
+def failing(how: str) -> str:
+    """Fail."""
+    errors: dict[str, BaseException] = {
+        "value": ValueError("two\n lines"),
+        "exit": SystemExit(1),
+        "interrupt": KeyboardInterrupt(),
+        "timeout": TimeoutError("of its own"),
+        "cancelled": asyncio.CancelledError(),
+        "stop": StopIteration(),
+    }
+    raise errors[how]
+
+
+async def failing_async(how: str) -> str:
+    """Fail."""
+    return failing(how)
+
+
+def call(function: Any, arguments: str, timeout: float = 60) -> str:
+    return asyncio.run(Tool.of(function).call(arguments, timeout))
+
+
+def test_the_schema_is_that_of_the_signature_and_the_docstring() -> None:
+    assert Tool.of(weather).schema == {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tell the weather of a city.\n\nIn degrees.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "its name, as it is written there"},
+                    "days": {"type": "integer", "description": "how far ahead"},
+                    "unit": {"enum": ["C", "F"], "type": "string"},
+                    "tags": {"anyOf": [{"items": {"type": "string"}, "type": "array"}, {"type": "null"}]},
+                },
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+def test_a_parameter_may_be_called_title() -> None:
+    assert Tool.of(slow).parameters["properties"]["title"] == {"type": "string"}
+
+
+def test_results_become_text() -> None:
+    assert json.loads(call(weather, '{"city": "Zürich", "days": "3"}')) == {
+        "city": "Zürich",
+        "days": 3,
+        "unit": "C",
+        "tags": None,
+    }
+    assert call(slow, '{"seconds": 0}') == "waited"
+    assert call(sleepy, '{"seconds": 0}') == "sleepy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("{}", "error: weather: city: Field required"),
+        ('{"city": "B", "days": "many"}', "error: weather: days: Input should be a valid integer"),
+        ('{"city": "B", "year": 1}', "error: weather: year: Extra inputs are not permitted"),
+        ('{"city": ', "error: weather: Invalid JSON: EOF"),
+        ("[]", "error: weather: Input should be"),
+    ],
+)
+def test_bad_arguments_are_an_error_line(arguments: str, line: str) -> None:
+    result = call(weather, arguments)
+    assert result.startswith(line)
+    assert "\n" not in result
+
+
+@pytest.mark.parametrize("function", [failing, failing_async])
+@pytest.mark.parametrize("how", ["value", "exit", "interrupt", "timeout", "cancelled", "stop"])
+def test_whatever_it_raises_is_an_error_line(function: Any, how: str) -> None:
+    result = call(function, json.dumps({"how": how}))
+    assert result.startswith(f"error: {function.__name__} raised ")
+    assert "\n" not in result
+
+
+def test_the_exception_is_told() -> None:
+    assert call(failing, '{"how": "value"}') == "error: failing raised ValueError: two lines"
+
+
+@pytest.mark.parametrize("function", [slow, sleepy])
+def test_a_time_out_is_an_error_line(function: Any) -> None:
+    assert call(function, '{"seconds": 3}', timeout=0.1) == f"error: {function.__name__} took longer than 0.1 s"
+
+
+def test_a_thread_that_ends_after_its_loop_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    before = set(threading.enumerate())
+    assert call(sleepy, '{"seconds": 0.3}', timeout=0.1).startswith("error")
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert raised == []
+
+
+def test_cancelling_is_no_error_line() -> None:
+    async def cancel() -> None:
+        task = asyncio.create_task(Tool.of(slow).call('{"seconds": 600}', 600))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+
+
+def test_an_unknown_tool_is_an_error_line() -> None:
+    tools = {"weather": Tool.of(weather), "slow": Tool.of(slow)}
+    line = asyncio.run(call_tool(tools, "wether", "{}", 60))
+    assert line == "error: there is no tool 'wether'; there are: weather, slow"
+    assert asyncio.run(call_tool(tools, "slow", '{"seconds": 0}', 60)) == "waited"
+
+
+def test_a_long_result_is_cut() -> None:
+    def much() -> str:
+        """Say much."""
+        return "x" * (LONGEST_RESULT + 1)
+
+    assert call(much, "{}") == "x" * LONGEST_RESULT + "... (cut)"
+
+
+def test_tools_are_found_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        'from __future__ import annotations\ndef twice(n: int) -> int:\n    """Double."""\n    return 2 * n\n'
+    )
+    tools = load_tools([f"{file}:twice", "verl_mg.rollout.tools.builtin:calculator"])
+    assert [tool.name for tool in tools] == ["twice", "calculator"]
+    assert asyncio.run(tools[0].call('{"n": 21}', 60)) == "42"
+
+
+def write_and_load(folder: Path, text: str) -> None:
+    (folder / "own.py").write_text(text)
+    load_tools([f"{folder}/own.py:tool"])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def tol(): pass", "has no function 'tool'; write one of: tol"),
+        ("import missing_module", "cannot be imported"),
+        ("def tool(a: int): pass", "tool 'tool': it has no docstring"),
+        ("def tool(a):\n 'Doc.'", "parameter a has no annotation; write a: str"),
+        ("def tool(*a: int):\n 'Doc.'", "cannot be named in a call"),
+        ("def tool(a: 'Missing'):\n 'Doc.'", "name 'Missing' is not defined"),
+        ("class C: pass\ndef tool(a: C):\n 'Doc.'", "use types that JSON can describe"),
+        ("import functools\ntool = functools.partial(print)", "a tool is a function"),
+    ],
+)
+def test_what_is_no_tool_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        write_and_load(tmp_path, text)
+
+
+def test_names_differ() -> None:
+    with pytest.raises(UserError, match="there is a tool calculator already"):
+        load_tools(["verl_mg.rollout.tools.builtin:calculator"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("17+25*3", "92"),
+        (" (17 + 25) * 3 ", "126"),
+        ("7 // 2 + 7 % 2 - -1", "5"),
+        ("1 / 4", "0.25"),
+        ("2 ** 10", "1024"),
+        ("2 ** -1", "0.5"),
+        ("123456789 * 987654321", "121932631112635269"),
+        ("1e3 + 0.5", "1000.5"),
+    ],
+)
+def test_the_calculator_computes(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1 +",
+        "1 / 0",
+        "9 ** 9 ** 9 ** 9",
+        "2 ** 100000",
+        "10.0 ** 1000",
+        "(-8) ** 0.5",
+        "9" * 5000,
+        "*".join(["9" * 900] * 2),
+        "__import__('os').getcwd()",
+        "'a' * 3",
+        "True + 1",
+        "[1] * 3",
+        "x",
+        "1 if 1 else 2",
+        "2j",
+    ],
+)
+def test_the_calculator_refuses_what_is_no_small_arithmetic(expression: str) -> None:
+    result = call(calculator, json.dumps({"expression": expression}))
+    assert result.startswith("error: calculator raised ")
+
+
+@pytest.mark.parametrize("expression", ["(" * 400 + "1" + ")" * 400, "-" * 900 + "1"])
+def test_deep_nesting_is_computed_or_refused(expression: str) -> None:
+    result = call(calculator, json.dumps({"expression": expression}))
+    assert result == "1" or result.startswith("error: calculator raised ")
+
+
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("print(6 * 7)", ["42"]), ("print(1)\n1/0", ["1\n", "ZeroDivisionError"]), ("x = (", ["SyntaxError"])],
+)
+def test_python_tells_what_a_program_prints(code: str, words: list[str]) -> None:
+    result = asyncio.run(python(code))
+    assert all(word in result for word in words)
+    assert result == result.rstrip()

@@ -1,0 +1,308 @@
+"""Jobs that go on from checkpoints: to the bit under the same layout, to 1e-5 under another, and damaged ones."""
+
+import io
+import json
+import logging
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.fuzzing import mend_sums
+from tests.rank_pool import RankError
+from tests.tiny_jobs import RECIPES, files_of, metrics_of, run_here, write_sums
+from tests.tiny_models import CHARACTERS, tiny_model
+from verl_mg.config import load_config
+from verl_mg.job.recipe import load_recipe
+from verl_mg.models.tiny_model import make_tiny_model
+
+REWARD = "def digits(sample): return sum(c.isdigit() for c in sample.response) - 0.1 * len(sample.response)\n"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_model(folder / "model", "qwen3")
+    tiny_model(folder / "mixture", "qwen3_moe")
+    # Tied, so that the output layer of a last stage is a copy of the first one's embedding.
+    make_tiny_model(folder / "wide", "qwen2", characters=CHARACTERS, kv_heads=4, layers=4, tie_embeddings=True)
+    write_sums(folder, right=3)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def job(recipe: str, inputs: Path, output: Path, iterations: int, overrides: list[str]) -> str:
+    """What the rank told the log."""
+    loaded = load_recipe(RECIPES / f"{recipe}.py")
+    common = [
+        *files_of(inputs, output),
+        f"job.iterations={iterations}",
+        "job.save=false",
+        "rollout.max_new_tokens=5",
+        f"reward.function={inputs / 'reward.py'}:digits",
+    ]
+    if recipe != "sft":
+        common += ["algorithm.prompts_per_iteration=6", "algorithm.group_size=2", "algorithm.minibatches=2"]
+    for role in ("actor", "critic"):
+        common += [f"{role}.optimizer.lr=2e-3", f"{role}.tokens_per_micro_batch=64"]
+    config = load_config(None, common + overrides, loaded.config)
+    told = io.StringIO()
+    handler = logging.StreamHandler(told)
+    logging.getLogger("verl_mg").addHandler(handler)
+    try:
+        run_here(loaded, config)
+    finally:
+        logging.getLogger("verl_mg").removeHandler(handler)
+    return told.getvalue()
+
+
+# What each run has that another has not: two roles and a steered coefficient, a buffer of batches, samples that were
+# cut, adapters, moments on the host and weights in bfloat16, experts, a pipeline with several chunks, a rollback.
+CASES = {
+    "ppo": ("ppo", 2, ["algorithm.kl_coefficient=0.05", "algorithm.kl_target=0.01"]),
+    "pf_ppo": ("pf_ppo", 2, ["algorithm.group_size=4"]),
+    "partial": (
+        "grpo",
+        1,
+        ["algorithm.oversampling=2", "rollout.partial_rollout=true", "rollout.max_running_requests=2"],
+    ),
+    "offload": ("ppo", 2, ["critic.offload=true", "reference.offload=true", "algorithm.kl_coefficient=0.05"]),
+    "lora": ("grpo", 2, ["actor.lora={rank: 4}", "actor.layout=tp2"]),
+    "cpu_offload": ("grpo", 2, ["actor.optimizer.cpu_offload=true", "model.dtype=bfloat16"]),
+    "experts": ("grpo", 2, ["actor.layout=ep2", "MIXTURE"]),
+    "pipeline": ("ppo", 4, ["actor.layout=tp2-pp2", "critic.layout=pp2", "critic.recompute=true"]),
+    "curriculum": ("grpo", 2, ["data.curriculum={low: 0.1, high: 0.9}", "actor.guard.max_kl=1e-4"]),
+    "rollback": ("grpo", 2, ["actor.guard={max_kl: 1e-3, action: rollback}", "actor.optimizer.warmup_steps=9"]),
+    "sft": ("sft", 2, ["algorithm.examples_per_iteration=7"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_was_ended_goes_on_to_the_bit(ranks, inputs, tmp_path, name):
+    recipe, count, overrides = CASES[name]
+    overrides = [f"model.path={inputs / 'mixture'}" if text == "MIXTURE" else text for text in overrides]
+    ranks.run(count, job, recipe, inputs, tmp_path / "whole", 5, overrides)
+    for iterations in (2, 4, 5):
+        ranks.run(count, job, recipe, inputs, tmp_path / "parts", iterations, overrides)
+    whole = metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "parts") == whole
+    assert len({line["actor/loss"] for line in whole}) == 5 and whole[-1]["actor/grad_norm"] > 0
+    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == ["000004", "000005"]
+
+
+@pytest.fixture(scope="module")
+def before(ranks, inputs, tmp_path_factory):
+    """A run of three iterations on tp2-pp2, and the metrics of the next three on the same layout."""
+    folder = tmp_path_factory.mktemp("before")
+    for name, layout, model in (("dense", "tp2-pp2", "wide"), ("mixture", "tp2-ep2", "mixture")):
+        overrides = [f"model.path={inputs / model}", f"actor.layout={layout}", f"critic.layout={layout}"]
+        ranks.run(4, job, "pf_ppo", inputs, folder / name, 3, overrides)
+        shutil.copytree(folder / name, folder / f"{name}-on")
+        ranks.run(4, job, "pf_ppo", inputs, folder / f"{name}-on", 6, overrides)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout", "count"),
+    [
+        ("dense", "wide", "tp1", 2),
+        ("dense", "wide", "tp4", 4),
+        ("dense", "wide", "pp2-vpp2", 2),
+        ("dense", "wide", "tp2-cp2", 8),
+        ("mixture", "mixture", "ep4", 4),
+        ("mixture", "mixture", "pp2", 2),
+    ],
+)
+def test_from_one_layout_into_another(ranks, inputs, before, tmp_path, name, model, layout, count):
+    shutil.copytree(before / name, tmp_path / "run")
+    overrides = [f"model.path={inputs / model}", f"actor.layout={layout}", f"critic.layout={layout}"]
+    ranks.run(count, job, "pf_ppo", inputs, tmp_path / "run", 6, overrides)
+    expected, found = metrics_of(before / f"{name}-on")[3:], metrics_of(tmp_path / "run")[3:]
+    assert len(expected) == len(found) == 3
+    for there, here in zip(expected, found, strict=True):
+        for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
+            assert here[metric] == pytest.approx(there[metric], abs=1e-5, rel=1e-5), metric
+
+
+SHORT = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
+
+
+@pytest.fixture(scope="module")
+def short(ranks, inputs, tmp_path_factory):
+    """A run of three iterations with its last two checkpoints, to be copied."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    ranks.run(2, job, "grpo", inputs, folder, 3, SHORT)
+    return folder
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "weights cut short": ("rank-00001.safetensors", cut_short),
+    "a flipped byte": ("rank-00000.safetensors", flip_a_byte),
+    "a flipped byte in the state": ("job.json", flip_a_byte),
+    "a file gone": ("rank-00001.json", Path.unlink),
+    "sums cut short": ("SHA256SUMS", cut_short),
+    "sums gone": ("SHA256SUMS", Path.unlink),
+    "sums that are none": ("SHA256SUMS", lambda file: file.write_bytes(b"\xff\x00")),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_said_so(ranks, inputs, short, tmp_path, name):
+    shutil.copytree(short, tmp_path / "run")
+    file, damage = DAMAGES[name]
+    damage(tmp_path / "run" / "checkpoints" / "000003" / file)
+    told, other = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+    assert metrics_of(tmp_path / "run") == metrics_of(short) and not other
+    assert file in told and "left out" in told and "goes on after iteration 2" in told
+    # Done again, it is whole again.
+    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+    assert "goes on after iteration 3" in told
+
+
+def test_a_damaged_checkpoint_does_not_stand_in_for_one_that_is_whole(ranks, inputs, short, tmp_path):
+    shutil.copytree(short, tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "000003").rename(checkpoints / "000009")
+    flip_a_byte(checkpoints / "000009" / "rank-00001.safetensors")
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.keep=1"])
+    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.keep=1"])
+    assert "000009/rank-00001.safetensors: damaged" in told and "goes on after iteration 3" in told
+
+
+def test_where_all_checkpoints_are_damaged_one_line_says_so(ranks, inputs, short, tmp_path):
+    shutil.copytree(short, tmp_path / "run")
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        flip_a_byte(folder / "rank-00001.safetensors")
+    with pytest.raises(RankError, match=r"UserError: .*SHA-256 .*; no other checkpoint is whole: move .* away"):
+        ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+
+
+def test_sha256sum_reads_the_sums(short):
+    folder = short / "checkpoints" / "000003"
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
+    listed = {line.split()[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
+    assert listed == {path.name for path in folder.iterdir()} - {"SHA256SUMS"}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no small file system to be had here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on(ranks, inputs, small_disk, tmp_path):
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 1, SHORT)
+    shutil.copytree(tmp_path / "run" / "checkpoints", small_disk / "checkpoints")
+    of_one = sum(file.stat().st_size for file in (small_disk / "checkpoints" / "000001").iterdir())
+    (small_disk / "fill").write_bytes(bytes(shutil.disk_usage(small_disk).free - of_one // 2))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints").symlink_to(small_disk / "checkpoints")
+    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+    assert told.count("not written") == 2 and "No space left on device; that of iteration 1 stays" in told
+    assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["000001"]
+    assert len(metrics_of(tmp_path / "run")) == 3
+    (small_disk / "fill").unlink()
+    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, SHORT)
+    assert "goes on after iteration 1" in told
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_last_ones(ranks, inputs, tmp_path):
+    overrides = [*SHORT, "checkpoint.keep=1", "checkpoint.best=reward/mean"]
+    ranks.run(1, job, "grpo", inputs, tmp_path / "run", 5, overrides)
+    rewards = {line["step"]: line["reward/mean"] for line in metrics_of(tmp_path / "run")}
+    best = max(rewards, key=lambda step: (rewards[step], step))
+    kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {best, 5} and best != 5
+    misspelt = [*SHORT, "checkpoint.keep=1", "checkpoint.best=reward/maen"]
+    (told,) = ranks.run(1, job, "grpo", inputs, tmp_path / "misspelt", 2, misspelt)
+    assert "checkpoint.best=reward/maen: iteration 2 has no such metric" in told
+
+
+def test_models_are_exported_at_intervals(ranks, inputs, tmp_path):
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.export_every=2"])
+    folders = [tmp_path / "run" / "export" / name / "model" for name in ("000002", "000004")]
+    first, second = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_changed_settings_are_told(ranks, inputs, short, tmp_path):
+    shutil.copytree(short, tmp_path / "run")
+    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "actor.optimizer.lr=1e-4"])
+    assert "job.iterations=4 instead of 3" in told and "actor.optimizer.lr=0.0001 instead of 0.002" in told
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "message"),
+    [
+        ("dr_grpo", "job.iterations=4", r"written by the recipe grpo, now dr_grpo; choose another job\.output"),
+        ("grpo", "job.seed=3", r"the checkpoint was written with data of seed=0, now seed=3"),
+        ("grpo", "actor.lora={rank: 2}", r"is not all there in 'actor/weights'; it is of another model, or of other"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(ranks, inputs, short, tmp_path, recipe, override, message):
+    shutil.copytree(short, tmp_path / "run")
+    with pytest.raises(RankError, match=message):
+        ranks.run(2, job, recipe, inputs, tmp_path / "run", 4, [*SHORT, override])
+
+
+def test_a_run_ended_before_its_first_checkpoint_begins_anew(ranks, inputs, tmp_path):
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.every=0"])
+    whole = metrics_of(tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.every=0"])
+    assert metrics_of(tmp_path / "run") == whole
+    # A finished run is not begun anew, and neither is another one.
+    for override in ("checkpoint.every=0", "checkpoint.every=1"):
+        with pytest.raises(RankError, match="holds an earlier run; choose another job.output"):
+            ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, override])
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("prompts", "position"), 10**6, r"walk over 30 prompts stands at prompt 1000000 .* damaged: move it away"),
+        (("learned", "actor", "trainer", "moments"), -1.0, r"job\.json: learned\.actor\.trainer\.moments: .* damaged"),
+        (("learned", "actor", "trainer", "last_good"), [-1.0], r"json: learned\.actor\.trainer\.last_good.* damaged"),
+        (("rollout", "next_id"), "three", r"job\.json: rollout\.next_id: .*; the checkpoint is damaged"),
+        (("recipe",), None, r"job\.json: recipe: .*; the checkpoint is damaged"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_though_its_sums_are_right(
+    ranks, inputs, short, tmp_path, keys, value, message
+):
+    shutil.copytree(short, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "000003"
+    tree = node = json.loads((folder / "job.json").read_text())
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    (folder / "job.json").write_text(json.dumps(tree))
+    mend_sums(folder)
+    if "json: " in message.replace("\\", ""):  # found where the sums are, so the one before is taken
+        told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+        assert re.search(message, told) and "goes on after iteration 2" in told
+    else:
+        with pytest.raises(RankError, match=message):
+            ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)

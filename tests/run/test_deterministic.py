@@ -1,0 +1,134 @@
+"""`job.deterministic`: two runs are bitwise the same, and what makes them so is really on."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rank_pool import job_store
+from tests.run.recorded_runs import job, lines_of, make_inputs, refusal
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import read_config
+from verl_mg.roles.engine_group import SGLangEngineGroup
+from verl_mg.rollout.sglang.arguments import EngineSettings, engine_arguments
+from verl_mg.rollout.sglang.server_info import ServerInfo, ServerRequirements, check
+from verl_mg.rollout.work_queue import Group
+
+SPY = """
+import os
+import torch
+from recipes.grpo import Config, iteration as learn, roles
+
+def iteration(job, cfg):
+    chunk = job.actor.network.chunks[0]
+    return learn(job, cfg) | {
+        "seen/torch": torch.are_deterministic_algorithms_enabled(),
+        "seen/cudnn": torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark,
+        "seen/megatron": chunk.config.deterministic_mode and chunk.embedding.word_embeddings.deterministic_mode,
+        "seen/cublas": os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8",
+        "seen/nccl": os.environ["NCCL_ALGO"] == "Ring",
+    }
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
+    (folder / "spy.py").write_text(SPY)
+    return folder
+
+
+@contextmanager
+def left_as_it_was() -> Iterator[None]:
+    """This rank goes on with other tests."""
+    environment, cudnn = dict(os.environ), torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.use_deterministic_algorithms(False)
+        cudnn.deterministic, cudnn.benchmark = before
+
+
+def deterministic_job(inputs: Path, output: Path, overrides: list[str]) -> None:
+    with left_as_it_was():
+        job(inputs / "spy.py", inputs, output, ["job.deterministic=true", *overrides])
+
+
+def refused(inputs: Path, output: Path) -> str:
+    with left_as_it_was():
+        return refusal("grpo", inputs, output, ["job.deterministic=true", "algorithm.oversampling=2"])
+
+
+def test_two_runs_are_bitwise_the_same_with_all_that_makes_them_so(ranks, inputs, tmp_path):
+    layout = ["actor.layout=tp2", "algorithm.kl_coefficient=0.01"]
+    for name in ("one", "two"):
+        ranks.run(2, deterministic_job, inputs, tmp_path / name, layout)
+    one = lines_of(tmp_path / "one")
+    assert one == lines_of(tmp_path / "two") and len(one) == 3 and one[3]["actor/grad_norm"] > 0
+    seen = {name: value for name, value in one[3].items() if name.startswith("seen/")}
+    assert len(seen) == 5 and all(seen.values()), seen
+    assert not any(ranks.run(2, torch.are_deterministic_algorithms_enabled))
+
+
+def test_prompts_that_are_answered_first_are_not_chosen(ranks, inputs, tmp_path):
+    (told,) = ranks.run(1, refused, inputs, tmp_path / "run")
+    assert told.startswith("job.deterministic=true: ") and "algorithm.oversampling=0" in told
+
+
+def taken(fixed: bool) -> list[int]:
+    """Of four groups of two samples, what this rank's engine takes; every second rank leads one."""
+    leads = [rank % 2 == 0 for rank in range(dist.get_world_size())]
+    fleet = SGLangEngineGroup(None, None, leads, job_store(), sleeps=False, apart=False, fixed=fixed)
+    groups = [Group((2 * g, 2 * g + 1)) for g in range(4)]
+    deal, mine = fleet.deal(job_store(), "key", groups, 4), []
+    if leads[dist.get_rank()]:
+        while found := deal.take(1):
+            mine += found
+    return mine
+
+
+def test_engines_have_shares_that_time_does_not_change(ranks):
+    assert ranks.run(4, taken, True) == [[0, 1, 2, 3], [], [4, 5, 6, 7], []]
+    assert sorted(chain(*ranks.run(4, taken, False))) == list(range(8))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_sglang_on_gpus_is_asked_for_samples_that_depend_on_their_seeds_alone(monkeypatch, wanted):
+    settings = EngineSettings(
+        layout=EngineLayout(), dtype=torch.bfloat16, max_running=4, max_positions=64, deterministic=wanted
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert engine_arguments(Path("model"), settings)["enable_deterministic_inference"] is wanted
+
+
+def test_a_server_without_it_is_refused(inputs):
+    model = read_config(inputs / "model")
+    info = ServerInfo(
+        start="",
+        version="",
+        device="cpu",
+        model="model",
+        architecture=model.architecture,
+        vocab=model.vocab,
+        context=64,
+        tp=1,
+        dp=1,
+        pp=1,
+        max_running=4,
+        seeded=False,
+        routed=False,
+    )
+    check("http://node7", info, ServerRequirements(model, 32))
+    with pytest.raises(UserError, match="job.deterministic needs a server with --enable-deterministic-inference"):
+        check("http://node7", info, ServerRequirements(model, 32, seeded=True))
+    check("http://node7", replace(info, seeded=True), ServerRequirements(model, 32, seeded=True))

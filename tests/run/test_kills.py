@@ -1,0 +1,47 @@
+"""All ranks killed, ten times, in the middle of everything that an iteration does: the run is the one never killed."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.rank_pool import RankError, RankPool
+from tests.run.killed_ppo import WRITING
+from tests.run.test_checkpoints import inputs, job  # noqa: F401, a fixture
+from tests.tiny_jobs import metrics_of
+
+RECIPE = str(Path(__file__).with_name("killed_ppo"))
+ITERATIONS = 13
+PHASES = ("generate", "update", WRITING, "sync", "forward", WRITING, "optimizer", "rows", WRITING, "generate")
+SETTINGS = ["checkpoint.every=2", "algorithm.kl_coefficient=0.05", "algorithm.kl_target=0.01", "actor.layout=tp2"]
+
+
+@pytest.fixture
+def run(inputs):  # noqa: F811
+    """A job on two ranks of its own, which may die."""
+
+    def started(output: Path) -> None:
+        pool = RankPool(2)
+        try:
+            pool.run(2, job, RECIPE, inputs, output, ITERATIONS, SETTINGS)
+        finally:
+            pool.stop()
+
+    return started
+
+
+def test_ten_kills_change_no_metric(run, tmp_path):
+    whole, killed = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
+    run(whole)
+    killed.parent.mkdir()
+    drawn, plan = random.Random(0), killed.parent / "kill.json"
+    for number, phase in enumerate(PHASES, start=1):
+        plan.write_text(json.dumps({"phase": phase, "iteration": number, "delay": drawn.uniform(0, 0.02)}))
+        with pytest.raises(RankError, match="the process died"):
+            run(killed)
+        assert not (killed / "model").exists()
+    plan.unlink()
+    run(killed)
+    assert metrics_of(killed) == metrics_of(whole)
+    assert [line["step"] for line in metrics_of(whole)] == list(range(1, ITERATIONS + 1))

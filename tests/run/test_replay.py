@@ -1,0 +1,202 @@
+"""Training alone on what a run drew, to the bit the same, and rollouts alone."""
+
+import inspect
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.rank_pool import job_store
+from tests.run.recorded_runs import job, lines_of, make_inputs, refusal, samples_of
+from tests.tiny_jobs import RECIPES
+from tests.tiny_models import tiny_model
+from verl_mg.config import load_config
+from verl_mg.distributed.batch_collectives import all_gather_column
+from verl_mg.job.job import Job
+from verl_mg.job.recipe import load_recipe, requested_roles
+from verl_mg.monitor.sample_reader import SampleReader
+from verl_mg.roles.rollout import Rollout
+from verl_mg.run.mode import RunMode
+from verl_mg.run.replay_rollout import ReplayRollout
+
+ENGINES = ("sync/", "eval/", "rollout/busiest_engine", "rollout/engine_deaths")
+"""What is told of engines, which a replay has not."""
+CHANGING = """
+from recipes.grpo import Config, group_relative, learn, policy_loss, roles, sample
+
+def iteration(job, cfg):
+    batch = sample(job, cfg)
+    batch["reward"] += batch["prompt_length"] / 10
+    batch["advantages"] = batch.spread(group_relative(batch["reward"], batch["group"])) * batch["loss_mask"]
+    batch["loss_mask"] = batch["loss_mask"] & ~batch.last
+    return learn(job, cfg, batch, policy_loss)
+"""
+ALONE = RunMode(learns=False)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
+    (folder / "changing.py").write_text(CHANGING)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(ranks, inputs, tmp_path_factory):
+    """A run of GRPO on two ranks, without checkpoints."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    ranks.run(2, job, "grpo", inputs, folder, [])
+    return folder
+
+
+def of_training(output: Path) -> dict[int, dict[str, float]]:
+    lines = lines_of(output)
+    return {step: {k: v for k, v in line.items() if not k.startswith(ENGINES)} for step, line in lines.items()}
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "remax", "dapo", "pf_ppo", "changing"])
+def test_what_is_trained_again_is_bitwise_the_same(ranks, inputs, tmp_path, recipe):
+    run, again = tmp_path / "run", tmp_path / "again"
+    of = inputs / "changing.py" if recipe == "changing" else recipe
+    settings = ["algorithm.kl_coefficient=0.01", "algorithm.minibatches=2", f"data.test={inputs / 'sums.jsonl'}"]
+    ranks.run(2, job, of, inputs, run, [*settings, "checkpoint.every=1", "checkpoint.keep=3", "evaluation.every=1"])
+    shutil.rmtree(run / "checkpoints" / "000002")
+    ranks.run(2, job, of, inputs, again, [*settings, "evaluation.every=1"], RunMode(replayed=f"{run}@3"))
+    there = of_training(run)
+    assert of_training(again) == {step: there[step] for step in (2, 3)}
+    assert samples_of(again, 3) == samples_of(run, 3)
+    assert there[3]["actor/grad_norm"] > 0 and not (again / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_other_ranks_train_on_the_same(ranks, inputs, first, tmp_path, count):
+    ranks.run(count, job, "grpo", inputs, tmp_path / "again", [], RunMode(replayed=f"{first}@2"))
+    there, here = of_training(first), of_training(tmp_path / "again")
+    assert list(here) == [1, 2]
+    for step in here:
+        assert here[step] == pytest.approx(there[step], rel=1e-4, abs=1e-5)
+
+
+def dealt(run: Path) -> dict[str, list[int]]:
+    (batch,) = SampleReader(run).batches(2)
+    return {
+        "samples": batch["sample_id"].tolist(),
+        "groups": batch["group"].tolist(),
+        "every": all_gather_column(batch, "sample_id").tolist(),
+    }
+
+
+def test_groups_stay_together_on_other_ranks(ranks, first):
+    told = ranks.run(3, dealt, first)
+    assert [own["samples"] for own in told] == [[10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
+    assert not set(told[0]["groups"]) & set(told[1]["groups"]) and told[0]["every"] == list(range(10, 20))
+
+
+def test_to_a_recipe_it_is_a_rollout():
+    methods = ("generate", "begin", "finish", "greedy", "aside", "sync", "enter")
+    for name in methods:
+        there, here = getattr(Rollout, name), getattr(ReplayRollout, name)
+        assert inspect.signature(here) == inspect.signature(there), name
+
+
+def test_other_settings_of_training_may_be_tried(ranks, inputs, first, tmp_path):
+    ranks.run(2, job, "grpo", inputs, tmp_path / "again", ["algorithm.clip_low=0.1"], RunMode(replayed=f"{first}@1"))
+    assert list(lines_of(tmp_path / "again")) == [1]
+
+
+def test_what_cannot_be_replayed_is_said(ranks, inputs, first, tmp_path):
+    def refused(recipe: str, *overrides: str, of: str) -> str:
+        (told,) = set(ranks.run(2, refusal, recipe, inputs, tmp_path / "again", list(overrides), RunMode(replayed=of)))
+        assert not (tmp_path / "again").exists()
+        return told
+
+    assert refused("grpo", of=str(first)) == f"--replay {first}: write RUN@ITERATION, such as runs/first@12"
+    assert "rank-0.parquet: not there; iterations 1 to 3 of the run have samples" in refused("grpo", of=f"{first}@4")
+    assert "name the folder of a run" in refused("grpo", of=f"{tmp_path}@1")
+    assert "recorded with the recipe grpo, not dr_grpo" in refused("dr_grpo", of=f"{first}@1")
+    other = tiny_model(tmp_path / "other", "qwen3", layers=3)
+    assert "recorded with another model" in refused("grpo", f"model.path={other}", of=f"{first}@1")
+    assert "holds a run; a replay goes" in refused("grpo", f"job.output={first}", of=f"{first}@1")
+    assert "recipe sft: draws no samples" in refused("sft", of=f"{first}@1")
+    few, torn = tmp_path / "few", tmp_path / "torn"
+    ranks.run(2, job, "grpo", inputs, few, ["job.samples=3", "job.iterations=1"])
+    assert "6 of 10 samples were recorded (job.samples)" in refused("grpo", of=f"{few}@1")
+    shutil.copytree(first, torn)
+    (torn / "samples" / "000001" / "rank-1.parquet").write_bytes(b"PAR1")
+    assert "rank-1.parquet: not a readable Parquet file" in refused("grpo", of=f"{torn}@1")
+
+
+def test_a_recipe_that_asks_for_more_than_was_recorded_is_told(ranks, inputs, tmp_path):
+    ranks.run(1, job, "dapo", inputs, tmp_path / "run", ["algorithm.rounds=1", "job.iterations=1"])
+    (told,) = ranks.run(
+        1,
+        refusal,
+        "dapo",
+        inputs,
+        tmp_path / "again",
+        ["algorithm.rounds=9"],
+        RunMode(replayed=f"{tmp_path / 'run'}@1"),
+    )
+    assert told.startswith("iteration 1: the recipe asks for more batches than were recorded")
+
+
+def test_rollouts_alone_are_scored_and_written_and_nothing_learns(ranks, inputs, first, tmp_path):
+    ranks.run(2, job, "ppo", inputs, tmp_path / "run", ["checkpoint.every=1", "job.save=true"], ALONE)
+    lines = lines_of(tmp_path / "run")
+    assert list(lines) == [1, 2, 3] and not [name for name in lines[3] if name.startswith(("actor/", "critic/"))]
+    assert lines[3]["reward/mean"] > 0 and lines[3]["rollout/staleness"] == 0
+    rows = [row for iteration in (1, 2, 3) for row in samples_of(tmp_path / "run", iteration)]
+    assert len(rows) == 30 and {row["version"] for row in rows} == {0} and all(row["values"] for row in rows)
+    assert [row["tokens"] for row in rows[:10]] == [row["tokens"] for row in samples_of(first, 1)]
+    assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_rollouts_alone_take_the_weights_of_a_checkpoint(ranks, inputs, tmp_path):
+    saved = ["checkpoint.every=1", "actor.optimizer.lr=0.01"]
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", saved)
+    goes_on = tmp_path / "alone"
+    shutil.copytree(tmp_path / "run" / "checkpoints" / "000002", goes_on / "checkpoints" / "000002")
+    ranks.run(2, job, "grpo", inputs, goes_on, saved, ALONE)
+    assert list(lines_of(goes_on)) == [3]
+    there, here = samples_of(tmp_path / "run", 3), samples_of(goes_on, 3)
+    for name in ("tokens", "rollout_logprobs", "old_logprobs", "version"):
+        assert [row[name] for row in here] == [row[name] for row in there]
+
+
+def command_line(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "verl_mg", "train", "recipes/grpo.py", *options]
+    return subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True)
+
+
+def test_what_was_drawn_alone_is_trained_on_alone(ranks, inputs, tmp_path):
+    settings = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'sums.jsonl'}", "job.iterations=1"]
+    settings += [f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=6"]
+    settings += ["algorithm.prompts_per_iteration=4", f"job.output={tmp_path / 'drawn'}"]
+    drawn = command_line("--rollout-only", *settings)
+    assert drawn.returncode == 0, drawn.stderr
+    ranks.run(1, job, "grpo", inputs, tmp_path / "trained", [], RunMode(replayed=f"{tmp_path / 'drawn'}@1"))
+    there, here = lines_of(tmp_path / "drawn")[1], lines_of(tmp_path / "trained")[1]
+    assert here["reward/mean"] == there["reward/mean"] and "actor/loss" in here.keys() - there.keys()
+
+
+def test_halves_exclude_each_other():
+    both = command_line("--rollout-only", "--replay", "x@1")
+    assert both.returncode == 2 and "not allowed with" in both.stderr and "Traceback" not in both.stderr
+
+
+def what_is_built(inputs: Path) -> tuple[bool, int, int]:
+    """Of an actor that does not learn: a trainer, and bytes of gradients."""
+    recipe = load_recipe(RECIPES / "grpo.py")
+    options = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'sums.jsonl'}"]
+    options += [f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=6"]
+    config = load_config(None, options, recipe.config)
+    built = Job(config, requested_roles(recipe, config.algorithm), job_store(), learns=False)
+    gradients = sum(getattr(p, "main_grad", p.grad) is not None for p in built.actor.runner.parameters().values())
+    return hasattr(built.actor, "trainer"), gradients, dist.get_rank()
+
+
+def test_no_optimizer_is_built_for_rollouts_alone(ranks, inputs):
+    assert ranks.run(2, what_is_built, inputs) == [(False, 0, 0), (False, 0, 1)]

@@ -1,0 +1,321 @@
+"""The weight table against independent readings of each dialect, by gathering everything and cutting it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.random_models import (
+    LATENT,
+    MIXTURES,
+    assemble,
+    checkpoint,
+    config,
+    configs,
+    engines,
+    fields,
+    layouts,
+    shard_map,
+)
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, Layout, Placement
+from verl_mg.models.hf_config import FAMILIES, parse_config, read_config
+from verl_mg.sharding.weight_table import weight_table
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_every_rank_holds_what_it_says_and_together_they_hold_the_model(data):
+    c = data.draw(configs())
+    held = data.draw(shard_map(c))
+    tensors = checkpoint(c)
+    seen: set[int] = set()
+    for rank in held.ranks:
+        for name, shard in held.shards(rank).items():
+            values = assemble(shard, tensors)
+            assert tuple(values.shape) == shard.shape, name
+            seen.update(values.flatten().tolist())
+    seen.discard(0)  # padding
+    assert len(seen) == sum(tensor.numel() for tensor in tensors.values())
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_places_are_the_shards_seen_from_the_tensors(data):
+    held = data.draw(shard_map(data.draw(configs())))
+    from_shards = {
+        (rank, piece.tensor, piece.source, parameter, piece.target)
+        for rank in held.ranks
+        for parameter, shard in held.shards(rank).items()
+        for piece in shard.pieces
+    }
+    from_places = {
+        (rank, tensor, place.box, spot.parameter, spot.at)
+        for tensor in held.tensors
+        for place in held.places(tensor)
+        for spot in place.spots
+        for rank in spot.ranks
+    }
+    assert from_places == from_shards
+    for tensor in held.tensors:
+        for place in held.places(tensor):
+            assert place.ranks == tuple(sorted({rank for spot in place.spots for rank in spot.ranks}))
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_tensors_of_one_kind_lie_in_the_same_boxes_on_the_same_ranks(data):
+    held = data.draw(shard_map(data.draw(configs())))
+    kinds: dict[object, list[object]] = {}
+    for tensor in held.tensors:
+        where = [(place.box, place.ranks) for place in held.places(tensor)]
+        assert kinds.setdefault(held.kind(tensor), where) == where
+
+
+def megatron_reference(c, tensors, layer, tp, rank):
+    """One layer's weights as Megatron documents them, written with views of the whole tensors."""
+    p, h = f"model.layers.{layer}.", c.hidden
+
+    def fused(gate, up, size, index):
+        return torch.cat([tensors[p + gate].chunk(size)[index], tensors[p + up].chunk(size)[index]])
+
+    found = {
+        "input_layernorm.weight": tensors[p + "input_layernorm.weight"],
+        "self_attention.linear_proj.weight": tensors[p + "self_attn.o_proj.weight"].chunk(tp, dim=1)[rank],
+    }
+    if c.latent:
+        a = p + "self_attn."
+        found["self_attention.linear_kv_down_proj.weight"] = tensors[a + "kv_a_proj_with_mqa.weight"].chunk(tp)[rank]
+        found["self_attention.linear_kv_up_proj.weight"] = tensors[a + "kv_b_proj.weight"].chunk(tp)[rank]
+        found["self_attention.kv_layernorm.weight"] = tensors[a + "kv_a_layernorm.weight"]
+        if c.latent.q_rank:
+            found["self_attention.linear_q_up_proj.weight"] = tensors[a + "q_b_proj.weight"].chunk(tp)[rank]
+        else:
+            found["self_attention.linear_q_proj.weight"] = tensors[a + "q_proj.weight"].chunk(tp)[rank]
+    else:
+        q, k, v = (tensors[f"{p}self_attn.{x}_proj.weight"] for x in "qkv")
+        parts = [x.view(c.kv_heads, -1, c.head_dim, h) for x in (q, k, v)]
+        found["self_attention.linear_qkv.weight"] = torch.cat(parts, dim=1).reshape(-1, h).chunk(tp)[rank]
+    if not c.has_experts(layer):
+        found["mlp.linear_fc1.weight"] = fused("mlp.gate_proj.weight", "mlp.up_proj.weight", tp, rank)
+        found["mlp.linear_fc2.weight"] = tensors[p + "mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
+    return found
+
+
+def expert_reference(c, tensors, layer, expert, etp, rank):
+    """(fc1, fc2) of one expert."""
+    p = f"model.layers.{layer}."
+    names = ("block_sparse_moe", "w1", "w3", "w2") if c.architecture == "mixtral" else (
+        "mlp", "gate_proj", "up_proj", "down_proj"
+    )  # fmt: skip
+    gate, up, down = (tensors[f"{p}{names[0]}.experts.{expert}.{name}.weight"] for name in names[1:])
+    return torch.cat([gate.chunk(etp)[rank], up.chunk(etp)[rank]]), down.chunk(etp, dim=1)[rank]
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_megatron_shards_equal_the_cut_of_the_gathered_weights(data):
+    c = data.draw(configs())
+    layout = data.draw(layouts(c))
+    tensors = checkpoint(c)
+    for rank in range(layout.ranks):
+        at = layout.coordinates(rank)
+        values = {name: assemble(shard, tensors) for name, shard in weight_table(c).megatron(layout, rank).items()}
+        for chunk in range(layout.vpp):
+            prefix = f"chunk{chunk}." if layout.vpp > 1 else ""
+            for local, layer in enumerate(layout.layers(c.layers, at.pp, chunk)):
+                here = f"{prefix}decoder.layers.{local}."
+                for name, expected in megatron_reference(c, tensors, layer, layout.tp, at.tp).items():
+                    assert torch.equal(values[here + name], expected), name
+                if not c.has_experts(layer):
+                    continue
+                each = c.experts.count // layout.ep
+                for own in range(each):
+                    fc1, fc2 = expert_reference(c, tensors, layer, at.ep * each + own, layout.etp, at.etp)
+                    expert = f"{here}mlp.experts.local_experts.{own}."
+                    assert torch.equal(values[expert + "linear_fc1.weight"], fc1)
+                    assert torch.equal(values[expert + "linear_fc2.weight"], fc2)
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_sglang_shards_equal_the_cut_of_the_gathered_weights(data):
+    c = data.draw(configs())
+    placement = data.draw(engines(c))
+    layout, tensors = placement.layout, checkpoint(c)
+    held = weight_table(c).shard_map_sglang(placement)
+    for rank in placement.ranks:
+        at = placement.coordinates(rank)
+        values = {name: assemble(shard, tensors) for name, shard in held.shards(rank).items()}
+        for layer in layout.layers(c.layers, at.pp):
+            p = f"model.layers.{layer}."
+            if not c.latent:
+                heads = c.kv_heads // min(layout.attention_tp, c.kv_heads) * c.head_dim
+                first = at.attention_tp * c.kv_heads // layout.attention_tp * c.head_dim
+                q = tensors[p + "self_attn.q_proj.weight"].chunk(layout.attention_tp)[at.attention_tp]
+                k, v = (tensors[f"{p}self_attn.{x}_proj.weight"][first : first + heads] for x in "kv")
+                assert torch.equal(values[p + "self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
+            if c.has_experts(layer):
+                each = c.experts.count // layout.ep
+                block = "block_sparse_moe" if c.architecture == "mixtral" else "mlp"
+                for own in range(each):
+                    fc1, fc2 = expert_reference(c, tensors, layer, at.ep * each + own, layout.expert_tp, at.expert_tp)
+                    assert torch.equal(values[f"{p}{block}.experts.w13_weight"][own], fc1)
+                    assert torch.equal(values[f"{p}{block}.experts.w2_weight"][own], fc2)
+            else:
+                gate, up = (tensors[f"{p}mlp.{x}_proj.weight"].chunk(layout.tp)[at.tp] for x in ("gate", "up"))
+                assert torch.equal(values[p + "mlp.gate_up_proj.weight"], torch.cat([gate, up]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("vocab", [5, 64, 101, 150])
+def test_vocabulary_shards_put_together_are_the_vocabulary(tp, vocab):
+    c = config("llama", vocab_size=vocab)
+    tensors, model = checkpoint(c), weight_table(c)
+    megatron = [model.megatron(Layout(tp=tp), rank)["embedding.word_embeddings.weight"] for rank in range(tp)]
+    sglang = [model.sglang(EngineLayout(tp=tp), rank)["model.embed_tokens.weight"] for rank in range(tp)]
+    for parts, rows in ((megatron, model.padded_vocab(tp)), (sglang, -(-vocab // 64) * 64)):
+        whole = torch.cat([assemble(shard, tensors) for shard in parts])
+        assert torch.equal(whole[:vocab], tensors["model.embed_tokens.weight"])
+        assert not whole[vocab:].any()
+        assert len(whole) == rows and rows % (8 * tp) == 0
+
+
+def test_sglang_pads_the_vocabulary_further_where_the_ranks_do_not_divide_it():
+    c = config("llama", num_attention_heads=6, num_key_value_heads=6, intermediate_size=12, vocab_size=65)
+    assert weight_table(c).sglang(EngineLayout(tp=3), 0)["lm_head.weight"].shape[0] == 64
+
+
+def test_biases_follow_the_query_groups():
+    c = config("qwen2", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    tensors = checkpoint(c)
+    q, k, v = (tensors[f"model.layers.1.self_attn.{x}_proj.bias"] for x in "qkv")
+    shard = weight_table(c).megatron(Layout(tp=2), 1)["decoder.layers.1.self_attention.linear_qkv.bias"]
+    assert torch.equal(assemble(shard, tensors), torch.cat([q[8:], k[4:], v[4:]]))
+
+
+def test_a_tied_output_layer_is_a_parameter_only_away_from_the_embedding():
+    tied = weight_table(config("qwen3", tie_word_embeddings=True))
+    assert "lm_head.weight" not in tied.huggingface()
+    assert "output_layer.weight" not in tied.megatron(Layout(), 0)
+    assert "lm_head.weight" not in tied.sglang(EngineLayout(), 0)
+    for last, name in (
+        (tied.megatron(Layout(pp=2), 1), "output_layer.weight"),
+        (tied.sglang(EngineLayout(pp=2), 1), "lm_head.weight"),
+    ):
+        assert last[name].pieces[0].tensor == "model.embed_tokens.weight"
+
+
+def test_interleaved_chunks_hold_their_layers():
+    shards = weight_table(config("llama")).megatron(Layout(pp=2, vpp=2), 1)
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    layers = [shards[f"chunk{chunk}.{name}"].pieces[0].tensor for chunk in (0, 1)]
+    assert layers == ["model.layers.1.mlp.down_proj.weight", "model.layers.3.mlp.down_proj.weight"]
+
+
+def test_a_value_head_takes_the_place_of_the_output_layer():
+    critic = weight_table(config("llama"), head="value")
+    for rank in range(4):
+        output = critic.megatron(Layout(tp=2, pp=2), rank).get("output_layer.weight")
+        assert (output is None) == (rank < 2)
+        if output:
+            assert (output.shape, output.pieces[0].tensor) == ((1, 8), "score.weight")
+
+
+def test_transformer_engine_names_fuse_norms_and_group_experts():
+    moe = weight_table(config("qwen3_moe")).megatron(Layout(ep=2), 1, "transformer_engine")
+    last = moe["decoder.layers.0.mlp.experts.linear_fc1.weight3"]
+    assert last.pieces[0].tensor.endswith("experts.7.gate_proj.weight")
+    norms = {"self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"}
+    assert {f"decoder.layers.0.{norm}" for norm in norms} <= moe.keys()
+    dense = weight_table(config("qwen3")).megatron(Layout(), 0, "transformer_engine")
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in dense
+    latent = weight_table(config("deepseek_v3")).megatron(Layout(tp=4), 0, "transformer_engine")
+    assert latent["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape == (16, 8)
+
+
+def test_only_the_router_bias_stays_float32():
+    tensors = weight_table(config("deepseek_v3")).tensor_index.tensors
+    names = {name for name, info in tensors.items() if info.float32}
+    assert names == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_dense_layers_come_first_where_the_configuration_says_so(family):
+    c = config(family, first_k_dense_replace=2)
+    assert [c.has_experts(layer) for layer in range(4)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("tp3", "tp3 does not divide the 8 attention heads; tp 1, 2, 4, 8 would"),
+        ("pp8", "8 pipeline chunks are more than the model's 4 layers"),
+        ("ep3-dp3", "ep3 does not divide the 8 experts"),
+    ],
+)
+def test_a_layout_that_cannot_hold_the_model_is_refused(family, layout, message):
+    fitted = Layout.parse(layout)
+    with pytest.raises(UserError, match=message):
+        weight_table(config(family)).shard_map_megatron(Placement(fitted, tuple(range(fitted.ranks))))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout", "message"),
+    [
+        ("llama", {}, "tp8-adp2", "no data-parallel attention for llama"),
+        ("gemma2", {}, "pp2", "no pipeline parallelism for gemma2"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "tp2", "this model has dense ones"),
+        ("qwen3", {}, "tp2-ep2", "ep2 spreads experts, and the model has none"),
+        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "tp6", "does not divide the 4 key"),
+        ("qwen3_moe", {}, "tp4-ep3", "ep divides the tp4 ranks"),
+    ],
+)
+def test_what_sglang_cannot_do_is_refused(family, changes, layout, message):
+    with pytest.raises(UserError, match=message):
+        weight_table(config(family, **changes)).sglang(EngineLayout.parse(layout), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, f"model_type 'mamba' is not supported; supported are {', '.join(FAMILIES)}"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"model_type": "mixtral", "sliding_window": 6}, "sliding_window=6 is not supported"),
+        ({"hidden_size": None}, "a size is not a number"),
+        ({"model_type": "qwen3_moe"}, "field 'num_experts' is missing"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported, its frequencies"),
+        (fields("deepseek_v2", topk_method="noaux_tc"), "topk_method='noaux_tc' .* write 'greedy' or 'group_limited"),
+        (
+            fields("deepseek_v2", norm_topk_prob=True),
+            "norm_topk_prob=True is not supported for model_type 'deepseek_v2'",
+        ),
+        (fields("deepseek_v3", scoring_func="softmax"), "scoring_func='softmax' .* write 'sigmoid', or leave it out"),
+        (fields("deepseek_v3", n_group=8), "n_group=8 and topk_group=2 cannot be: 8 experts must come in groups of at"),
+        (fields("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
+        (fields("gemma2", layer_types=["full_attention"]), "layer_types=.* for each of the 4 layers"),
+    ],
+)
+def test_a_model_that_is_not_built_is_refused(change, message):
+    raw = fields("llama")
+    parse_config(raw)
+    with pytest.raises(UserError, match=message):
+        parse_config(raw | change)
+    del raw["vocab_size"]
+    with pytest.raises(UserError, match="field 'vocab_size' is missing"):
+        parse_config(raw)
+
+
+def test_a_missing_or_broken_directory_is_named(tmp_path):
+    with pytest.raises(UserError, match="no such model directory"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"config\.json: missing"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not a readable JSON file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match="a list, not an object"):
+        read_config(tmp_path)

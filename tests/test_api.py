@@ -1,0 +1,66 @@
+"""A job that a script builds and runs, under torchrun and alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_jobs import logged, write_sums
+from tests.tiny_models import tiny_model
+
+ROOT = Path(__file__).parents[1]
+
+SCRIPT = """
+import sys
+
+from recipes import grpo
+from verl_mg.api import Job
+
+def digits(sample):
+    return float(sum(character.isdigit() for character in sample.response))
+
+folder, output = sys.argv[1:3]
+job = Job(
+    actor={"path": f"{folder}/model", "optimizer": {"lr": 1e-3}},
+    data=f"{folder}/sums.jsonl",
+    reward=digits,
+    output=output,
+    rollout={"max_new_tokens": int(sys.argv[3])},
+)
+job.run(grpo, iterations=2, prompts_per_iteration=4, group_size=2)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    tiny_model(tmp_path / "model", "qwen3")
+    write_sums(tmp_path, left=4)
+    file = tmp_path / "my_job.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, *map(str, command)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_a_script_under_torchrun_is_a_job(script, tmp_path):
+    ranks = ["-m", "verl_mg.launch", "--nproc-per-node", 2]
+    done = run(*ranks, script, tmp_path, tmp_path / "run", 5)
+    assert done.returncode == 0, done.stderr
+    lines = logged(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2] and lines[0]["actor/grad_norm"] > 0
+    assert lines[0]["response/samples"] == 8
+    assert "function: __main__:digits" in (tmp_path / "run" / "config.yaml").read_text()
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+def test_a_mistake_in_a_script_is_one_line(script, tmp_path):
+    done = run(script, tmp_path, tmp_path / "run", -5)
+    assert done.returncode == 2
+    assert done.stderr == "error: Job: 'rollout.max_new_tokens' is -5: input should be greater than 0\n"
+    assert not (tmp_path / "run").exists()

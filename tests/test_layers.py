@@ -1,0 +1,165 @@
+"""Packages stand on floors, and import only from floors below: read from the imports themselves.
+
+Imports inside functions and under TYPE_CHECKING count like any other.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "verl_mg"
+
+LAYERS = {
+    **dict.fromkeys(("errors", "device", "batch", "phase_timer", "config", "layout", "jsonl", "import_function"), 0),
+    **dict.fromkeys(("models", "algorithms", "sandbox"), 1),
+    **dict.fromkeys(("sharding", "distributed", "data", "rewards"), 2),
+    **dict.fromkeys(("reshard", "checkpoint"), 3),
+    **dict.fromkeys(("megatron", "rollout", "planner"), 4),
+    **dict.fromkeys(("roles",), 5),
+    **dict.fromkeys(("job",), 6),
+    **dict.fromkeys(("monitor", "run"), 7),
+    **dict.fromkeys(("cli", "api", "launch", "view", "quickstart", "__main__"), 8),
+}
+SAME_LAYER = {
+    ("config", "layout"),
+    ("run", "monitor"),
+    ("__main__", "cli"),
+    *(("cli", module) for module in ("launch", "quickstart", "view")),
+}
+"""Imports within a layer: (importing package, imported package)."""
+
+
+def violations(package: Path) -> list[str]:
+    """One line for each room without a floor, and for each import that does not lead to a lower floor."""
+    return [line for file in sorted(package.rglob("*.py")) for line in _of_file(package, file)]
+
+
+def _of_file(package: Path, file: Path) -> Iterator[str]:
+    parts = file.relative_to(package).with_suffix("").parts
+    here = parts[0]
+    if here != "__init__" and here not in LAYERS:
+        yield f"{file}: {here} has no floor; give it one in {Path(__file__).name}"
+        return
+    for name, line in imports(file, package):
+        there = name.split(".")[1]
+        if there not in LAYERS:
+            yield f"{file}:{line}: {name} has no floor; give {there} one in {Path(__file__).name}"
+        elif here != there and not _may_import(here, there):
+            yield f"{file}:{line}: {here} imports {name}, which is not on a lower floor"
+
+
+def _may_import(here: str, there: str) -> bool:
+    if here == "__init__":  # the package itself comes with every room, so it imports none
+        return False
+    return there == "errors" or LAYERS[there] < LAYERS[here] or (here, there) in SAME_LAYER
+
+
+def imports(file: Path, package: Path) -> Iterator[tuple[str, int]]:
+    """Dotted names below `package` that a file imports, each with its line."""
+    own = (package.name, *file.relative_to(package).parent.parts)
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            base = own[: len(own) - node.level + 1] if node.level else ()
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            rooms = [f"{source}.{name}" for name in names if _is_room(package, name)]
+            names = rooms if source == package.name else [source]
+        for name in names:
+            if name.startswith(f"{package.name}."):
+                yield name, node.lineno
+
+
+def _is_room(package: Path, name: str) -> bool:
+    return name in LAYERS or (package / name).is_dir() or (package / f"{name}.py").is_file()
+
+
+def _foreign(room: str) -> set[str]:
+    """Full names of everything a room imports from outside the package."""
+    files = (PACKAGE / room).rglob("*.py")
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    sources = [(node.module or "", node.names) for node in nodes if isinstance(node, ast.ImportFrom)]
+    named = {f"{source}.{alias.name}" for source, aliases in sources for alias in aliases}
+    return {name for name in plain | named if not name.startswith(f"{PACKAGE.name}.")}
+
+
+def test_every_import_leads_downstairs() -> None:
+    assert violations(PACKAGE) == []
+
+
+def test_layout_needs_only_the_standard_library() -> None:
+    roots = {name.split(".")[0] for name in _foreign("layout")}
+    assert roots and roots <= sys.stdlib_module_names
+
+
+def test_algorithms_know_no_processes() -> None:
+    names = _foreign("algorithms")
+    assert "torch" in names
+    assert not [name for name in names if name.startswith(("torch.distributed", "torch.multiprocessing"))]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A tiny package without violations."""
+    files = {
+        "__init__.py": "__version__ = '1'\n",
+        "errors.py": "",
+        "batch.py": "from verl_mg.errors import UserError\nfrom verl_mg import __version__\n",
+        "config.py": "import verl_mg.layout\nimport os, yaml\n",
+        "layout/__init__.py": "from verl_mg.layout.layout import Layout\n",
+        "layout/layout.py": "from ..errors import UserError\n",
+        "reshard/plan.py": "from verl_mg import layout\nfrom . import execute\nfrom .execute import run\n",
+        "reshard/execute.py": "",
+        "cli.py": "from verl_mg.reshard import plan\n",
+    }
+    for name, text in files.items():
+        write(tmp_path / "verl_mg" / name, text)
+    return tmp_path / "verl_mg"
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_the_checker_passes_a_sound_package(package: Path) -> None:
+    assert violations(package) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaint"),
+    [
+        ("layout/layout.py", "import verl_mg.reshard.plan", "layout imports verl_mg.reshard.plan"),
+        (
+            "reshard/plan.py",
+            "def f():\n    from verl_mg.roles.actor import Actor",
+            "imports verl_mg.roles.actor",
+        ),
+        (
+            "reshard/plan.py",
+            "if TYPE_CHECKING:\n    from verl_mg import job",
+            "plan.py:2: reshard imports verl_mg.job",
+        ),
+        ("reshard/plan.py", "from verl_mg.rewards import math", "reshard imports verl_mg.rewards"),
+        ("reshard/plan.py", "from ..data import loader", "reshard imports verl_mg.data"),
+        ("reshard/deep/plan.py", "from ...rollout import x", "reshard imports verl_mg.rollout"),
+        ("reshard/plan.py", "from .. import megatron", "reshard imports verl_mg.megatron"),
+        ("layout/layout.py", "from verl_mg.config import Config", "layout imports verl_mg.config"),
+        ("batch.py", "from verl_mg.layout import Layout", "batch imports verl_mg.layout"),
+        ("errors.py", "import verl_mg.batch as b", "errors imports verl_mg.batch"),
+        ("__init__.py", "from verl_mg.batch import Batch", "__init__ imports verl_mg.batch"),
+        ("attic/old.py", "", "attic has no floor; give it one"),
+        ("attic.py", "", "attic has no floor; give it one"),
+        ("cli.py", "from verl_mg.attic import x", "verl_mg.attic has no floor"),
+    ],
+)
+def test_the_checker_catches(package: Path, file: str, text: str, complaint: str) -> None:
+    write(package / file, text)
+    found = violations(package)
+    assert len(found) == 1
+    assert complaint in found[0]

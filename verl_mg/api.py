@@ -1,0 +1,74 @@
+"""A job from Python: the sections of the configuration as arguments, the reward as a function.
+
+# my_job.py, started by: python -m verl_mg.launch --nproc-per-node 2 my_job.py
+from recipes import grpo
+from verl_mg.api import Job
+
+def reward(sample):
+    return float(sample.response.strip() == sample.answer)
+
+job = Job(actor="path/to/model", data="train.jsonl", reward=reward, rollout={"max_new_tokens": 64})
+job.run(grpo, iterations=100, group_size=8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_mg.config import Config
+    from verl_mg.job.recipe import Recipe
+
+
+class Job:
+    """What `verl-mg train` reads from a file.
+
+    Args:
+        actor: the model's directory; or the section `actor` with that as `path`.
+        data: the training file or folder; or the section `data`.
+        reward: a function of a `Sample`, see `load_reward`; or the section `reward`.
+        output: the run's folder.
+        sections: further sections of the configuration, such as `rollout={"max_new_tokens": 64}`.
+    """
+
+    def __init__(
+        self,
+        *,
+        actor: str | Path | Mapping[str, Any],
+        data: str | Path | Mapping[str, Any],
+        reward: Callable[..., Any] | Mapping[str, Any] | None = None,
+        output: str | Path = "runs/job",
+        **sections: Mapping[str, Any],
+    ) -> None:
+        role = dict(actor) if isinstance(actor, Mapping) else {"path": actor}
+        model = {"path": role.pop("path")} if "path" in role else {}
+        tree = {name: dict(section) for name, section in sections.items()}
+        tree["model"] = model | tree.get("model", {})
+        tree["actor"] = role
+        tree["data"] = dict(data) if isinstance(data, Mapping) else {"train": data}
+        if reward is not None:
+            tree["reward"] = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
+        tree["job"] = {"output": output} | tree.get("job", {})
+        self._tree = tree
+
+    def run(self, recipe: ModuleType | str | Path, *, iterations: int, **algorithm: Any) -> None:
+        """Run a recipe, a module or the path of one, to its end; once in a process, on all ranks.
+
+        algorithm: the recipe's own settings. A mistake ends the process with code 2 and one line on one rank.
+        """
+        from verl_mg.run.main import run_recipe
+
+        def described() -> tuple[Recipe, Config]:
+            from verl_mg.config import validate_config
+            from verl_mg.job.recipe import load_recipe, recipe_from_module
+
+            found = (
+                recipe_from_module(recipe, recipe.__name__) if isinstance(recipe, ModuleType) else load_recipe(recipe)
+            )
+            job = {**self._tree["job"], "iterations": iterations}
+            return found, validate_config({**self._tree, "job": job, "algorithm": algorithm}, "Job", found.config)
+
+        run_recipe(described)

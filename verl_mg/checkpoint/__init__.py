@@ -1,0 +1,1 @@
+"""Model weights on disk: Hugging Face safetensors, sharded safetensors, PEFT adapters."""

@@ -1,0 +1,1 @@
+"""Ranks of a job: rendezvous, collectives, watchdog and signals."""

@@ -1,0 +1,126 @@
+"""The roles with a network, each under the layout of its section; built by all ranks together."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_mg.checkpoint.peft import adapted_tensors
+from verl_mg.config import Config, ReferenceConfig, TrainableConfig
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout, Placement, parse_ranks
+from verl_mg.layout.suggest import resolve_layout
+from verl_mg.megatron.model_runner import check_layout
+from verl_mg.megatron.offload_manager import OffloadManager
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
+from verl_mg.phase_timer import PhaseTimer
+from verl_mg.roles.actor import Actor
+from verl_mg.roles.concurrent import RoleExecutor
+from verl_mg.roles.critic import Critic, RewardModel, TrainableRewardModel
+from verl_mg.roles.policy import Policy
+from verl_mg.roles.role import Role
+from verl_mg.roles.trainable import TrainableRole
+from verl_mg.sharding.weight_table import weight_table
+
+MODEL_ROLES: dict[str, type[Role]] = {
+    "actor": Actor,
+    "critic": Critic,
+    "reward_model": TrainableRewardModel,
+    "frozen_reward_model": RewardModel,
+    "process_reward": Actor,
+    "reference": Policy,
+}
+"""What each role is; the section of the configuration has its name, or one of SECTIONS."""
+SECTIONS = {"frozen_reward_model": "reward_model"}
+
+
+class ModelRoleBuilder:
+    """ranks: how many of the job's ranks, the first ones, hold networks. agenda, residence: what all roles share."""
+
+    def __init__(self, config: Config, ranks: int, learns: bool = True) -> None:
+        self._config, self._ranks, self._learns = config, ranks, learns
+        self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
+        self.agenda, self.offload_manager = RoleExecutor(timer=PhaseTimer(config.profile.synchronize)), OffloadManager()
+
+    def check(self, roles: set[str], beside: str = "") -> None:
+        """UserError, before any group or model exists, where a layout fits the ranks or the model not."""
+        for role in sorted(roles & MODEL_ROLES.keys()):
+            section, model = self._section(role), read_config(self._path(role))
+            own = f" on {config_section_of(role)}.ranks={section.ranks}" if section.ranks else beside
+            try:
+                experts = model.experts.count if model.experts else 0
+                layout, ranks = Layout.parse(section.layout), self._standing(role)
+                resolve_layout(layout, len(ranks), experts, partial(check_layout, model))
+            except UserError as error:
+                raise UserError(f"{config_section_of(role)}.layout={section.layout}{own}: {error}") from None
+            self._check_lora(role)
+
+    def _check_lora(self, role: str) -> None:
+        section = self._section(role)
+        if isinstance(section, TrainableConfig) and section.lora:
+            try:
+                adapted_tensors(weight_table(read_config(self._path(role))), section.lora.targets)
+            except UserError as error:
+                raise UserError(f"{role}.{error}") from None
+
+    def build(self, role: str) -> Any:
+        """The role, with the weights of its model's directory."""
+        section, kind = self._section(role), MODEL_ROLES[role]
+        options: dict[str, Any] = {}
+        if isinstance(section, TrainableConfig) and issubclass(kind, TrainableRole):
+            options = {
+                "name": role,
+                "recompute": section.recompute,
+                "optimizer": section.optimizer,
+                "guard": section.guard,
+                "lora": section.lora,
+                "learns": self._learns,
+            }
+        built = kind(
+            self._path(role),
+            self._groups_of(self._placement(role), section.dynamic_context),
+            dtype=torch.bfloat16 if self._config.model.dtype == "bfloat16" else torch.float32,
+            temperature=self._config.rollout.temperature,
+            tokens_per_micro_batch=section.tokens_per_micro_batch,
+            **options,
+        )
+        built.agenda, built.offload_manager, built.runner.timer = self.agenda, self.offload_manager, self.agenda.timer
+        if section.offload:
+            self.offload_manager.join(built.cpu_offload)
+        return built
+
+    def _section(self, role: str) -> TrainableConfig | ReferenceConfig:
+        section: TrainableConfig | ReferenceConfig = getattr(self._config, config_section_of(role))
+        return section
+
+    def _path(self, role: str) -> Path:
+        return getattr(self._section(role), "path", None) or self._config.model.path
+
+    def _placement(self, role: str) -> Placement:
+        ranks = self._standing(role)
+        return Placement(Layout.parse(self._section(role).layout).fit(len(ranks)), ranks)
+
+    def _standing(self, role: str) -> tuple[int, ...]:
+        section = self._section(role)
+        ranks = parse_ranks(section.ranks) if section.ranks else tuple(range(self._ranks))
+        if ranks[-1] >= self._ranks:
+            raise UserError(
+                f"rank {ranks[-1]} is none of the {self._ranks} that hold networks, 0 to {self._ranks - 1}; "
+                f"write lower ones in {config_section_of(role)}.ranks, or start more"
+            )
+        return ranks
+
+    def _groups_of(self, placement: Placement, dynamic: bool) -> ParallelGroups:
+        key = (placement, dynamic)
+        if key not in self._groups:
+            self._groups[key] = ParallelGroups(placement, self._config.job.seed, dynamic_cp=dynamic)
+        return self._groups[key]
+
+
+def config_section_of(role: str) -> str:
+    """Where the configuration describes it."""
+    return SECTIONS.get(role, role)

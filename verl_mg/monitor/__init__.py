@@ -1,0 +1,1 @@
+"""Observability: metrics, trackers, status, profiles, timelines and recorded samples."""

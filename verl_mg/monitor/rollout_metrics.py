@@ -1,0 +1,66 @@
+"""What the rollouts of an iteration were like, in numbers over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms import mismatch
+from verl_mg.batch import Batch
+from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
+
+
+def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
+    """Means over all samples of all ranks; empty where nothing was generated.
+
+    version: of the weights that were trained with them; `rollout/staleness` is how many optimizer steps older those
+    were that wrote a token.
+    """
+    sums = sum_over_ranks([_sums(batch, version) for batch in batches])
+    if not sums.get("samples"):
+        return {}
+    samples = sums["samples"]
+    metrics = {
+        "response/length": sums["tokens"] / samples,
+        "response/truncated": sums["truncated"] / samples,
+        "response/samples": samples,
+        "rollout/staleness": sums["staleness"] / max(sums["tokens"], 1.0),
+    }
+    if "reward" in sums:
+        mean = sums["reward"] / samples
+        metrics["reward/mean"] = mean
+        metrics["reward/std"] = max(sums["reward_squared"] / samples - mean**2, 0.0) ** 0.5
+    for name in sums:
+        if name.startswith("reward."):
+            # A reward may lack a part: the mean is over those that have it.
+            metrics[f"reward/{name.removeprefix('reward.')}"] = sums[name] / max(sums[f"count.{name}"], 1.0)
+    return metrics
+
+
+def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
+    mask = batch["loss_mask"]
+    sums = {
+        "samples": torch.tensor(float(len(batch))),
+        "tokens": mask.double().sum(),
+        "truncated": batch["truncated"].double().sum(),
+        "staleness": (version - batch["versions"][mask]).double().sum(),
+    }
+    if "reward" in batch:
+        reward = batch["reward"].double()
+        sums |= {"reward": reward.sum(), "reward_squared": reward.square().sum()}
+        for name in (name for name in batch.names() if name.startswith("reward.")):
+            sums |= {name: batch[name].double().nansum(), f"count.{name}": (~batch[name].isnan()).sum()}
+    return sums
+
+
+def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
+    """How far `old_logprobs` are from `rollout_logprobs` over all ranks, see `mismatch.summarize`."""
+    parts = [
+        mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
+        for batch in batches
+        if "old_logprobs" in batch
+    ]
+    whole = mismatch.merge(all_gather_json(mismatch.merge(parts)))
+    return {f"mismatch/{name}": value for name, value in mismatch.summarize(whole).items()}

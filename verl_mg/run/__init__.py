@@ -1,0 +1,1 @@
+"""The training loop of a job: start, checkpoint and resume, replay, the run directory."""

@@ -1,0 +1,117 @@
+"""The loop: a recipe's iteration, again and again, from the newest checkpoint on."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from verl_mg import device
+from verl_mg.config import Config
+from verl_mg.distributed.world import World
+from verl_mg.errors import UserError
+from verl_mg.job.job import Job
+from verl_mg.job.recipe import Recipe, requested_roles
+from verl_mg.monitor.run_logger import RunLogger, check_trackers_and_profile
+from verl_mg.monitor.status import StatusFile
+from verl_mg.roles.trainable import NoOptimizerError
+from verl_mg.run.checkpointer import AsyncCheckpointer
+from verl_mg.run.job_state import restore
+from verl_mg.run.mode import FULL_RUN, RunMode
+from verl_mg.run.replay import Replay
+from verl_mg.run.run_dir import CHECKPOINTS, open_run_dir
+
+log = logging.getLogger(__name__)
+
+MODEL, EXPORTS = "model", "export"
+
+
+def train(recipe: Recipe, config: Config, world: World, half: RunMode = FULL_RUN) -> None:
+    """All iterations of a job, on every rank; see `JobConfig` for where its results go."""
+    roles = requested_roles(recipe, config.algorithm)
+    half.check(recipe.name, roles)
+    config = half.configured(config)
+    if config.job.deterministic:
+        device.compute_deterministically()
+    check_trackers_and_profile(config, world.size)
+    replay = Replay.open(half.replayed, config, recipe.name) if half.replayed else None
+    checkpoint = open_run_dir(config)
+    checkpoint, last = (replay.checkpoint, replay.last) if replay else (checkpoint, config.job.iterations)
+    with StatusFile(config.job.output, recipe.name, last, world.rank, world.size) as status:
+        job = Job(config, roles, world.store, replay.recording if replay else None, half.learns)
+        world.watch_progress(job.timer)
+        done = restore(job, checkpoint, recipe.name) if checkpoint else 0
+        job.start()
+        saver = AsyncCheckpointer(config.job.output / CHECKPOINTS, config.checkpoint, recipe.name, done or None)
+        status.running(job.timer, done, lambda: saver.latest)
+        books = RunLogger(recipe.name, job, status, done + 1)
+        if not done:
+            books.log(0, _evaluation(job, 0))
+        for iteration in range(done + 1, last + 1):
+            with books.traced(iteration), job.timer("recipe"):
+                metrics = one_iteration(recipe, job, iteration)
+            metrics |= books.iteration(iteration)
+            metrics |= _evaluation(job, iteration)
+            books.log(iteration, metrics)
+            _keep(job, saver, iteration, last, metrics)
+            if iteration < last and world.signals.asked_to_leave():
+                if half.whole:
+                    _leave(job, saver, iteration, last, metrics)
+                status.left(f"told to leave after iteration {iteration}")
+                break
+        else:
+            if config.job.save:
+                _save(job, config.job.output)
+            saver.finish()
+        books.close()
+        job.close()
+
+
+def one_iteration(recipe: Recipe, job: Job, iteration: int) -> dict[str, float]:
+    """The recipe's iteration, and its metrics, the same on every rank."""
+    metrics = dict(job.begin(iteration))
+    with suppress(NoOptimizerError):
+        metrics |= recipe.iteration(job, job.config.algorithm)
+    job.settle()
+    return metrics
+
+
+def _evaluation(job: Job, iteration: int) -> dict[str, float]:
+    every, last = job.config.evaluation.every, job.config.job.iterations
+    if not (every and (iteration % every == 0 or iteration == last) and hasattr(job, "rollout")):
+        return {}
+    with job.timer("evaluation"):
+        return job.evaluate()
+
+
+def _keep(job: Job, saver: AsyncCheckpointer, iteration: int, last: int, metrics: dict[str, float]) -> None:
+    """What is due after an iteration: a checkpoint, a Hugging Face directory."""
+    every = job.config.checkpoint.export_every
+    if saver.due(iteration, last):
+        with job.timer("checkpoint"):
+            saver.begin(job, metrics)
+    if every and iteration % every == 0:
+        with job.timer("checkpoint"):
+            _save(job, job.config.job.output / EXPORTS / f"{iteration:06d}")
+
+
+def _save(job: Job, folder: Path) -> None:
+    """Every trained model as a Hugging Face directory; UserError where the disk is full."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, role in job.trained.items():
+            role.save(folder / (MODEL if name == "actor" else name), role.model_dir)
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: the model cannot be written ({error.strerror})") from None
+
+
+def _leave(job: Job, saver: AsyncCheckpointer, iteration: int, last: int, metrics: dict[str, float]) -> None:
+    """Have a checkpoint of this iteration; UserError where it cannot be written."""
+    if not saver.due(iteration, last):
+        saver.begin(job, metrics)
+    if problem := saver.finish():
+        raise UserError(f"told to leave after iteration {iteration}, and the checkpoint was not written: {problem}")
+    if dist.get_rank() == 0:
+        log.warning("left after iteration %d as told; the same command goes on from there", iteration)
