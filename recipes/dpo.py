@@ -12,12 +12,12 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from verl_mg.algorithms.losses import dpo_loss
-from verl_mg.config import ConfigSection
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
 from verl_mg.megatron.microbatch import LossTokens
 
 
-class Config(ConfigSection):
+class Config(RecipeConfig):
     pairs_per_iteration: PositiveInt = 64
     beta: float = Field(0.1, gt=0)
     kind: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"

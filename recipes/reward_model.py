@@ -10,12 +10,12 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from verl_mg.algorithms.losses import bradley_terry_loss
-from verl_mg.config import ConfigSection
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
 from verl_mg.megatron.microbatch import LossTokens
 
 
-class Config(ConfigSection):
+class Config(RecipeConfig):
     pairs_per_iteration: PositiveInt = 64
 
 

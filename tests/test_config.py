@@ -99,7 +99,10 @@ def test_a_missing_file_is_named(tmp_path, grpo):
     [
         ("import nothing_like_it", "cannot be imported \\(ModuleNotFoundError"),
         ("x = 1", "a recipe defines `class Config"),
-        ("from verl_mg.config import Section\nclass Config(Section): ...\n", "defines the function roles\\(cfg\\)"),
+        (
+            "from verl_mg.config import RecipeConfig\nclass Config(RecipeConfig): ...\n",
+            "defines the function roles\\(cfg\\)",
+        ),
     ],
 )
 def test_a_broken_recipe_is_named(tmp_path, source, message):

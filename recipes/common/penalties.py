@@ -14,14 +14,14 @@ from verl_mg.algorithms import kl
 from verl_mg.algorithms.advantages import moments, token_rewards
 from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch
-from verl_mg.config import ConfigSection
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
 from verl_mg.megatron.microbatch import LossTokens
 
 Loss = tuple[Tensor, Metrics]
 
 
-class KLConfig(ConfigSection):
+class KLConfig(RecipeConfig):
     kl_coefficient: float = Field(0.0, ge=0)
     kl_in: Literal["loss", "reward"] = "loss"
     kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"

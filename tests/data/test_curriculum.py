@@ -35,7 +35,7 @@ def test_prompts_outside_are_skipped_and_the_others_keep_their_order() -> None:
 
 
 def test_a_rate_is_a_running_average_of_visits() -> None:
-    curriculum = Curriculum(some(3), **BAND, threshold=0.8, decay=0.75)
+    curriculum = Curriculum(some(3), **BAND, pass_threshold=0.8, decay=0.75)
     curriculum.observe([0, 1, 0, 0, 0], [0.8, 0.79, 1.0, -1.0, 0.0])
     assert [curriculum.rate(i) for i in range(3)] == [0.5, 0.0, None]
     curriculum.observe([0, 0], [1.0, 1.0])

@@ -9,7 +9,7 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.walks import ids
-from verl_mg.config import ConfigSection, DataConfig, dump_config, load_config
+from verl_mg.config import DataConfig, RecipeConfig, dump_config, load_config
 from verl_mg.data import Curriculum, Mixture, PromptSet, read_prompts
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
@@ -80,7 +80,7 @@ def test_bad_line_of_a_source_is_named(files: Path, tokenizer: PreTrainedTokeniz
         read_prompts(config(train=sources), "test", tokenizer)
 
 
-class Nothing(ConfigSection):
+class Nothing(RecipeConfig):
     pass
 
 

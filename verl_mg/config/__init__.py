@@ -1,6 +1,6 @@
 """The typed configuration tree: YAML, `a.b=c` overrides, and errors that say what to write instead.
 
-A recipe brings its own section, `algorithm`, as a subclass of `ConfigSection` named `Config`; the rest is the
+A recipe brings its own section, `algorithm`, as a subclass of `RecipeConfig` named `Config`; the rest is the
 same for every recipe. Nothing here changes what was written: derived values are methods of the readers.
 """
 
@@ -23,7 +23,7 @@ from verl_mg.config.roles import (
     RolloutConfig,
     TrainableConfig,
 )
-from verl_mg.config.section import ConfigSection, Count
+from verl_mg.config.section import ConfigSection, Count, RecipeConfig
 from verl_mg.config.tree import CheckpointConfig, Config, JobConfig, ModelConfig, ProfileConfig, TrackConfig, tree_for
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ProfileConfig",
+    "RecipeConfig",
     "ReferenceConfig",
     "RewardConfig",
     "RoleSection",

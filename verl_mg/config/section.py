@@ -14,3 +14,7 @@ class ConfigSection(BaseModel):
     """A part of the configuration: fields are typed, unknown ones are refused, nothing can be changed later."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RecipeConfig(ConfigSection):
+    """Base class of a recipe's own section, `algorithm`: a recipe writes `class Config(RecipeConfig)`."""

@@ -99,4 +99,4 @@ class Config(ConfigSection):
 
 def tree_for(algorithm: type[ConfigSection]) -> type[Config]:
     """The configuration class of a recipe whose own section is `algorithm`."""
-    return create_model("RecipeConfig", __base__=Config, algorithm=(algorithm, Field(default_factory=algorithm)))
+    return create_model("Config", __base__=Config, algorithm=(algorithm, Field(default_factory=algorithm)))

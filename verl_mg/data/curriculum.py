@@ -22,19 +22,19 @@ class Curriculum:
         low: float,
         high: float,
         revisit: int = 3,
-        threshold: float = 0.5,
+        pass_threshold: float = 0.5,
         decay: float = 0.5,
     ) -> None:
         """A band of pass rates around `prompts`.
 
         Args:
             low: the smallest rate that is taken; high: the largest.
-            threshold: an answer passes with this reward or more.
+            pass_threshold: an answer passes with this reward or more.
             decay: how much the old rate weighs against that of a new observation, in [0, 1).
         """
         self._prompts = prompts
         self._low, self._high, self._revisit = low, high, revisit
-        self._threshold, self._decay = threshold, decay
+        self._pass_threshold, self._decay = pass_threshold, decay
         self._rates: dict[int, float] = {}
         self._skips: dict[int, int] = {}
 
@@ -69,7 +69,7 @@ class Curriculum:
         """
         passes: dict[int, list[bool]] = {}
         for prompt_id, reward in zip(prompt_ids, rewards, strict=True):
-            passes.setdefault(int(prompt_id), []).append(float(reward) >= self._threshold)
+            passes.setdefault(int(prompt_id), []).append(float(reward) >= self._pass_threshold)
         for prompt_id, passed in passes.items():
             now = sum(passed) / len(passed)
             before = self._rates.get(prompt_id, now)

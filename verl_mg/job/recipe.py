@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl_mg.config import ConfigSection
+from verl_mg.config import RecipeConfig
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import MODEL_ROLES
 
@@ -22,7 +22,7 @@ class Recipe:
     """What a recipe's module says: its name, its configuration section, the roles it uses, one iteration."""
 
     name: str
-    config: type[ConfigSection]
+    config: type[RecipeConfig]
     roles: Callable[[Any], set[str]]
     iteration: Callable[[Any, Any], dict[str, float]]
 
@@ -51,8 +51,8 @@ def load_recipe(path: str | Path) -> Recipe:
 def recipe_from_module(module: ModuleType, name: str) -> Recipe:
     """The recipe that an imported module is; UserError calling it `name` where it lacks something."""
     config = getattr(module, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, ConfigSection)):
-        raise UserError(f"{name}: a recipe defines `class Config(Section)`, its own part of the configuration")
+    if not (isinstance(config, type) and issubclass(config, RecipeConfig)):
+        raise UserError(f"{name}: a recipe defines `class Config(RecipeConfig)`, its own section of the configuration")
     for function, arguments in (("roles", "cfg"), ("iteration", "job, cfg")):
         if not callable(getattr(module, function, None)):
             raise UserError(f"{name}: a recipe defines the function {function}({arguments})")
