@@ -12,8 +12,8 @@ optimizer after one real step. All methods save that same state, and read it bac
     gather      the same as all-gather, memory-efficient: the first data-parallel rank gathers the optimizer
 
 On the CPU megatron-core runs on verl_mg/megatron/cpu_shim.py, as it does in training. Two more things
-are changed in it: `gather` is told that the data-parallel group, which is gloo's, is also its gloo group; and reading leaves the steps of
-torch's Adam alone, which it sets from its own count, and then fails to find as tensors.
+are changed in it: `gather` is told that the data-parallel group, which is gloo's, is also its gloo group; and reading
+leaves the steps of torch's Adam alone, which it sets from its own count, and then fails to find as tensors.
 
 Seconds are medians over the rounds, of which the first warms up, of the slowest rank; files are read from the page
 cache, and our reading includes the check of every SHA-256. Bytes sent are counted in every collective, once for each

@@ -6,9 +6,10 @@
     return learn(job, cfg, batch, policy_loss)    updates of the policy, and its weights to the engines
 
 `oversampling` prompts more are asked than kept: the slowest are cut, and go on in the next iteration with
-`rollout.partial_rollout=true`. With `one_step_off` engines on ranks of their own draw the next iteration's samples while
-this one trains, from weights that are one iteration old: `rollout/staleness` tells. With `reward_model` the reward is what
-the model of that section says. The reference judges only where the KL penalty has a weight, see `penalties`.
+`rollout.partial_rollout=true`. With `one_step_off` engines on ranks of their own draw the next iteration's samples
+while
+this one trains, from weights that are one iteration old: `rollout/staleness` tells. With `reward_model` the reward is
+what the model of that section says. The reference judges only where the KL penalty has a weight, see `penalties`.
 `correction` weighs the tokens that rollout engine and trainer judge differently, see verl_mg/algorithms/correction.py.
 """
 

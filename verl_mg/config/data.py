@@ -35,8 +35,8 @@ class SourceConfig(ConfigSection):
 
 class CurriculumConfig(ConfigSection):
     """Skip training prompts whose pass rate is outside [low, high]; 0 and 1 skip none. One that is skipped `revisit`
-    times running is taken again. An answer passes with a reward of `pass_threshold` or more; a prompt's rate is a running
-    average in which the past weighs `decay`."""
+    times running is taken again. An answer passes with a reward of `pass_threshold` or more; a prompt's rate is a
+    running average in which the past weighs `decay`."""
 
     low: float = Field(0.0, ge=0, le=1)
     high: float = Field(1.0, ge=0, le=1)

@@ -15,7 +15,8 @@ from verl_mg.layout import EngineLayout, Layout, parse_ranks
 class OptimizerConfig(ConfigSection):
     """Adam with decoupled weight decay; the schedule counts optimizer steps.
 
-    `cpu_offload`: its moments stay on the host, which computes the step: slower, and 8 bytes a weight less on the device.
+    `cpu_offload`: its moments stay on the host, which computes the step: slower, and 8 bytes a weight less on the
+    device.
     """
 
     lr: float = Field(1e-6, gt=0)
@@ -86,7 +87,8 @@ def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
 class RoleSection(ConfigSection):
     """A role with a network, under a parallel `layout` such as tp2-pp2.
 
-    `ranks`: those of the job that it stands on, such as 0-7 or 0-3,8-11; without it all that `rollout.num_ranks` leaves.
+    `ranks`: those of the job that it stands on, such as 0-7 or 0-3,8-11; without it all that `rollout.num_ranks`
+    leaves.
     Roles on different ranks compute at the same time. `offload`: what it keeps waits on the host while other roles
     compute and while samples are drawn. `dynamic_context`: with cp4, rows that fit a quarter of a micro-batch stay
     whole on one rank, those that fit half of it are cut in two, and only longer ones in four.
@@ -138,14 +140,16 @@ class ReferenceConfig(RoleSection):
 
 
 class RolloutConfig(ConfigSection):
-    """Generation. `temperature` 0 is greedy; `top_k` 0 is off; `max_running_requests`: samples that an engine works on at once.
+    """Generation. `temperature` 0 is greedy; `top_k` 0 is off; `max_running_requests`: samples that an engine works on
+    at once.
 
     Of the engine `sglang` alone: `layout`, that of one engine, such as tp8-ep8; `memory_fraction` of a GPU for weights
     and key-value cache; `sleep`: release both while training; `replay_routing`: train with the experts that SGLang
     chose; `request_timeout` in seconds; `ranks`: so many of the job's last ranks hold engines and no actor (0: engines
     and actor share all), and `sleep` does not count; `sglang`: further server arguments by SGLang's own names.
     `urls`: SGLang servers that somebody else has started, such as http://node7:30000, take the place of engines of this
-    job; what concerns those alone does not count then. Weights come to them through a process group of `weight_transfer` process_group,
+    job; what concerns those alone does not count then. Weights come to them through a process group of
+    `weight_transfer` process_group,
     or, with disk, through `shared_folder`, a folder of this job alone that the servers see under the same path.
     `partial_rollout`: samples that were cut go on in the next iteration. `tools`: functions as `package.module:name` or
     `file.py:name`, called for at most `max_turns` turns in the format of SGLang's tool-call parser `tool_call_parser`.

@@ -24,7 +24,8 @@ class JobConfig(ConfigSection):
 
     `samples`: how many samples of an iteration each rank writes down, all unless given. `deterministic`: only kernels
     that repeat to the bit, and samples dealt to engines in a fixed way: slower. A rank that has not been heard of for
-    `heartbeat_timeout_s` seconds, or a job in which no rank has gone on for `stall_timeout_s` seconds (0: any), is ended.
+    `heartbeat_timeout_s` seconds, or a job in which no rank has gone on for `stall_timeout_s` seconds (0: any), is
+    ended.
     """
 
     output: Path = Path("runs/job")

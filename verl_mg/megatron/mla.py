@@ -87,7 +87,8 @@ class PackedMLA(PackedAttention):
     def with_positions(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `MultiLatentAttention` makes, of all tokens -> query, key (T, heads, nope + rope), value (T, heads, v)."""
+        """What `MultiLatentAttention` makes, of all tokens -> query, key (T, heads, nope + rope), value (T, heads,
+        v)."""
         nope = self.config.qk_head_dim
         key_nope, value = value.split([nope, self.config.v_head_dim], dim=-1)
         rotary_key = self._rotated(key, cos, sin).expand(-1, query.shape[1], -1)

@@ -99,7 +99,8 @@ class Trainer:
         """One optimizer step over one mini-batch, whose micro-batches on this rank are given; all the network's ranks
         call it.
 
-        contexts: see `ModelRunner.run`. `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the loss
+        contexts: see `ModelRunner.run`. `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the
+        loss
         and its gradient are those of the mini-batch in one piece. Returns the same metrics on every rank: the loss; its
         metrics and `entropy` as means over all judged tokens, or, where pairs are compared, over sequences;
         `grad_norm`, `lr`, and what the guard did, see `UpdateGuard`.

@@ -299,8 +299,10 @@ def _check_groups(experts: ExpertsConfig, where: str) -> None:
     size = experts.count // experts.groups
     if experts.count % experts.groups or size < experts.group_score_topk or experts.topk_groups * size < experts.top_k:
         raise UserError(
-            f"{where}: n_group={experts.groups} and topk_group={experts.topk_groups} cannot be: {experts.count} experts "
-            f"must come in groups of at least {experts.group_score_topk}, and topk_group of them have {experts.top_k} to take"
+            f"{where}: n_group={experts.groups} and topk_group={experts.topk_groups} cannot be: {experts.count} "
+            "experts "
+            f"must come in groups of at least {experts.group_score_topk}, and topk_group of them have "
+            f"{experts.top_k} to take"
         )
 
 

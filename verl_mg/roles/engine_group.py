@@ -119,7 +119,10 @@ class SGLangEngineGroup(EngineGroup):
         self._actor: Actor | None = None
 
     def sync(self, actor: Actor) -> dict[str, float]:
-        """See `EngineGroup`. The actor's weights stand beside the engines'; when it has left, the key-value cache comes."""
+        """See `EngineGroup`.
+
+        The actor's weights stand beside the engines'; when it has left, the key-value cache comes.
+        """
         self._actor, self.version = actor, actor.updates
         self.offload_manager.enter(actor.cpu_offload, training=False)
         if self._inner:

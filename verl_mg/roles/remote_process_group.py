@@ -73,6 +73,7 @@ def _own_address(url: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UserError(
-            f"{url}: the job's first rank finds no way to it ({error}), which rollout.weight_transfer=process_group needs; write "
+            f"{url}: the job's first rank finds no way to it ({error}), which "
+            "rollout.weight_transfer=process_group needs; write "
             "rollout.weight_transfer=disk, or an address that every machine knows"
         ) from None

@@ -31,7 +31,8 @@ class Role:
     """A network under its own layout and groups.
 
     All ranks of the job call its methods together; those outside the placement hold rows, and compute nothing. What a
-    method answers is computed when it is looked at, see `RoleExecutor`. agenda, residence: the job's, which all roles share.
+    method answers is computed when it is looked at, see `RoleExecutor`. agenda, residence: the job's, which all roles
+    share.
     """
 
     head: ClassVar[Head] = "language"

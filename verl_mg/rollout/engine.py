@@ -84,7 +84,8 @@ class Sample:
 
     logprobs[t] is that of tokens[t], in nats, under the full distribution scaled by the temperature (by 1 for
     greedy): training can compute the same. versions[t] is that of the weights which wrote tokens[t]. Tokens that the
-    policy did not write, the observations of tools, have log-prob 0 and version NOT_GENERATED. A stop token is included.
+    policy did not write, the observations of tools, have log-prob 0 and version NOT_GENERATED. A stop token is
+    included.
     routed_experts: int16 (tokens that were fed, layers, top_k), the experts that every token went to, from the
     prompt's first on, the last token excluded, where the engine tells; else None.
     """

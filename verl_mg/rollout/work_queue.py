@@ -4,9 +4,9 @@
     deal.finish(id)        a sample is done; when the last of its group is, the group is complete
     deal.over()            whether nothing is left to begin or to wait for: enough groups are complete
 
-`DynamicWorkQueue`: an engine opens a group and takes its samples as it finds room, so that samples of one prompt meet one
-prefix cache; with no group left to open, it takes what is left of the groups that others have opened. `StaticWorkQueue`: an
-engine has its share from the start, which makes a run repeatable to the bit where its engine is.
+`DynamicWorkQueue`: an engine opens a group and takes its samples as it finds room, so that samples of one prompt meet
+one prefix cache; with no group left to open, it takes what is left of the groups that others have opened.
+`StaticWorkQueue`: an engine has its share from the start, which makes a run repeatable to the bit where its engine is.
 """
 
 from __future__ import annotations

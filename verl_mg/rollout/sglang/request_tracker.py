@@ -105,7 +105,8 @@ class RequestTracker(RolloutEngine):
         """Take one message, an answer to `_answered`; queue.Empty after `timeout` seconds without."""
 
     def _answered(self, rid: str, answer: dict[str, Any]) -> None:
-        """Make a sample of what `parse_response` tells, or of {"error": TEXT}; nothing if nobody waits for it any more."""
+        """Make a sample of what `parse_response` tells, or of {"error": TEXT}; nothing if nobody waits for it any
+        more."""
         if (running := self._running.pop(rid, None)) is not None:
             self._done.append(running.request.answer(self._sample(running, answer)))
 

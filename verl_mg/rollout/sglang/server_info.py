@@ -118,7 +118,8 @@ def check(url: str, info: ServerInfo, demand: ServerRequirements) -> None:
     if max(info.dp, info.pp) > 1:
         # Their ranks would all have the numbers of the first stage's.
         raise UserError(
-            f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group takes only tp; start it with "
+            f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group takes "
+            "only tp; start it with "
             "--tp-size alone, or write rollout.weight_transfer=disk"
         )
 

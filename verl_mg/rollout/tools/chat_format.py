@@ -57,7 +57,8 @@ class ToolCallFormat:
         if tool_call_parser not in formats:
             near = difflib.get_close_matches(tool_call_parser, formats, 3) or sorted(formats)
             raise UserError(
-                f"rollout.tool_call_parser={tool_call_parser}: SGLang has no such format; write one of: {', '.join(near)}"
+                f"rollout.tool_call_parser={tool_call_parser}: SGLang has no such format; write one of: "
+                f"{', '.join(near)}"
             )
         self._tools = [kind.model_validate(schema) for schema in self._schemas]
         self._check_template()

@@ -1,4 +1,5 @@
-"""One rank of a trace of SGLang: `python -m verl_mg.rollout.sglang.tracing.trace_rank FOLDER RANK`, started by `tracer`.
+"""One rank of a trace of SGLang: `python -m verl_mg.rollout.sglang.tracing.trace_rank FOLDER RANK`, started by
+`tracer`.
 
 FOLDER/jobs.json lists the jobs. For each that has this rank, SGLang's own groups, model class and `load_weights` are
 set up and torn down again; what the parameters hold goes to FOLDER/JOB-RANK.json. The first job that fails ends the

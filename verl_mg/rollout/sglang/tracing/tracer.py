@@ -3,7 +3,8 @@
     trace_sglang(model_dir, layout)[rank] -> {parameter: Shard}       SGLang's model classes and their `load_weights`
     trace_transformers(model_dir)       -> {parameter: Shard}       `from_pretrained`
 
-The loaders are fed codes of positions instead of weights (see `verl_mg.rollout.sglang.tracing.position_codes`), so that a directory with
+The loaders are fed codes of positions instead of weights (see `verl_mg.rollout.sglang.tracing.position_codes`), so
+that a directory with
 only a config.json can be traced. SGLang runs on the CPU, in real processes that talk over gloo; what is traced is
 what `load_weights` leaves, before any processing of loaded weights, and without the padding of heads and of
 intermediate sizes that an SGLang server adds on the CPU alone: the layout of a server on GPUs that has
