@@ -286,10 +286,10 @@ def test_a_cut_sample_goes_on_where_it_was(engine):
     engine.abort()
     cut = all_of(engine, 6)
     assert {sample.finish for sample in cut} == {"abort"} and all(len(sample.tokens) < 58 for sample in cut)
-    again = [Request(r.id, r.prompt, r.seed, begun=s) for r, s in zip(requests(6), cut, strict=True)]
+    again = [Request(r.id, r.prompt, r.seed, partial=s) for r, s in zip(requests(6), cut, strict=True)]
     joined = engine.generate(again, greedy)
     assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
-    assert {sample.versions for sample in joined} == {(7,) * 58}
+    assert {sample.policy_versions for sample in joined} == {(7,) * 58}
 
 
 def test_an_abort_that_overtakes_its_requests_cuts_them(engine):

@@ -336,12 +336,14 @@ def _as_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], version: int
     batch["prompt_length"] = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int64)
     batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)
     batch["sample_id"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)
-    oldest = [min((v for v in sample.versions if v != NOT_GENERATED), default=version) for sample in samples]
+    oldest = [min((v for v in sample.policy_versions if v != NOT_GENERATED), default=version) for sample in samples]
     batch["version"] = torch.tensor(oldest, dtype=torch.int64)
     batch["truncated"] = torch.tensor([sample.finish != "stop" for sample in samples], dtype=torch.bool)
     response = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
     batch["versions"] = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)
-    batch["versions"][response] = torch.tensor([v for sample in samples for v in sample.versions], dtype=torch.int64)
+    batch["versions"][response] = torch.tensor(
+        [v for sample in samples for v in sample.policy_versions], dtype=torch.int64
+    )
     batch["loss_mask"] = batch["versions"] != NOT_GENERATED
     logprobs = torch.zeros(batch.total_tokens)
     logprobs[response] = torch.tensor([value for sample in samples for value in sample.logprobs])

@@ -1,10 +1,10 @@
-"""What a rollout engine promises: token ids in, token ids and their log-probabilities out.
+"""Interface of rollout engines: token ids in, token ids and their log-probabilities out.
 
 Requests stream in and samples stream out:
 
-    engine.submit(requests, sampling)      as many as engine.room() says run at once; more wait inside
-    engine.collect(timeout)                the samples that are done since the last call, in any order
-    engine.abort()                         what runs is cut; collect returns it as far as it got
+    engine.submit(requests, sampling)      engine.num_free_slots() of them run at once, the rest wait inside
+    engine.collect(timeout)                samples completed since the last call, in any order
+    engine.abort()                         stops running requests; collect returns them as partial samples
 """
 
 from __future__ import annotations
@@ -22,136 +22,158 @@ from verl_mg.errors import UserError
 Finish = Literal["stop", "length", "abort", "timeout"]
 
 NOT_GENERATED = -1
-"""The version of tokens that no weights wrote."""
+"""Policy version of tokens that no policy generated, such as observations of tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn; one for all the requests of a call.
+    """Sampling parameters, the same for all requests of a call.
 
-    A token may be drawn if it is among the `top_k` most probable (0: no limit) and the tokens more probable
-    than it hold less than `top_p` of the temperature-scaled distribution. Temperature 0 is greedy.
-
-    Raises UserError for a value outside its range.
+    Raises:
+        UserError: a value is outside its range.
     """
 
     max_new_tokens: int
+    """Largest number of tokens in a response; at least 1."""
     temperature: float = 1.0
+    """Divisor of the logits; 0 is greedy decoding."""
     top_p: float = 1.0
+    """A token is a candidate if the tokens more probable than it have less than this share of the distribution after
+    temperature scaling; 1: no limit."""
     top_k: int = 0
+    """Number of the most probable tokens that are candidates; 0: no limit."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response; they are part of it."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
+            raise UserError(f"max_new_tokens: it is {self.max_new_tokens}. Give at least 1.")
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}: give 0 for greedy, or a positive number")
+            raise UserError(f"temperature: it is {self.temperature}. Give 0 for greedy, or a positive number.")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}: give a number above 0 and up to 1, where 1 turns it off")
+            raise UserError(f"top_p: it is {self.top_p}. Give a number above 0 and up to 1, where 1 turns it off.")
         if self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k}: give a positive number, or 0 to turn it off")
+            raise UserError(f"top_k: it is {self.top_k}. Give a positive number, or 0 to turn it off.")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to draw. Where the engine can, its randomness comes from `seed` alone.
-
-    `begun`: what was written of the sample before it was cut; the answer begins with it.
-    """
+    """A sample to generate."""
 
     id: int
+    """Sample id, unique among the requests in flight."""
     prompt: tuple[int, ...]
+    """Token ids of the prompt."""
     seed: int
-    begun: Sample | None = None
+    """Source of the sample's randomness; the only one where the engine supports seeds per request."""
+    partial: Sample | None = None
+    """Tokens generated before the sample was aborted; the response begins with them."""
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens that stand before the next one."""
-        return self.prompt + self.begun.tokens if self.begun else self.prompt
+        """Returns all tokens in front of the next one: the prompt and the partial sample."""
+        return self.prompt + self.partial.tokens if self.partial else self.prompt
 
-    def budget(self, sampling: Sampling) -> int:
-        """How many tokens may still follow."""
-        return sampling.max_new_tokens - (len(self.begun.tokens) if self.begun else 0)
+    def remaining_tokens(self, sampling: Sampling) -> int:
+        """Returns how many tokens may still be generated."""
+        return sampling.max_new_tokens - (len(self.partial.tokens) if self.partial else 0)
 
-    def answer(self, more: Sample) -> Sample:
-        """`more` behind what had begun."""
-        return self.begun.followed_by(more) if self.begun else more
+    def prepend_partial(self, continuation: Sample) -> Sample:
+        """Returns the sample with the partial one, if there is one, in front of its continuation."""
+        return self.partial.extended_by(continuation) if self.partial else continuation
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The answer to one request: everything behind the prompt.
-
-    logprobs[t] is that of tokens[t], in nats, under the full distribution scaled by the temperature (by 1 for
-    greedy): training can compute the same. versions[t] is that of the weights which wrote tokens[t]. Tokens that the
-    policy did not write, the observations of tools, have log-prob 0 and version NOT_GENERATED. A stop token is
-    included.
-    routed_experts: int16 (tokens that were fed, layers, top_k), the experts that every token went to, from the
-    prompt's first on, the last token excluded, where the engine tells; else None.
-    """
+    """The response to a request: every token after the prompt."""
 
     id: int
+    """Sample id of the request."""
     tokens: tuple[int, ...]
+    """Token ids, a stop token included."""
     logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    """Log-probability of each token, in nats, under the full distribution after temperature scaling (temperature 1 for
+    greedy), so that training can compute the same quantity; 0 for tokens that the policy did not generate."""
+    policy_versions: tuple[int, ...]
+    """Version of the weights that generated each token; NOT_GENERATED for observations of tools."""
     finish: Finish
+    """Reason why the response ended."""
     routed_experts: Tensor | None = field(default=None, compare=False)
+    """int16 (tokens fed to the model, layers, top_k): the experts of every token from the first one of the prompt, the
+    last token excluded; None where the engine does not report them."""
 
-    def followed_by(self, more: Sample) -> Sample:
-        """This, and `more` that was written behind it; `more` says how it ended."""
-        routed, before = more.routed_experts, self.routed_experts
+    def extended_by(self, continuation: Sample) -> Sample:
+        """Returns this sample followed by its continuation, whose finish reason and id are kept.
+
+        Args:
+            continuation: what was generated after this sample's tokens.
+        """
+        routed, routed_before = continuation.routed_experts, self.routed_experts
         if routed is None:  # nothing more was fed
-            routed = before
-        elif before is not None:
-            # The tokens of before were written with the experts of before.
-            routed = torch.cat([before, routed[len(before) :]])
+            routed = routed_before
+        elif routed_before is not None:
+            # The earlier tokens were generated with the experts reported then.
+            routed = torch.cat([routed_before, routed[len(routed_before) :]])
         return replace(
-            more,
-            tokens=self.tokens + more.tokens,
-            logprobs=self.logprobs + more.logprobs,
-            versions=self.versions + more.versions,
+            continuation,
+            tokens=self.tokens + continuation.tokens,
+            logprobs=self.logprobs + continuation.logprobs,
+            policy_versions=self.policy_versions + continuation.policy_versions,
             routed_experts=routed,
         )
 
     @property
-    def written(self) -> tuple[bool, ...]:
-        """Which tokens the policy wrote."""
-        return tuple(version != NOT_GENERATED for version in self.versions)
+    def generated_mask(self) -> tuple[bool, ...]:
+        """Returns which tokens the policy generated."""
+        return tuple(version != NOT_GENERATED for version in self.policy_versions)
 
 
 class EngineDiedError(Exception):
-    """The process of an engine ended by itself; the message says how."""
+    """The process of an engine ended unexpectedly; the message contains its exit status."""
 
 
 class RolloutEngine(ABC):
-    """Something that writes samples: one replica of the policy, or a wrapper around one."""
+    """Generator of samples: one replica of the policy, or a wrapper around one."""
 
     @abstractmethod
-    def room(self) -> int:
-        """How many more requests would be worked on at once; 0 or less: they would wait."""
+    def num_free_slots(self) -> int:
+        """Returns how many more requests would run at once; with 0 or less further requests wait."""
 
-    def ahead(self) -> int:
-        """How many may wait inside beyond that, so that the engine need not wait for them when there is room."""
+    def num_queue_slots(self) -> int:
+        """Returns how many requests may wait inside the engine, so that a slot is filled as soon as it is free."""
         return 0
 
     @abstractmethod
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Take requests on; ids in flight differ. UserError for a prompt that the model cannot take."""
+        """Accepts requests.
+
+        Args:
+            requests: the samples to generate; ids in flight are distinct.
+            sampling: how their tokens are drawn.
+
+        Raises:
+            UserError: a prompt is empty or longer than the model allows.
+        """
 
     @abstractmethod
     def collect(self, timeout: float) -> list[Sample]:
-        """The samples done since the last call; waits up to `timeout` seconds for the first."""
+        """Returns the samples completed since the last call; waits up to `timeout` seconds for the first."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Cut all requests in flight, from any thread; `collect` returns them with finish "abort"."""
+        """Aborts all requests in flight, from any thread; `collect` returns them with finish "abort"."""
 
     @abstractmethod
     def health(self) -> bool:
-        """Whether requests can be submitted now."""
+        """Returns whether requests can be submitted now."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
-        """One sample a request, in their order; blocks until all are done or `abort` is called."""
+        """Returns one sample per request, in their order; blocks until all are done or `abort` is called.
+
+        Args:
+            requests: the samples to generate.
+            sampling: how their tokens are drawn.
+        """
         self.submit(requests, sampling)
         samples: dict[int, Sample] = {}
         while len(samples) < len(requests):

@@ -115,8 +115,8 @@ class EngineLoop:
     def _advance(self, engine: RolloutEngine) -> None:
         started = time.perf_counter()
         if not self._cutting:
-            ahead = engine.ahead() if self._deal.plenty(self._engines) else 0
-            fresh = self._deal.take(max(0, engine.room() + ahead))
+            ahead = engine.num_queue_slots() if self._deal.plenty(self._engines) else 0
+            fresh = self._deal.take(max(0, engine.num_free_slots() + ahead))
             self._submit([self._request_of(sample) for sample in fresh])
         if self._in_flight:
             for sample in engine.collect(COLLECT_SECONDS):
@@ -143,7 +143,7 @@ class EngineLoop:
             self._work.cut[sample.id] = sample
             return
         self._work.done[sample.id] = sample
-        self._work.tokens += sum(sample.written)
+        self._work.tokens += sum(sample.generated_mask)
         self._deal.finish(sample.id)
         self._tell(sample)
 

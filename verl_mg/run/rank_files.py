@@ -26,12 +26,12 @@ class SampleState(ConfigSection):
     id: Count
     tokens: tuple[Count, ...]
     logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    policy_versions: tuple[int, ...]
     finish: Finish
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
-        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+        if not len(self.tokens) == len(self.logprobs) == len(self.policy_versions):
             raise ValueError("as many tokens as log-probabilities and versions belong there")
         return self
 
@@ -136,7 +136,7 @@ def _sample_state(sample: Sample) -> SampleState:
         id=sample.id,
         tokens=sample.tokens,
         logprobs=sample.logprobs,
-        versions=sample.versions,
+        policy_versions=sample.policy_versions,
         finish=sample.finish,
     )
 

@@ -171,7 +171,7 @@ def test_writing_the_parameters_changes_the_policy(qwen3: Path, tmp_path: Path) 
     engine: RolloutEngine = engine_of(qwen3)
     asked, sampling = requests(), Sampling(max_new_tokens=8)
     before = engine.generate(asked, sampling)
-    assert {v for sample in before for v in sample.versions} == {0}
+    assert {v for sample in before for v in sample.policy_versions} == {0}
     engine.begin_update()
     assert not engine.health()
     with pytest.raises(RuntimeError, match="update"):
@@ -180,7 +180,7 @@ def test_writing_the_parameters_changes_the_policy(qwen3: Path, tmp_path: Path) 
         tensor.copy_(other.parameters()[name])
     engine.end_update(7)
     after = engine.generate(asked, sampling)
-    assert {v for sample in after for v in sample.versions} == {7}
+    assert {v for sample in after for v in sample.policy_versions} == {7}
     assert by_id(after) == by_id(other.generate(asked, sampling)) != by_id(before)
 
 
@@ -263,14 +263,14 @@ def test_a_cut_sample_goes_on_as_if_it_had_not_been_cut(qwen3: Path) -> None:
     for length in (1, 7, 19, 20):
         begun = [
             dataclasses.replace(sample, tokens=sample.tokens[:length], logprobs=sample.logprobs[:length],
-                                versions=(5,) * len(sample.tokens[:length]))
+                                policy_versions=(5,) * len(sample.tokens[:length]))
             for sample in whole
         ]  # fmt: skip
-        again = [dataclasses.replace(request, begun=part) for request, part in zip(asked, begun, strict=True)]
+        again = [dataclasses.replace(request, partial=part) for request, part in zip(asked, begun, strict=True)]
         for one, other in zip(engine.generate(again, sampling), whole, strict=True):
             assert (one.id, one.tokens) == (other.id, other.tokens)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-            assert one.versions == (5,) * length + (0,) * (20 - length) and one.finish == "length"
+            assert one.policy_versions == (5,) * length + (0,) * (20 - length) and one.finish == "length"
 
 
 def test_no_requests_no_samples(qwen3: Path) -> None:

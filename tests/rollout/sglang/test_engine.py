@@ -73,7 +73,7 @@ def test_samples_and_routing_are_those_of_transformers(engine, model):
         scores = (out.logits[0] / 0.8).log_softmax(-1)[len(request.prompt) - 1 : -1]
         own = scores.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(sample.logprobs), own, atol=1e-4, rtol=0)
-        assert sample.versions == (7,) * 12 and sample.finish == "length"
+        assert sample.policy_versions == (7,) * 12 and sample.finish == "length"
         chosen = torch.stack([layer.topk(2).indices for layer in out.router_logits], dim=1)[:-1]
         assert sample.routed_experts is not None
         assert torch.equal(sample.routed_experts.long().sort(-1).values, chosen.sort(-1).values)
@@ -95,12 +95,12 @@ def test_a_cut_sample_goes_on_where_it_was(engine):
     engine.abort()
     cut = all_of(engine, 6)
     assert {sample.finish for sample in cut} == {"abort"} and all(len(sample.tokens) < 200 for sample in cut)
-    again = [Request(r.id, r.prompt, r.seed, begun=s) for r, s in zip(requests(), cut, strict=True)]
+    again = [Request(r.id, r.prompt, r.seed, partial=s) for r, s in zip(requests(), cut, strict=True)]
     joined = engine.generate(again, Sampling(max_new_tokens=200, temperature=0.0))
     assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
     for one, other in zip(joined, whole, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
-        assert len(one.versions) == 200 and torch.equal(one.routed_experts, other.routed_experts)
+        assert len(one.policy_versions) == 200 and torch.equal(one.routed_experts, other.routed_experts)
 
 
 def test_a_cut_reaches_requests_that_have_hardly_been_made(engine):
@@ -144,7 +144,7 @@ def test_memory_is_released_and_taken_again(engine, model):
     engine.wake(weights=False, kv=True)
     after = engine.generate(requests(), Sampling(max_new_tokens=9, temperature=0.0))
     assert [sample.tokens for sample in after] == [sample.tokens for sample in before]
-    assert {v for sample in after for v in sample.versions} == {8}
+    assert {v for sample in after for v in sample.policy_versions} == {8}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_killed_engine_starts_anew_and_finishes_what_was_asked(engine, model):
     engine.resume()
     samples = all_of(engine, 12)
     assert [sample.id for sample in samples] == [request.id for request in asked]
-    assert {v for sample in samples for v in sample.versions} == {9}
+    assert {v for sample in samples for v in sample.policy_versions} == {9}
 
 
 def test_nothing_of_an_engine_outlives_its_rank(engine):

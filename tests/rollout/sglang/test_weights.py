@@ -45,7 +45,7 @@ def test_each_stage_of_a_pipeline_takes_its_own_shards(tmp_path, tied):
         expected = whole.generate(
             torch.tensor([request.prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-        assert sample.tokens == tuple(expected[0, 4:].tolist()) and set(sample.versions) == {2}
+        assert sample.tokens == tuple(expected[0, 4:].tolist()) and set(sample.policy_versions) == {2}
 
 
 def test_derived_weights_follow_the_weights(tmp_path):

@@ -54,7 +54,7 @@ class Scripted(RolloutEngine):
         self._running: list[tuple[Request, Sampling]] = []
         self._aborted = False
 
-    def room(self) -> int:
+    def num_free_slots(self) -> int:
         return 50 - len(self._running)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -69,7 +69,7 @@ class Scripted(RolloutEngine):
         else:
             ready = [each for each in self._running if each[0].id not in self.held][: self.per_collect]
         self._running = [each for each in self._running if each not in ready]
-        samples = [request.answer(self._write(request, sampling)) for request, sampling in ready]
+        samples = [request.prepend_partial(self._write(request, sampling)) for request, sampling in ready]
         self._aborted = False
         return samples
 
@@ -81,7 +81,7 @@ class Scripted(RolloutEngine):
 
     def _write(self, request: Request, sampling: Sampling) -> Sample:
         tokens = (*encode(self.script(request)), EOS)
-        budget = request.budget(sampling)
+        budget = request.remaining_tokens(sampling)
         assert budget > 0
         finish: Finish = "stop" if len(tokens) <= budget else "length"
         if self._aborted:
@@ -101,7 +101,7 @@ def turns_of(*texts: str) -> Callable[[Request], str]:
 
 
 def observations(request: Request) -> int:
-    versions = request.begun.versions if request.begun else ()
+    versions = request.partial.policy_versions if request.partial else ()
     return sum(v == NOT_GENERATED and (i == 0 or versions[i - 1] != NOT_GENERATED) for i, v in enumerate(versions))
 
 
@@ -150,11 +150,11 @@ def test_observations_have_no_logprob_and_no_version() -> None:
     engine.version = 5
     sample = one(engine)
     turn, seen = len(encode(CALL)) + 1, len(worded("42"))
-    assert sample.versions == (5,) * turn + (NOT_GENERATED,) * seen + (5,) * 3
-    assert sample.written == (True,) * turn + (False,) * seen + (True,) * 3
+    assert sample.policy_versions == (5,) * turn + (NOT_GENERATED,) * seen + (5,) * 3
+    assert sample.generated_mask == (True,) * turn + (False,) * seen + (True,) * 3
     positions = [len(PROMPT) + t for t in range(len(sample.tokens))]
     assert sample.logprobs == tuple(
-        -0.01 * p if w else 0.0 for p, w in zip(positions, sample.written, strict=True)
+        -0.01 * p if w else 0.0 for p, w in zip(positions, sample.generated_mask, strict=True)
     )  # fmt: skip
 
 
@@ -244,14 +244,14 @@ def test_others_are_written_while_tools_run() -> None:
         others_done.wait(timeout=60)
         return "waited"
 
-    engine = Scripted(lambda r: "ok" if r.begun or r.id % 2 else qwen("patient"), per_collect=5)
+    engine = Scripted(lambda r: "ok" if r.partial or r.id % 2 else qwen("patient"), per_collect=5)
     wrapper = conversations(engine, tools=[patient])
     wrapper.submit([Request(i, PROMPT, i) for i in range(40)], SAMPLING)
     done: list[Sample] = []
     while len(done) < 20:
         done += wrapper.collect(timeout=60)
     assert sorted(sample.id for sample in done) == list(range(1, 40, 2))
-    assert wrapper.room() == 50 - 20, "the others come back"
+    assert wrapper.num_free_slots() == 50 - 20, "the others come back"
     others_done.set()
     while len(done) < 40:
         done += wrapper.collect(timeout=60)
@@ -260,7 +260,7 @@ def test_others_are_written_while_tools_run() -> None:
         3,
         len(encode(qwen("patient"))) + 1 + len(worded("waited")) + 3,
     }
-    assert wrapper.room() == 50
+    assert wrapper.num_free_slots() == 50
     assert wrapper.collect(timeout=60) == []
 
 
@@ -290,8 +290,8 @@ def test_abort_while_a_tool_runs_and_going_on_later() -> None:
     wrapper.abort()
     (cut,) = wrapper.collect(timeout=60)
     assert cut.finish == "abort"
-    assert cut.tokens[-1] == EOS and cut.written[-1]
-    assert wrapper.room() == 50
+    assert cut.tokens[-1] == EOS and cut.generated_mask[-1]
+    assert wrapper.num_free_slots() == 50
     release.set()
     engine.version = 1
     (sample,) = wrapper.generate([Request(7, PROMPT, 3, cut)], SAMPLING)
@@ -300,7 +300,7 @@ def test_abort_while_a_tool_runs_and_going_on_later() -> None:
     whole = one(expected, tools=[calculator, patient])
     assert sample.tokens == whole.tokens
     assert [request.context for request in engine.asked] == [request.context for request in expected.asked]
-    assert sample.versions[-1] == 1
+    assert sample.policy_versions[-1] == 1
     assert sample.finish == "stop"
 
 
@@ -318,14 +318,16 @@ def test_abort_while_the_engine_writes_and_going_on_later() -> None:
     engine.script = lambda request: CALL[len("<tool_call>") :] if not observations(request) else CALL
     engine.asked.clear()
     text = "<tool_call>"
-    begun = replace(cut, tokens=encode(text), logprobs=(0.0,) * 11, versions=(0,) * 11)
+    begun = replace(cut, tokens=encode(text), logprobs=(0.0,) * 11, policy_versions=(0,) * 11)
     (sample,) = wrapper.generate([Request(7, PROMPT, 0, begun)], SAMPLING)
     assert len(engine.asked) == 2
     assert sample.tokens == (*encode(CALL), EOS, *worded("42"), *encode(CALL), EOS)
     # Cut behind its observation, it has written one turn of two.
     engine.asked.clear()
     seen = len(encode(CALL)) + 1 + len(worded("42"))
-    begun = replace(sample, tokens=sample.tokens[:seen], logprobs=(0.0,) * seen, versions=sample.versions[:seen])
+    begun = replace(
+        sample, tokens=sample.tokens[:seen], logprobs=(0.0,) * seen, policy_versions=sample.policy_versions[:seen]
+    )
     assert wrapper.generate([Request(7, PROMPT, 0, begun)], SAMPLING)[0].tokens == sample.tokens
     assert len(engine.asked) == 1
 
@@ -394,10 +396,10 @@ def test_with_the_embedded_engine_logprobs_are_those_of_the_whole_row(tmp_path: 
     sampling = Sampling(max_new_tokens=40, temperature=0.8, stop_token_ids=tuple(range(6, 16)))
     requests = [Request(i, (3, 20 + i // 4, 4), i) for i in range(24)]
     samples = wrapper.generate(requests, sampling)
-    assert max(sum(not w for w in sample.written) for sample in samples) == 6
+    assert max(sum(not w for w in sample.generated_mask) for sample in samples) == 6
     for request, sample in zip(requests, samples, strict=True):
         row = torch.tensor([request.prompt + sample.tokens])
         scores = (engine.module(row).logits[0, len(request.prompt) - 1 : -1] / 0.8).log_softmax(-1)
         expected = scores.gather(1, torch.tensor(sample.tokens)[:, None]).squeeze(1)
-        expected = torch.where(torch.tensor(sample.written), expected, torch.zeros(()))
+        expected = torch.where(torch.tensor(sample.generated_mask), expected, torch.zeros(()))
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=1e-5)

@@ -52,7 +52,7 @@ class HFEngine(RolloutEngine):
         self._abort = threading.Event()
         self._waiting: list[tuple[Request, Sampling]] = []
 
-    def room(self) -> int:
+    def num_free_slots(self) -> int:
         """A batch, less what waits."""
         return self._max_batch - len(self._waiting)
 
@@ -77,12 +77,16 @@ class HFEngine(RolloutEngine):
         self._waiting.sort(key=_likeness)
         first, sampling = self._waiting[0]
         alike = next(
-            (i for i, (r, s) in enumerate(self._waiting) if s != sampling or r.budget(s) != first.budget(sampling)),
+            (
+                i
+                for i, (r, s) in enumerate(self._waiting)
+                if s != sampling or r.remaining_tokens(s) != first.remaining_tokens(sampling)
+            ),
             len(self._waiting),
         )
         size = min(alike, self._max_batch)
         batch, self._waiting = [request for request, _ in self._waiting[:size]], self._waiting[size:]
-        return [r.answer(more) for r, more in zip(batch, self._decode(batch, sampling), strict=True)]
+        return [r.prepend_partial(more) for r, more in zip(batch, self._decode(batch, sampling), strict=True)]
 
     def begin_update(self) -> None:
         """Open the weights for writing."""
@@ -153,7 +157,7 @@ class HFEngine(RolloutEngine):
     @torch.inference_mode()
     def _decode(self, requests: list[Request], sampling: Sampling) -> list[Sample]:
         """What follows each context; all have the same budget."""
-        budget = requests[0].budget(sampling)
+        budget = requests[0].remaining_tokens(sampling)
         if self._abort.is_set() or budget <= 0:
             return [Sample(request.id, (), (), (), "length" if budget <= 0 else "abort") for request in requests]
         # A sample that goes on draws what it would have drawn, had it not been cut.
@@ -168,7 +172,7 @@ def _likeness(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:
     request, sampling = waiting
     return (
         (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.max_new_tokens),
-        request.budget(sampling),
+        request.remaining_tokens(sampling),
         len(request.context),
         request.context,
     )
@@ -188,7 +192,7 @@ def _samples(requests: list[Request], completions: Completions, sampling: Sampli
             id=request.id,
             tokens=tuple(tokens[:length]),
             logprobs=tuple(logprobs[:length]),
-            versions=(version,) * length,
+            policy_versions=(version,) * length,
             finish=_finish(tokens[length - 1], length, sampling),
         )
         for request, tokens, logprobs, length in rows

@@ -61,11 +61,11 @@ class RequestTracker(RolloutEngine):
         self._numbers = itertools.count()
         self._version = -1
 
-    def room(self) -> int:
+    def num_free_slots(self) -> int:
         """See `RolloutEngine`."""
         return self._limits.max_running - len(self._running)
 
-    def ahead(self) -> int:
+    def num_queue_slots(self) -> int:
         """See `RolloutEngine`. What is handed over and tokenised by then fills a batch without a gap."""
         return self._limits.max_running // 4
 
@@ -73,8 +73,8 @@ class RequestTracker(RolloutEngine):
         """See `RolloutEngine`. UserError for an empty prompt or one that leaves no room to answer."""
         for request in requests:
             self._check(request)
-            if request.budget(sampling) <= 0:
-                self._done.append(request.answer(Sample(request.id, (), (), (), "length")))
+            if request.remaining_tokens(sampling) <= 0:
+                self._done.append(request.prepend_partial(Sample(request.id, (), (), (), "length")))
                 continue
             self._ask(_Running(request, sampling, time.monotonic() + self._request_timeout))
 
@@ -108,7 +108,7 @@ class RequestTracker(RolloutEngine):
         """Make a sample of what `parse_response` tells, or of {"error": TEXT}; nothing if nobody waits for it any
         more."""
         if (running := self._running.pop(rid, None)) is not None:
-            self._done.append(running.request.answer(self._sample(running, answer)))
+            self._done.append(running.request.prepend_partial(self._sample(running, answer)))
 
     def _check(self, request: Request) -> None:
         limit = self._limits.max_positions
@@ -124,7 +124,7 @@ class RequestTracker(RolloutEngine):
         request, sampling = running.request, running.sampling
         context = request.context
         drawn: dict[str, Any] = {
-            "max_new_tokens": min(request.budget(sampling), self._limits.max_positions - len(context)),
+            "max_new_tokens": min(request.remaining_tokens(sampling), self._limits.max_positions - len(context)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -179,7 +179,7 @@ class RequestTracker(RolloutEngine):
             elif now > running.deadline:
                 # It does not even say how far it got.
                 del self._running[rid]
-                self._done.append(running.request.answer(Sample(running.request.id, (), (), (), "timeout")))
+                self._done.append(running.request.prepend_partial(Sample(running.request.id, (), (), (), "timeout")))
 
 
 def parse_response(found: dict[str, Any]) -> dict[str, Any]:

@@ -76,25 +76,25 @@ class MultiTurnEngine(RolloutEngine):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="tools", daemon=True).start()
 
-    def room(self) -> int:
+    def num_free_slots(self) -> int:
         """That of the engine, less the samples that will come back to it."""
-        return self._engine.room() - len(self._waiting)
+        return self._engine.num_free_slots() - len(self._waiting)
 
-    def ahead(self) -> int:
+    def num_queue_slots(self) -> int:
         """That of the engine."""
-        return self._engine.ahead()
+        return self._engine.num_queue_slots()
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """See `RolloutEngine`."""
         with self._lock:
             # These were cut while their calls ran: the engine has nothing more to write of the turn.
-            ended = [request for request in requests if request.begun and _stopped(request.begun, sampling)]
+            ended = [request for request in requests if request.partial and _stopped(request.partial, sampling)]
             ids = {request.id for request in ended}
             self._engine.submit([request for request in requests if request.id not in ids], sampling)
             self._asked |= {request.id: (request, sampling) for request in requests}
             for request in ended:
-                assert request.begun is not None
-                self._take(replace(request.begun, id=request.id, finish="stop"))
+                assert request.partial is not None
+                self._take(replace(request.partial, id=request.id, finish="stop"))
 
     def collect(self, timeout: float) -> list[Sample]:
         """See `RolloutEngine`; without anything in flight it returns at once."""
@@ -180,7 +180,7 @@ class MultiTurnEngine(RolloutEngine):
         if len(sample.tokens) + len(tokens) >= sampling.max_new_tokens:
             self._give(replace(sample, finish="length"))
             return None
-        return replace(request, begun=_observing(sample, tokens))
+        return replace(request, partial=_observing(sample, tokens))
 
     async def _answer_all(self, calls: Sequence[ToolCall]) -> list[str]:
         return list(await asyncio.gather(*map(self._answer, calls)))
@@ -194,18 +194,18 @@ class MultiTurnEngine(RolloutEngine):
 
 def _stopped(sample: Sample, sampling: Sampling) -> bool:
     """Whether its last token is one that the policy ended a turn with."""
-    return sample.written[-1:] == (True,) and sample.tokens[-1] in sampling.stop_token_ids
+    return sample.generated_mask[-1:] == (True,) and sample.tokens[-1] in sampling.stop_token_ids
 
 
 def _turns(sample: Sample) -> int:
     """How many turns have begun: observations stand between them."""
-    return 1 + sum(not written for written, _ in groupby(sample.written))
+    return 1 + sum(not written for written, _ in groupby(sample.generated_mask))
 
 
 def _last_turn(sample: Sample, sampling: Sampling) -> tuple[int, ...]:
     """What was written since the last observation, without the token that ended it."""
     behind = len(sample.tokens)
-    while behind and sample.versions[behind - 1] != NOT_GENERATED:
+    while behind and sample.policy_versions[behind - 1] != NOT_GENERATED:
         behind -= 1
     turn = sample.tokens[behind:]
     return turn[:-1] if _stopped(sample, sampling) else turn
@@ -214,4 +214,4 @@ def _last_turn(sample: Sample, sampling: Sampling) -> tuple[int, ...]:
 def _observing(sample: Sample, tokens: tuple[int, ...]) -> Sample:
     """The sample with an observation behind it. Its experts stay those of the tokens that were fed so far."""
     seen = Sample(sample.id, tokens, (0.0,) * len(tokens), (NOT_GENERATED,) * len(tokens), "abort")
-    return replace(sample.followed_by(seen), routed_experts=sample.routed_experts)
+    return replace(sample.extended_by(seen), routed_experts=sample.routed_experts)
