@@ -14,12 +14,15 @@ equation 3), "seq-mean-token-sum-norm" Dr. GRPO's (arXiv:2503.20783, section 3.2
 Tokens are those in the mask; sequences are those with at least one of them.
 """
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from verl_mg.errors import UserError
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+MODES: tuple[str, ...] = get_args(LossAggregation)
 
 
 def aggregate(

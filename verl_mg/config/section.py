@@ -1,20 +1,38 @@
-"""A part of the configuration."""
+"""Base classes of the configuration's sections."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of things, or one of them: what is written down and read again fits every format and tensor on the way."""
+"""Non-negative integer that every file format, JSON number and tensor represents exactly."""
 
 
 class ConfigSection(BaseModel):
-    """A part of the configuration: fields are typed, unknown ones are refused, nothing can be changed later."""
+    """Section of the configuration: fields are typed, unknown keys are refused, nothing changes after reading.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    The string literal below a field is its description.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RecipeConfig(ConfigSection):
-    """Base class of a recipe's own section, `algorithm`: a recipe writes `class Config(RecipeConfig)`."""
+    """Base class of a recipe's `Config`, the section `algorithm`.
+
+    A recipe gives a subsection other defaults by an instance, as in `kl: KLConfig = KLConfig(placement="reward")`. Keys of
+    the subsection that are not written keep these defaults.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_subsections(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        completed = dict(value)
+        for name, field in cls.model_fields.items():
+            if isinstance(field.default, ConfigSection) and isinstance(value.get(name), dict):
+                completed[name] = field.default.model_dump(exclude_unset=True) | value[name]
+        return completed
