@@ -22,8 +22,8 @@ class ConfigSection(BaseModel):
 class RecipeConfig(ConfigSection):
     """Base class of a recipe's `Config`, the section `algorithm`.
 
-    A recipe gives a subsection other defaults by an instance, as in `kl: KLConfig = KLConfig(placement="reward")`. Keys of
-    the subsection that are not written keep these defaults.
+    A recipe gives a subsection other defaults by an instance, as in `kl: KLConfig = KLConfig(placement="reward")`.
+    Keys of the subsection that are not written keep these defaults.
     """
 
     @model_validator(mode="before")
