@@ -14,7 +14,7 @@ from recipes.kl_cov import token_covariances
 from verl_mg.algorithms.advantages import group_relative
 from verl_mg.algorithms.losses import clip_cov_loss, priorities, share_count, tokens_at_least, tokens_between
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
@@ -28,7 +28,7 @@ class Config(sampling.Config):
     clip_high: float = Field(0.2, gt=0)
 
 
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     old, advantages, clips = tokens["old_logprobs"], tokens["advantages"], (cfg.clip_low, cfg.clip_high)
     loss = clip_cov_loss(tokens.logprobs, old, advantages, tokens.mask, tokens["cut"], *clips)
     return regularized(loss, tokens, cfg)
@@ -43,6 +43,6 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     covariance, tokens = token_covariances(job, batch)
     candidates = tokens_between(covariance, batch["loss_mask"], cfg.covariance_low, cfg.covariance_high)
     lots = priorities(batch.expand_to_tokens(batch["sample_id"]), batch.positions, seed=job.iteration)
-    threshold = job.kth_largest(lots[candidates], share_count(tokens, cfg.fraction))
+    threshold = job.global_kth_largest(lots[candidates], share_count(tokens, cfg.fraction))
     batch["cut"] = tokens_at_least(lots, candidates, threshold)
     return learn(job, cfg, batch, policy_loss)

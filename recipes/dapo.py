@@ -34,7 +34,7 @@ def sample_informative(job: Job, cfg: Config) -> tuple[Batch, dict[str, float]]:
     while len(groups) < cfg.prompts_per_iteration and len(kept) < cfg.rounds:
         batch = draw(job, cfg)
         kept.append(batch.select(informative(batch["reward"], batch["group"])))
-        groups = job.column(together(kept), "group").unique()
+        groups = job.all_gather_column(together(kept), "group").unique()
     batch = together(kept)
     first = groups[: cfg.prompts_per_iteration]
     told = {"dapo/rounds": float(len(kept)), "dapo/groups": float(len(first))}

@@ -29,7 +29,7 @@ def roles(cfg: Config) -> set[str]:
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
-    teacher, mask = job.reference.logprobs(batch), batch["loss_mask"]
+    teacher, mask = job.reference.compute_logprobs(batch), batch["loss_mask"]
     batch["advantages"] = distillation_advantages(batch["old_logprobs"], teacher, mask)
-    total = job.total(-batch["advantages"].sum()) / job.total(mask.sum())
+    total = job.all_reduce_sum(-batch["advantages"].sum()) / job.all_reduce_sum(mask.sum())
     return {"distillation/reverse_kl": float(total)} | learn(job, cfg, batch, policy_loss)

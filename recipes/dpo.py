@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_mg.algorithms.losses import dpo_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 
 class Config(RecipeConfig):
@@ -28,12 +28,12 @@ def roles(cfg: Config) -> set[str]:
     return {"actor", "reference"}
 
 
-def preference_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def preference_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     columns = (tokens["ref_logprobs"], tokens.mask, tokens["pair"], tokens["chosen"])
     return dpo_loss(tokens.logprobs, *columns, cfg.beta, cfg.label_smoothing, cfg.kind)
 
 
 def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
-    batch = job.preferences(job.prompts.take(cfg.pairs_per_iteration))
-    batch["ref_logprobs"] = job.reference.logprobs(batch)
+    batch = job.preference_batch(job.prompts.take(cfg.pairs_per_iteration))
+    batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     return job.actor.update(batch, partial(preference_loss, cfg=cfg), "seq-mean-token-mean")

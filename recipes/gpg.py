@@ -14,7 +14,7 @@ from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import group_relative, informative
 from verl_mg.algorithms.losses import gpg_loss
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
@@ -23,7 +23,7 @@ class Config(sampling.Config):
     group_size: int = Field(8, ge=2)
 
 
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     return regularized(gpg_loss(tokens.logprobs, tokens["advantages"], tokens.mask), tokens, cfg)
 
 
@@ -31,7 +31,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
     score = scores(batch, cfg)
-    rows, useful = job.total(torch.tensor([len(batch), informative(score, batch["group"]).sum()])).tolist()
+    rows, useful = job.all_reduce_sum(torch.tensor([len(batch), informative(score, batch["group"]).sum()])).tolist()
     advantages = group_relative(score, batch["group"], normalize_std=False) * (rows / max(useful, 1))
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
     return learn(job, cfg, batch, policy_loss)

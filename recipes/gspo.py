@@ -13,7 +13,7 @@ from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import group_relative
 from verl_mg.algorithms.losses import gspo_loss
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
@@ -24,7 +24,7 @@ class Config(sampling.Config):
     clip_high: float = Field(4e-4, gt=0)
 
 
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     old, advantages, clips = tokens["old_logprobs"], tokens["advantages"], (cfg.clip_low, cfg.clip_high)
     loss = gspo_loss(tokens.logprobs, old, advantages, tokens.mask, tokens.sequence_ids, *clips)
     return regularized(loss, tokens, cfg)

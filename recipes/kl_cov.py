@@ -14,7 +14,7 @@ from verl_mg.algorithms.advantages import group_relative, moments
 from verl_mg.algorithms.losses import covariances, kl_cov_loss, share_count, tokens_at_least
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
@@ -25,7 +25,7 @@ class Config(sampling.Config):
     penalty: float = Field(1.0, ge=0)
 
 
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     old, advantages, penalized = tokens["old_logprobs"], tokens["advantages"], tokens["penalized"]
     loss = kl_cov_loss(tokens.logprobs, old, advantages, tokens.mask, penalized, cfg.penalty)
     return regularized(loss, tokens, cfg)
@@ -34,7 +34,7 @@ def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tens
 def token_covariances(job: Job, batch: Batch) -> tuple[Tensor, int]:
     """Of each token over the whole batch, and how many tokens that has."""
     mask, columns = batch["loss_mask"], (batch["old_logprobs"], batch["advantages"])
-    means = [job.total(moments(column, mask)) for column in columns]
+    means = [job.all_reduce_sum(moments(column, mask)) for column in columns]
     return covariances(*columns, mask, *means), int(means[0][0])
 
 
@@ -45,6 +45,6 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
         batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
     )
     covariance, tokens = token_covariances(job, batch)
-    threshold = job.kth_largest(covariance[batch["loss_mask"]], share_count(tokens, cfg.fraction))
+    threshold = job.global_kth_largest(covariance[batch["loss_mask"]], share_count(tokens, cfg.fraction))
     batch["penalized"] = tokens_at_least(covariance, batch["loss_mask"], threshold)
     return learn(job, cfg, batch, policy_loss)

@@ -40,16 +40,16 @@ def replayed(job: Job, batch: Batch, cfg: Config) -> Batch:
 def drawn(job: Job, pool: Batch, count: int, cfg: Config) -> Batch:
     """`count` rows of all ranks' pools, with replacement; the same draw on every rank, each takes its own rows."""
     generator = torch.Generator().manual_seed(job.config.job.seed + job.iteration)
-    ids, scores = job.column(pool, "sample_id"), job.column(pool, "reward")
+    ids, scores = job.all_gather_column(pool, "sample_id"), job.all_gather_column(pool, "reward")
     times = select(scores, count, cfg.resampling, cfg.power, generator).bincount(minlength=len(ids))
     own = times[torch.searchsorted(ids, pool["sample_id"])]
-    return job.renumbered(pool.select(torch.arange(len(pool)).repeat_interleave(own)))
+    return job.reassign_sample_ids(pool.select(torch.arange(len(pool)).repeat_interleave(own)))
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     fresh = sample(job, cfg)
     pool = replayed(job, fresh, cfg)
-    batch = drawn(job, pool, int(job.total(torch.tensor(len(fresh)))), cfg)
+    batch = drawn(job, pool, int(job.all_reduce_sum(torch.tensor(len(fresh)))), cfg)
     add_advantages(job, batch, cfg, cfg.lam)
     return learn_both(job, cfg, batch, policy_loss)

@@ -20,7 +20,7 @@ from verl_mg.algorithms.advantages import gae, moments, whiten
 from verl_mg.algorithms.losses import explained_variance, value_loss
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
@@ -40,28 +40,28 @@ def roles(cfg: Config) -> set[str]:
     return sampling.roles(cfg) | {"critic"}
 
 
-def critic_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def critic_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     return value_loss(tokens.values, tokens["values"], tokens["returns"], tokens.mask, cfg.value_clip)
 
 
 def add_advantages(job: Job, batch: Batch, cfg: Config, lam: float | Tensor) -> None:
     """From the critic's values, with one lambda for the policy and one for the returns that the critic learns."""
-    batch["values"] = job.critic.values(batch)
+    batch["values"] = job.critic.compute_values(batch)
     rewards, mask = token_scores(batch, cfg)
     values, _ = batch.pad("values")
     advantages, _ = gae(rewards, values, mask, cfg.gamma, lam)
     _, returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam)
-    batch["advantages"] = batch.unpad(whiten(advantages, mask, job.total(moments(advantages, mask))))
+    batch["advantages"] = batch.unpad(whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask))))
     batch["returns"] = batch.unpad(returns)
 
 
 def learn_both(job: Job, cfg: Config, batch: Batch, loss: Callable[..., Loss]) -> dict[str, float]:
     """Critic and, after the warm-up, policy; on ranks of their own at the same time."""
-    steps = {"minibatches": cfg.minibatches, "epochs": cfg.epochs}
+    steps = {"num_minibatches": cfg.minibatches, "num_epochs": cfg.epochs}
     of_critic = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
     of_actor = learn(job, cfg, batch, loss) if job.iteration > cfg.critic_warmup else {}
     means = {name.removeprefix("critic/"): value for name, value in of_critic.items()}
-    return of_critic | {"critic/explained_variance": explained_variance(means)} | of_actor
+    return {**of_critic, "critic/explained_variance": explained_variance(means), **of_actor}
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:

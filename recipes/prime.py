@@ -17,7 +17,7 @@ from verl_mg.algorithms.advantages import implicit_rewards, prime_advantages
 from verl_mg.algorithms.losses import prime_loss
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
@@ -32,14 +32,14 @@ def roles(cfg: Config) -> set[str]:
     return sampling.roles(cfg) | {"process_reward", "reference"}
 
 
-def outcome_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def outcome_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     ids, right = tokens.sequence_ids, (tokens["reward"] > 0).float()
     return prime_loss(tokens.logprobs, tokens["ref_logprobs"], tokens.mask, ids, right, cfg.beta)
 
 
 def process_rewards(job: Job, batch: Batch, cfg: Config) -> Tensor:
     """(n, T), by the model that has just learned from these outcomes."""
-    batch["process_logprobs"] = job.process_reward.logprobs(batch)
+    batch["process_logprobs"] = job.process_reward.compute_logprobs(batch)
     new, reference, mask = (batch.pad(name)[0] for name in ("process_logprobs", "ref_logprobs", "loss_mask"))
     return implicit_rewards(new, reference, mask, cfg.beta)
 
@@ -47,8 +47,8 @@ def process_rewards(job: Job, batch: Batch, cfg: Config) -> Tensor:
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch = sample(job, cfg)
-    batch["ref_logprobs"] = job.reference.logprobs(batch)
+    batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     metrics = job.process_reward.update(batch, partial(outcome_loss, cfg=cfg), "seq-mean-token-mean")
     process, mask = process_rewards(job, batch, cfg), batch.pad("loss_mask")[0]
     batch["advantages"] = batch.unpad(prime_advantages(process, scores(batch, cfg), mask, batch["group"], cfg.gamma))
-    return metrics | learn(job, cfg, batch, policy_loss)
+    return {**metrics, **learn(job, cfg, batch, policy_loss)}

@@ -30,5 +30,5 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch = sample(job, cfg)
     rewards, mask = token_scores(batch, cfg)
     returns = reinforce_plus_plus(rewards, mask, cfg.gamma)
-    batch["advantages"] = batch.unpad(whiten(returns, mask, job.total(moments(returns, mask))))
+    batch["advantages"] = batch.unpad(whiten(returns, mask, job.all_reduce_sum(moments(returns, mask))))
     return learn(job, cfg, batch, policy_loss)

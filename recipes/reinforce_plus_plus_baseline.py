@@ -27,5 +27,5 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = steered(job, cfg)
     batch, mask = sample(job, cfg), "loss_mask"
     centred = batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"], normalize_std=False))
-    batch["advantages"] = whiten(centred, batch[mask], job.total(moments(centred, batch[mask])))
+    batch["advantages"] = whiten(centred, batch[mask], job.all_reduce_sum(moments(centred, batch[mask])))
     return learn(job, cfg, batch, policy_loss)

@@ -28,10 +28,16 @@ class Config(clipping.Config):
 
 def greedy_scores(job: Job, batch: Batch) -> Tensor:
     """(n,): what the most probable response to each row's prompt scores, whichever rank wrote it."""
-    asked = job.column(batch, "prompt_id").unique().tolist()
+    asked = job.all_gather_column(batch, "prompt_id").unique().tolist()
     greedy = job.rollout.greedy([job.prompts.by_id(prompt) for prompt in asked])
     greedy["reward"] = job.reward(greedy)
-    known = dict(zip(job.column(greedy, "prompt_id").tolist(), job.column(greedy, "reward").tolist(), strict=True))
+    known = dict(
+        zip(
+            job.all_gather_column(greedy, "prompt_id").tolist(),
+            job.all_gather_column(greedy, "reward").tolist(),
+            strict=True,
+        )
+    )
     return torch.tensor([known[prompt] for prompt in batch["prompt_id"].tolist()])
 
 

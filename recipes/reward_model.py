@@ -12,7 +12,7 @@ from torch import Tensor
 from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 
 class Config(RecipeConfig):
@@ -23,11 +23,11 @@ def roles(cfg: Config) -> set[str]:
     return {"reward_model"}
 
 
-def ranking_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+def ranking_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return bradley_terry_loss(tokens.values, tokens.mask, tokens["pair"], tokens["chosen"])
 
 
 def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
-    batch = job.preferences(job.prompts.take(cfg.pairs_per_iteration))
+    batch = job.preference_batch(job.prompts.take(cfg.pairs_per_iteration))
     batch["loss_mask"] = batch.last
     return job.reward_model.update(batch, ranking_loss, "seq-mean-token-mean")

@@ -13,7 +13,7 @@ from recipes.common.sampling import learn, roles, sample
 from verl_mg.algorithms.advantages import group_relative
 from verl_mg.algorithms.losses import sapo_loss
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
@@ -24,7 +24,7 @@ class Config(sampling.Config):
     tau_negative: float = Field(1.05, gt=0)
 
 
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     old, advantages, taus = tokens["old_logprobs"], tokens["advantages"], (cfg.tau_positive, cfg.tau_negative)
     return regularized(sapo_loss(tokens.logprobs, old, advantages, tokens.mask, *taus), tokens, cfg)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from verl_mg.algorithms.losses import sft_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 
 class Config(RecipeConfig):
@@ -19,10 +19,10 @@ def roles(cfg: Config) -> set[str]:
     return {"actor"}
 
 
-def imitation_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+def imitation_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return sft_loss(tokens.logprobs, tokens.mask)
 
 
 def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
-    batch = job.demonstrations(job.prompts.take(cfg.examples_per_iteration))
+    batch = job.sft_batch(job.prompts.take(cfg.examples_per_iteration))
     return job.actor.update(batch, imitation_loss, "token-mean")

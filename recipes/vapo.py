@@ -17,7 +17,7 @@ from verl_mg.algorithms.advantages import length_adaptive_lambda
 from verl_mg.algorithms.losses import imitation_loss
 from verl_mg.batch import Batch
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
@@ -30,7 +30,7 @@ class Config(ppo.Config):
     imitation: float = Field(0.1, ge=0)
 
 
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     loss, metrics = ppo.policy_loss(tokens, cfg)
     likeness, seen = imitation_loss(tokens.logprobs, tokens["right"], tokens.mask)
     return loss + cfg.imitation * likeness, metrics | seen
@@ -39,7 +39,7 @@ def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tens
 def add_right_tokens(job: Job, batch: Batch) -> None:
     """Weights whose mean over all tokens is the mean over those of responses with a reward above 0."""
     right = batch["loss_mask"] & batch.expand_to_tokens(batch["reward"] > 0)
-    tokens, of_right = job.total(torch.stack([batch["loss_mask"].sum(), right.sum()])).tolist()
+    tokens, of_right = job.all_reduce_sum(torch.stack([batch["loss_mask"].sum(), right.sum()])).tolist()
     batch["right"] = right.float() * (tokens / max(of_right, 1))
 
 

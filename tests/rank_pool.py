@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl_mg.roles.context import JobContext
+
 TIMEOUT_S = 500
 
 
@@ -89,6 +91,11 @@ class RankPool:
 def job_store() -> dist.Store:
     """The store that all ranks of the run share."""
     return dist.PrefixStore("job", dist.distributed_c10d._get_default_store())
+
+
+def job_context() -> JobContext:
+    """Context of a job on all ranks of the run."""
+    return JobContext.create(job_store())
 
 
 def _serve(pipe: Connection) -> None:

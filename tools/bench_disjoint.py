@@ -11,18 +11,17 @@ import argparse
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from tools import wide_letters
+from tools import wide_repeat_digit
 from verl_mg.config import load_config
-from verl_mg.job.build_models import MODEL_ROLES
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
-from verl_mg.roles.concurrent import RoleExecutor
 from verl_mg.run.loop import one_iteration
 
 
@@ -30,7 +29,7 @@ def main() -> None:
     """Print both medians and their ratio."""
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
-        wide_letters.make(Path(folder), options.hidden, options.layers)
+        wide_repeat_digit.make(Path(folder), options.hidden, options.layers)
         multiprocessing.spawn(_rank, (Path(folder), options), nprocs=2)
 
 
@@ -45,18 +44,17 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=2)
-    recipe = load_recipe(wide_letters.RECIPE)
+    recipe = load_recipe(wide_repeat_digit.RECIPE)
     placement = ["actor.ranks=0", "critic.ranks=1", "reference.ranks=1"]
-    task = wide_letters.overrides(folder, options.prompts, options.tokens)
+    task = wide_repeat_digit.overrides(folder, options.prompts, options.tokens)
     config = load_config(None, [*task, *placement], recipe.config)
     job = Job(config, recipe.roles(config.algorithm), store)
     job.start()
-    roles = [getattr(job, name) for name in MODEL_ROLES if hasattr(job, name)]
-    together, seconds = roles[0].agenda, dict[bool, list[float]]({True: [], False: []})
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    concurrent = job.context.executor.concurrent
     for iteration in range(2 * (options.rounds + 1)):
         at_once = iteration % 2 == 0
-        for role in roles:
-            role.agenda = together if at_once else RoleExecutor(eager=True)
+        job.context.executor.concurrent = concurrent if at_once else nullcontext  # type: ignore[method-assign]
         dist.barrier()
         started = time.perf_counter()
         one_iteration(recipe, job, iteration + 1)

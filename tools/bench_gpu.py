@@ -43,13 +43,14 @@ from verl_mg.distributed.world import World
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.monitor.throughput import device_peak, model_flops
 from verl_mg.planner.inputs import GIB, PlanInputs
 from verl_mg.planner.memory import train_memory
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.rollout import Rollout
 from verl_mg.rollout import Sampling
 from verl_mg.sharding.weight_table import WeightTable, weight_table
@@ -197,13 +198,13 @@ def device_part(bench: Bench) -> Iterator[Row]:
 
 def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
     """Updates and judging passes of rows side by side, none of them padded."""
-    actor: Actor = ModelRoleBuilder(bench.config(recompute), 1).build("actor")
+    actor: Actor = ModelRoleBuilder(bench.config(recompute), 1, JobContext.create(bench.world.store)).build("actor")
     rows = row_batch(bench)
     lengths, flops = rows.lengths.tolist(), row_flops(bench.weights)
     yield "rows", f"{len(rows)} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together"
 
     def judge() -> None:
-        rows["old_logprobs"] = actor.logprobs(rows) + 0.0  # looked at, so that it is computed
+        rows["old_logprobs"] = actor.compute_logprobs(rows)
 
     seconds = bench.seconds(judge)
     yield "judging pass", _rates(sum(lengths), model_flops(flops, lengths, learns=False), seconds)
@@ -231,14 +232,10 @@ def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
 def rollout_part(bench: Bench) -> Iterator[Row]:
     """The actor's weights into the engine, and samples that all have the longest length."""
     config, work = bench.config(), bench.work
-    runners = ModelRoleBuilder(config, 1)
-    actor: Actor = runners.build("actor")
-    store = PrefixStore("bench", bench.world.store)
-    fleet = build_engine_group(config, torch.bfloat16, actor, store, lambda engine: engine)
-    fleet.offload_manager = runners.offload_manager
-    actor.claim = fleet.rest
-    rollout = Rollout(fleet, Sampling(max_new_tokens=work.new_tokens), seed=0, store=store)
-    rollout.agenda = runners.agenda
+    context = JobContext.create(PrefixStore("bench", bench.world.store))
+    actor: Actor = ModelRoleBuilder(config, 1, context).build("actor")
+    fleet = build_engine_group(config, torch.bfloat16, actor, context, lambda engine: engine)
+    rollout = Rollout(fleet, Sampling(max_new_tokens=work.new_tokens), seed=0, context=context)
     try:
         seconds = bench.seconds(lambda: rollout.sync(actor))
         rate = bench.weight_bytes / seconds / 1e9
@@ -275,7 +272,7 @@ def row_batch(bench: Bench) -> Batch:
     return batch
 
 
-def policy_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return clipped_policy_loss(tokens.logprobs, tokens["old_logprobs"], tokens["advantages"], tokens.mask, 0.2, 0.2)
 
 

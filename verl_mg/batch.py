@@ -33,8 +33,9 @@ fetch the rows that they work on and bring columns back, so a recipe never speak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,72 @@ TOKEN_COLUMNS = frozenset(
 SEQUENCE_COLUMNS = frozenset(
     {"reward", "group", "sample_id", "prompt_id", "prompt_length", "version", "truncated", "pair", "chosen"}
 )
+
+
+class PendingColumn(Tensor):
+    """Column that a role call in a `with job.concurrent_roles()` block returns: computed at the end of the block.
+
+    Before that it can only be put into a `Batch`; every other use raises RuntimeError. Afterwards it behaves like an
+    ordinary (entries,) float32 tensor.
+    """
+
+    call: str
+    """The role call that computes it, such as "actor.compute_logprobs"."""
+    entries: int
+    """Number of entries, known before the values."""
+    computed: bool
+
+    @staticmethod
+    def create(call: str, entries: int) -> PendingColumn:
+        """Returns a column without values.
+
+        Args:
+            call: the role call that computes it.
+            entries: number of entries.
+        """
+        column = torch.empty(entries).as_subclass(PendingColumn)
+        column.call, column.entries, column.computed = call, entries, False
+        return column
+
+    def fill(self, values: Tensor) -> None:
+        """Sets the values, (entries,) float32, once."""
+        self.computed = True
+        self.read(self.call).copy_(values)
+
+    def read(self, what: str) -> Tensor:
+        """Returns the values as an ordinary tensor; RuntimeError naming `what` before they are computed."""
+        if not self.computed:
+            raise RuntimeError(
+                f"{what} is not computed yet: it is requested in a `with job.concurrent_roles()` block; "
+                "read it after the block"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.computed:
+            return repr(self.read(self.call))
+        return f"PendingColumn({self.call}, {self.entries} entries)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read(f"the result of {self.call}").__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for column in _pending_columns((args, kwargs or {})):
+            column.read(f"the result of {column.call}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _pending_columns(arguments: Any) -> Iterator[PendingColumn]:
+    if isinstance(arguments, PendingColumn):
+        yield arguments
+    elif isinstance(arguments, list | tuple | dict):
+        for part in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from _pending_columns(part)
 
 
 class Batch:
@@ -86,7 +153,10 @@ class Batch:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._columns:
             raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names()) or 'none'}")
-        return self._columns[name]
+        values = self._columns[name]
+        if isinstance(values, PendingColumn):
+            values = self._columns[name] = values.read(f"column {name!r}")
+        return values
 
     def __setitem__(self, name: str, values: Tensor) -> None:
         self.put(name, values, self._guess_kind(name, values))
@@ -94,9 +164,10 @@ class Batch:
     def put(self, name: str, values: Tensor, kind: ColumnKind) -> None:
         """Set a column of a given kind; ValueError when its first dimension does not fit."""
         expected = {ColumnKind.TOKEN: self.total_tokens, ColumnKind.SEQUENCE: len(self), ColumnKind.UNKNOWN: 0}[kind]
-        if values.shape[:1] != (expected,):
+        shape = _shape(values)
+        if shape[:1] != (expected,):
             raise ValueError(
-                f"column {name!r} has shape {tuple(values.shape)}: a {kind.name.lower()} column of this batch starts "
+                f"column {name!r} has shape {shape}: a {kind.name.lower()} column of this batch starts "
                 f"with {expected} ({len(self)} rows, {self.total_tokens} tokens)"
             )
         self._columns[name] = values
@@ -112,7 +183,7 @@ class Batch:
         if len(self) == 0:
             return ColumnKind.UNKNOWN
         # Every row has at least one token, so the two sizes differ as soon as one row has two.
-        return ColumnKind.SEQUENCE if values.shape[:1] == (len(self),) else ColumnKind.TOKEN
+        return ColumnKind.SEQUENCE if _shape(values)[:1] == (len(self),) else ColumnKind.TOKEN
 
     def kind(self, name: str) -> ColumnKind:
         """What the column has one entry of."""
@@ -179,8 +250,8 @@ class Batch:
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.to(torch.int64)
         entries = self._entries(index)
         chosen = Batch(self.lengths[index])
-        for name, values in self._columns.items():
-            kind = self._kinds[name]
+        for name, kind in self._kinds.items():
+            values = self[name]
             chosen.put(name, values[entries if kind is ColumnKind.TOKEN else index], kind)
         return chosen
 
@@ -221,3 +292,7 @@ class Batch:
             kind = max(batch.kind(name) for batch in batches)
             whole.put(name, torch.cat([batch[name] for batch in batches]), kind)
         return whole
+
+
+def _shape(values: Tensor) -> tuple[int, ...]:
+    return (values.entries,) if isinstance(values, PendingColumn) else tuple(values.shape)

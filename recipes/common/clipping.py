@@ -6,7 +6,7 @@ from torch import Tensor
 from recipes.common import sampling
 from recipes.common.penalties import regularized
 from verl_mg.algorithms.losses import clipped_policy_loss
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 
 class Config(sampling.Config):
@@ -14,7 +14,7 @@ class Config(sampling.Config):
     clip_high: float = Field(0.2, gt=0)
 
 
-def policy_loss(tokens: LossTokens, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     old, advantages = tokens["old_logprobs"], tokens["advantages"]
     loss = clipped_policy_loss(tokens.logprobs, old, advantages, tokens.mask, cfg.clip_low, cfg.clip_high)
     return regularized(loss, tokens, cfg)

@@ -16,7 +16,7 @@ from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 Loss = tuple[Tensor, Metrics]
 
@@ -48,7 +48,7 @@ def scores(batch: Batch, cfg: KLConfig) -> Tensor:
     return token_scores(batch, cfg)[0].sum(1) if in_reward else batch["reward"]
 
 
-def regularized(loss: Loss, tokens: LossTokens, cfg: Any) -> Loss:
+def regularized(loss: Loss, tokens: LossInputs, cfg: Any) -> Loss:
     """Weighed by the correction, and with the penalty if that is in the loss."""
     values, metrics = loss
     if cfg.correction != "none":
@@ -72,8 +72,8 @@ def steer(job: Job, cfg: KLConfig, batch: Batch) -> dict[str, float]:
     if not cfg.kl_coefficient:
         return {}
     divergence = kl.penalty(batch["old_logprobs"], batch["ref_logprobs"], "k1")
-    tokens, total, _ = job.total(moments(divergence, batch["loss_mask"])).tolist()
-    observed, rows = total / max(tokens, 1), int(job.total(torch.tensor(len(batch))))
+    tokens, total, _ = job.all_reduce_sum(moments(divergence, batch["loss_mask"])).tolist()
+    observed, rows = total / max(tokens, 1), int(job.all_reduce_sum(torch.tensor(len(batch))))
     if cfg.kl_target:
         job.state["kl_coefficient"] = kl.adapted(cfg.kl_coefficient, observed, cfg.kl_target, cfg.kl_horizon, rows)
     return {"kl/observed": observed, "kl/coefficient": cfg.kl_coefficient}

@@ -54,7 +54,7 @@ def draw(job: Job, cfg: Config) -> Batch:
     batch = job.rollout.finish()
     if cfg.one_step_off and job.iteration < job.config.job.iterations:
         begin(job, cfg)
-    batch["reward"] = job.frozen_reward_model.scores(batch) if cfg.reward_model else job.reward(batch)
+    batch["reward"] = job.frozen_reward_model.compute_scores(batch) if cfg.reward_model else job.reward(batch)
     return batch
 
 
@@ -64,9 +64,9 @@ def begin(job: Job, cfg: Config) -> None:
 
 
 def judge(job: Job, cfg: Config, batch: Batch) -> Batch:
-    batch["old_logprobs"] = job.actor.logprobs(batch)
+    batch["old_logprobs"] = job.actor.compute_logprobs(batch)
     if cfg.kl_coefficient:
-        batch["ref_logprobs"] = job.reference.logprobs(batch)
+        batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     if cfg.correction != "none":
         add_correction(batch, cfg)
     return batch
@@ -93,7 +93,7 @@ def learn(
     job: Job, cfg: Config, batch: Batch, loss: Callable[..., Loss], aggregation: str = "token-mean"
 ) -> dict[str, float]:
     length = job.config.rollout.max_new_tokens
-    steps: dict[str, Any] = {"minibatches": cfg.minibatches, "epochs": cfg.epochs, "max_length": length}
+    steps: dict[str, Any] = {"num_minibatches": cfg.minibatches, "num_epochs": cfg.epochs, "max_length": length}
     metrics = job.actor.update(batch, partial(loss, cfg=cfg), aggregation, **steps)
     job.rollout.sync(job.actor)
-    return metrics | steer(job, cfg, batch) | mismatch_metrics([batch])
+    return {**metrics, **steer(job, cfg, batch), **mismatch_metrics([batch])}

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from recipes.common.sampling import add_correction
+from tests.rank_pool import job_context
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.actor import Actor
@@ -64,6 +65,7 @@ def update(model, layout, budget, kind, scale=None):
     actor = Actor(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
+        job_context(),
         dtype=torch.float32,
         temperature=1.0,
         tokens_per_micro_batch=budget,
@@ -103,7 +105,7 @@ def test_the_kl_term_is_not_weighed():
     column = torch.tensor([-1.0, -2.0])
     names = ("old_logprobs", "advantages", "correction", "correction_below", "correction_above")
     columns = {**dict.fromkeys(names, torch.zeros(2)), "ref_logprobs": column - 0.5}
-    tokens = LossTokens(torch.stack([column, column]), torch.tensor([True, True]), torch.tensor([0, 1]), columns)
+    tokens = LossInputs(torch.stack([column, column]), torch.tensor([True, True]), torch.tensor([0, 1]), columns)
     cfg = GRPO.config(correction="icepop", kl_coefficient=0.1)
     loss, metrics = sys.modules["recipe_grpo"].policy_loss(tokens, cfg)
     assert loss.tolist() == pytest.approx([0.1 * (math.exp(-0.5) - 0.5)] * 2)

@@ -20,7 +20,7 @@ from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, fresh_adapt
 from verl_mg.config import GuardConfig, LoraConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
@@ -139,7 +139,7 @@ def train_in_plain_torch(model: Path, folder: Path) -> Expected:
     judged = batch["loss_mask"] & (batch.positions > 0)
     sequences = torch.arange(len(batch)).repeat_interleave(batch.lengths)[judged]
     output = torch.stack([logprobs[judged], entropy[judged]])
-    tokens = LossTokens(output, judged[judged], sequences, {"advantages": batch["advantages"][judged]})
+    tokens = LossInputs(output, judged[judged], sequences, {"advantages": batch["advantages"][judged]})
     loss = token_loss(tokens)[0].sum() / judged.sum()
     loss.backward()
     assert all(values.grad is not None and values.grad.any() for values in adapters.values())

@@ -18,7 +18,7 @@ from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
@@ -29,10 +29,10 @@ from verl_mg.sharding.boxes import slices
 
 COUNT = 8
 BY_SEQUENCE, BY_TOKEN = "seq-mean-token-mean", "token-mean"
-Loss = Callable[[LossTokens], tuple[Tensor, Metrics]]
+Loss = Callable[[LossInputs], tuple[Tensor, Metrics]]
 
 
-def given(*names: str) -> Callable[[LossTokens], list[Tensor]]:
+def given(*names: str) -> Callable[[LossInputs], list[Tensor]]:
     return lambda tokens: [tokens.mask if name == "mask" else tokens[name] for name in names]
 
 
@@ -42,7 +42,7 @@ POLICY = given("old_logprobs", "advantages", "mask")
 def of_policy(loss: Callable[..., tuple[Tensor, Metrics]], *names: str, **numbers: float) -> Loss:
     """A loss of log-probs, old log-probs, advantages and mask, of further columns, and of numbers."""
 
-    def call(tokens: LossTokens) -> tuple[Tensor, Metrics]:
+    def call(tokens: LossInputs) -> tuple[Tensor, Metrics]:
         more = [tokens.sequence_ids if name == "sequence_ids" else tokens[name] for name in names]
         return loss(tokens.logprobs, *POLICY(tokens), *more, **numbers)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rank_pool import job_context
 from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
@@ -26,6 +27,7 @@ def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[d
     actor = Actor(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
+        job_context(),
         dtype=dtype,
         temperature=1.0,
         tokens_per_micro_batch=60,
@@ -38,10 +40,10 @@ def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[d
         actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}), "token-mean")
         if away:
             sizes.append(held(actor))
-            cpu_offload.leave()
-            cpu_offload.leave()  # the second time nothing is left to do
+            cpu_offload.to_host()
+            cpu_offload.to_host()  # the second time nothing is left to do
             sizes.append(held(actor))
-            cpu_offload.come_back()
+            cpu_offload.to_device()
             sizes.append(held(actor))
     return {name: tensor.detach().clone() for name, tensor in actor.runner.parameters().items()}, sizes
 

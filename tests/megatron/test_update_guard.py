@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rank_pool import job_context
 from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
@@ -22,6 +23,7 @@ def actor_with(model, layout, guard):
     return Actor(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
+        job_context(),
         dtype=torch.float32,
         temperature=1.0,
         tokens_per_micro_batch=40,
@@ -137,6 +139,7 @@ def rolled_back_and_repeated(model):
         actor = Actor(
             model,
             ParallelGroups(Placement.on(Layout.parse("tp2"), dist.get_world_size())),
+            job_context(),
             dtype=torch.bfloat16,
             temperature=1.0,
             tokens_per_micro_batch=40,

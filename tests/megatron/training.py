@@ -20,7 +20,7 @@ from tests.tiny_models import oracle_outputs
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossTokens, MicroBatch
+from verl_mg.megatron.microbatch import LossInputs, MicroBatch
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
@@ -64,7 +64,7 @@ class Expected:
         return {name for name, gradient in self.gradients.items() if not gradient.any()}
 
 
-def token_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+def token_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Of each judged token; a sequence's log-prob enters through every one of them. Of values: their squares."""
     if len(tokens.output) == 1:
         return (tokens.values - 5 * tokens["noise"]) ** 2, {}

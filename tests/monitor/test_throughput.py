@@ -66,7 +66,6 @@ def counted(inputs, layout):  # noqa: F811
     throughput = Throughput([run.actor.runner, run.reference.runner], peak=1e12)
     run.begin(1)
     dict(recipe.iteration(run, config.algorithm))
-    run.settle()
     lengths: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(lengths, [n for batch in run.rollout.produced for n in batch.lengths.tolist()])
     metrics = throughput.iteration(run.rollout.produced, seconds=2.0)

@@ -15,7 +15,7 @@ from tests.recipes.tiny_runs import tiny_run
 from verl_mg.algorithms.kl import adapted
 from verl_mg.batch import Batch
 from verl_mg.distributed import batch_collectives
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 
 COEFFICIENT = 0.5
 
@@ -52,7 +52,7 @@ def test_a_penalty_in_the_loss_leaves_the_reward(fields):
 def test_a_penalty_stands_in_the_loss_or_in_the_reward_and_never_in_both(place, weight):
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     columns = {"ref_logprobs": torch.tensor([-2.0, -4.0])}
-    tokens = LossTokens(logprobs[None], torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), columns)
+    tokens = LossInputs(logprobs[None], torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), columns)
     loss, metrics = regularized((torch.ones(2), {}), tokens, config(kl_coefficient=COEFFICIENT, kl_in=place))
     assert loss.tolist() == [1 + weight * 1, 1 + weight * 3]
     assert ("kl" in metrics) == (place == "loss")
@@ -61,12 +61,12 @@ def test_a_penalty_stands_in_the_loss_or_in_the_reward_and_never_in_both(place, 
 class Deaf:
     """A role that may not be asked."""
 
-    def logprobs(self, batch: Batch) -> torch.Tensor:
+    def compute_logprobs(self, batch: Batch) -> torch.Tensor:
         raise AssertionError("was asked")
 
 
 def test_without_a_penalty_the_reference_is_not_asked():
-    job = SimpleNamespace(actor=SimpleNamespace(logprobs=lambda batch: batch["old_logprobs"]), reference=Deaf())
+    job = SimpleNamespace(actor=SimpleNamespace(compute_logprobs=lambda batch: batch["old_logprobs"]), reference=Deaf())
     sampling.judge(job, config(), judged())
     with pytest.raises(AssertionError, match="was asked"):
         sampling.judge(job, config(kl_coefficient=COEFFICIENT), judged())
@@ -131,7 +131,7 @@ def refilled(rounds: int) -> tuple[list[tuple[int, int]], dict[str, float]]:
         prompts=SimpleNamespace(take=lambda count: list(range(count))),
         rollout=rollout,
         reward=lambda batch: batch["reward"],
-        column=batch_collectives.all_gather_column,
+        all_gather_column=batch_collectives.all_gather_column,
     )
     cfg = dapo.Config(prompts_per_iteration=3, group_size=2, rounds=rounds)
     batch, told = dapo.sample_informative(job, cfg)
@@ -166,8 +166,8 @@ def replay(resampling: str) -> list[tuple[list[int], int]]:
         iteration=0,
         state={},
         config=SimpleNamespace(job=SimpleNamespace(seed=4)),
-        column=batch_collectives.all_gather_column,
-        renumbered=batch_collectives.reassign_sample_ids,
+        all_gather_column=batch_collectives.all_gather_column,
+        reassign_sample_ids=batch_collectives.reassign_sample_ids,
     )
     cfg, found = pf_ppo.Config(replay=2, resampling=resampling), []
     for job.iteration in range(1, ITERATIONS + 1):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.given_experts import told
+from tests.rank_pool import job_context
 from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
@@ -47,6 +48,7 @@ def actor_on(model, layout, budget, ranks=None):
     return Actor(
         model,
         ParallelGroups(Placement(Layout.parse(layout).fit(len(ranks)), tuple(ranks))),
+        job_context(),
         dtype=torch.float32,
         temperature=TEMPERATURE,
         tokens_per_micro_batch=budget,
@@ -59,7 +61,7 @@ def update(model, layout, budget, mode, folder, minibatches=1):
     actor = actor_on(model, layout, budget)
     mine = rows(model).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
     cfg = settings(mode)
-    metrics = actor.update(mine, partial(with_entropy, cfg), mode, max_length=16, minibatches=minibatches)
+    metrics = actor.update(mine, partial(with_entropy, cfg), mode, max_length=16, num_minibatches=minibatches)
     actor.save(folder, model)
     return metrics
 
@@ -163,7 +165,7 @@ def logprobs(model, layout, budget):
     # The last rank holds no rows at all.
     holders = max(dist.get_world_size() - 1, 1)
     mine = rows(model).select(range(dist.get_rank(), COUNT, holders) if dist.get_rank() < holders else [])
-    return mine["sample_id"].tolist(), mine.lengths.tolist(), actor.logprobs(mine)
+    return mine["sample_id"].tolist(), mine.lengths.tolist(), actor.compute_logprobs(mine)
 
 
 @pytest.mark.parametrize("layout,count", LAYOUTS)
@@ -191,7 +193,7 @@ def replayed(model, layout, given):
     own = list(range(dist.get_rank(), COUNT, dist.get_world_size()))
     mine, cfg = batch.select(own), settings("token-mean")
     actor = actor_on(model, layout, 40)
-    logprobs = actor.logprobs(mine)
+    logprobs = actor.compute_logprobs(mine)
     return own, logprobs.split(mine.lengths.tolist()), actor.update(mine, partial(with_entropy, cfg), "token-mean")
 
 

@@ -1,16 +1,18 @@
-"""What roles were asked for is done at the first look, in the order of asking."""
+"""Role calls inside and outside `concurrent_roles` blocks: order, results, misuse, and where exceptions point."""
 
 import pickle
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import Batch, ColumnKind, PendingColumn
+from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.concurrent import RoleExecutor
 
 
-def asked(agenda, log, name, values):
+def request_column(executor, log, name, values):
     def work():
         log.append(f"work {name}")
         return values
@@ -19,102 +21,182 @@ def asked(agenda, log, name, values):
         log.append(f"deliver {name}")
         return torch.tensor(result)
 
-    return agenda.column(len(values), work, deliver)
+    return executor.column(f"actor.{name}", len(values), work, deliver)
 
 
-def test_nothing_is_done_before_the_first_look_and_then_all_of_it():
-    agenda, log = RoleExecutor(), []
-    first, second = asked(agenda, log, "a", [1.0, 2.0]), asked(agenda, log, "b", [3.0, 4.0])
-    metrics = agenda.metrics(lambda: log.append("work m"), lambda _: {"loss": 1.5})
+def make_executor():
+    return RoleExecutor(PhaseTimer())
+
+
+def pending_column(values=(1.0, 2.0)):
+    """A column requested in a block, and the same column after the block."""
+    executor, columns = make_executor(), []
+    with executor.concurrent():
+        columns.append(request_column(executor, [], "a", list(values)))
+    return columns[0]
+
+
+def test_concurrent_block_runs_all_work_before_any_delivery():
+    executor, log = make_executor(), []
     batch = Batch([1, 1])
-    batch["values"] = first
-    batch.put("reward", second, ColumnKind.SEQUENCE)
-    assert log == [] and first.shape == (2,) and first.dtype is torch.float32
-    assert (batch["values"] * 2).tolist() == [2.0, 4.0]
+    with executor.concurrent():
+        batch["values"] = request_column(executor, log, "a", [1.0, 2.0])
+        batch.put("reward", request_column(executor, log, "b", [3.0, 4.0]), ColumnKind.SEQUENCE)
+        metrics = executor.metrics("actor.update", lambda: log.append("work m"), lambda _: {"loss": 1.5})
+        assert log == []
     assert log == ["work a", "work b", "work m", "deliver a", "deliver b"]
-    assert second.tolist() == [3.0, 4.0] and metrics["loss"] == 1.5
-    assert len(log) == 5  # once
+    assert (batch["values"] * 2).tolist() == [2.0, 4.0] and type(batch["values"]) is torch.Tensor
+    assert batch["reward"].tolist() == [3.0, 4.0] and metrics["loss"] == 1.5
+    assert len(log) == 5
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda column: torch.cat([torch.ones(1), column])[1:],
-        lambda column: torch.zeros(2) + column,
-        lambda column: column.clone(),
-        lambda column: column[torch.tensor([True, True])],
-        lambda column: torch.stack([column, torch.ones(2)])[0],
-        lambda column: torch.where(torch.tensor([True, True]), column, 0.0),
-        lambda column: torch.zeros(2).copy_(column),
-        lambda column: pickle.loads(pickle.dumps(column)),
-        lambda column: Batch([2], {"values": column}).select([0])["values"],
-        lambda column: Batch.concat([Batch([2], {"values": column})])["values"],
-    ],
-)
-def test_every_way_to_look_finds_the_values_in_an_ordinary_tensor(look):
-    found = look(asked(RoleExecutor(), [], "a", [1.0, 2.0]))
-    assert type(found) is torch.Tensor and found.tolist() == [1.0, 2.0]
+def test_call_outside_a_block_returns_the_values():
+    executor, log = make_executor(), []
+    column = request_column(executor, log, "a", [1.0])
+    metrics = executor.metrics("actor.update", lambda: 2.0, lambda value: {"loss": value})
+    assert log == ["work a", "deliver a"] and type(column) is torch.Tensor and column.tolist() == [1.0]
+    assert type(metrics) is dict and metrics == {"loss": 2.0}
 
 
-@pytest.mark.parametrize("look", [dict, lambda m: m | {}, lambda m: {} | m, lambda m: {**m}, lambda m: eval(repr(m))])
-def test_every_way_to_look_at_metrics_finds_them(look):
-    assert look(RoleExecutor().metrics(lambda: 2.0, lambda value: {"loss": value})) == {"loss": 2.0}
+USES = [
+    lambda column: torch.cat([torch.ones(1), column])[1:],
+    lambda column: torch.zeros(2) + column,
+    lambda column: column.clone(),
+    lambda column: column[torch.tensor([True, True])],
+    lambda column: torch.stack([column, torch.ones(2)])[0],
+    lambda column: torch.where(torch.tensor([True, True]), column, 0.0),
+    lambda column: torch.zeros(2).copy_(column),
+    lambda column: torch.tensor(list(column)),
+    lambda column: torch.tensor(column.tolist()),
+    lambda column: pickle.loads(pickle.dumps(column)),
+    lambda column: Batch([2], {"values": column}).select([0])["values"],
+    lambda column: Batch([2], {"values": column}).split([1])[0]["values"],
+    lambda column: Batch([2], {"values": column}).select_columns(["values"])["values"],
+    lambda column: Batch([2], {"values": column}).pad("values")[0][0],
+    lambda column: Batch([2], {"values": column}).row("values", 0),
+    lambda column: Batch.concat([Batch([2], {"values": column})])["values"],
+]
 
 
-def test_metrics_may_be_added_to_before_they_have_come():
-    metrics = RoleExecutor().metrics(lambda: 2.0, lambda value: {"loss": value, "lr": 1.0})
-    metrics["reward"] = 3.0
-    del metrics["lr"]
-    assert metrics == {"loss": 2.0, "reward": 3.0}
+@pytest.mark.parametrize("use", USES)
+def test_pending_column_used_after_the_block_is_an_ordinary_tensor(use):
+    result = use(pending_column())
+    assert type(result) is torch.Tensor and result.tolist() == [1.0, 2.0]
 
 
-def test_gradients_pass_a_column_by():
+@pytest.mark.parametrize("use", [*USES, lambda column: column.shape, bool, float, len, lambda c: c.__setitem__(0, 1.0)])
+def test_pending_column_used_inside_the_block_raises_naming_it(use):
+    executor, log = make_executor(), []
+    message = r"(actor\.a|column 'values') is not computed yet: .*after the block"
+    with pytest.raises(RuntimeError, match=message), executor.concurrent():
+        use(request_column(executor, log, "a", [1.0, 2.0]))
+    assert log == []  # what was queued is dropped
+
+
+def test_batch_column_read_inside_the_block_raises_naming_the_column():
+    executor = make_executor()
+    with (
+        pytest.raises(
+            RuntimeError, match=r"^column 'old_logprobs' is not computed yet: it is requested in a `with job"
+        ),
+        executor.concurrent(),
+    ):
+        batch = Batch([2], {"old_logprobs": request_column(executor, [], "a", [1.0, 2.0])})
+        assert "old_logprobs" in batch and batch.names() == ["old_logprobs"]
+        batch["old_logprobs"] + 1
+
+
+def test_pending_column_repr_inside_the_block_names_the_call():
+    executor = make_executor()
+    with executor.concurrent():
+        column = request_column(executor, [], "a", [1.0, 2.0])
+        assert isinstance(column, PendingColumn) and repr(column) == "PendingColumn(actor.a, 2 entries)"
+    assert repr(column) == "tensor([1., 2.])"
+
+
+def test_pending_column_of_the_wrong_size_is_refused_by_the_batch():
+    executor = make_executor()
+    with executor.concurrent(), pytest.raises(ValueError, match=r"column 'values' has shape \(1,\)"):
+        Batch([2], {"values": request_column(executor, [], "a", [1.0])})
+
+
+def test_gradients_ignore_a_pending_column():
     weight = torch.ones(2, requires_grad=True)
-    (weight * asked(RoleExecutor(), [], "a", [1.0, 2.0])).sum().backward()
+    (weight * pending_column()).sum().backward()
     assert weight.grad.tolist() == [1.0, 2.0]
 
 
-def test_a_batch_is_waited_for_only_while_it_has_columns_to_come():
-    agenda, log = RoleExecutor(), []
-    batch = Batch([2], {"values": asked(agenda, log, "a", [1.0, 2.0])})
-    agenda.settle_for(batch)
-    asked(agenda, log, "b", [3.0])
-    agenda.settle_for(batch)
-    assert log == ["work a", "deliver a"]
-    batch["advantages"] = asked(agenda, log, "c", [4.0, 5.0])
-    agenda.settle_for(batch)
-    assert log[2:] == ["work b", "work c", "deliver b", "deliver c"]
+METRIC_USES = [dict, lambda m: {**m}, lambda m: {"loss": m["loss"]}, lambda m: dict(m.items()), lambda m: {} | dict(m)]
 
 
-def test_an_eager_agenda_answers_at_once():
-    log = []
-    column = asked(RoleExecutor(eager=True), log, "a", [1.0])
-    assert log == ["work a", "deliver a"] and type(column) is torch.Tensor and column.tolist() == [1.0]
+@pytest.mark.parametrize("use", METRIC_USES)
+def test_pending_metrics_are_read_after_the_block_and_not_before(use):
+    executor = make_executor()
+    with executor.concurrent():
+        metrics = executor.metrics("critic.update", lambda: 2.0, lambda value: {"loss": value})
+        assert repr(metrics) == "PendingMetrics(critic.update)"
+        with pytest.raises(
+            RuntimeError, match=r"the metrics of critic\.update are not computed yet: .*after the block"
+        ):
+            use(metrics)
+    assert use(metrics) == {"loss": 2.0} and repr(metrics) == "{'loss': 2.0}"
 
 
-def test_what_failed_is_not_done_again():
-    agenda = RoleExecutor()
-    column = agenda.column(1, lambda: 1 / 0, lambda _: torch.zeros(1))
-    with pytest.raises(ZeroDivisionError):
-        column.sum()
-    agenda.settle()
+def test_nested_blocks_are_refused():
+    executor = make_executor()
+    with executor.concurrent(), pytest.raises(RuntimeError, match="cannot be nested"), executor.concurrent():
+        pass
 
 
-def looked_at_here_or_there():
-    """Rank 0 looks at once, rank 1 where both meet: the collectives are the same ones."""
-    agenda, rank = RoleExecutor(), dist.get_rank()
+def test_call_that_needs_finished_roles_is_refused_inside_a_block():
+    executor = make_executor()
+    executor.require_outside_block("rollout.update_weights")
+    with executor.concurrent(), pytest.raises(RuntimeError, match=r"rollout\.update_weights is called in a `with job"):
+        executor.require_outside_block("rollout.update_weights")
 
-    def deliver(own):
-        total = torch.tensor([own])
+
+def test_block_whose_body_raises_drops_its_calls():
+    executor, log = make_executor(), []
+    with pytest.raises(ZeroDivisionError), executor.concurrent():
+        request_column(executor, log, "a", [1.0])
+        raise ZeroDivisionError
+    with executor.concurrent():
+        request_column(executor, log, "b", [2.0])
+    assert log == ["work b", "deliver b"]
+
+
+@pytest.mark.parametrize("part", ["work", "deliver"])
+def test_exception_in_a_queued_call_points_at_the_line_of_the_request(part):
+    executor = make_executor()
+
+    def fail(*_):
+        raise ZeroDivisionError("broken")
+
+    work, deliver = (fail, lambda _: torch.zeros(1)) if part == "work" else (lambda: None, fail)
+    with pytest.raises(ZeroDivisionError) as caught, executor.concurrent():
+        executor.column("actor.first", 1, lambda: None, lambda _: torch.zeros(1))
+        executor.column("actor.second", 1, work, deliver)  # the line that is expected
+        executor.column("actor.third", 1, lambda: None, lambda _: torch.zeros(1))
+    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__) if frame.filename == __file__]
+    assert lines[-2].endswith("# the line that is expected") and lines[-1] == 'raise ZeroDivisionError("broken")'
+    assert caught.value.__notes__[0].startswith(f"actor.second was requested at {__file__}:")
+    executor.column("actor.next", 1, lambda: None, lambda _: torch.zeros(1))
+
+
+def computed_on_two_ranks():
+    """Both ranks run the same collectives, in the order of the requests."""
+    executor, rank = make_executor(), dist.get_rank()
+
+    def deliver(value):
+        total = torch.tensor([value])
         dist.all_reduce(total)
         return total
 
-    first = agenda.column(1, lambda: 1.0 + rank, deliver)
-    second = agenda.column(1, lambda: 10.0 + rank, deliver)
-    seen = float(first) if rank == 0 else None
-    agenda.settle()
-    return seen, float(first), float(second)
+    with executor.concurrent():
+        first = executor.column("actor.a", 1, lambda: 1.0 + rank, deliver)
+        second = executor.column("critic.b", 1, lambda: 10.0 + rank, deliver)
+    return float(first), float(second)
 
 
-def test_ranks_may_look_at_different_places(ranks):
-    assert ranks.run(2, looked_at_here_or_there) == [(3.0, 3.0, 21.0), (None, 3.0, 21.0)]
+def test_block_on_two_ranks_delivers_to_both(ranks):
+    assert ranks.run(2, computed_on_two_ranks) == [(3.0, 21.0)] * 2

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
+from tests.rank_pool import job_context
 from tests.tiny_models import random_rows, tiny_model
 from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossTokens
+from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.critic import Critic, TrainableRewardModel
@@ -46,6 +47,7 @@ def role_on(kind: type[TrainableRole], model: Path, layout: str, budget: int) ->
     return kind(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
+        job_context(),
         dtype=torch.float32,
         temperature=0.7,
         tokens_per_micro_batch=budget,
@@ -59,18 +61,18 @@ def mine(batch: Batch) -> Batch:
     return batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
 
 
-def square_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+def square_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return (tokens.values - tokens["returns"]) ** 2, {}
 
 
-def pair_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+def pair_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return bradley_terry_loss(tokens.values, tokens.mask, tokens["pair"], tokens["chosen"])
 
 
 def train_critic(model: Path, layout: str, budget: int, folder: Path) -> tuple[list[int], Tensor, dict[str, float]]:
     critic = role_on(Critic, model, layout, budget)
     own = mine(rows(model))
-    values = critic.values(own)
+    values = critic.compute_values(own)
     metrics = critic.update(own, square_loss, "token-mean")
     critic.save(folder, model)
     return own["sample_id"].tolist(), values.split(own.lengths.tolist()), metrics
@@ -81,9 +83,9 @@ def train_reward_model(
 ) -> tuple[list[int], Tensor, dict[str, float]]:
     judge = role_on(TrainableRewardModel, model, layout, budget)
     own = mine(rows(model))
-    scores = judge.scores(own)
+    scores = judge.compute_scores(own)
     own["loss_mask"] = own.last
-    metrics = judge.update(own, pair_loss, "seq-mean-token-mean", minibatches=2)
+    metrics = judge.update(own, pair_loss, "seq-mean-token-mean", num_minibatches=2)
     judge.save(folder, model)
     return own["sample_id"].tolist(), scores, metrics
 

@@ -31,17 +31,17 @@ def train(model, layout, standing, folder):
     """What a rank sees of log-probs, two updates and a checkpoint, its rows scattered over all ranks of the job."""
     actor = actor_on(model, layout, 40, standing)
     batch = rows(model).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
-    column = actor.logprobs(batch).split(batch.lengths.tolist())
+    column = actor.compute_logprobs(batch).split(batch.lengths.tolist())
     metrics = []
     for _ in range(STEPS):
-        actor.cpu_offload.leave()
-        actor.cpu_offload.come_back()
+        actor.cpu_offload.to_host()
+        actor.cpu_offload.to_device()
         metrics.append(actor.update(batch, partial(with_entropy, settings("token-mean")), "token-mean"))
     actor.save(folder, model)
     return {
         "logprobs": dict(zip(batch["sample_id"].tolist(), column, strict=True)),
         "metrics": metrics,
-        "updates": actor.updates,
+        "updates": actor.num_updates,
         "parameters": {name: tensor.detach().clone() for name, tensor in actor.runner.parameters().items()},
         "holders": actor.runner.shard_map().ranks,
     }

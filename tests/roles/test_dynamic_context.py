@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rank_pool import job_context
 from tests.roles.test_actor import OPTIMIZER, TEMPERATURE, compare, oracle_update, settings, with_entropy
 from tests.roles.test_actor import rows as all_rows
 from tests.tiny_models import oracle, oracle_outputs, tiny_model
@@ -31,6 +32,7 @@ def update(model, layout, folder, budget):
     actor = Actor(
         model,
         ParallelGroups(placement, dynamic_cp=True),
+        job_context(),
         dtype=torch.float32,
         temperature=TEMPERATURE,
         tokens_per_micro_batch=budget,
@@ -40,7 +42,7 @@ def update(model, layout, folder, budget):
     mine = batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
     index = build_row_index(mine)
     cp_sizes = actor.share(index, index.units).cp_sizes
-    column = actor.logprobs(mine).split(mine.lengths.tolist())
+    column = actor.compute_logprobs(mine).split(mine.lengths.tolist())
     metrics = actor.update(mine, partial(with_entropy, settings(MODE)), MODE, max_length=16)
     actor.save(folder, model)
     return metrics, dict(zip(mine["sample_id"].tolist(), column, strict=True)), cp_sizes

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.rank_pool import job_store
+from tests.rank_pool import job_context
 from tests.roles.test_critic import classifier, heads, square_loss
 from tests.tiny_models import oracle, random_rows, tiny_model
 from verl_mg.batch import Batch
@@ -23,6 +24,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles import weight_sync
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.critic import Critic
 from verl_mg.roles.engine_group import HFEngineGroup
 from verl_mg.roles.rollout import Rollout
@@ -61,6 +63,7 @@ def role_on(
     return kind(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), ranks or dist.get_world_size())),
+        job_context(),
         dtype=dtype,
         temperature=0.9,
         tokens_per_micro_batch=60,
@@ -80,7 +83,7 @@ def policy_loss(tokens) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def judged(role: TrainableRole, batch: Batch) -> dict[int, Tensor]:
-    column = role.judge(batch)
+    column = role.forward(batch)
     return dict(zip(batch["sample_id"].tolist(), column.split(batch.lengths.tolist()), strict=True))
 
 
@@ -209,7 +212,8 @@ def test_a_critic_has_adapters_and_a_head(ranks, models, tmp_path) -> None:
 def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[str, object]:
     actor = role_on(Actor, model, layout, LORA, dtype)
     engine = HFEngine(model, "cpu", dtype, load_weights=False)
-    rollout = Rollout(HFEngineGroup(engine), Sampling(max_new_tokens=4), seed=5, store=job_store())
+    context = job_context()
+    rollout = Rollout(HFEngineGroup(engine, context), Sampling(max_new_tokens=4), seed=5, context=context)
     own = actor.runner.parameters()
     before = {name: values.detach().clone() for name, values in own.items()}
     with mock.patch.object(weight_sync, "CHUNK_BYTES", portion):
@@ -251,6 +255,6 @@ def test_what_cannot_be_adapted_is_named_before_anything_is_built(models, tmp_pa
         "actor": {"lora": {"targets": ["q_proj", "gate_proj"]}},
     })  # fmt: skip
     with pytest.raises(UserError, match=r"^actor\.lora\.targets: every 'gate_proj' of the model is an expert's"):
-        ModelRoleBuilder(config, 1).check({"actor"})
+        ModelRoleBuilder(config, 1, JobContext.create(HashStore())).check({"actor"})
     with pytest.raises(UserError, match=r"unknown key 'alhpa'; lora has rank, alpha, targets, path, seed"):
         load_config(None, ["model.path=m", "data.train=d", "actor.lora.alhpa=3"], type(config.algorithm))

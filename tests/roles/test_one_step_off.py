@@ -34,7 +34,7 @@ def train_ahead(folder):
             return update(batch, *arguments, **options)
 
         job.actor.update = kept
-        version = job.actor.updates
+        version = job.actor.num_updates
         metrics = one_iteration(recipe, job, iteration)
         metrics |= rollout_metrics(job.rollout.produced, version) | job.rollout.metrics
         job.actor.update = update

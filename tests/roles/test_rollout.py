@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from tests.rank_pool import job_store
+from tests.rank_pool import job_context
 from tests.tiny_models import TRAINED, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.data.prompts import Prompt
@@ -36,6 +36,7 @@ def roles(
     actor = Actor(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
+        job_context(),
         dtype=torch.float32,
         temperature=0.9,
         tokens_per_micro_batch=60,
@@ -43,7 +44,8 @@ def roles(
     )
     engine = HFEngine(model, "cpu", torch.float32, max_running_requests=max_running_requests, load_weights=False)
     sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))
-    return actor, Rollout(HFEngineGroup(engine), sampling, seed=5, store=job_store(), scorer=scorer)
+    context = job_context()
+    return actor, Rollout(HFEngineGroup(engine, context), sampling, seed=5, context=context, scorer=scorer)
 
 
 def scorer_of(model: Path, reward: str) -> RewardRole:
@@ -57,12 +59,12 @@ def three_iterations(model: Path, layout: str) -> dict[str, object]:
     differences, drifts, samples, versions = [], [], {}, []
     for _ in range(3):
         batch = rollout.generate(prompts(model), samples=3)
-        old = actor.logprobs(batch)
+        old = actor.compute_logprobs(batch)
         differences.append((old - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
         batch["advantages"] = batch.expand_to_tokens((batch["sample_id"] % 3 - 1).float())
         actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}), "token-mean")
         # Before the sync the engine is an update behind: the difference shows that it measures anything.
-        drifts.append((actor.logprobs(batch) - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
+        drifts.append((actor.compute_logprobs(batch) - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
         rollout.sync(actor)
         versions += batch["version"].tolist()
         samples |= {int(s): batch.row("tokens", i).tolist() for i, s in enumerate(batch["sample_id"])}
@@ -139,7 +141,8 @@ def kept(model: Path) -> list[list[tuple[int, int, list[int]]]]:
     """Two prompts of five are kept, twice, from batches smaller than the work; then the rest is done."""
     actor, _ = roles(model, "tp1")
     engine = HFEngine(model, "cpu", torch.float32, max_running_requests=4, load_weights=False)
-    rollout = Rollout(HFEngineGroup(engine), Sampling(max_new_tokens=9), seed=5, store=job_store(), partial=True)
+    context = job_context()
+    rollout = Rollout(HFEngineGroup(engine, context), Sampling(max_new_tokens=9), seed=5, context=context, partial=True)
     rollout.sync(actor)
     calls = []
     for number, asked in enumerate((prompts(model), prompts(model)[:2], [])):
@@ -154,7 +157,7 @@ def kept(model: Path) -> list[list[tuple[int, int, list[int]]]]:
         before = dict(rollout.metrics)
         assert len(rollout.greedy(prompts(model)[:2])) == (2 if dist.get_world_size() == 1 else 1)
         assert rollout.metrics == before  # what is told of an iteration is not of its evaluation
-        actor.updates += 1
+        actor.num_updates += 1
         rollout.sync(actor)
     return calls
 

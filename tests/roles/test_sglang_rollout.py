@@ -79,9 +79,8 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
     for name, section in sections.items():
         if name != LAYOUTS[0]:
             # The same engine, fed by another actor.
-            other = ModelRoleBuilder(job.config.model_copy(update={"actor": section}), 2)
-            claim, job.actor = job.actor.claim, other.build("actor")
-            job.actor.claim = claim
+            other = ModelRoleBuilder(job.config.model_copy(update={"actor": section}), 2, job.context)
+            job.roles = {**job.roles, "actor": other.build("actor")}
             job.rollout.sync(job.actor)
             assert (str(job.actor.runner.layout), bool(job.actor.runner.adapted)) == (
                 str(Layout.parse(section.layout).fit(2)),

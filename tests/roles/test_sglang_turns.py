@@ -58,7 +58,6 @@ def iteration(folder: Path) -> dict[str, object]:
         return -tokens["advantages"] * tokens.logprobs, {}
 
     job.actor.update(batch, loss, "token-mean")
-    job.settle()
     process = psutil.Process(engine.pid) if conversations is not None else None
     rollout.close()
     return {

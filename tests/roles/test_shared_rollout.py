@@ -92,7 +92,7 @@ def partial(job: Job) -> list[list[dict[str, object]]]:
         with torch.no_grad():
             for parameter in job.actor.runner.parameters().values():
                 parameter.mul_(1.01)
-        job.actor.updates = number + 1
+        job.actor.num_updates = number + 1
         job.rollout.sync(job.actor)
     # The rest, and nothing beside it.
     calls.append(rows(job.rollout.generate([], samples=SAMPLES)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import job_store
+from tests.rank_pool import job_context, job_store
 from tests.run.recorded_runs import job, lines_of, make_inputs, refusal
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
@@ -88,7 +88,7 @@ def test_prompts_that_are_answered_first_are_not_chosen(ranks, inputs, tmp_path)
 def taken(fixed: bool) -> list[int]:
     """Of four groups of two samples, what this rank's engine takes; every second rank leads one."""
     leads = [rank % 2 == 0 for rank in range(dist.get_world_size())]
-    fleet = SGLangEngineGroup(None, None, leads, job_store(), sleeps=False, apart=False, fixed=fixed)
+    fleet = SGLangEngineGroup(None, None, leads, job_context(), sleeps=False, apart=False, fixed=fixed)
     groups = [Group((2 * g, 2 * g + 1)) for g in range(4)]
     deal, mine = fleet.deal(job_store(), "key", groups, 4), []
     if leads[dist.get_rank()]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
 
 from verl_mg import device
 from verl_mg.config import Config
@@ -16,6 +15,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, SGLangEngineGroup
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
 from verl_mg.roles.weight_sync import SGLangEngineSync, engine_ranks
@@ -62,18 +62,19 @@ def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
 
 
 def build_engine_group(
-    config: Config, dtype: torch.dtype, actor: Actor, store: Store, wrap: EngineWrapper
+    config: Config, dtype: torch.dtype, actor: Actor, context: JobContext, wrap: EngineWrapper
 ) -> EngineGroup:
     """The engines, without weights: the first sync brings them."""
     if config.rollout.engine == "hf":
         model = config.model.path
         return HFEngineGroup(
             HFEngine(model, device.current_device(), dtype, config.rollout.max_running_requests, load_weights=False),
+            context,
             wrap,
         )
     table = actor.runner.table
     if config.rollout.urls:
-        return build_remote_engines(config, table, store, wrap)
+        return build_remote_engines(config, table, context, wrap)
     ranks = dist.get_world_size()
     node = device.ranks_of_a_node(ranks)
     placement = best_stride(actor.runner.shard_map(), table, _placement(config, ranks), node)
@@ -89,7 +90,7 @@ def build_engine_group(
     sleeps = config.rollout.sleep and not apart
     fixed = config.job.deterministic
     sync = SGLangEngineSync(placement, engine)
-    return SGLangEngineGroup(sync, engine, leads, store, sleeps=sleeps, apart=apart, fixed=fixed, wrap=wrap)
+    return SGLangEngineGroup(sync, engine, leads, context, sleeps=sleeps, apart=apart, fixed=fixed, wrap=wrap)
 
 
 def _placement(config: Config, ranks: int) -> EnginePlacement:

@@ -14,12 +14,10 @@ from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement, parse_ranks
 from verl_mg.layout.suggest import resolve_layout
 from verl_mg.megatron.model_runner import check_layout
-from verl_mg.megatron.offload_manager import OffloadManager
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
-from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.actor import Actor
-from verl_mg.roles.concurrent import RoleExecutor
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.critic import Critic, RewardModel, TrainableRewardModel
 from verl_mg.roles.policy import Policy
 from verl_mg.roles.role import Role
@@ -39,12 +37,12 @@ SECTIONS = {"frozen_reward_model": "reward_model"}
 
 
 class ModelRoleBuilder:
-    """ranks: how many of the job's ranks, the first ones, hold networks. agenda, residence: what all roles share."""
+    """ranks: how many of the job's ranks, the first ones, hold networks. context: what all roles share."""
 
-    def __init__(self, config: Config, ranks: int, learns: bool = True) -> None:
+    def __init__(self, config: Config, ranks: int, context: JobContext, learns: bool = True) -> None:
         self._config, self._ranks, self._learns = config, ranks, learns
         self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
-        self.agenda, self.offload_manager = RoleExecutor(timer=PhaseTimer(config.profile.synchronize)), OffloadManager()
+        self._context = context
 
     def check(self, roles: set[str], beside: str = "") -> None:
         """UserError, before any group or model exists, where a layout fits the ranks or the model not."""
@@ -73,7 +71,6 @@ class ModelRoleBuilder:
         options: dict[str, Any] = {}
         if isinstance(section, TrainableConfig) and issubclass(kind, TrainableRole):
             options = {
-                "name": role,
                 "recompute": section.recompute,
                 "optimizer": section.optimizer,
                 "guard": section.guard,
@@ -83,14 +80,15 @@ class ModelRoleBuilder:
         built = kind(
             self._path(role),
             self._groups_of(self._placement(role), section.dynamic_context),
+            self._context,
             dtype=torch.bfloat16 if self._config.model.dtype == "bfloat16" else torch.float32,
             temperature=self._config.rollout.temperature,
             tokens_per_micro_batch=section.tokens_per_micro_batch,
+            name=role,
             **options,
         )
-        built.agenda, built.offload_manager, built.runner.timer = self.agenda, self.offload_manager, self.agenda.timer
         if section.offload:
-            self.offload_manager.join(built.cpu_offload)
+            self._context.offload.register(built.cpu_offload)
         return built
 
     def _section(self, role: str) -> TrainableConfig | ReferenceConfig:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 from transformers import AutoTokenizer
 
 from verl_mg.batch import Batch
@@ -21,25 +22,27 @@ from verl_mg.job.build_engines import build_engine_group, check_engines, num_tra
 from verl_mg.job.build_models import MODEL_ROLES, ModelRoleBuilder
 from verl_mg.job.evaluation import evaluate
 from verl_mg.models.hf_config import read_config
-from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.critic import Critic, RewardModel, TrainableRewardModel
 from verl_mg.roles.engine_group import EngineWrapper
 from verl_mg.roles.policy import Policy
 from verl_mg.roles.reward import RewardRole
+from verl_mg.roles.role import Role
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout import Sampling
 from verl_mg.rollout.tools.chat_format import ToolCallFormat
 from verl_mg.rollout.tools.multi_turn import MultiTurnEngine
 from verl_mg.rollout.tools.tool import load_tools
-from verl_mg.run.replay_rollout import ReplayRollout
 from verl_mg.sharding.weight_table import weight_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+R = TypeVar("R", bound=Role)
 
 
 class Job:
@@ -47,37 +50,30 @@ class Job:
 
     The roles are there when the recipe's `roles` names them; `prompts` always. iteration: the number of this one, from
     1. state: what a recipe keeps from one iteration to the next, and over a resume: numbers and batches by name.
-    next_row: of data that is taken as it is, the number of the next row. recording: stands in place of engines. learns:
-    whether roles have optimizers.
+    next_row: of data that is taken as it is, the number of the next row. rollout: makes the rollout of a job without
+    engines. learns: whether roles have optimizers. recipe: its name, for messages.
     """
-
-    actor: Actor
-    critic: Critic
-    reward_model: TrainableRewardModel
-    frozen_reward_model: RewardModel
-    process_reward: Actor
-    reference: Policy
-    rollout: Rollout | ReplayRollout
-    reward: RewardRole
 
     def __init__(
         self,
         config: Config,
         roles: set[str],
         store: Store,
-        recording: SampleReader | None = None,
+        rollout: Callable[[], Any] | None = None,
         learns: bool = True,
+        recipe: str = "",
     ) -> None:
-        self.config, self._store = config, store
+        self.config, self.requested, self._recipe = config, frozenset(roles), recipe
+        self.context = JobContext.create(store, PhaseTimer(config.profile.synchronize))
         self.iteration = 0
         self.state: dict[str, float | Batch] = {}
         self.next_row = 0
         torch.manual_seed(config.job.seed)
         ranks = dist.get_world_size()
-        engines = "rollout" in roles and recording is None
+        engines = "rollout" in roles and rollout is None
         training = num_training_ranks(config, ranks) if engines else ranks
-        self._networks = ModelRoleBuilder(config, training, learns)
-        self._networks.check(roles, f" beside rollout.num_ranks={ranks - training}" if training < ranks else "")
+        builder = ModelRoleBuilder(config, training, self.context, learns)
+        builder.check(roles, f" beside rollout.num_ranks={ranks - training}" if training < ranks else "")
         if engines:
             check_engines(config, weight_table(read_config(config.model.path)), ranks)
         self.tokenizer = _read_tokenizer(config.model.path)
@@ -87,19 +83,79 @@ class Job:
         self.test_prompts: Prompts | None = None
         if config.data.test is not None:
             self.test_prompts = read_prompts(config.data, "test", self.tokenizer, seed=seed, tools=schemas)
+        self._reward: RewardRole | None = None
         if "reward" in roles:
-            self.reward = RewardRole(load_rewards(config.reward), self.prompts, self.tokenizer)
-        for role in MODEL_ROLES:
-            if role in roles:
-                setattr(self, role, self._networks.build(role))
+            self._reward = RewardRole(load_rewards(config.reward), self.prompts, self.tokenizer)
+        self.roles: Mapping[str, Role] = {name: builder.build(name) for name in MODEL_ROLES if name in roles}
+        self._rollout: Any = None
+        self._has_engines = engines
         if "rollout" in roles:
-            self.rollout = self._build_rollout() if recording is None else ReplayRollout(recording)
+            self._rollout = self._build_rollout() if rollout is None else rollout()
+
+    # -- roles
+
+    @property
+    def actor(self) -> Actor:
+        """The policy that is trained."""
+        return self._role("actor", Actor)
+
+    @property
+    def reference(self) -> Policy:
+        """The frozen reference policy or teacher."""
+        return self._role("reference", Policy)
+
+    @property
+    def critic(self) -> Critic:
+        """The value model that is trained."""
+        return self._role("critic", Critic)
+
+    @property
+    def reward_model(self) -> TrainableRewardModel:
+        """The reward model that is trained."""
+        return self._role("reward_model", TrainableRewardModel)
+
+    @property
+    def frozen_reward_model(self) -> RewardModel:
+        """The reward model that scores responses."""
+        return self._role("frozen_reward_model", RewardModel)
+
+    @property
+    def process_reward(self) -> Actor:
+        """The language model that is trained as an implicit process reward model."""
+        return self._role("process_reward", Actor)
+
+    @property
+    def rollout(self) -> Rollout:
+        """Generates responses with the rollout engines, or replays recorded ones."""
+        self._require("rollout")
+        rollout: Rollout = self._rollout
+        return rollout
+
+    @property
+    def reward(self) -> RewardRole:
+        """Scores responses with the reward functions of the configuration."""
+        self._require("reward")
+        assert self._reward is not None
+        return self._reward
+
+    def _role(self, name: str, kind: type[R]) -> R:
+        self._require(name)
+        role = self.roles[name]
+        assert isinstance(role, kind)
+        return role
+
+    def _require(self, name: str) -> None:
+        if name not in self.requested:
+            raise UserError(f"recipe {self._recipe} did not request the role {name!r}: add it to roles(cfg)")
+
+    def concurrent_roles(self) -> AbstractContextManager[None]:
+        """Returns the block at whose end the role calls made inside run, roles on disjoint ranks at the same time."""
+        return self.context.executor.concurrent()
 
     @property
     def trained(self) -> dict[str, TrainableRole]:
         """The roles that learn, by name."""
-        present = {name: getattr(self, name, None) for name in MODEL_ROLES}
-        return {name: role for name, role in present.items() if isinstance(role, TrainableRole)}
+        return {name: role for name, role in self.roles.items() if isinstance(role, TrainableRole)}
 
     @property
     def trained_batches(self) -> list[Batch]:
@@ -110,17 +166,13 @@ class Job:
     @property
     def timer(self) -> PhaseTimer:
         """Of all roles, see `PhaseTimer`."""
-        return self._networks.agenda.timer
-
-    def settle(self) -> None:
-        """Have all done that the roles were asked for, see `Agenda`."""
-        self._networks.agenda.settle()
+        return self.context.timer
 
     # -- around an iteration
 
     def start(self) -> None:
         """Give the engines their first weights, when those that training goes on from are there."""
-        if hasattr(self, "rollout"):
+        if self._rollout is not None:
             self.rollout.sync(self.actor)
             self.rollout.go_on()
 
@@ -129,9 +181,9 @@ class Job:
         self.iteration = iteration
         for role in self.trained.values():
             role.trained_batches = []
-        if hasattr(self, "rollout"):
+        if self._rollout is not None:
             self.rollout.enter(iteration)
-        return self.reward.refresh() if hasattr(self, "reward") else {}
+        return self._reward.refresh() if self._reward is not None else {}
 
     def observe(self, batch: Batch) -> dict[str, float]:
         """Tell a curriculum how answers went."""
@@ -143,40 +195,36 @@ class Job:
 
     def close(self) -> None:
         """End the engines and let the rewards go."""
-        for part in ("rollout", "reward"):
-            if hasattr(self, part):
-                getattr(self, part).close()
+        for part in (self._rollout, self._reward):
+            if part is not None:
+                part.close()
 
     # -- what all ranks know together
 
-    def total(self, values: Tensor) -> Tensor:
-        """See `batch_collectives.total`."""
-        self.settle()
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """See `batch_collectives.all_reduce_sum`."""
         return batch_collectives.all_reduce_sum(values)
 
-    def column(self, batch: Batch, name: str) -> Tensor:
-        """See `batch_collectives.column`."""
-        self.settle()
+    def all_gather_column(self, batch: Batch, name: str) -> Tensor:
+        """See `batch_collectives.all_gather_column`."""
         return batch_collectives.all_gather_column(batch, name)
 
-    def kth_largest(self, values: Tensor, k: int) -> float:
-        """See `batch_collectives.kth_largest`."""
-        self.settle()
+    def global_kth_largest(self, values: Tensor, k: int) -> float:
+        """See `batch_collectives.global_kth_largest`."""
         return batch_collectives.global_kth_largest(values, k)
 
-    def renumbered(self, batch: Batch) -> Batch:
-        """See `batch_collectives.renumbered`."""
-        self.settle()
+    def reassign_sample_ids(self, batch: Batch) -> Batch:
+        """See `batch_collectives.reassign_sample_ids`."""
         return batch_collectives.reassign_sample_ids(batch)
 
     # -- data
 
-    def demonstrations(self, prompts: Sequence[Prompt]) -> Batch:
+    def sft_batch(self, prompts: Sequence[Prompt]) -> Batch:
         """Prompts with their answers as rows to imitate; this rank's share of them."""
         first, self.next_row = self.next_row, self.next_row + len(prompts)
         return demonstrations_batch(prompts, self.tokenizer, self._longest, first, *self._place)
 
-    def preferences(self, prompts: Sequence[Prompt]) -> Batch:
+    def preference_batch(self, prompts: Sequence[Prompt]) -> Batch:
         """Prompts with a chosen and a rejected answer, two rows each; this rank's share of them."""
         first, self.next_row = self.next_row, self.next_row + len(prompts)
         fields = (self.config.data.chosen_field, self.config.data.rejected_field)
@@ -184,7 +232,7 @@ class Job:
 
     def evaluate(self) -> dict[str, float]:
         """See `evaluation.evaluate`; nothing without `data.test`, or without engines."""
-        if self.test_prompts is None or isinstance(self.rollout, ReplayRollout):
+        if self.test_prompts is None or not self._has_engines:
             return {}
         return evaluate(self.rollout, self.test_prompts, self.config.evaluation)
 
@@ -203,16 +251,9 @@ class Job:
             top_k=config.top_k,
             stop_token_ids=tuple(sorted(stops)),
         )
-        store = PrefixStore("rollout", self._store)
-        fleet = build_engine_group(self.config, self._dtype, self.actor, store, self._with_tools())
-        for role in (getattr(self, name, None) for name in MODEL_ROLES):
-            if role is not None:
-                role.claim = fleet.rest
-        fleet.offload_manager = self._networks.offload_manager
-        cuts = not self.config.job.deterministic
-        rollout = Rollout(fleet, sampling, self.config.job.seed, store, config.partial_rollout, self.reward, cuts)
-        rollout.agenda = self._networks.agenda
-        return rollout
+        engines = build_engine_group(self.config, self._dtype, self.actor, self.context, self._with_tools())
+        cuts, seed = not self.config.job.deterministic, self.config.job.seed
+        return Rollout(engines, sampling, seed, self.context, config.partial_rollout, self.reward, cuts)
 
     def _with_tools(self) -> EngineWrapper:
         """What puts tools around an engine, where the configuration names any."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.megatron.attention import PackedSequences, describe
 from verl_mg.megatron.process_groups import Cut
@@ -72,8 +73,12 @@ def make_micro_batch(
     )
 
 
+LossOutput = tuple[Tensor, Metrics]
+"""What a loss returns: the loss of each token (n,) with gradients, and metrics (n,) by name."""
+
+
 @dataclass(frozen=True)
-class LossTokens:
+class LossInputs:
     """What a loss is a function of: the judged tokens of a micro-batch, flat, all (n,).
 
     What the model says of them, with gradients, is `logprobs` and `entropy`, at the sampling temperature, or, with a
@@ -101,6 +106,21 @@ class LossTokens:
         """Of a value head."""
         return self.output[0]
 
+    @property
+    def old_logprobs(self) -> Tensor:
+        """Log-probs before the first update on the batch, in nats."""
+        return self.columns["old_logprobs"]
+
+    @property
+    def ref_logprobs(self) -> Tensor:
+        """Log-probs of the reference, in nats."""
+        return self.columns["ref_logprobs"]
+
+    @property
+    def advantages(self) -> Tensor:
+        """Advantages of the tokens."""
+        return self.columns["advantages"]
+
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
 
@@ -108,7 +128,7 @@ class LossTokens:
         return name in self.columns
 
 
-def loss_tokens(micro: MicroBatch, output: Tensor) -> LossTokens:
+def loss_tokens(micro: MicroBatch, output: Tensor) -> LossInputs:
     """The loss's view of the model's `output`, (2, n), or (1, n) with a value head."""
     device = output.device
     columns = {}
@@ -117,7 +137,7 @@ def loss_tokens(micro: MicroBatch, output: Tensor) -> LossTokens:
         if micro.rows.kind(name) is ColumnKind.SEQUENCE:
             column = micro.rows.expand_to_tokens(column)
         columns[name] = column[micro.entries].to(device)
-    return LossTokens(
+    return LossInputs(
         output=output,
         mask=torch.ones_like(output[0], dtype=torch.bool),
         sequence_ids=micro.sequence_ids,

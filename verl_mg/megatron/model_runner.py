@@ -51,9 +51,10 @@ class ModelRunner:
         head: Head = "language",
         behind: int = 1,
         lora: LoraConfig | None = None,
+        timer: PhaseTimer | None = None,
     ) -> None:
         self.table = weight_table(read_config(model_dir), head)
-        self._behind, self.timer = behind, PhaseTimer()
+        self._behind, self.timer = behind, timer or PhaseTimer()
         check_layout(self.table.config, groups.layout)
         self.groups, self.dtype = groups, dtype
         frequencies, self._attention_scaling = rotary_frequencies(model_dir)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class CpuOffload:
         self._network, self._optimizer = runner, optimizer
         self._weights, self._state, self._gradients = _Part(), _Part(), _Part()
 
-    def leave(self, weights: bool = True) -> None:
+    def to_host(self, weights: bool = True) -> None:
         """Copy to the host, pinned where there is a GPU, and free the device; nothing where nothing is there."""
         if not self._network.is_member:
             return
@@ -38,10 +38,10 @@ class CpuOffload:
             part.free()
         torch.cuda.empty_cache()
 
-    def come_back(self, training: bool = True) -> None:
+    def to_device(self, training: bool = True) -> None:
         """Take the device's memory again, with the values of before; gradients are zero."""
         for part in (self._weights, self._state, self._gradients)[: 3 if training else 1]:
-            part.come_back()
+            part.to_device()
         torch.cuda.synchronize()
 
 
@@ -73,7 +73,7 @@ class _Part:
         for storage, _ in self._leaving:
             storage.resize_(0)
 
-    def come_back(self) -> None:
+    def to_device(self) -> None:
         """Take memory and begin to fill it."""
         leaving, self._leaving = self._leaving, []
         for (storage, size), room in zip(leaving, self._rooms, strict=bool(leaving)):
@@ -82,3 +82,43 @@ class _Part:
                 as_bytes(storage).zero_()
             else:
                 as_bytes(storage).copy_(room, non_blocking=True)
+
+
+class OffloadManager:
+    """Decides whose state occupies this rank's device: at most one of the registered roles, or the rollout engines."""
+
+    def __init__(self) -> None:
+        self._registered: list[CpuOffload] = []
+        self._release_engines: Callable[[], None] | None = None
+
+    def register(self, role: CpuOffload) -> None:
+        """Adds a role whose state is on the host while other roles or engines compute."""
+        self._registered.append(role)
+
+    def register_engines(self, release: Callable[[], None]) -> None:
+        """Sets the function by which the rollout engines release the device's memory; all ranks call it together."""
+        self._release_engines = release
+
+    def release_engines(self) -> None:
+        """Makes the rollout engines release the device's memory; all ranks call it, since it may contain a barrier."""
+        if self._release_engines is not None:
+            self._release_engines()
+
+    def load_exclusively(self, role: CpuOffload, training: bool = True) -> None:
+        """Moves a role to the device and all other registered roles to the host.
+
+        Args:
+            role: the role that computes next; it need not be registered.
+            training: also load optimizer state and gradient buffers, not the weights alone.
+        """
+        for other in self._registered:
+            if other is not role:
+                other.to_host()
+        if not training and role in self._registered:
+            role.to_host(weights=False)
+        role.to_device(training)
+
+    def offload_all(self) -> None:
+        """Moves all registered roles to the host."""
+        for role in self._registered:
+            role.to_host()

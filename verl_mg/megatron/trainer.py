@@ -23,7 +23,7 @@ from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.errors import UserError
 from verl_mg.megatron.cpu_offload_adam import move_to_cpu
-from verl_mg.megatron.microbatch import LossTokens, MicroBatch, loss_tokens
+from verl_mg.megatron.microbatch import LossInputs, MicroBatch, loss_tokens
 from verl_mg.megatron.model_runner import Judge, ModelRunner, Report
 from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights
 from verl_mg.megatron.snapshot import Snapshot
@@ -49,7 +49,7 @@ class TrainerCounters(ConfigSection):
     bad_in_a_row: Count
 
 
-TokenLoss = Callable[[LossTokens], tuple[Tensor, Mapping[str, Tensor]]]
+TokenLoss = Callable[[LossInputs], tuple[Tensor, Mapping[str, Tensor]]]
 """(the judged tokens of a micro-batch) -> (loss of each (n,), metrics of each (n,) to be averaged over all tokens)."""
 
 

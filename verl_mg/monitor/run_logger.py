@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 
 from verl_mg.config import Config
-from verl_mg.job.build_models import MODEL_ROLES
 from verl_mg.job.job import Job
 from verl_mg.jsonl import read_lines
 from verl_mg.monitor.build_trackers import build_trackers
@@ -48,8 +47,8 @@ class RunLogger:
         if rank == 0:
             _tell_what_was_left_out(job)
         self._trackers = build_trackers(recipe, config, job.timer, first if first > 1 else 0) if rank == 0 else []
-        self._samples = _sample_writer(job, recipe) if hasattr(job, "rollout") else None
-        runners = [getattr(job, name).runner for name in MODEL_ROLES if hasattr(job, name)]
+        self._samples = _sample_writer(job, recipe) if "rollout" in job.requested else None
+        runners = [role.runner for role in job.roles.values()]
         self._throughput = Throughput(runners, device_peak())
         self._profile, self._traced = Profile(job.timer), TorchProfile(config.profile, self._output, rank)
         self._timeline = Timeline(self._output / TIMELINE, rank, job.timer, first)
@@ -58,7 +57,7 @@ class RunLogger:
     def traced(self, iteration: int) -> AbstractContextManager[None]:
         """Around an iteration, which begins."""
         self._started = time.perf_counter()
-        self._version = self._job.actor.updates if self._samples else 0
+        self._version = self._job.actor.num_updates if self._samples else 0
         return self._traced(iteration)
 
     def iteration(self, iteration: int) -> dict[str, float]:

@@ -1,173 +1,187 @@
-"""Work that roles were asked for and nobody has looked at yet: so roles on different ranks compute at the same time.
+"""Execution of role calls: at once, or together at the end of a `with job.concurrent_roles()` block.
 
-    batch["old_logprobs"] = job.actor.logprobs(batch)         asked: the rows travel to the actor's ranks
-    batch["ref_logprobs"] = job.reference.logprobs(batch)     asked: ... to the reference's
-    batch["old_logprobs"] - batch["ref_logprobs"]             looked at: every rank does what it was asked for, in this
-                                                              order, and then all columns return
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)        requested: rows travel to the actor's ranks
+        batch["ref_logprobs"] = job.reference.compute_logprobs(batch)    requested: rows travel to the reference's ranks
+    batch["old_logprobs"] - batch["ref_logprobs"]                        both are computed here
 
-Every rank asks for the same in the same order, and settles at the latest where it meets the others in something else,
-so it does not matter where a rank looks first.
+A call has two parts. `work` computes and involves only the ranks of the role. `deliver` sends the results to the owners
+of the rows and involves all ranks. At the end of the block each rank first runs the `work` of all calls in the order of
+the requests, then all `deliver`: roles on disjoint ranks therefore compute at the same time. Outside the block both
+parts run before the call returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from verl_mg.batch import Batch
+from verl_mg.batch import PendingColumn
 from verl_mg.phase_timer import PhaseTimer
 
 Result = TypeVar("Result")
+PACKAGE = "verl_mg"
+
+
+class PendingMetrics(Mapping[str, float]):
+    """Metrics of a role call inside a `concurrent_roles` block; they can be read after the block."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        self._values: dict[str, float] | None = None
+
+    def fill(self, values: Mapping[str, float]) -> None:
+        """Sets the metrics, once."""
+        self._values = dict(values)
+
+    def _read(self) -> dict[str, float]:
+        if self._values is None:
+            raise RuntimeError(
+                f"the metrics of {self._call} are not computed yet: they are requested in a "
+                "`with job.concurrent_roles()` block; read them after the block"
+            )
+        return self._values
+
+    def __getitem__(self, name: str) -> float:
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return f"PendingMetrics({self._call})" if self._values is None else repr(self._values)
 
 
 @dataclass(frozen=True)
-class _Task:
-    """work: what this rank does, with nobody but the ranks of the same role. deliver: done by all ranks together."""
+class _RequestLine:
+    """The line outside the package that made a role call."""
 
+    frame: FrameType
+    instruction: int
+    line: int
+
+    @classmethod
+    def find(cls) -> _RequestLine | None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == PACKAGE:
+            frame = frame.f_back
+        return None if frame is None else cls(frame, frame.f_lasti, frame.f_lineno)
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
     work: Callable[[], Any]
     deliver: Callable[[Any], None]
+    requested_at: _RequestLine | None
 
 
 class RoleExecutor:
-    """What the roles of a job have been asked for. eager: everything is done as soon as it is asked for."""
+    """Runs the role calls of this rank. All ranks make the same calls in the same order.
 
-    def __init__(self, eager: bool = False, timer: PhaseTimer | None = None) -> None:
-        self._eager, self.timer = eager, timer or PhaseTimer()
-        self._tasks: list[_Task] = []
+    Args:
+        timer: phase timer of the job; the phases are `role_compute` and `row_dispatch`.
+    """
 
-    def column(self, entries: int, work: Callable[[], Result], deliver: Callable[[Result], Tensor]) -> Tensor:
-        """A float32 tensor (entries,) that is `deliver(work())`, filled at the first look at it."""
-        promised = PromisedColumn.of(entries, self.settle)
-        self._ask(_Task(work, lambda result: promised.fill(deliver(result))))
-        return promised.plain() if self._eager else promised
+    def __init__(self, timer: PhaseTimer) -> None:
+        self._timer = timer
+        self._queue: list[_Call] | None = None
 
-    def metrics(self, work: Callable[[], Result], deliver: Callable[[Result], Mapping[str, float]]) -> Metrics:
-        """Numbers by name that are `deliver(work())` at the first look at them."""
-        promised = Metrics(self.settle)
-        self._ask(_Task(work, lambda result: promised.fill(deliver(result))))
-        return promised
+    @contextmanager
+    def concurrent(self) -> Iterator[None]:
+        """Queues the calls made inside and runs them at the end; drops them if the body raises.
 
-    def settle(self) -> None:
-        """Do all that was asked for; all ranks call it together."""
-        tasks, self._tasks = self._tasks, []
-        if not tasks:
-            return
-        with self.timer("work"):
-            results = [task.work() for task in tasks]
-        self.timer.meet()
-        with self.timer("rows"):
-            for task, result in zip(tasks, results, strict=True):
-                task.deliver(result)
+        Raises:
+            RuntimeError: blocks are nested.
+        """
+        if self._queue is not None:
+            raise RuntimeError("`with job.concurrent_roles()` blocks cannot be nested: use one block for all calls")
+        queue = self._queue = []
+        try:
+            yield
+        finally:
+            self._queue = None
+        self._run(queue)
 
-    def settle_for(self, batch: Batch) -> None:
-        """Before a batch's columns travel: ranks without rows would not look at them."""
-        columns = [batch[name] for name in batch.names()]
-        if any(isinstance(column, PromisedColumn) and column.pending for column in columns):
-            self.settle()
+    def require_outside_block(self, name: str) -> None:
+        """Raises RuntimeError inside a `concurrent_roles` block, where queued calls have not run yet.
 
-    def _ask(self, task: _Task) -> None:
-        self._tasks.append(task)
-        if self._eager:
-            self.settle()
+        Args:
+            name: the call that cannot be queued, for the message.
+        """
+        if self._queue is not None:
+            raise RuntimeError(
+                f"{name} is called in a `with job.concurrent_roles()` block, before the calls of the block have run; "
+                "call it after the block"
+            )
 
+    def column(
+        self, name: str, entries: int, work: Callable[[], Result], deliver: Callable[[Result], Tensor]
+    ) -> Tensor:
+        """Returns the column `deliver(work())`; inside a `concurrent_roles` block a `PendingColumn` of it.
 
-def _nothing() -> None: ...
+        Args:
+            name: the call as written in a recipe, such as "actor.compute_logprobs".
+            entries: number of entries of the column, (entries,) float32.
+            work: computes on this rank, with the ranks of the role only.
+            deliver: makes the column of the result of `work`, with all ranks.
+        """
+        if self._queue is not None:
+            pending = PendingColumn.create(name, entries)
+            self._enqueue(name, work, lambda result: pending.fill(deliver(result)))
+            return pending
+        columns: list[Tensor] = []
+        self._run([_Call(name, work, lambda result: columns.append(deliver(result)), None)])
+        return columns[0]
 
+    def metrics(
+        self, name: str, work: Callable[[], Result], deliver: Callable[[Result], Mapping[str, float]]
+    ) -> Mapping[str, float]:
+        """Returns the metrics `deliver(work())`; inside a `concurrent_roles` block `PendingMetrics` of them.
 
-class PromisedColumn(Tensor):
-    """A tensor whose values come when something is done with it; its shape is known before."""
+        Args:
+            name: the call as written in a recipe, such as "actor.update".
+            work: computes on this rank, with the ranks of the role only.
+            deliver: makes the metrics, the same on every rank, of the result of `work`, with all ranks.
+        """
+        pending = PendingMetrics(name)
+        if self._queue is not None:
+            self._enqueue(name, work, lambda result: pending.fill(deliver(result)))
+            return pending
+        self._run([_Call(name, work, lambda result: pending.fill(deliver(result)), None)])
+        return dict(pending)
 
-    settle: Callable[[], None]
-    pending = True
+    def _enqueue(self, name: str, work: Callable[[], Any], deliver: Callable[[Any], None]) -> None:
+        assert self._queue is not None
+        self._queue.append(_Call(name, work, deliver, _RequestLine.find()))
 
-    @staticmethod
-    def of(entries: int, settle: Callable[[], None]) -> PromisedColumn:
-        """(entries,) float32."""
-        promised = torch.empty(entries).as_subclass(PromisedColumn)
-        promised.settle = settle
-        return promised
-
-    def fill(self, values: Tensor) -> None:
-        """Set the values, once."""
-        self.settle, self.pending = _nothing, False
-        self.plain().copy_(values)
-
-    def plain(self) -> Tensor:
-        """The same memory as an ordinary tensor, filled or not."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.settle()
-        return self.plain().__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in _KNOWN_BEFORE:
-            for one in _promised((args, kwargs)):
-                one.settle()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-_KNOWN_BEFORE = frozenset(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad"))
-
-
-def _promised(value: Any) -> Iterator[PromisedColumn]:
-    if isinstance(value, PromisedColumn):
-        yield value
-    elif isinstance(value, dict):
-        yield from _promised(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _promised(part)
+    def _run(self, calls: list[_Call]) -> None:
+        with self._timer("work"):
+            results = [_at_request_line(call, call.work) for call in calls]
+        self._timer.meet()
+        with self._timer("rows"):
+            for call, result in zip(calls, results, strict=True):
+                _at_request_line(call, call.deliver, result)
 
 
-class Metrics(MutableMapping[str, float]):
-    """Numbers by name that come at the first look; `|` makes a dict of them."""
-
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
-        self._values: dict[str, float] = {}
-
-    def fill(self, values: Mapping[str, float]) -> None:
-        """Set the numbers, once."""
-        self._settle, self._values = _nothing, dict(values)
-
-    def __getitem__(self, name: str) -> float:
-        self._settle()
-        return self._values[name]
-
-    def __setitem__(self, name: str, value: float) -> None:
-        self._settle()
-        self._values[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        self._settle()
-        del self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        self._settle()
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        self._settle()
-        return len(self._values)
-
-    def __or__(self, other: Mapping[str, float]) -> dict[str, float]:
-        return {**self, **other}
-
-    def __ror__(self, other: Mapping[str, float]) -> dict[str, float]:
-        return {**other, **self}
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def __reduce__(self) -> tuple[type[dict[str, float]], tuple[dict[str, float]]]:
-        return dict, (dict(self),)
+def _at_request_line(call: _Call, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls the function; the traceback of an exception includes the line that requested the call."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if call.requested_at is None:
+            raise
+        at, inner = call.requested_at, error.__traceback__
+        error.add_note(f"{call.name} was requested at {at.frame.f_code.co_filename}:{at.line}")
+        raise error.with_traceback(
+            TracebackType(inner.tb_next if inner else None, at.frame, at.instruction, at.line)
+        ) from error.__cause__

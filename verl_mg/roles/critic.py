@@ -14,9 +14,9 @@ class Critic(TrainableRole):
 
     head = "value"
 
-    def values(self, batch: Batch) -> Tensor:
+    def compute_values(self, batch: Batch) -> Tensor:
         """The value of the state in which each token under the loss mask was drawn; float32, 0 elsewhere."""
-        return self.judge(batch)
+        return self.forward(batch, "compute_values")
 
 
 class RewardModel(Role):
@@ -24,11 +24,11 @@ class RewardModel(Role):
 
     head, behind = "value", 0
 
-    def scores(self, batch: Batch) -> Tensor:
+    def compute_scores(self, batch: Batch) -> Tensor:
         """(n,) float32."""
         rows = batch.select_columns(("tokens", "sample_id", "routed_experts"))
         rows["loss_mask"] = batch.last
-        return self.judge(rows, of=batch.last)
+        return self.forward(rows, "compute_scores", batch.last)
 
 
 class TrainableRewardModel(TrainableRole, RewardModel):

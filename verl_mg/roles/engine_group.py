@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
-from verl_mg.megatron.offload_manager import OffloadManager
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_restarts import EngineRestarts
 from verl_mg.roles.weight_sync import HFEngineSync, SGLangEngineSync
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
@@ -34,11 +34,12 @@ class EngineGroup(ABC):
     at_home: bool
     apart: bool
 
-    def __init__(self, leads: Sequence[bool], fixed: bool) -> None:
+    def __init__(self, leads: Sequence[bool], fixed: bool, context: JobContext) -> None:
         self.leads, self.fixed = tuple(leads), fixed
         self.engines = sum(leads)
         self.version = -1
-        self.offload_manager = OffloadManager()
+        self._offload = context.offload
+        self._offload.register_engines(self.rest)
 
     def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> WorkQueue:
         """How the work of a call is shared."""
@@ -49,7 +50,7 @@ class EngineGroup(ABC):
 
     def ready(self) -> None:
         """Called before samples are drawn: take memory that was given back."""
-        self.offload_manager.clear()
+        self._offload.offload_all()
 
     def rest(self) -> None:  # noqa: B027, not all have something to do
         """Called before something else computes on the engines' devices: give their memory back."""
@@ -75,14 +76,14 @@ class HFEngineGroup(EngineGroup):
 
     at_home, apart = True, False
 
-    def __init__(self, engine: HFEngine, wrap: EngineWrapper = lambda engine: engine) -> None:
-        super().__init__([True] * dist.get_world_size(), fixed=True)
+    def __init__(self, engine: HFEngine, context: JobContext, wrap: EngineWrapper = lambda engine: engine) -> None:
+        super().__init__([True] * dist.get_world_size(), True, context)
         self.engine = wrap(engine)
         self._sync = HFEngineSync(engine)
 
     def sync(self, actor: Actor) -> dict[str, float]:
         """See `EngineGroup`."""
-        self.version = actor.updates
+        self.version = actor.num_updates
         return self._sync.sync(actor)
 
     def revive(self) -> None:
@@ -105,16 +106,16 @@ class SGLangEngineGroup(EngineGroup):
         sync: SGLangEngineSync,
         inner: SGLangEngine | None,
         leads: Sequence[bool],
-        store: Store,
+        context: JobContext,
         *,
         sleeps: bool,
         apart: bool,
         fixed: bool = False,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
-        super().__init__(leads, fixed)
+        super().__init__(leads, fixed, context)
         self.engine = wrap(inner) if inner else None
-        self._inner, self._sync, self._revivals = inner, sync, EngineRestarts(store)
+        self._inner, self._sync, self._revivals = inner, sync, EngineRestarts(PrefixStore("rollout", context.store))
         self._sleeps, self._resting, self.apart = sleeps, False, apart
         self._actor: Actor | None = None
 
@@ -123,13 +124,13 @@ class SGLangEngineGroup(EngineGroup):
 
         The actor's weights stand beside the engines'; when it has left, the key-value cache comes.
         """
-        self._actor, self.version = actor, actor.updates
-        self.offload_manager.enter(actor.cpu_offload, training=False)
+        self._actor, self.version = actor, actor.num_updates
+        self._offload.load_exclusively(actor.cpu_offload, training=False)
         if self._inner:
             with suppress(EngineDiedError):  # the sync finds that out too
                 self._inner.wake(weights=True, kv=False)
         report = self._sync.sync(actor)
-        self.offload_manager.clear()
+        self._offload.offload_all()
         if self._inner:
             self._inner.wake(weights=False, kv=True)
         self._resting = False
@@ -168,6 +169,6 @@ class SGLangEngineGroup(EngineGroup):
         """See `verl_mg.rollout.engine_loop.Rescue`."""
         for engine in self._revivals.unseen():
             assert self._actor is not None
-            self.offload_manager.enter(self._actor.cpu_offload, training=False)
+            self._offload.load_exclusively(self._actor.cpu_offload, training=False)
             self._sync.sync_one(self._actor, engine)
-            self.offload_manager.clear()
+            self._offload.offload_all()

@@ -11,9 +11,9 @@ from verl_mg.roles.role import Role
 class Policy(Role):
     """A language model; frozen unless it is an `Actor`."""
 
-    def logprobs(self, batch: Batch) -> Tensor:
+    def compute_logprobs(self, batch: Batch) -> Tensor:
         """log p of every token under the loss mask, a float32 token column with 0 elsewhere.
 
         Of the distribution that was sampled from: softmax(logits / temperature), without top-k and top-p.
         """
-        return self.judge(batch)
+        return self.forward(batch, "compute_logprobs")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore
 
 from verl_mg import device
 from verl_mg.config import Config, RolloutConfig
 from verl_mg.errors import UserError
 from verl_mg.roles.actor import Actor
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper
 from verl_mg.roles.engine_restarts import EngineRestarts
 from verl_mg.roles.remote_weight_sync import ProcessGroupSync, RemoteWeightSync, SharedFolderSync
@@ -34,20 +35,20 @@ class RemoteEngineGroup(EngineGroup):
         inner: RemoteEngine | None,
         server: int,
         leads: Sequence[bool],
-        store: Store,
+        context: JobContext,
         fixed: bool = False,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
-        super().__init__(leads, fixed)
+        super().__init__(leads, fixed, context)
         self.engine = wrap(inner) if inner else None
         self._inner, self._server, self._sync = inner, server, sync
-        self._revivals = EngineRestarts(store)
+        self._revivals = EngineRestarts(PrefixStore("rollout", context.store))
         self._actor: Actor | None = None
 
     def sync(self, actor: Actor) -> dict[str, float]:
         """See `EngineGroup`."""
-        self._actor, self.version = actor, actor.updates
-        self.offload_manager.enter(actor.cpu_offload, training=False)
+        self._actor, self.version = actor, actor.num_updates
+        self._offload.load_exclusively(actor.cpu_offload, training=False)
         return self._sync.sync(actor)
 
     def revive(self) -> None:
@@ -63,7 +64,7 @@ class RemoteEngineGroup(EngineGroup):
         """See `verl_mg.rollout.engine_loop.Rescue`."""
         for server in self._revivals.unseen():
             assert self._actor is not None
-            self.offload_manager.enter(self._actor.cpu_offload, training=False)
+            self._offload.load_exclusively(self._actor.cpu_offload, training=False)
             self._sync.sync_one(self._actor, server)
 
 
@@ -93,7 +94,9 @@ def _check_folder(folder: Path | None) -> None:
         raise UserError(f"rollout.shared_folder={folder}: cannot be made ({error.strerror}); {remedy}") from None
 
 
-def build_remote_engines(config: Config, table: WeightTable, store: Store, wrap: EngineWrapper) -> RemoteEngineGroup:
+def build_remote_engines(
+    config: Config, table: WeightTable, context: JobContext, wrap: EngineWrapper
+) -> RemoteEngineGroup:
     """The fleet that the configuration names; without weights of this job until the first sync."""
     rollout, ranks = config.rollout, dist.get_world_size()
     number = _server_of(dist.get_rank(), rollout, ranks)
@@ -107,7 +110,7 @@ def build_remote_engines(config: Config, table: WeightTable, store: Store, wrap:
         )
     leads = [_server_of(rank, rollout, ranks) != NO_SERVER for rank in range(ranks)]
     fixed = config.job.deterministic
-    return RemoteEngineGroup(_sync(config, engine, number), engine, number, leads, store, fixed, wrap)
+    return RemoteEngineGroup(_sync(config, engine, number), engine, number, leads, context, fixed, wrap)
 
 
 def _sync(config: Config, engine: RemoteEngine | None, number: int) -> RemoteWeightSync:

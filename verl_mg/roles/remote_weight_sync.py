@@ -58,7 +58,7 @@ class SharedFolderSync:
         saved = time.perf_counter()
         if self._engine:
             self._engine.arrive()
-            self._engine.load_folder(written, actor.updates)
+            self._engine.load_folder(written, actor.num_updates)
         dist.barrier()
         if dist.get_rank() == SENDER:
             for old in set(self._folder.glob("weights-*")) - {written}:
@@ -69,10 +69,10 @@ class SharedFolderSync:
     def sync_one(self, actor: Actor, server: int) -> None:
         """See `RemoteWeightSync`; what was written for all is still there."""
         if self._engine and server == self._server:
-            self._engine.load_folder(self._written(actor), actor.updates)
+            self._engine.load_folder(self._written(actor), actor.num_updates)
 
     def _written(self, actor: Actor) -> Path:
-        return self._folder / f"weights-{actor.updates}"
+        return self._folder / f"weights-{actor.num_updates}"
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ class ProcessGroupSync:
             tensors = part.views(own)
             traffic.append(execute(part.schedule, sources(part.schedule, actor.runner, parameters), tensors))
             arrived = time.perf_counter()
-            self._hand_over(engine, part, own, actor.updates if number == len(parts) - 1 else None)
+            self._hand_over(engine, part, own, actor.num_updates if number == len(parts) - 1 else None)
             sending += time.perf_counter() - arrived
         if engine:
-            engine.end_update(actor.updates)
+            engine.end_update(actor.num_updates)
         return report(traffic, lower_bound, started) | {"time/sync_sending": sending}
 
     def _hand_over(self, engine: RemoteEngine | None, part: _Part, flat: Tensor | None, version: int | None) -> None:

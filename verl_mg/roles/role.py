@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -16,10 +16,9 @@ from verl_mg.config import LoraConfig
 from verl_mg.layout.dynamic_cp import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
-from verl_mg.megatron.offload_manager import OffloadManager
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.flops import row_flops
-from verl_mg.roles.concurrent import RoleExecutor
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.row_dispatch import RowIndex, build_row_index, gather_rows, scatter_column
 from verl_mg.sharding.weight_table import Head
 
@@ -31,8 +30,7 @@ class Role:
     """A network under its own layout and groups.
 
     All ranks of the job call its methods together; those outside the placement hold rows, and compute nothing. What a
-    method answers is computed when it is looked at, see `RoleExecutor`. agenda, residence: the job's, which all roles
-    share.
+    method answers is computed when it is looked at, see `RoleExecutor`. context: the job's, which all roles share.
     """
 
     head: ClassVar[Head] = "language"
@@ -43,29 +41,29 @@ class Role:
         self,
         model_dir: Path,
         groups: ParallelGroups,
+        context: JobContext,
         *,
         dtype: torch.dtype,
         temperature: float,
         tokens_per_micro_batch: int,
         recompute: bool = False,
         lora: LoraConfig | None = None,
+        name: str = "actor",
     ) -> None:
-        self.model_dir = model_dir
-        self.runner = ModelRunner(model_dir, groups, dtype, recompute, self.head, self.behind, lora)
+        self.model_dir, self.name = model_dir, name
+        self.runner = ModelRunner(model_dir, groups, dtype, recompute, self.head, self.behind, lora, context.timer)
         self._temperature, self._budget = temperature, tokens_per_micro_batch
         self._flops = row_flops(self.runner.table)
-        self.claim: Callable[[], None] = lambda: None
-        """Called before it computes: engines that share the device give its memory back."""
+        self._context = context
         self.cpu_offload = CpuOffload(self.runner)
-        self.agenda, self.offload_manager = RoleExecutor(eager=True), OffloadManager()
 
-    def judge(self, batch: Batch, of: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, call: str = "forward", of: Tensor | None = None) -> Tensor:
         """What the network says of every token under the loss mask, a float32 token column with 0 elsewhere.
 
         of: (sum(lengths),) bool, the entries to return in place of the whole column.
         """
-        self.claim()
-        with self.agenda.timer("rows"):
+        self._context.offload.release_engines()
+        with self._context.timer("rows"):
             rows = batch.select_columns(FORWARD_COLUMNS)
             index = build_row_index(rows)
             shares = self.share(index, index.units)
@@ -76,11 +74,13 @@ class Role:
             return column if of is None else column[of]
 
         entries = rows.total_tokens if of is None else int(of.sum())
-        return self.agenda.column(entries, partial(self._answers, shares, micro_batches), deliver)
+        return self._context.executor.column(
+            f"{self.name}.{call}", entries, partial(self._answers, shares, micro_batches), deliver
+        )
 
     def _answers(self, shares: MicroBatchPlan, micro_batches: list[Batch]) -> dict[int, Tensor]:
         """The judged rows that this rank speaks for, by their numbers in the index."""
-        self.offload_manager.enter(self.cpu_offload, training=False)
+        self._context.offload.load_exclusively(self.cpu_offload, training=False)
         answers: dict[int, Tensor] = {}
         judged = self.runner.judge(micro_batches, self._temperature, shares.cp_sizes)
         own = self._rows_of(dist.get_rank(), shares)

@@ -10,14 +10,14 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import PrefixStore
 
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
 from verl_mg.roles.actor import Actor
-from verl_mg.roles.concurrent import RoleExecutor
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup
 from verl_mg.roles.pending_groups import PendingGroup, RolloutState
 from verl_mg.roles.reward import RewardRole
@@ -52,13 +52,14 @@ class Rollout:
         fleet: EngineGroup,
         sampling: Sampling,
         seed: int,
-        store: Store,
+        context: JobContext,
         partial: bool = False,
         scorer: RewardRole | None = None,
         cuts: bool = True,
     ) -> None:
         self._scorer, self._cuts = scorer, cuts
-        self._fleet, self._sampling, self._seed, self._store, self._partial = fleet, sampling, seed, store, partial
+        self._fleet, self._sampling, self._seed, self._partial = fleet, sampling, seed, partial
+        self._context, self._store = context, PrefixStore("rollout", context.store)
         self._next_id = self._calls = 0
         self._waiting: list[PendingGroup] = []
         # This rank's engine wrote them, and their groups are not complete.
@@ -69,7 +70,6 @@ class Rollout:
         self._newer: Actor | None = None
         """Whose weights the engines are given when the samples that they draw are done."""
         self._to_draw: int | None = None
-        self.agenda = RoleExecutor(eager=True)
         self.produced: list[Batch] = []
         self.handed: list[RolloutRecord] = []
         self.metrics: dict[str, float] = {}
@@ -143,11 +143,11 @@ class Rollout:
 
     def sync(self, actor: Actor) -> None:
         """Bring the actor's weights into the engines, each byte that a rank lacks once."""
-        actor.agenda.settle()
+        self._context.executor.require_outside_block("rollout.sync")
         if self._call:
             self._newer = actor
         else:
-            with self.agenda.timer("sync"):
+            with self._context.timer("sync"):
                 self.metrics |= self._fleet.sync(actor)
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Rollout:
 
     def _open(self, asked: Sequence[PendingGroup], sampling: Sampling, keep: int | None) -> _Call:
         """Give the engines their first work."""
-        self.agenda.settle()
+        self._context.executor.require_outside_block("rollout.generate")
         enough = len(asked) if keep is None else min(keep, len(asked))
         if enough < len(asked) and not self._cuts:
             raise UserError(
@@ -236,7 +236,7 @@ class Rollout:
             return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), self._cut.pop(sample, None))
 
         def finished(sample: Sample) -> None:
-            self.agenda.timer.progress += 1  # a long call goes on, sample by sample
+            self._context.timer.progress += 1  # a long call goes on, sample by sample
             if self._scorer:
                 self._scorer.begin(prompt_of[sample.id], sample)
 
@@ -253,7 +253,7 @@ class Rollout:
         missing = call.enough - len(ready)
         kept = sorted([*ready, *(call.open_groups[g] for g in complete_groups(orders, missing))][: call.enough])
         untouched = len(kept) == len(asked) and not any(one.done or one.begun for one in asked)
-        with self.agenda.timer("rows"):
+        with self._context.timer("rows"):
             home = self._bring_home([asked[i] for i in kept], untouched)
         waiting = [
             replace(one, done=one.done | (done & set(one.ids)), begun=frozenset(cut & set(one.ids)))
@@ -270,9 +270,9 @@ class Rollout:
 
     def _work(self, call: _Call) -> tuple[list[dict[int, int]], set[int], set[int]]:
         """Run the engines; the orders in which ranks completed groups, and all samples that are done, and cut."""
-        with self.agenda.timer("generate"):
+        with self._context.timer("generate"):
             work = call.shift.run()
-        self.agenda.timer.meet()
+        self._context.timer.meet()
         self._done |= work.done
         self._cut |= {i: sample for i, sample in work.cut.items() if sample.tokens}
         told = all_gather_json(

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +27,6 @@ from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.sharded_state import weights
 from verl_mg.megatron.trainer import TokenLoss, Trainer, TrainerCounters
 from verl_mg.reshard.write_assignment import assign_writes
-from verl_mg.roles.concurrent import Metrics
 from verl_mg.roles.role import Role
 from verl_mg.roles.row_dispatch import RowIndex, build_row_index
 from verl_mg.sharding.boxes import slices
@@ -70,16 +69,15 @@ class TrainableRole(Role):
         *arguments: Any,
         optimizer: OptimizerConfig,
         guard: GuardConfig | None = None,
-        name: str = "actor",
         learns: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.name, self._learns = name, learns
+        self._learns = learns
         if learns:
-            self.trainer = Trainer(self.runner, optimizer, guard or GuardConfig(), name)
+            self.trainer = Trainer(self.runner, optimizer, guard or GuardConfig(), self.name)
             self.cpu_offload = CpuOffload(self.runner, self.trainer.optimizer if self.runner.is_member else None)
-        self.updates = 0
+        self.num_updates = 0
         self.trained_batches: list[Batch] = []
         """The batches of this iteration's updates."""
 
@@ -89,31 +87,30 @@ class TrainableRole(Role):
         loss: TokenLoss,
         aggregation: str,
         *,
-        minibatches: int = 1,
-        epochs: int = 1,
+        num_minibatches: int = 1,
+        num_epochs: int = 1,
         max_length: int | None = None,
-    ) -> Metrics:
-        """`epochs` passes over the batch, an optimizer step for each of its `minibatches` parts.
+    ) -> Mapping[str, float]:
+        """`num_epochs` passes over the batch, an optimizer step for each of its `num_minibatches` parts.
 
-        `loss` is a function of the judged tokens, see `verl_mg.megatron.microbatch.LossTokens`. Parts are cut in the
+        `loss` is a function of the judged tokens, see `verl_mg.megatron.microbatch.LossInputs`. Parts are cut in the
         order of the sample ids, so they do not depend on the layout; rows that share their `pair` stay together, in
         one part and in one micro-batch. Returns metrics averaged over the steps.
         """
         if not self._learns:
             raise NoOptimizerError
-        self.agenda.settle_for(batch)
         self.trained_batches.append(batch)
-        self.claim()
-        with self.agenda.timer("rows"):
+        self._context.offload.release_engines()
+        with self._context.timer("rows"):
             index = build_row_index(batch)
-            parts = torch.arange(len(index.units)).tensor_split(min(minibatches, max(len(index.units), 1)))
-            steps = [self._step(batch, index, [index.units[i] for i in part.tolist()]) for part in parts] * epochs
-        self.updates += len(steps)
+            parts = torch.arange(len(index.units)).tensor_split(min(num_minibatches, max(len(index.units), 1)))
+            steps = [self._step(batch, index, [index.units[i] for i in part.tolist()]) for part in parts] * num_epochs
+        self.num_updates += len(steps)
 
         def work() -> dict[str, float]:
             totals: dict[str, float] = defaultdict(float)
             if self.runner.is_member:
-                self.offload_manager.enter(self.cpu_offload)
+                self._context.offload.load_exclusively(self.cpu_offload)
                 for step in steps:
                     divisor = normalizer(aggregation, step.tokens, step.sequences, max_length)
                     told = self.trainer.update(
@@ -129,7 +126,10 @@ class TrainableRole(Role):
                         totals[f"{self.name}/{name}"] += value / len(steps)
             return dict(totals)
 
-        return self.agenda.metrics(work, lambda told: all_gather_json(told)[self.runner.placement.ranks[0]])
+        def deliver(metrics: dict[str, float]) -> dict[str, float]:
+            return all_gather_json(metrics)[self.runner.placement.ranks[0]]
+
+        return self._context.executor.metrics(f"{self.name}.update", work, deliver)
 
     def _step(self, batch: Batch, index: RowIndex, units: Sequence[Sequence[int]]) -> _Step:
         rows = [row for unit in units for row in unit]
@@ -153,20 +153,20 @@ class TrainableRole(Role):
         self._on_device()
         own = self.trainer.counts().model_dump(mode="json") if self.runner.is_member else None
         told = all_gather_json(own)[self.runner.placement.ranks[0]]
-        return RoleCounters(updates=self.updates, trainer=TrainerCounters.model_validate(told))
+        return RoleCounters(updates=self.num_updates, trainer=TrainerCounters.model_validate(told))
 
     def _on_device(self) -> None:
         """All of it is there, the optimizer's state too."""
-        self.agenda.settle()
-        self.claim()
+        self._context.executor.require_outside_block(f"a checkpoint of {self.name}")
+        self._context.offload.release_engines()
         if self.runner.is_member:
-            self.offload_manager.enter(self.cpu_offload)
+            self._context.offload.load_exclusively(self.cpu_offload)
 
     def load(self, fill: Callable[[StoredBox], None], counts: RoleCounters) -> None:
         """Go on from what was written under any layout; `fill` brings the values of a part."""
-        self.updates = counts.updates
+        self.num_updates = counts.updates
         if self.runner.is_member:
-            self.offload_manager.enter(self.cpu_offload)
+            self._context.offload.load_exclusively(self.cpu_offload)
 
             def fill_own(part: StoredBox) -> None:
                 fill(replace(part, namespace=f"{self.name}/{part.namespace}"))
@@ -183,9 +183,9 @@ class TrainableRole(Role):
         Adapters are merged into it, and lie in its ADAPTER_FOLDER by themselves. It is written beside `folder` and
         renamed when it is whole.
         """
-        self.agenda.settle()
-        self.claim()
-        self.offload_manager.enter(self.cpu_offload, training=False)
+        self._context.executor.require_outside_block(f"{self.name}.save")
+        self._context.offload.release_engines()
+        self._context.offload.load_exclusively(self.cpu_offload, training=False)
         partial = folder.with_name(folder.name + ".partial")
         lora, dtype = self.runner.lora, self.runner.dtype
         writer = CheckpointWriter(partial, self.runner.table.huggingface(), dtype)

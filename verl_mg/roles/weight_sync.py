@@ -53,7 +53,7 @@ class HFEngineSync:
         runner, target = actor.runner, self._engine.parameters()
         own = runner.parameters()
         traffic = [execute(portion, sources(portion, runner, own), target) for portion in self._schedules]
-        self._engine.end_update(actor.updates)
+        self._engine.end_update(actor.num_updates)
         return report(traffic, self._lower_bound, started)
 
     def _plan(self, actor: Actor) -> Iterator[Schedule]:
@@ -124,10 +124,10 @@ class SGLangEngineSync:
                 if loading is not None:
                     engine.loaded(loading)
                 last = number == len(planned) - 1
-                loading = engine.load(payloads, actor.updates if last else None)
+                loading = engine.load(payloads, actor.num_updates if last else None)
         if engine and loading is not None:
             engine.loaded(loading)
-            engine.end_update(actor.updates)
+            engine.end_update(actor.num_updates)
         self.meet()
         return report(traffic, lower_bound, started)
 

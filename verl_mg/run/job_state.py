@@ -64,8 +64,7 @@ class StateCollector:
 
     def collect(self, job: Job, recipe: str, score: float | None) -> CheckpointState:
         """What the job is after its iteration; all ranks call it together."""
-        job.settle()
-        rollout = getattr(job, "rollout", None)
+        rollout = job.rollout if "rollout" in job.requested else None
         done, cut, ready = rollout.kept if rollout else ({}, {}, None)
         batches = {STATE + name: value for name, value in job.state.items() if isinstance(value, Batch)}
         batches |= {} if ready is None else {READY: ready}
@@ -150,7 +149,7 @@ def _restore_own(job: Job, folder: Path, state: JobState) -> None:
 
         batches = {name: batch(name) for name in state.batches}
         job.state = {**state.numbers, **{n.removeprefix(STATE): b for n, b in batches.items() if n != READY}}
-        if state.rollout and hasattr(job, "rollout"):
+        if state.rollout and "rollout" in job.requested:
             words = read_config(job.config.model.path).vocab
             done = {
                 i: s for n in numbers for i, s in rank_files.samples("done", states[n].done, files[n], words).items()

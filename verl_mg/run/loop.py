@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from verl_mg.run.checkpointer import AsyncCheckpointer
 from verl_mg.run.job_state import restore
 from verl_mg.run.mode import FULL_RUN, RunMode
 from verl_mg.run.replay import Replay
+from verl_mg.run.replay_rollout import ReplayRollout
 from verl_mg.run.run_dir import CHECKPOINTS, open_run_dir
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ def train(recipe: Recipe, config: Config, world: World, half: RunMode = FULL_RUN
     checkpoint = open_run_dir(config)
     checkpoint, last = (replay.checkpoint, replay.last) if replay else (checkpoint, config.job.iterations)
     with StatusFile(config.job.output, recipe.name, last, world.rank, world.size) as status:
-        job = Job(config, roles, world.store, replay.recording if replay else None, half.learns)
+        rollout = partial(ReplayRollout, replay.recording) if replay else None
+        job = Job(config, roles, world.store, rollout, half.learns, recipe.name)
         world.watch_progress(job.timer)
         done = restore(job, checkpoint, recipe.name) if checkpoint else 0
         job.start()
@@ -74,13 +77,12 @@ def one_iteration(recipe: Recipe, job: Job, iteration: int) -> dict[str, float]:
     metrics = dict(job.begin(iteration))
     with suppress(NoOptimizerError):
         metrics |= recipe.iteration(job, job.config.algorithm)
-    job.settle()
     return metrics
 
 
 def _evaluation(job: Job, iteration: int) -> dict[str, float]:
     every, last = job.config.evaluation.every, job.config.job.iterations
-    if not (every and (iteration % every == 0 or iteration == last) and hasattr(job, "rollout")):
+    if not (every and (iteration % every == 0 or iteration == last) and "rollout" in job.requested):
         return {}
     with job.timer("evaluation"):
         return job.evaluate()

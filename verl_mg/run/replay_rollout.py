@@ -60,7 +60,6 @@ class ReplayRollout:
 
     def sync(self, actor: Actor) -> None:
         """No engine wants the weights."""
-        actor.agenda.settle()
 
     def load(self, *state: Any) -> None:
         """What the run had begun is recorded where it was finished."""

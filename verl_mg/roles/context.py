@@ -1,0 +1,36 @@
+"""`JobContext`: the services that all roles and engines of a job share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import Store
+
+from verl_mg.megatron.offload import OffloadManager
+from verl_mg.phase_timer import PhaseTimer
+from verl_mg.roles.concurrent import RoleExecutor
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """Constructor argument of every role, engine group and rollout of a job on this rank."""
+
+    timer: PhaseTimer
+    """Seconds of this rank by phase."""
+    store: Store
+    """Key-value store that all ranks of the job share."""
+    offload: OffloadManager
+    """Decides which role or engine occupies the memory of this rank's device."""
+    executor: RoleExecutor
+    """Runs the role calls of a recipe, at once or at the end of a `concurrent_roles` block."""
+
+    @classmethod
+    def create(cls, store: Store, timer: PhaseTimer | None = None) -> JobContext:
+        """Returns the context of one job on this rank.
+
+        Args:
+            store: key-value store that all ranks of the job share.
+            timer: phase timer of the job; a new one by default.
+        """
+        timer = timer or PhaseTimer()
+        return cls(timer, store, OffloadManager(), RoleExecutor(timer))
