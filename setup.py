@@ -17,6 +17,7 @@ setup(
         "numpy",
         "einops",
         "httpx>=0.27",
+        "tenacity>=9",
         "psutil",
         "pydantic>=2.10",
         "PyYAML>=6",

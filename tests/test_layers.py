@@ -13,7 +13,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 LAYERS = {
-    **dict.fromkeys(("errors", "device", "batch", "phase_timer", "config", "layout", "jsonl", "import_function"), 0),
+    **dict.fromkeys(
+        ("errors", "device", "batch", "phase_timer", "config", "layout", "jsonl", "import_function", "http_client"), 0
+    ),
     **dict.fromkeys(("models", "algorithms", "sandbox"), 1),
     **dict.fromkeys(("sharding", "distributed", "data", "rewards"), 2),
     **dict.fromkeys(("reshard", "checkpoint"), 3),

@@ -1,4 +1,4 @@
-"""A tiny reward model against direct calls of it, one text at a time and without padding."""
+"""Classifier compared with direct calls of a tiny model, one text at a time and without padding."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def direct(folder: Path, text: str, special: bool = True) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "bert", "qwen2-unpadded"])
-def test_scores_are_the_logits_of_the_model(models: dict[str, Path], name: str) -> None:
+def test_score_many_returns_the_logits_of_the_model(models: dict[str, Path], name: str) -> None:
     classifier = Classifier(models[name], batch_size=4, device="cpu")
     rewards = classifier.score_many(samples(8))
     for sample, reward in zip(samples(8), rewards, strict=True):
@@ -77,7 +77,7 @@ def test_scores_are_the_logits_of_the_model(models: dict[str, Path], name: str) 
 
 
 @pytest.mark.parametrize("name", ["qwen2", "bert"])
-def test_company_and_padding_change_no_bit(models: dict[str, Path], name: str) -> None:
+def test_score_many_in_other_batches_is_bitwise_identical(models: dict[str, Path], name: str) -> None:
     classifier = Classifier(models[name], batch_size=4, device="cpu")
     alone = [classifier.score_many([sample])[0] for sample in samples()]
     order = list(range(20))
@@ -86,25 +86,25 @@ def test_company_and_padding_change_no_bit(models: dict[str, Path], name: str) -
     assert together == [alone[number] for number in order]
 
 
-def test_through_the_panel(models: dict[str, Path]) -> None:
+def test_classifier_in_async_scorer_equals_direct_calls(models: dict[str, Path]) -> None:
     options = {"path": str(models["qwen2"]), "batch_size": 3, "device": "cpu"}
     reward = load_reward("verl_mg.rewards.classifier:Classifier", options)
-    with AsyncScorer({"": reward}) as panel:
-        assert panel.score(samples()) == [reward(sample) for sample in samples()]
+    with AsyncScorer({"": reward}) as scorer:
+        assert scorer.score(samples()) == [reward(sample) for sample in samples()]
 
 
-def test_a_label_of_several(models: dict[str, Path]) -> None:
+def test_classifier_with_several_labels_returns_the_probability_of_the_label(models: dict[str, Path]) -> None:
     folder, sample = models["two-labels"], samples(1)[0]
     expected = direct(folder, sample.prompt + sample.response).softmax(-1)
     for label in ("good", 1):
         reward = Classifier(folder, label=label, device="cpu").score_many([sample])[0]
         assert reward.value == pytest.approx(expected[1].item(), abs=1e-6)
     for wrong in (None, "fine", 2):
-        with pytest.raises(UserError, match=r"label is .* has 2 labels; write one of: bad, good"):
+        with pytest.raises(UserError, match=r"label: .* is not a label of .* Write one of: bad, good"):
             Classifier(folder, label=wrong)
 
 
-def test_conversations_go_through_the_chat_template(models: dict[str, Path]) -> None:
+def test_classifier_conversation_uses_the_chat_template(models: dict[str, Path]) -> None:
     messages = [{"role": "user", "content": "why?"}]
     sample = Sample("<user>why?<assistant>", "because.", None, {"prompt": messages}, "stop")
     expected = direct(models["qwen2"], "<user>why?<assistant>because.<eos>", special=False)
@@ -112,28 +112,28 @@ def test_conversations_go_through_the_chat_template(models: dict[str, Path]) -> 
     assert reward.value == pytest.approx(expected.item(), abs=2e-5)
 
 
-def test_long_texts_lose_their_beginning(models: dict[str, Path]) -> None:
+def test_classifier_long_text_is_cut_at_its_beginning(models: dict[str, Path]) -> None:
     sample = Sample("a" * 60, "the end.", None, {}, "stop")
     reward = Classifier(models["qwen2"], max_tokens=20, device="cpu").score_many([sample])[0]
     assert reward.value == pytest.approx(direct(models["qwen2"], "a" * 12 + "the end.").item(), abs=2e-5)
 
 
-def test_nothing_to_read(models: dict[str, Path]) -> None:
+def test_classifier_empty_text_is_scored(models: dict[str, Path]) -> None:
     Classifier(models["qwen2"], device="cpu").score_many([Sample("", "", None, {}, "stop")])
 
 
-def test_bad_directories(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no config.json"):
+def test_classifier_invalid_directory_or_dtype_raises(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="config.json is missing"):
         Classifier(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(UserError, match="holds no readable classification model"):
+    with pytest.raises(UserError, match="the classification model cannot be read"):
         Classifier(tmp_path)
-    with pytest.raises(UserError, match="dtype is 'half'"):
+    with pytest.raises(UserError, match="dtype: 'half'"):
         Classifier(models["qwen2"], dtype="half")
 
 
-def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
+def test_classifier_language_model_raises(tmp_path: Path) -> None:
     from verl_mg.models.tiny_model import make_tiny_model
 
-    with pytest.raises(UserError, match="lacks tensor score.weight"):
+    with pytest.raises(UserError, match="tensor score.weight is missing"):
         Classifier(make_tiny_model(tmp_path, "qwen2"))

@@ -1,4 +1,4 @@
-"""Programs are run for real: right ones pass, wrong and hostile ones score 0 and leave nothing behind."""
+"""Programs run in the sandbox: right ones pass, wrong and hostile ones score 0 and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 
 from verl_mg.errors import UserError
 from verl_mg.rewards import AsyncScorer, LoadedReward, Reward, Sample, load_reward
-from verl_mg.rewards.code_tests import last_program, same_text
+from verl_mg.rewards.code import last_program, same_text
 from verl_mg.sandbox import isolated
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
-PATIENCE = 60.0  # seconds for programs that are to end by themselves, on a machine that is busy
+TIMEOUT = 60.0  # seconds for programs that are to end by themselves, on a machine that is busy
 
 DOUBLE = {"inputs": ["1\n", "21\n"], "outputs": ["2\n", "42\n"]}
 ADD = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[1, 2]]]}
@@ -36,7 +36,7 @@ def score(program: str, record: dict[str, Any], **options: Any) -> Reward:
 
 
 def reward(**options: Any) -> LoadedReward:
-    return load_reward("verl_mg.rewards.code:score", {"seconds": PATIENCE} | options)
+    return load_reward("verl_mg.rewards.code:score", {"seconds": TIMEOUT} | options)
 
 
 def parts(correct: float, passed: float, answered: float = 1.0) -> dict[str, float]:
@@ -70,7 +70,7 @@ ADDS = "def add(a, b):\n    print('noise')\n    return a + b"
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n" + ADDS, HUMAN_EVAL),
     ],
 )  # fmt: skip
-def test_right_programs(program: str, record: dict[str, Any]) -> None:
+def test_score_right_program_returns_1(program: str, record: dict[str, Any]) -> None:
     assert score(program, record, memory_mb=4096) == Reward(1.0, parts(1.0, 1.0))
 
 
@@ -90,7 +90,7 @@ def test_right_programs(program: str, record: dict[str, Any]) -> None:
         ("x = []\nx.append(x)\ndef add(a, b): return x", {"test_list": ASSERTIONS[:2]}, 0.0),
     ],
 )
-def test_wrong_programs_and_partial_credit(program: str, record: dict[str, Any], passed: float) -> None:
+def test_score_wrong_program_returns_0_or_partial_credit(program: str, record: dict[str, Any], passed: float) -> None:
     assert score(program, record).value == 0.0
     assert score(program, record, partial=True) == Reward(passed, parts(0.0, passed))
 
@@ -106,11 +106,11 @@ def test_wrong_programs_and_partial_credit(program: str, record: dict[str, Any],
         ("no program", None),
     ],
 )
-def test_the_last_block_counts(response: str, program: str | None) -> None:
+def test_last_program_returns_the_last_python_block(response: str, program: str | None) -> None:
     assert last_program(response) == program
 
 
-def test_without_a_program() -> None:
+def test_score_response_without_program_returns_0() -> None:
     sample = Sample("p", "I cannot.", None, {"input_output": DOUBLE}, "stop")
     assert reward()(sample) == Reward(0.0, parts(0.0, 0.0, answered=0.0))
 
@@ -128,26 +128,24 @@ def test_without_a_program() -> None:
         ("", "", True),
     ],
 )
-def test_texts_are_compared_by_words_and_numbers_with_fractions_by_value(
-    written: str, expected: str, same: bool
-) -> None:
+def test_same_text_compares_words_and_fractions_by_value(written: str, expected: str, same: bool) -> None:
     assert same_text(written, expected) is same
 
 
 @pytest.mark.parametrize(
     ("record", "options", "reason"),
     [
-        ({"question": "?"}, {}, "has no input_output or .*; set the reward's option field to one of: question"),
-        ({"input_output": DOUBLE}, {"field": "cases"}, "has no cases; set .* to one of: input_output"),
+        ({"question": "?"}, {}, "has no input_output or .*. Set the reward's option field to one of: question"),
+        ({"input_output": DOUBLE}, {"field": "cases"}, "has no cases. Set .* to one of: input_output"),
         ({"input_output": {"inputs": ["1"], "outputs": []}}, {}, "cannot be read"),
         ({"input_output": {"inputs": []}}, {}, "cannot be read .KeyError: 'outputs'"),
         ({"tests": {"inputs": [], "outputs": []}}, {}, "is empty"),
         ({"test_list": ["assert ("]}, {}, "cannot be read .SyntaxError"),
         ({"test": "def check(candidate): pass"}, {}, "cannot be read .KeyError: 'entry_point'"),
-        ({"input_output": DOUBLE}, {"seconds": 0}, "seconds is 0"),
+        ({"input_output": DOUBLE}, {"seconds": 0}, "seconds=0"),
     ],
 )
-def test_bad_test_cases(record: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+def test_score_invalid_test_cases_raise(record: dict[str, Any], options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         score("print(1)", record, **options)
 
@@ -171,11 +169,11 @@ FORGERIES = {
 
 @pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
 @pytest.mark.parametrize("record", [{"input_output": ADD}, {"test_list": ASSERTIONS[:2]}, {"input_output": DOUBLE}])
-def test_results_are_not_forged(program: str, record: dict[str, Any]) -> None:
+def test_score_forged_results_return_0(program: str, record: dict[str, Any]) -> None:
     assert score(program, record, partial=True).value == 0.0
 
 
-def test_expected_values_are_not_sent_in() -> None:
+def test_score_expected_values_are_not_in_the_sandbox() -> None:
     search = (
         "import gc, sys\ntext = repr([o for o in gc.get_objects() if isinstance(o, (dict, list))])\n"
         "frame = sys._getframe()\nwhile frame: text += repr(frame.f_locals); frame = frame.f_back\n"
@@ -184,7 +182,7 @@ def test_expected_values_are_not_sent_in() -> None:
     )
     find = f"{search}def f(x): return int(secret) if secret in text else shown in text"
     assert score(find, {"test_list": ["assert f(55555) == 987654"]}).value == 0.0
-    assert score(find, {"test_list": ["assert f(55555) == True"]}).value == 1.0  # it has looked in the right places
+    assert score(find, {"test_list": ["assert f(55555) == True"]}).value == 1.0  # the search itself works
     find = f"{search}if secret in text: print(secret)"
     assert score(find, {"input_output": {"inputs": [""], "outputs": ["987654"]}}).value == 0.0
 
@@ -193,13 +191,13 @@ def test_expected_values_are_not_sent_in() -> None:
 
 
 def processes_named(name: str) -> list[str]:
-    found = []
+    pids = []
     for file in Path("/proc").glob("[0-9]*/comm"):
         try:
-            found += [file.parent.name] if file.read_text().strip() == name else []
+            pids += [file.parent.name] if file.read_text().strip() == name else []
         except OSError:  # it has ended
             continue
-    return found
+    return pids
 
 
 HOSTILE = {
@@ -226,11 +224,9 @@ NAMESPACES_NEEDED = ("file deletion", "network")
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("record", [{"input_output": DOUBLE}, {"test_list": ASSERTIONS}], ids=["stdin", "calls"])
-def test_hostile_programs_score_0_and_nothing_of_them_survives(
-    kind: str, record: dict[str, Any], tmp_path: Path
-) -> None:
+def test_score_hostile_program_returns_0_and_leaves_nothing(kind: str, record: dict[str, Any], tmp_path: Path) -> None:
     if kind in NAMESPACES_NEEDED and not isolated():
-        pytest.skip("this kernel grants no namespaces")
+        pytest.skip("no namespaces on this machine")
     canary, name = tmp_path / "canary", uuid.uuid4().hex[:12]
     canary.write_text("sings")
     for folder in (tmp_path, tmp_path.parent):
@@ -251,17 +247,17 @@ def test_hostile_programs_score_0_and_nothing_of_them_survives(
     assert set(os.listdir(tmp_path)) == before
 
 
-def test_many_on_a_panel() -> None:
+def test_score_programs_concurrently_and_discard_kills() -> None:
     def sample(program: str) -> Sample:
         return Sample("p", f"```python\n{program}\n```", None, {"tests": [{"input": "", "output": "3"}]}, "stop")
 
-    with AsyncScorer({"code": reward()}, workers=2) as panel:
-        rewards = panel.score([sample(f"print({number})") for number in range(6)])
+    with AsyncScorer({"code": reward()}, workers=2) as scorer:
+        rewards = scorer.score([sample(f"print({number})") for number in range(6)])
         assert [reward.value for reward in rewards] == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
         name = uuid.uuid4().hex[:12]
-        panel.begin(1, sample(f"import ctypes\nctypes.CDLL(None).prctl(15, b'{name}')\nwhile True: pass"))
+        scorer.submit(1, sample(f"import ctypes\nctypes.CDLL(None).prctl(15, b'{name}')\nwhile True: pass"))
         while not processes_named(name):
             time.sleep(0.05)
-        panel.forget(1)
+        scorer.discard(1)
         while processes_named(name):  # well before its time is up
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The last `Answer:` line, normalised; the pairs are those which the normalisation of Minerva makes equal."""
+"""DAPO's reward: the last `Answer:` line, compared after the normalisation of Minerva."""
 
 import pytest
 
@@ -15,16 +15,16 @@ def scored(response: str, answer: str | None = "34") -> Reward:
     "response",
     ["Answer: 34", "so\nanswer : $34$", "Answer: 3\nAnswer: 34", r"Answer: $\boxed{34}$", "Answer: x = 34 \nand so on"],
 )
-def test_right(response: str) -> None:
+def test_score_right_answer_returns_1(response: str) -> None:
     assert scored(response) == Reward(1.0, {"correct": 1.0, "answered": 1.0}, "34")
 
 
 @pytest.mark.parametrize("response", ["34", "", "Answer:", "Answer: 34" + " and so on" * 40])
-def test_without_an_answer(response: str) -> None:
+def test_score_without_answer_line_returns_minus_1(response: str) -> None:
     assert scored(response) == Reward(-1.0, {"correct": 0.0, "answered": 0.0})
 
 
-def test_wrong() -> None:
+def test_score_wrong_answer_returns_minus_1() -> None:
     assert scored("Answer: 34\nAnswer: 35") == Reward(-1.0, {"correct": 0.0, "answered": 1.0}, "35")
 
 
@@ -44,11 +44,11 @@ def test_wrong() -> None:
         (r"10,\!000", "10000"),
     ],
 )
-def test_the_normalisation(answer: str, same: str) -> None:
+def test_normalised_equal_answers_give_the_same_text(answer: str, same: str) -> None:
     assert normalised(answer) == same
     assert normalised(same) == same
 
 
-def test_no_answer_known() -> None:
-    with pytest.raises(UserError, match="set data.answer_field to one of: a"):
+def test_score_record_without_answer_raises() -> None:
+    with pytest.raises(UserError, match="Set data.answer_field to one of: a"):
         scored("Answer: 3", None)

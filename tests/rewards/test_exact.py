@@ -1,4 +1,4 @@
-"""Letter by letter, space around it aside."""
+"""Reward for a response that equals the answer."""
 
 import pytest
 
@@ -10,5 +10,5 @@ from verl_mg.rewards.exact import score
     ("response", "answer", "value"),
     [(" yes\n", "yes ", 1.0), ("Yes", "yes", 0.0), ("y es", "yes", 0.0), ("", None, 0.0), ("1.0", "1", 0.0)],
 )
-def test_score(response: str, answer: str | None, value: float) -> None:
+def test_score_compares_characters_without_surrounding_space(response: str, answer: str | None, value: float) -> None:
     assert score(Sample("p", response, answer, {}, "stop")).value == value

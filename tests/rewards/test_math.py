@@ -1,4 +1,4 @@
-"""Equal mathematics scores 1, other mathematics 0, hard mathematics ends in time."""
+"""Equal mathematics scores 1, different mathematics 0, and hard formulas time out."""
 
 import json
 import threading
@@ -39,7 +39,7 @@ def score(answer: str | None, response: str) -> Reward:
         ("yes", "#### yes"),
     ],
 )
-def test_equal(answer: str, response: str) -> None:
+def test_score_equal_answers_return_1(answer: str, response: str) -> None:
     reward = score(answer, response)
     assert (reward.value, reward.parts) == (1.0, {"correct": 1.0, "answered": 1.0})
 
@@ -58,26 +58,26 @@ def test_equal(answer: str, response: str) -> None:
         ("5", "#### " + "the sum of its parts " * 20),
     ],
 )
-def test_other(answer: str, response: str) -> None:
+def test_score_different_answers_return_0(answer: str, response: str) -> None:
     assert score(answer, response).value == 0.0
 
 
 @pytest.mark.parametrize("response", ["", "I do not know", "####", "5 ####  \n"])
-def test_no_answer_given(response: str) -> None:
+def test_score_response_without_answer_returns_0(response: str) -> None:
     assert score("5", response) == Reward(0.0, {"correct": 0.0, "answered": 0.0})
 
 
 @pytest.mark.parametrize("answer", [None, "", " \n"])
-def test_no_answer_known(answer: str | None) -> None:
+def test_score_record_without_answer_raises(answer: str | None) -> None:
     with pytest.raises(UserError, match=r"data.answer_field to one of: solution"):
         score(answer, "5")
 
 
-def test_a_gold_answer_that_is_only_a_mark_matches_nothing() -> None:
+def test_score_record_with_only_a_mark_returns_0() -> None:
     assert score("####", "anything").value == 0.0
 
 
-def test_hard_mathematics_ends_on_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_hard_formula_times_out_on_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math, "SECONDS", 1)  # here; the worker process keeps its own
     hard = r"\boxed{9^{9^{9}}}"
     start = time.monotonic()
@@ -91,7 +91,7 @@ def test_hard_mathematics_ends_on_any_thread(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")
-def test_gsm8k() -> None:
+def test_score_real_gsm8k_answers_score_1() -> None:
     rows = [json.loads(line) for line in (GSM8K / "test.jsonl").open(encoding="utf-8")][:400]
     for row in rows:
         answer = row["answer"]

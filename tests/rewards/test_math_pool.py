@@ -1,4 +1,4 @@
-"""Worker processes answer any thread, and none outlives its purpose."""
+"""Worker processes serve any thread, and are ended when they exceed a limit or their parent ends."""
 
 from __future__ import annotations
 
@@ -13,69 +13,69 @@ import pytest
 
 from verl_mg.rewards.math_pool import MathPool
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 HARD = r"\boxed{9^{9^{9}}}"
 
 
 @pytest.fixture
 def workers() -> Iterator[MathPool]:
-    workers = MathPool(limit=2, seconds=PATIENCE)
+    workers = MathPool(limit=2, seconds=TIMEOUT)
     yield workers
     workers.close()
 
 
 def children() -> set[str]:
-    """Ids of the processes that this one has started."""
-    own = str(os.getpid())
+    """Returns the ids of this process's child processes."""
+    pid = str(os.getpid())
     return {
         file.parent.name
         for file in Path("/proc").glob("[0-9]*/stat")
-        if file.exists() and file.read_text().rpartition(")")[2].split()[1] == own
+        if file.exists() and file.read_text().rpartition(")")[2].split()[1] == pid
     }
 
 
-def test_many_threads_share_a_few(workers: MathPool) -> None:
+def test_score_many_threads_share_few_workers(workers: MathPool) -> None:
     before = children()
     with ThreadPoolExecutor(8) as threads:
         answers = [f"#### {number}/2" for number in range(40)]
-        judged = list(threads.map(lambda answer: workers.judge(answer, "#### 3.5"), answers))
-    assert [reward.value for reward in judged if reward] == [float(number == 7) for number in range(40)]
+        rewards = list(threads.map(lambda answer: workers.score(answer, "#### 3.5"), answers))
+    assert [reward.value for reward in rewards if reward] == [float(number == 7) for number in range(40)]
     assert 1 <= len(children() - before) <= 2
     workers.close()
     assert children() == before
 
 
-def test_what_takes_too_long_ends_with_its_process(workers: MathPool) -> None:
+def test_score_timeout_kills_the_worker(workers: MathPool) -> None:
     before = children()
-    assert workers.judge("5", "5") is not None
+    assert workers.score("5", "5") is not None
     first = children() - before
     workers.seconds = 0.2
-    assert workers.judge(HARD, "5") is None
+    assert workers.score(HARD, "5") is None
     assert children() == before
-    workers.seconds = PATIENCE
-    judged = workers.judge("5", "5")
-    assert judged is not None and judged.value == 1.0
+    workers.seconds = TIMEOUT
+    reward = workers.score("5", "5")
+    assert reward is not None and reward.value == 1.0
     assert len(children() - before) == 1
     assert first != children() - before
 
 
-def test_one_that_died_is_replaced(workers: MathPool) -> None:
+def test_score_dead_worker_is_replaced(workers: MathPool) -> None:
     before = children()
-    assert workers.judge("5", "5") is not None
+    assert workers.score("5", "5") is not None
     (process,) = children() - before
     os.kill(int(process), 9)
-    assert workers.judge("5", "5") is None
-    assert workers.judge("5", "5") is not None
+    assert workers.score("5", "5") is None
+    assert workers.score("5", "5") is not None
 
 
-def test_one_that_cannot_start_is_an_error(workers: MathPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_worker_that_cannot_start_raises(workers: MathPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["/nowhere"])
     for _ in range(3):  # more often than there may be workers
         with pytest.raises(OSError, match="a process for math-verify ended"):
-            workers.judge("5", "5")
+            workers.score("5", "5")
 
 
-def test_they_end_with_the_process_that_started_them() -> None:
+def test_workers_end_with_their_parent() -> None:
     program = """
 import os, threading
 from verl_mg.rewards import Sample, math

@@ -1,4 +1,4 @@
-"""Only the form counts."""
+"""Reward for the format of a response."""
 
 import pytest
 
@@ -16,12 +16,12 @@ from verl_mg.rewards.regex_format import RegexFormat
         ("", 0.0),
     ],
 )
-def test_thinking_before_answering(response: str, value: float) -> None:
+def test_score_default_pattern_requires_thinking_before_answering(response: str, value: float) -> None:
     assert RegexFormat().score(Sample("p", response, None, {}, "stop")) == Reward(value, {"form": value})
 
 
-def test_options() -> None:
-    reward = load_reward("verl_mg.rewards.regex_format:Form", {"pattern": "[a-z]+", "hit": 0.5, "miss": -0.5})
+def test_regex_format_options_set_pattern_and_rewards() -> None:
+    reward = load_reward("verl_mg.rewards.regex_format:RegexFormat", {"pattern": "[a-z]+", "hit": 0.5, "miss": -0.5})
     assert [reward(Sample("p", text, None, {}, "stop")).value for text in ("abc", "abc1")] == [0.5, -0.5]
-    with pytest.raises(UserError, match=r"pattern '\(' is no regular expression"):
-        load_reward("verl_mg.rewards.regex_format:Form", {"pattern": "("})
+    with pytest.raises(UserError, match=r"pattern: '\(' is not a regular expression"):
+        load_reward("verl_mg.rewards.regex_format:RegexFormat", {"pattern": "("})

@@ -1,4 +1,4 @@
-"""Against a server with Sandbox Fusion's interface that really runs the programs."""
+"""SandboxFusion against a server with its interface that runs the programs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.rewards.servers import Answer, Asked, serving
+from tests.json_server import JsonRequest, JsonResponse, serving
+from verl_mg import http_client
 from verl_mg.errors import UserError
-from verl_mg.rewards import AsyncScorer, Reward, Sample, http, load_reward
+from verl_mg.rewards import AsyncScorer, Reward, Sample, load_reward
 from verl_mg.sandbox import run_python
 
 pytestmark = pytest.mark.usefixtures("sandbox")
@@ -18,7 +19,7 @@ ASSERTIONS = ["assert add(1, 2) == 3", "assert isinstance(add(1, 2), int)"]
 STATUS = {"ok": "Finished", "timeout": "TimeLimitExceeded"}
 
 
-def run_code(asked: Asked) -> Answer:
+def run_code(asked: JsonRequest) -> JsonResponse:
     assert (asked.path, asked.body["language"]) == ("/run_code", "python")
     outcome = run_python(
         asked.body["code"],
@@ -34,21 +35,21 @@ def run_code(asked: Asked) -> Answer:
         "stderr": outcome.stderr,
     }
     status = "Success" if outcome.ended == "ok" else "Failed"
-    return Answer({"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}})
+    return JsonResponse({"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}})
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 
 def score(url: str, *programs: str, record: dict[str, Any], **options: Any) -> list[Reward]:
     reward = load_reward("verl_mg.rewards.sandbox_fusion:SandboxFusion", {"url": url} | options)
-    with AsyncScorer({"": reward}, workers=2) as panel:
-        return panel.score([Sample("p", f"```python\n{text}\n```", None, record, "stop") for text in programs])
+    with AsyncScorer({"": reward}, workers=2) as scorer:
+        return scorer.score([Sample("p", f"```python\n{text}\n```", None, record, "stop") for text in programs])
 
 
-def test_programs_are_judged_as_by_the_sandbox_here() -> None:
+def test_sandbox_fusion_scores_equal_those_of_the_local_sandbox() -> None:
     with serving(run_code) as url:
         programs = ("print(int(input()) * 2)", "print(2)", "print(int(input()) * 2)\n1/0")
         rewards = score(f"{url}/", *programs, record={"tests": DOUBLE}, seconds=60, partial=True)
@@ -59,21 +60,24 @@ def test_programs_are_judged_as_by_the_sandbox_here() -> None:
         assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0]
 
 
-def test_a_server_that_recovers() -> None:
-    broken = [Answer({"status": "SandboxError", "message": "no runner", "run_result": None}), Answer("busy", 502)]
+def test_sandbox_fusion_transient_failure_is_retried() -> None:
+    broken = [
+        JsonResponse({"status": "SandboxError", "message": "no runner", "run_result": None}),
+        JsonResponse("busy", 502),
+    ]
     with serving(lambda asked: broken.pop() if broken else run_code(asked)) as url:
         assert score(url, "print(2)", record={"tests": {"inputs": [""], "outputs": ["2"]}})[0].value == 1.0
     assert broken == []
 
 
-def test_a_program_that_never_ran() -> None:
-    with serving(lambda _: Answer({"status": "Failed", "run_result": None})) as url:
+def test_sandbox_fusion_program_that_did_not_run_scores_0() -> None:
+    with serving(lambda _: JsonResponse({"status": "Failed", "run_result": None})) as url:
         assert score(url, "x = (", record={"tests": DOUBLE})[0].value == 0.0
 
 
 @pytest.mark.parametrize(
     "content", [{"status": "SandboxError", "message": "no runner"}, ["x"], {"status": "Success", "run_result": 3}]
 )
-def test_a_server_that_does_not_recover(content: Any) -> None:
-    with serving(lambda _: Answer(content)) as url, pytest.raises(UserError, match="/run_code: failed 2 times"):
+def test_sandbox_fusion_permanent_failure_raises(content: Any) -> None:
+    with serving(lambda _: JsonResponse(content)) as url, pytest.raises(UserError, match="/run_code: failed 2 times"):
         score(url, "print(2)", record={"tests": DOUBLE}, retries=1)

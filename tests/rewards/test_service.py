@@ -1,4 +1,4 @@
-"""A service that fails, is slow, or talks rubbish: asked again where that may help, one clear error where not."""
+"""HTTP services: transient failures are retried, permanent ones and malformed responses raise one clear error."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from typing import Any
 
 import pytest
 
-from tests.rewards.servers import Answer, Asked, serving
+from tests.json_server import JsonRequest, JsonResponse, serving
+from verl_mg import http_client
 from verl_mg.errors import UserError
-from verl_mg.rewards import AsyncScorer, Reward, Sample, http, load_reward
+from verl_mg.rewards import AsyncScorer, Reward, Sample, load_reward
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 
 def samples(count: int) -> list[Sample]:
     return [Sample("1+1=", f"{'x' * number}", "2", {"level": number}, "stop") for number in range(count)]
 
 
-def lengths(asked: Asked) -> Answer:
-    return Answer({"rewards": [len(sample["response"]) for sample in asked.body["samples"]]})
+def lengths(asked: JsonRequest) -> JsonResponse:
+    return JsonResponse({"rewards": [len(sample["response"]) for sample in asked.body["samples"]]})
 
 
 def score(url: str, count: int = 1, workers: int = 4, **options: Any) -> list[Reward]:
     service = load_reward("verl_mg.rewards.service:Service", {"url": url} | options)
-    with AsyncScorer({"": service}, workers=workers) as panel:
-        return panel.score(samples(count))
+    with AsyncScorer({"": service}, workers=workers) as scorer:
+        return scorer.score(samples(count))
 
 
-def test_batches_go_there_and_rewards_come_back() -> None:
-    seen: list[Asked] = []
+def test_service_posts_batches_and_returns_rewards() -> None:
+    seen: list[JsonRequest] = []
 
-    def answer(asked: Asked) -> Answer:
+    def answer(asked: JsonRequest) -> JsonResponse:
         seen.append(asked)
         return lengths(asked)
 
@@ -50,74 +51,74 @@ def test_batches_go_there_and_rewards_come_back() -> None:
     assert {(asked.path, asked.headers["x-key"]) for asked in seen} == {("/score", "abc")}
 
 
-def test_rewards_with_parts() -> None:
+def test_service_returns_parts_and_answer() -> None:
     content = {"rewards": [{"value": 0.5, "parts": {"tone": 1}, "answer": "4"}]}
-    with serving(lambda _: Answer(content)) as url:
+    with serving(lambda _: JsonResponse(content)) as url:
         assert score(url) == [Reward(0.5, {"tone": 1.0}, "4")]
 
 
-def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_headers_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OWN_TOKEN", "s3cret")
-    with serving(lambda asked: Answer({"rewards": [float(asked.headers["authorization"] == "s3cret")]})) as url:
+    with serving(lambda asked: JsonResponse({"rewards": [float(asked.headers["authorization"] == "s3cret")]})) as url:
         assert score(url, headers={"Authorization": "$OWN_TOKEN"})[0].value == 1.0
-        with pytest.raises(UserError, match="header A: the environment has no variable NO_SUCH"):
+        with pytest.raises(UserError, match="header A: the environment variable NO_SUCH is not set"):
             score(url, headers={"A": "$NO_SUCH"})
 
 
 class Failing:
-    """Gives the answers it was made with, then good ones; knows when it was asked."""
+    """Server that returns the given responses, then good ones, and records the times of the requests."""
 
-    def __init__(self, *first: Answer) -> None:
+    def __init__(self, *first: JsonResponse) -> None:
         self.first = list(first)
         self.times: list[float] = []
 
-    def __call__(self, asked: Asked) -> Answer:
+    def __call__(self, asked: JsonRequest) -> JsonResponse:
         self.times.append(time.monotonic())
         return self.first.pop(0) if self.first else lengths(asked)
 
 
-def test_failures_that_pass_are_waited_out() -> None:
-    server = Failing(Answer("busy", 500), Answer("busy", 503), Answer("busy", 429))
+def test_service_transient_failures_are_retried() -> None:
+    server = Failing(JsonResponse("busy", 500), JsonResponse("busy", 503), JsonResponse("busy", 429))
     with serving(server) as url:
         assert score(url) == [Reward(0.0)]
     assert len(server.times) == 4
 
 
-def test_failures_that_stay_are_an_error() -> None:
-    server = Failing(*[Answer("out of order", 500)] * 9)
+def test_service_permanent_failure_raises() -> None:
+    server = Failing(*[JsonResponse("out of order", 500)] * 9)
     with serving(server) as url, pytest.raises(UserError, match=f"{url}: failed 3 times, .*out of order"):
         score(url, retries=2)
     assert len(server.times) == 3
 
 
-def test_a_refusal_is_an_error_at_once() -> None:
-    server = Failing(Answer("who are you?", 403))
+def test_service_refusal_raises_without_retry() -> None:
+    server = Failing(JsonResponse("who are you?", 403))
     with serving(server) as url, pytest.raises(UserError, match="refused with status 403: .*who are you"):
         score(url)
     assert len(server.times) == 1
 
 
 @pytest.mark.parametrize("date", [False, True])
-def test_retry_after_is_honoured(date: bool) -> None:
+def test_service_retry_after_is_respected(date: bool) -> None:
     # A date has no fractions of a second.
     after = email.utils.formatdate(time.time() + 2, usegmt=True) if date else "1"
-    server = Failing(Answer("later", 429, (("Retry-After", after),)))
+    server = Failing(JsonResponse("later", 429, (("Retry-After", after),)))
     with serving(server) as url:
         score(url)
     assert server.times[1] - server.times[0] >= 0.9
 
 
-def test_a_day_is_not_waited() -> None:
-    server = Failing(Answer("later", 429, (("Retry-After", "86400"),)))
-    with serving(server) as url, pytest.raises(UserError, match="asks to be left alone for 86400 s"):
+def test_service_long_retry_after_raises() -> None:
+    server = Failing(JsonResponse("later", 429, (("Retry-After", "86400"),)))
+    with serving(server) as url, pytest.raises(UserError, match="requests a pause of 86400 s"):
         score(url)
 
 
-def test_a_slow_answer_is_asked_for_again() -> None:
+def test_service_timeout_is_retried() -> None:
     done = threading.Event()
     calls: list[int] = []
 
-    def answer(asked: Asked) -> Answer:
+    def answer(asked: JsonRequest) -> JsonResponse:
         calls.append(1)
         if len(calls) == 1:
             done.wait(30)
@@ -129,32 +130,32 @@ def test_a_slow_answer_is_asked_for_again() -> None:
     assert len(calls) == 2
 
 
-def test_no_server() -> None:
+def test_service_without_server_raises() -> None:
     with serving(lengths) as url:
         pass
-    with pytest.raises(UserError, match=f"{url}: failed 2 times, at last with .*connect"):
+    with pytest.raises(UserError, match=f"{url}: failed 2 times, the last time with .*connect"):
         score(url, retries=1)
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"<html>", "the answer is not JSON: '<html>'"),
-        (b"[" * 100_000, "the answer is not JSON"),
-        ({"reward": [1]}, r"answered \{'reward': \[1\]\}; answer"),
-        ([1], "answer .*a number"),
+        (b"<html>", "the response is not JSON: '<html>'"),
+        (b"[" * 100_000, "the response is not JSON"),
+        ({"reward": [1]}, r"the response \{'reward': \[1\]\} is malformed"),
+        ([1], "is malformed. Return .*a number"),
         ({"rewards": []}, "0 rewards for 1 samples"),
-        ({"rewards": ["high"]}, "answered 'high'"),
-        ({"rewards": [None]}, "answered None"),
-        ({"rewards": [True]}, "answered True"),
-        ({"rewards": [{"parts": {}}]}, "answered {'parts'"),
-        ({"rewards": [{"value": 1, "parts": {"a": "b"}}]}, "answered {'value'"),
-        ({"rewards": [{"value": 1, "answer": 4}]}, "answered {'value'"),
+        ({"rewards": ["high"]}, "the response 'high'"),
+        ({"rewards": [None]}, "the response None"),
+        ({"rewards": [True]}, "the response True"),
+        ({"rewards": [{"parts": {}}]}, "the response {'parts'"),
+        ({"rewards": [{"value": 1, "parts": {"a": "b"}}]}, "the response {'value'"),
+        ({"rewards": [{"value": 1, "answer": 4}]}, "the response {'value'"),
         (b'{"rewards": [NaN]}', "returned nan"),
     ],
 )
-def test_rubbish_is_one_clear_error(content: Any, reason: str) -> None:
-    with serving(lambda _: Answer(content)) as url, pytest.raises(UserError, match=reason) as caught:
+def test_service_malformed_response_raises(content: Any, reason: str) -> None:
+    with serving(lambda _: JsonResponse(content)) as url, pytest.raises(UserError, match=reason) as caught:
         score(url)
     assert "\n" not in str(caught.value)
     assert url in str(caught.value) or "service:Service" in str(caught.value)
@@ -163,17 +164,17 @@ def test_rubbish_is_one_clear_error(content: Any, reason: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"url": "localhost:80"}, "url is 'localhost:80': write http://HOST"),
-        ({"url": "http://a", "timeout": 0}, "timeout must be positive"),
-        ({"url": "http://a", "batch_size": 0}, "give at least 1"),
+        ({"url": "localhost:80"}, "url: 'localhost:80' is not an HTTP address. Write http://HOST"),
+        ({"url": "http://a", "timeout": 0}, "Set timeout to a positive number"),
+        ({"url": "http://a", "batch_size": 0}, "Give at least 1"),
     ],
 )
-def test_bad_options(options: dict[str, Any], reason: str) -> None:
+def test_service_invalid_options_raise(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         load_reward("verl_mg.rewards.service:Service", options)
 
 
-def test_requests_a_second_are_limited() -> None:
+def test_service_rate_limit_is_respected() -> None:
     server = Failing()
     with serving(server) as url:
         score(url, 12, batch_size=1, requests_per_second=10)
@@ -182,16 +183,16 @@ def test_requests_a_second_are_limited() -> None:
     assert len(server.times) == 12
 
 
-def test_the_pace_holds_for_all_that_wait() -> None:
+def test_rate_limiter_concurrent_callers_share_the_rate() -> None:
     async def times() -> list[float]:
-        pace = http.RateLimiter(20)
-        pace._tokens = 0.0
+        limiter = http_client.RateLimiter(20)
+        limiter._tokens = 0.0
 
-        async def one() -> float:
-            await pace.wait()
+        async def wait() -> float:
+            await limiter.wait()
             return time.monotonic()
 
-        return sorted(await asyncio.gather(*(one() for _ in range(6))))
+        return sorted(await asyncio.gather(*(wait() for _ in range(6))))
 
-    found = asyncio.run(times())
-    assert found[5] - found[0] >= 0.2
+    result = asyncio.run(times())
+    assert result[5] - result[0] >= 0.2

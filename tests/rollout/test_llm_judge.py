@@ -1,4 +1,4 @@
-"""A real tiny model is asked through the embedded engine, and a server over HTTP; verdicts are read off the answers."""
+"""LLM as a judge on a real tiny model's engine and on a server over HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.rewards.servers import Answer, Asked, serving
+from tests.json_server import JsonRequest, JsonResponse, serving
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rewards import AsyncScorer, LoadedReward, Reward, Sample, load_reward
@@ -26,12 +26,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judge_at(url: str, **options: Any) -> list[Reward]:
-    reward = load_reward("verl_mg.rollout.llm_judge:Judge", {"url": url} | options)
-    with AsyncScorer({"": reward}) as panel:
-        return panel.score([SAMPLE] * 3)
+    reward = load_reward("verl_mg.rollout.llm_judge:LLMJudge", {"url": url} | options)
+    with AsyncScorer({"": reward}) as scorer:
+        return scorer.score([SAMPLE] * 3)
 
 
-def test_a_response_cannot_ask_for_the_answer(model: Path) -> None:
+def test_question_placeholders_in_the_response_are_not_replaced(model: Path) -> None:
     judge = LLMJudge("Q: {prompt} R: {response} A: {answer} {other}", url="http://nowhere")
     assert judge.question(SAMPLE) == "Q: What is 1+1? R: It is {answer}, [[10]]. A: 2 {other}"
     judge = LLMJudge("R: {response}", url="http://nowhere", model=model)
@@ -47,17 +47,17 @@ def test_a_response_cannot_ask_for_the_answer(model: Path) -> None:
         ("", Reward(0.0, {"judged": 0.0})),
     ],
 )
-def test_the_last_verdict_counts(answer: str, reward: Reward) -> None:
+def test_verdict_reads_the_last_match(answer: str, reward: Reward) -> None:
     assert LLMJudge(url="http://nowhere").verdict(answer) == reward
 
 
-def test_a_verdict_that_is_no_number() -> None:
+def test_verdict_not_a_number_is_not_counted() -> None:
     assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: A").parts == {"judged": 0.0}
     assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: ").parts == {"judged": 0.0}
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_the_engine_writes_what_is_read(tmp_path: Path, chat: bool) -> None:
+def test_score_many_with_engine_equals_direct_generation(tmp_path: Path, chat: bool) -> None:
     model = make_tiny_model(tmp_path, "qwen2", init_std=0.3, max_positions=512, seed=1)
     if not chat:
         (model / "chat_template.jinja").unlink()
@@ -71,8 +71,8 @@ def test_the_engine_writes_what_is_read(tmp_path: Path, chat: bool) -> None:
     judge = Reading("Rate {response}", model=model, max_new_tokens=8, batch_size=2, device="cpu", dtype="float32")
     assert (judge.batch_size, judge.parallel) == (2, 1)
     samples = [Sample("p", response, None, {}, "stop") for response in ("a", "bb", "ccc", "dddd", "a")]
-    with AsyncScorer({"": LoadedReward("judge", judge.score_many, batched=True, owner=judge)}) as panel:
-        values = [reward.value for reward in panel.score(samples)]
+    with AsyncScorer({"": LoadedReward("judge", judge.score_many, batched=True, owner=judge)}) as scorer:
+        values = [reward.value for reward in scorer.score(samples)]
 
     tokenizer, engine, expected = AutoTokenizer.from_pretrained(model), HFEngine(model, "cpu", torch.float32), []
     for sample in samples:
@@ -86,20 +86,20 @@ def test_the_engine_writes_what_is_read(tmp_path: Path, chat: bool) -> None:
     assert any(expected)
 
 
-def test_a_question_that_is_too_long_is_not_judged(model: Path) -> None:
+def test_score_many_too_long_question_gets_no_verdict(model: Path) -> None:
     options = {"model": str(model), "max_new_tokens": 8, "device": "cpu", "dtype": "float32", "pattern": "(?s)()."}
-    reward = load_reward("verl_mg.rollout.llm_judge:Judge", options | {"template": "{response}"})
-    with AsyncScorer({"": reward}) as panel:
-        rewards = panel.score([Sample("p", "a" * length, None, {}, "stop") for length in (600, 100, 503)])
+    reward = load_reward("verl_mg.rollout.llm_judge:LLMJudge", options | {"template": "{response}"})
+    with AsyncScorer({"": reward}) as scorer:
+        rewards = scorer.score([Sample("p", "a" * length, None, {}, "stop") for length in (600, 100, 503)])
     assert [reward.parts["judged"] for reward in rewards] == [0.0] * 3
 
 
-def test_over_http() -> None:
-    seen: list[Asked] = []
+def test_score_many_with_server_posts_questions() -> None:
+    seen: list[JsonRequest] = []
 
-    def answer(asked: Asked) -> Answer:
+    def answer(asked: JsonRequest) -> JsonResponse:
         seen.append(asked)
-        return Answer({"text": "I say [[8]]", "meta_info": {}})
+        return JsonResponse({"text": "I say [[8]]", "meta_info": {}})
 
     with serving(answer) as url:
         rewards = judge_at(f"{url}/", template="Rate {response}", max_new_tokens=9)
@@ -111,8 +111,8 @@ def test_over_http() -> None:
     }
 
 
-def test_a_server_of_another_kind() -> None:
-    with serving(lambda _: Answer({"choices": []})) as url, pytest.raises(UserError, match="without a text"):
+def test_score_many_response_without_text_raises() -> None:
+    with serving(lambda _: JsonResponse({"choices": []})) as url, pytest.raises(UserError, match="has no text"):
         judge_at(url)
 
 
@@ -120,14 +120,14 @@ def test_a_server_of_another_kind() -> None:
     ("options", "reason"),
     [
         ({}, "neither url nor model"),
-        ({"url": "http://a", "template": "Rate it"}, "no {response}"),
-        ({"url": "http://a", "pattern": "("}, "is no regular expression"),
+        ({"url": "http://a", "template": "Rate it"}, "{response} is missing"),
+        ({"url": "http://a", "pattern": "("}, "is not a regular expression"),
         ({"url": "http://a", "pattern": "a"}, "has no group"),
-        ({"url": "http://a", "scale": 0}, "positive numbers"),
-        ({"model": "/nowhere"}, "/nowhere has no readable tokenizer"),
-        ({"url": "http://a", "dtype": "half"}, "dtype is 'half'"),
+        ({"url": "http://a", "scale": 0}, "Give positive numbers"),
+        ({"model": "/nowhere"}, "/nowhere: the tokenizer cannot be read"),
+        ({"url": "http://a", "dtype": "half"}, "dtype: 'half'"),
     ],
 )
-def test_bad_options(options: dict[str, Any], reason: str) -> None:
+def test_llm_judge_invalid_options_raise(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        load_reward("verl_mg.rollout.llm_judge:Judge", options)
+        load_reward("verl_mg.rollout.llm_judge:LLMJudge", options)

@@ -1,6 +1,7 @@
-"""Hostile programs, run for real: each ends with an outcome, and nothing of it survives or gets out."""
+"""Hostile programs end with an outcome; nothing of them survives or escapes, with any kind of isolation."""
 
 import asyncio
+import functools
 import os
 import shutil
 import socket
@@ -17,36 +18,52 @@ from verl_mg.errors import UserError
 from verl_mg.sandbox import Outcome, isolated, run_python, run_python_async
 from verl_mg.sandbox import python as module
 
-needs_namespaces = pytest.mark.skipif(not isolated(), reason="this kernel grants no namespaces")
-PATIENCE = 60  # seconds for programs that are to end by themselves, on a machine that is busy
+TIMEOUT = 60  # seconds for programs that are to end by themselves, on a machine that is busy
 
 
-@pytest.fixture(params=[pytest.param("isolated", marks=needs_namespaces), "plain"])
+@pytest.fixture(params=["bubblewrap", "namespaces"])
+def run_isolated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """`run_python` with each kind of namespaces that this machine has."""
+    return with_isolation(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["bubblewrap", "namespaces", "none"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """`run_python` with namespaces, and as it is without."""
-    if request.param == "plain":
-        monkeypatch.setattr(module, "isolated", lambda: False)
-        # A user who owns nothing cannot start an interpreter that lies in root's home.
+    """`run_python` with each kind of isolation that this machine has."""
+    return with_isolation(request.param, monkeypatch)
+
+
+@functools.cache
+def works(kind: module.Isolation) -> bool:
+    return kind == "none" or module._works(kind)
+
+
+def with_isolation(kind: module.Isolation, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    if not works(kind):
+        pytest.skip(f"isolation by {kind} does not work on this machine")
+    monkeypatch.setattr(module, "isolation", lambda: kind)
+    if kind == "none":
+        # An unused user id cannot start an interpreter inside root's home directory.
         monkeypatch.setattr(sys, "executable", shutil.which("python3", path="/usr/bin:/usr/local/bin"))
         try:
-            run_python("", seconds=PATIENCE)
+            run_python("", seconds=TIMEOUT)
         except OSError as error:
             pytest.skip(f"no interpreter that every user can start: {error}")
     return run_python
 
 
 def processes_named(name: str) -> list[str]:
-    found = []
+    pids = []
     for file in Path("/proc").glob("[0-9]*/comm"):
         try:
-            found += [file.parent.name] if file.read_text().strip() == name else []
+            pids += [file.parent.name] if file.read_text().strip() == name else []
         except OSError:  # it has ended
             continue
-    return found
+    return pids
 
 
 def named(name: str, program: str) -> str:
-    """A program whose processes, forked ones too, bear a name."""
+    """Returns a program whose processes, forked ones included, have a name."""
     return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n{program}"
 
 
@@ -54,59 +71,58 @@ def fresh_name() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def test_results_are_exact(run: Callable[..., Outcome]) -> None:
+def test_run_python_returns_output_and_status(run: Callable[..., Outcome]) -> None:
     program = "import sys\nprint('ä', 6 * 7)\nsys.stderr.write('two\\nlines')"
-    assert run(program, seconds=PATIENCE) == Outcome("ä 42\n", "two\nlines", "ok")
+    assert run(program, seconds=TIMEOUT) == Outcome("ä 42\n", "two\nlines", "ok")
 
 
-def test_stdin_is_read(run: Callable[..., Outcome]) -> None:
+def test_run_python_passes_stdin(run: Callable[..., Outcome]) -> None:
     text = "line\n" * 100_000
     program = "import sys\nprint(input(), len(sys.stdin.read()))"
-    assert run(program, stdin=text, seconds=PATIENCE) == Outcome(f"line {len(text) - 5}\n", "", "ok")
+    assert run(program, stdin=text, seconds=TIMEOUT) == Outcome(f"line {len(text) - 5}\n", "", "ok")
 
 
 @pytest.mark.parametrize(
     ("program", "error"),
     [("1/0", "ZeroDivisionError"), ("x = (", "SyntaxError"), ("raise SystemExit(3)", ""), ("a\0b", "")],
 )
-def test_failures_are_errors(run: Callable[..., Outcome], program: str, error: str) -> None:
-    outcome = run(program, seconds=PATIENCE)
+def test_run_python_failing_program_is_an_error(run: Callable[..., Outcome], program: str, error: str) -> None:
+    outcome = run(program, seconds=TIMEOUT)
     assert outcome.ended == "error"
     assert error in outcome.stderr
 
 
 @pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("text", ["'\ud800'", "print('\ud800')"])
-def test_text_that_is_no_unicode(text: str) -> None:
-    assert run_python(text, stdin="\ud800", seconds=PATIENCE).ended == "ok"
+def test_run_python_invalid_unicode_is_replaced(text: str) -> None:
+    assert run_python(text, stdin="\ud800", seconds=TIMEOUT).ended == "ok"
 
 
-def test_an_endless_loop_is_a_timeout_and_its_output_is_kept(run: Callable[..., Outcome]) -> None:
+def test_run_python_endless_loop_times_out_and_keeps_output(run: Callable[..., Outcome]) -> None:
     name = fresh_name()
     program = named(name, "print('before')\nos.close(1)\nos.close(2)\nwhile True: pass")
     assert run(program, seconds=3) == Outcome("before\n", "", "timeout")
     assert processes_named(name) == []
 
 
-def test_a_memory_bomb(run: Callable[..., Outcome]) -> None:
-    outcome = run("hoard = []\nwhile True: hoard.append(bytearray(1 << 20))", seconds=PATIENCE, memory_mb=100)
+def test_run_python_memory_is_limited(run: Callable[..., Outcome]) -> None:
+    outcome = run("hoard = []\nwhile True: hoard.append(bytearray(1 << 20))", seconds=TIMEOUT, memory_mb=100)
     assert outcome.ended == "memory"
 
 
-@needs_namespaces
-def test_files_in_memory_are_limited_together() -> None:
+def test_run_python_total_file_size_is_limited(run_isolated: Callable[..., Outcome]) -> None:
     program = "for i in range(100): open(f'{i}', 'wb').write(bytes(10 << 20))"
-    outcome = run_python(program, seconds=PATIENCE, memory_mb=100)
+    outcome = run_isolated(program, seconds=TIMEOUT, memory_mb=100)
     assert (outcome.ended, "No space left" in outcome.stderr) == ("error", True)
 
 
-def test_an_output_flood_is_cut_while_it_streams(run: Callable[..., Outcome]) -> None:
-    outcome = run("while True: print('x' * 100_000)", seconds=PATIENCE, output_bytes=1000)
+def test_run_python_output_is_limited(run: Callable[..., Outcome]) -> None:
+    outcome = run("while True: print('x' * 100_000)", seconds=TIMEOUT, output_bytes=1000)
     assert outcome == Outcome("x" * 1000, "", "output")
-    assert run("print('x' * 999)", seconds=PATIENCE, output_bytes=1000).ended == "ok"
+    assert run("print('x' * 999)", seconds=TIMEOUT, output_bytes=1000).ended == "ok"
 
 
-def test_a_fork_bomb(run: Callable[..., Outcome]) -> None:
+def test_run_python_processes_are_limited(run: Callable[..., Outcome]) -> None:
     name = fresh_name()
     bomb = "for _ in range(1000):\n try: os.fork()\n except OSError: print('no more'); break\nwhile True: pass"
     outcome = run(named(name, bomb), seconds=4)
@@ -115,23 +131,23 @@ def test_a_fork_bomb(run: Callable[..., Outcome]) -> None:
     assert processes_named(name) == []
 
 
-def test_a_child_that_left_its_session_ends_with_its_parent(run: Callable[..., Outcome]) -> None:
+def test_run_python_daemon_ends_with_its_program(run: Callable[..., Outcome]) -> None:
     name = fresh_name()
     escape = "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0: print('free'); time.sleep(600)\n os._exit(0)"
-    outcome = run(named(name, f"{escape}\nos.wait()\ntime.sleep(1)"), seconds=PATIENCE)
+    outcome = run(named(name, f"{escape}\nos.wait()\ntime.sleep(1)"), seconds=TIMEOUT)
     assert outcome == Outcome("free\n", "", "ok")
     assert processes_named(name) == []
 
 
-def test_a_child_that_left_its_session_ends_when_time_is_up(run: Callable[..., Outcome]) -> None:
+def test_run_python_daemon_ends_at_the_timeout(run: Callable[..., Outcome]) -> None:
     name = fresh_name()
     program = named(name, "if os.fork() == 0:\n os.setsid()\n if os.fork(): os._exit(0)\ntime.sleep(600)")
     assert run(program, seconds=3).ended == "timeout"
     assert processes_named(name) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0 and not isolated(), reason="a program with one's own rights can end one's own")
-def test_it_cannot_end_what_is_not_its_own(run: Callable[..., Outcome]) -> None:
+@pytest.mark.skipif(os.geteuid() != 0 and not isolated(), reason="the program has this user's rights")
+def test_run_python_program_cannot_kill_other_processes(run: Callable[..., Outcome]) -> None:
     with subprocess.Popen(["sleep", "600"]) as victim:
         program = f"""
 import os
@@ -141,14 +157,13 @@ for target in ({victim.pid}, {os.getpid()}, -1, os.getppid()):
 print("tried")
 """
         try:
-            assert run(program, seconds=PATIENCE).stdout in ("tried\n", "")  # it may end itself
+            assert run(program, seconds=TIMEOUT).stdout in ("tried\n", "")  # it may end itself
             assert victim.poll() is None
         finally:
             victim.kill()
 
 
-@needs_namespaces
-def test_files_outside_are_neither_seen_nor_changed(tmp_path: Path) -> None:
+def test_run_python_outside_files_are_invisible(run_isolated: Callable[..., Outcome], tmp_path: Path) -> None:
     file = tmp_path / "precious"
     file.write_text("kept")
     for folder in (tmp_path, tmp_path.parent):
@@ -161,7 +176,7 @@ for attempt in (lambda: os.remove({str(file)!r}), lambda: open({str(file)!r}).re
 shutil.rmtree('/usr/bin', ignore_errors=True)
 print(os.path.exists('/etc'), os.path.exists('/proc'))
 """
-    outcome = run_python(program, seconds=PATIENCE)
+    outcome = run_isolated(program, seconds=TIMEOUT)
     assert outcome.stdout.split() == ["FileNotFoundError"] * 3 + ["False", "False"]
     assert file.read_text() == "kept"
     assert Path(sys.executable).exists()
@@ -174,42 +189,41 @@ except OSError: print("no way")
 """
 
 
-@pytest.mark.skipif(not isolated(), reason="this kernel grants no namespaces")
-def test_there_is_no_network() -> None:
+def test_run_python_has_no_network(run_isolated: Callable[..., Outcome]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = CONNECT.format(port=server.getsockname()[1])
-        assert run_python(program, seconds=PATIENCE).stdout == "no way\n"
+        assert run_isolated(program, seconds=TIMEOUT).stdout == "no way\n"
         exec(program)  # outside it does connect
         assert server.accept()
 
 
-def test_the_environment_is_empty(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_python_environment_is_empty(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
-    names = run("import os\nprint(*os.environ)", seconds=PATIENCE).stdout.split()
+    names = run("import os\nprint(*os.environ)", seconds=TIMEOUT).stdout.split()
     assert set(names) <= {"LC_CTYPE"}  # which the interpreter sets
 
 
-@needs_namespaces
-def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_python_leaves_no_files(
+    run_isolated: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.chmod('a', 0)\nprint(os.listdir('.'))"
-    assert "'a'" in run_python(program, seconds=PATIENCE).stdout
+    assert "'a'" in run_isolated(program, seconds=TIMEOUT).stdout
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_namespaces
-def test_packages_of_this_interpreter_are_there() -> None:
+def test_run_python_packages_can_be_imported(run_isolated: Callable[..., Outcome]) -> None:
     program = "import numpy\nprint(int(numpy.arange(4).sum()))"
-    assert run_python(program, seconds=PATIENCE, memory_mb=2048) == Outcome("6\n", "", "ok")
+    assert run_isolated(program, seconds=TIMEOUT, memory_mb=2048) == Outcome("6\n", "", "ok")
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_many_at_once_and_a_cancelled_one() -> None:
+def test_run_python_async_concurrent_programs_and_cancellation() -> None:
     name = fresh_name()
 
     async def all_of_them() -> list[Outcome]:
         lost = asyncio.create_task(run_python_async(named(name, "time.sleep(600)"), seconds=600))
-        outcomes = await asyncio.gather(*(run_python_async(f"print({i})", seconds=PATIENCE) for i in range(8)))
+        outcomes = await asyncio.gather(*(run_python_async(f"print({i})", seconds=TIMEOUT) for i in range(8)))
         while not processes_named(name):
             await asyncio.sleep(0.05)
         lost.cancel()
@@ -222,6 +236,6 @@ def test_many_at_once_and_a_cancelled_one() -> None:
 
 
 @pytest.mark.parametrize("limit", ["seconds", "memory_mb", "output_bytes"])
-def test_limits_are_positive(limit: str) -> None:
-    with pytest.raises(UserError, match=f"{limit} is 0"):
+def test_run_python_limit_of_zero_raises(limit: str) -> None:
+    with pytest.raises(UserError, match=f"{limit}=0"):
         run_python("", **{limit: 0})

@@ -1,20 +1,21 @@
-"""Rewards: functions and classes that score a sample, ours or the user's; they know nothing of training."""
+"""Rewards: functions and classes that score a sample, built in or the user's. They do not depend on training."""
 
 from collections.abc import Callable
 
 from verl_mg.config import RewardConfig
 from verl_mg.rewards.async_scorer import AsyncScorer
-from verl_mg.rewards.base import Reward, Sample
-from verl_mg.rewards.loading import LoadedReward, load_reward
 from verl_mg.rewards.mixture import Mixture, warn
+from verl_mg.rewards.reward import LoadedReward, Reward, Sample, load_reward
 
 __all__ = ["AsyncScorer", "LoadedReward", "Mixture", "Reward", "Sample", "load_reward", "load_rewards"]
 
 
 def load_rewards(config: RewardConfig, report: Callable[[str], None] = warn) -> AsyncScorer:
-    """The panel of a job's configuration: its one reward, or its mixture.
+    """Builds the scorer of a job: its single reward, or its mixture.
 
-    report: told one line about an edit of `weights_file` that cannot be used.
+    Args:
+        config: the section `reward`.
+        report: receives one line about an edit of `reward.weights_file` that cannot be used.
 
     Raises:
         UserError: see `load_reward`.

@@ -1,10 +1,10 @@
-"""Scores samples in the background, while others are still being written.
+"""Scores samples in the background, while others are still being generated.
 
-    caller           begin(1) begin(2) begin(3) ...                     result(1)  result(2) ...
-    event loop       async rewards side by side, batches when their reward is free
+    caller           submit(1) submit(2) submit(3) ...                  result(1)  result(2) ...
+    event loop       async rewards concurrently, batches when their reward is free
     threads          rewards that block
 
-Each reward has a desk, at which samples wait in the order in which they came.
+Each reward has a queue, in which samples wait in the order of submission.
 """
 
 from __future__ import annotations
@@ -18,83 +18,97 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import TracebackType
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.base import Reward, Sample
-from verl_mg.rewards.loading import LoadedReward
 from verl_mg.rewards.mixture import Mixture
+from verl_mg.rewards.reward import LoadedReward, Reward, Sample
 
 
 class AsyncScorer:
-    """Asks one reward, or the rewards of a mixture, each under its name.
+    """Scores samples with one reward, or with the rewards of a mixture.
 
-    Results do not depend on when and in which company a sample is scored, as far as the rewards themselves do not;
-    weights of a mixture count when a result is asked for.
-
-    workers: calls of a reward that run at once, threads for those that block. A reward that takes batches gets what
-    waits when it is free, and says itself how many calls may run at once (`parallel`, by default one).
-    mixture: how several rewards become one; needed unless there is a single one.
+    Results do not depend on when and with which other samples a sample is scored, as far as the rewards themselves do
+    not; the weights of a mixture are those at the time of `result`.
     """
 
     def __init__(
         self, rewards: Mapping[str, LoadedReward], *, workers: int = 8, mixture: Mixture | None = None
     ) -> None:
+        """Starts the event loop's thread.
+
+        Args:
+            rewards: rewards by name.
+            workers: calls of a reward that run at the same time, in threads for rewards that block. A reward with
+                batches receives the samples that wait when it is free, and sets the number of concurrent calls itself
+                (`parallel`, 1 by default).
+            mixture: combines several rewards; required unless there is a single one.
+
+        Raises:
+            UserError: `workers` is less than 1.
+        """
         if workers < 1:
-            raise UserError(f"reward.workers is {workers}: give at least 1")
+            raise UserError(f"reward.workers: {workers} is out of range. Give at least 1.")
         if mixture is None and len(rewards) != 1:
             raise ValueError(f"{len(rewards)} rewards need a mixture")
         self.mixture = mixture
         self._rewards = dict(rewards)
         self._running: dict[int, dict[str, Future[Reward]]] = {}
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        self._desks = {name: _RewardQueue(reward, self._threads, workers) for name, reward in rewards.items()}
-        self._own_keys = itertools.count(-1, -1)
+        self._queues = {name: _RewardQueue(reward, self._threads, workers) for name, reward in rewards.items()}
+        self._internal_keys = itertools.count(-1, -1)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
 
-    def begin(self, key: int, sample: Sample) -> None:
-        """Start scoring; returns at once. `key` is 0 or larger, and not in use."""
+    def submit(self, key: int, sample: Sample) -> None:
+        """Starts scoring a sample and returns immediately.
+
+        Args:
+            key: identifies the result: 0 or larger, and not in use.
+            sample: the sample.
+        """
         if key < 0 or key in self._running:
             raise ValueError(f"key {key} is negative or in use")
-        self._begin(key, sample)
+        self._submit(key, sample)
 
     def result(self, key: int) -> Reward:
-        """The reward of what was begun under that key, as often as it is asked for; blocks until it is there.
+        """Waits for the reward of the sample submitted under a key and returns it; may be called repeatedly.
 
         Raises:
-            UserError: a reward failed; it says which and how.
+            UserError: a reward failed; the message says which one and how.
         """
         try:
             rewards = {name: future.result() for name, future in self._running[key].items()}
         except CancelledError:
-            raise UserError("a reward was cancelled before it had a result; mend it, or leave the panel open") from None
+            raise UserError(
+                "reward: scoring was cancelled before it had a result. Fix the reward, or close the scorer later."
+            ) from None
         return self.mixture.combine(rewards) if self.mixture else next(iter(rewards.values()))
 
-    def forget(self, key: int) -> None:
-        """Drop a sample and its result; what has not been scored will not be. Unknown keys are none to drop."""
+    def discard(self, key: int) -> None:
+        """Drops a sample and its result, and cancels its scoring. Unknown keys are ignored."""
         for future in self._running.pop(key, {}).values():
             future.cancel()
 
     def score(self, samples: Sequence[Sample]) -> list[Reward]:
-        """The rewards of samples, in their order."""
-        keys = [next(self._own_keys) for _ in samples]
+        """Scores samples and returns their rewards in the same order."""
+        keys = [next(self._internal_keys) for _ in samples]
         try:
             for key, sample in zip(keys, samples, strict=True):
-                self._begin(key, sample)
+                self._submit(key, sample)
             return [self.result(key) for key in keys]
         finally:
             for key in keys:
-                self.forget(key)
+                self.discard(key)
 
     def __call__(self, sample: Sample) -> Reward:
-        """The reward of one sample."""
+        """Scores one sample."""
         return self.score([sample])[0]
 
     def close(self) -> None:
-        """Drop what runs, end the threads, let the rewards go. A call that blocks is waited for."""
+        """Cancels running work, ends the threads and closes the rewards; waits for calls that block."""
         if self._loop.is_closed():
             return
         for key in list(self._running):
-            self.forget(key)
+            self.discard(key)
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -111,14 +125,15 @@ class AsyncScorer:
     ) -> None:
         self.close()
 
-    def _begin(self, key: int, sample: Sample) -> None:
+    def _submit(self, key: int, sample: Sample) -> None:
         self._running[key] = {
-            name: asyncio.run_coroutine_threadsafe(desk.score(sample), self._loop) for name, desk in self._desks.items()
+            name: asyncio.run_coroutine_threadsafe(waiting.score(sample), self._loop)
+            for name, waiting in self._queues.items()
         }
 
 
 class _RewardQueue:
-    """Where samples wait for one reward. Everything here happens in the loop's thread."""
+    """Queue of samples that wait for one reward; used only in the event loop's thread."""
 
     def __init__(self, reward: LoadedReward, threads: ThreadPoolExecutor, workers: int) -> None:
         self._reward, self._threads = reward, threads
@@ -128,53 +143,53 @@ class _RewardQueue:
 
     async def score(self, sample: Sample) -> Reward:
         loop = asyncio.get_running_loop()
-        promise: asyncio.Future[Reward] = loop.create_future()
-        self._waiting.append((sample, promise))
-        loop.call_soon(self._serve)  # not at once: others that came with this one join its batch
-        return await promise
+        future: asyncio.Future[Reward] = loop.create_future()
+        self._waiting.append((sample, future))
+        loop.call_soon(self._dispatch)  # later, so that samples submitted together form a batch
+        return await future
 
-    def _serve(self) -> None:
+    def _dispatch(self) -> None:
         while self._free and (batch := self._next_batch()):
             self._free -= 1
-            call = asyncio.create_task(self._ask(batch))
+            call = asyncio.create_task(self._call(batch))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
-            if self._reward.asynchronous:  # a thread cannot be stopped, and its reward is not free before it ends
-                _cancel_when_unwanted(call, [promise for _, promise in batch])
+            if self._reward.asynchronous:  # a thread cannot be stopped, and its reward is busy until it ends
+                _cancel_when_all_are_cancelled(call, [future for _, future in batch])
 
     def _next_batch(self) -> list[tuple[Sample, asyncio.Future[Reward]]]:
         batch: list[tuple[Sample, asyncio.Future[Reward]]] = []
         while self._waiting and len(batch) < self._reward.batch_size:
-            sample, promise = self._waiting.popleft()
-            if not promise.done():
-                batch.append((sample, promise))
+            sample, future = self._waiting.popleft()
+            if not future.done():
+                batch.append((sample, future))
         return batch
 
-    async def _ask(self, batch: list[tuple[Sample, asyncio.Future[Reward]]]) -> None:
-        wanted = [promise for _, promise in batch]
+    async def _call(self, batch: list[tuple[Sample, asyncio.Future[Reward]]]) -> None:
+        futures = [future for _, future in batch]
         try:
-            rewards = await self._reward.ask([sample for sample, _ in batch], self._threads)
-            for promise, reward in zip(wanted, rewards, strict=True):
-                if not promise.done():
-                    promise.set_result(reward)
+            rewards = await self._reward.score([sample for sample, _ in batch], self._threads)
+            for future, reward in zip(futures, rewards, strict=True):
+                if not future.done():
+                    future.set_result(reward)
         except UserError as error:
-            for promise in wanted:
-                if not promise.done():
-                    promise.set_exception(error)
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
         finally:
-            for promise in wanted:
-                promise.cancel()  # only what has no result by now
+            for future in futures:
+                future.cancel()  # those without a result
             self._free += 1
-            self._serve()
+            self._dispatch()
 
 
-def _cancel_when_unwanted(call: asyncio.Task[None], promises: list[asyncio.Future[Reward]]) -> None:
-    def look(_: asyncio.Future[Reward]) -> None:
-        if all(promise.cancelled() for promise in promises):
+def _cancel_when_all_are_cancelled(call: asyncio.Task[None], futures: list[asyncio.Future[Reward]]) -> None:
+    def on_done(_: asyncio.Future[Reward]) -> None:
+        if all(future.cancelled() for future in futures):
             call.cancel()
 
-    for promise in promises:
-        promise.add_done_callback(look)
+    for future in futures:
+        future.add_done_callback(on_done)
 
 
 async def _cancel_all() -> None:

@@ -1,4 +1,4 @@
-"""A reward model: a Hugging Face model with a classification head, on the device of the rank."""
+"""Reward from a Hugging Face model with a classification head, on the device of the rank."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ from torch import Tensor
 
 from verl_mg.device import current_device
 from verl_mg.errors import UserError
-from verl_mg.rewards.base import Reward, Sample
+from verl_mg.rewards.reward import Reward, Sample
 
-SHORTEST = 32
-"""Tokens: rows are filled up to this, or to the next power of two."""
+MIN_PADDED_LENGTH = 32
+"""Tokens; rows are padded to this length or to the next power of two."""
 
 
 class Classifier:
-    """Scores prompt and response by a sequence classification model.
+    """Scores prompt and response with a sequence classification model.
 
     With one label the reward is its logit; with several it is the probability of `label`, a name of the model's
     `id2label` or a number.
 
     The text is prompt and response; where the record's field `messages` is a conversation and the tokenizer has a
-    chat template, it is that conversation with the response as the assistant's turn. What is longer than `max_tokens`
-    loses its beginning.
+    chat template, it is that conversation with the response as the assistant's turn.
 
-    A batch has a shape that a row alone decides: always `batch_size` rows, filled up to a power of two of tokens. So
-    a score does not depend on the company in which it was computed, to the last bit. A model without a padding token
-    takes its rows one by one.
-
-    path: a directory with config.json, safetensors and a tokenizer; nothing is fetched from a network.
-    device: that of the rank unless given.
+    The shape of a batch depends on a single row: it has `batch_size` rows, padded to a power of two of tokens. So a
+    score is bitwise independent of the other rows of its batch. A model without a padding token scores its rows one
+    by one.
     """
 
     def __init__(
@@ -45,10 +41,25 @@ class Classifier:
         label: str | int | None = None,
         messages: str = "prompt",
     ) -> None:
+        """Loads the model.
+
+        Args:
+            path: directory with config.json, safetensors and a tokenizer; nothing is downloaded.
+            batch_size: rows per forward pass.
+            max_tokens: a longer text is cut at its beginning.
+            device: device of the model; None for that of the rank.
+            dtype: "float32", "bfloat16" or "float16".
+            label: name in the model's `id2label`, or number, of the label whose probability is the reward; needed for
+                several labels.
+            messages: field of the record with the conversation.
+
+        Raises:
+            UserError: an option is invalid, or the directory has no model with a classification head.
+        """
         if batch_size < 1 or max_tokens < 1:
-            raise UserError(f"batch_size is {batch_size}, max_tokens {max_tokens}: give at least 1")
+            raise UserError(f"batch_size={batch_size}, max_tokens={max_tokens}: out of range. Give at least 1.")
         if dtype not in ("float32", "bfloat16", "float16"):
-            raise UserError(f"dtype is {dtype!r}: write float32, bfloat16 or float16")
+            raise UserError(f"dtype: {dtype!r} is not supported. Write float32, bfloat16 or float16.")
         self._device = torch.device(device) if device else current_device()
         self._model, self._tokenizer = _load(Path(path), getattr(torch, dtype))
         self._model.to(self._device).eval().requires_grad_(False)
@@ -61,12 +72,12 @@ class Classifier:
         self.batch_size = batch_size if self._padding is not None else 1
 
     def score_many(self, samples: Sequence[Sample]) -> list[Reward]:
-        """One reward a sample, without parts."""
+        """Returns one reward per sample, without parts."""
         rows = [self._tokens(sample) for sample in samples]
         values: dict[int, float] = {}
         by_length: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
-            by_length.setdefault(self._filled(len(row)), []).append(number)
+            by_length.setdefault(self._padded_length(len(row)), []).append(number)
         for length, numbers in by_length.items():
             for start in range(0, len(numbers), self.batch_size):
                 chosen = numbers[start : start + self.batch_size]
@@ -74,18 +85,18 @@ class Classifier:
                 values |= dict(zip(chosen, scores.tolist(), strict=True))
         return [Reward(values[number]) for number in range(len(rows))]
 
-    def _filled(self, length: int) -> int:
+    def _padded_length(self, length: int) -> int:
         if self._padding is None:
             return length
-        return min(max(SHORTEST, 1 << (length - 1).bit_length()), self._max_tokens)
+        return min(max(MIN_PADDED_LENGTH, 1 << (length - 1).bit_length()), self._max_tokens)
 
     @torch.inference_mode()
     def _scores(self, rows: Sequence[Sequence[int]], length: int) -> Tensor:
-        """(rows,) float32, on the host."""
+        """Returns scores, `(rows,)`, float32, on the CPU."""
         ids = torch.full((self.batch_size, length), self._padding or 0)
         mask = torch.zeros_like(ids)
         for number in range(self.batch_size):
-            row = rows[number % len(rows)]  # a row of nothing but padding would be no number
+            row = rows[number % len(rows)]  # a row that contains only padding would give NaN
             ids[number, : len(row)] = torch.tensor(row)
             mask[number, : len(row)] = 1
         logits = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits.float()
@@ -111,27 +122,29 @@ def _load(directory: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     if not (directory / "config.json").is_file():
-        raise UserError(f"{directory} has no config.json: give the directory of a Hugging Face model")
+        raise UserError(f"{directory}: config.json is missing. Give the directory of a Hugging Face model.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             directory, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"{directory} holds no readable classification model: {error}") from error
+        raise UserError(
+            f"{directory}: the classification model cannot be read ({error}). Give another directory."
+        ) from error
     if report["missing_keys"]:
         missing = min(report["missing_keys"])
-        raise UserError(f"{directory} lacks tensor {missing}: give a model that was trained to classify")
+        raise UserError(f"{directory}: tensor {missing} is missing. Give a model that was trained for classification.")
     return model, tokenizer
 
 
 def _label_number(config: Any, label: str | int | None, path: str | Path) -> int | None:
-    """Which logit counts; None where there is but one."""
+    """Returns the index of the logit that is the reward; None where there is only one."""
     names: dict[int, str] = config.id2label
     if len(names) == 1 and label is None:
         return None
     numbers = {name: number for number, name in names.items()}
     number = numbers.get(label) if isinstance(label, str) else label
     if number not in names:
-        raise UserError(f"label is {label!r}, and {path} has {len(names)} labels; write one of: {', '.join(numbers)}")
+        raise UserError(f"label: {label!r} is not a label of {path}. Write one of: {', '.join(numbers)}.")
     return number if len(names) > 1 else None

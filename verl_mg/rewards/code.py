@@ -1,33 +1,95 @@
-"""Does the program of a response pass the test cases of the record? Run in the sandbox of this machine."""
+"""Reward for a program that passes the test cases of its record, run in the sandbox of this machine.
 
-from verl_mg.rewards.base import Reward, Sample
-from verl_mg.rewards.code_tests import read_tests, run_tests
+The record contains the test cases in one of these forms:
+
+    {"inputs": [text, ...], "outputs": [text, ...]}                     stdin and stdout, as in APPS and TACO
+    {"inputs": [[argument, ...], ...], "outputs": [...], "fn_name": f}  calls of a function, as there
+    [{"input": text, "output": text}, ...]                              stdin and stdout
+    ["assert f(1) == 2", ...]                                           assertions, as in MBPP
+    "def check(candidate): ..."                                         a test of the record's `entry_point`: HumanEval
+
+Each may be given as a string that contains JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_mg.errors import UserError
+from verl_mg.rewards.reward import Reward, Sample
 from verl_mg.sandbox import Outcome, run_python_async
 
+FIELDS = ("input_output", "test_cases", "tests", "test_list", "test")
+HARNESS = Path(__file__).with_name("function_call_harness.py")
+BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+PYTHON = ("python", "python3", "py")
+TOLERANCE = 1e-6
+"""Relative and absolute, for numbers with a fraction, where outputs are text or JSON."""
 OUTPUT_BYTES = 1 << 20
+"""Largest output of a program."""
+
+Run = Callable[[str, str], Awaitable[Outcome]]
+"""Runs a program, given its source and its stdin."""
+
+
+@dataclass(frozen=True)
+class InputCase:
+    """A test case of a program that reads stdin and writes stdout."""
+
+    stdin: str
+    """Input of the program."""
+    stdout: str
+    """Expected output."""
+
+
+@dataclass(frozen=True)
+class CallCase:
+    """A test case of a function, called by `function_call_harness.py`."""
+
+    call: dict[str, Any]
+    """The call, in the harness's format."""
+    expected: Any
+    """Expected return value."""
+    exact: bool
+    """Whether types and every digit must be equal."""
+
+
+Case = InputCase | CallCase
 
 
 async def score(
     sample: Sample, field: str | None = None, seconds: float = 10.0, memory_mb: int = 1024, partial: bool = False
 ) -> Reward:
-    """1.0 where the last fenced Python block of the response passes all test cases, else 0.0; see `cases.judge`.
+    """Returns 1.0 where the last fenced Python block of the response passes all test cases, else 0.0.
 
-    What a program must write is compared out here, where it cannot reach it; so are results of functions and both
-    sides of `assert f(x) == literal`. Within its reach are only tests that are more than that (HumanEval's `check`,
-    `assert isinstance(f(x), list)`): they are made in its own process, and a program that searches that process for
-    the marker of the run could report that it passes them.
+    The expected output is compared outside of the sandbox, where the program cannot reach it; so are results of
+    functions and both sides of `assert f(x) == literal`. Only more general tests are within its reach (HumanEval's
+    `check`, `assert isinstance(f(x), list)`): they run in its own process, and a program that searches that process
+    for the marker of the run could report that it passes them.
 
-    The cases of a sample run one after another, so that a rank runs as many programs at once as it has workers.
+    The cases of a sample run one after another, so a rank runs as many programs at once as it has workers.
 
     Args:
-        sample: with its test cases in the record, in one of the forms of `rewards.cases`.
-        field: of the record, where they are; None: the first of the usual ones.
-        seconds: for each run, the start of the interpreter included: one a stdin case, one for all calls together.
-        memory_mb: for each run.
-        partial: the share of the cases that pass, in place of all or nothing.
+        sample: the sample, with its test cases in the record.
+        field: field of the record with the test cases; None for the first of `FIELDS` that it has.
+        seconds: time limit of each run, the start of the interpreter included. There is one run for each stdin case,
+            and one for all calls together.
+        memory_mb: memory limit of each run.
+        partial: whether the reward is the share of the cases that pass.
+
+    Returns:
+        A reward with the parts of `run_tests`.
 
     Raises:
-        UserError: no test cases, or a limit that is not positive.
+        UserError: there are no test cases, or a limit is not positive.
     """
 
     async def run(program: str, stdin: str) -> Outcome:
@@ -36,3 +98,206 @@ async def score(
         )
 
     return await run_tests(sample.response, read_tests(sample, field), run, partial)
+
+
+def read_tests(sample: Sample, field: str | None) -> list[Case]:
+    """Reads the test cases of a record, at least one.
+
+    Args:
+        sample: the sample whose record contains them.
+        field: field of the record; None for the first of `FIELDS` that it has.
+
+    Raises:
+        UserError: there are no test cases, or they have none of the supported forms.
+    """
+    record = sample.record
+    name = field or next((name for name in FIELDS if record.get(name)), None)
+    if name is None or not record.get(name):
+        raise UserError(
+            f"test cases: the record of the prompt {sample.prompt[:60]!r} has no {field or ' or '.join(FIELDS)}. "
+            f"Set the reward's option field to one of: {', '.join(record)}."
+        )
+    content = _from_json(record[name])
+    try:
+        cases = _cases(content, record)
+    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+        raise UserError(
+            f"test cases: {name} of the prompt {sample.prompt[:60]!r} cannot be read "
+            f"({type(error).__name__}: {error}). Write inputs and outputs, or a list of assertions."
+        ) from None
+    if not cases:
+        raise UserError(f"test cases: {name} of the prompt {sample.prompt[:60]!r} is empty. Write at least one case.")
+    return cases
+
+
+def last_program(response: str) -> str | None:
+    """Returns the last fenced block marked as Python; without any, the last block without a mark."""
+    blocks = [(mark.strip().lower(), body) for mark, body in BLOCK.findall(response)]
+    for marks in (PYTHON, ("",)):
+        if chosen := [body for mark, body in blocks if mark in marks]:
+            return str(chosen[-1])
+    return None
+
+
+async def run_tests(response: str, cases: Sequence[Case], run: Run, partial: bool) -> Reward:
+    """Runs the program of a response on test cases, until one fails or, if `partial`, to the end.
+
+    Args:
+        response: the response, whose last fenced Python block is the program.
+        cases: the test cases.
+        run: runs a program with a stdin.
+        partial: whether the reward is the share of the cases that pass.
+
+    Returns:
+        1.0 or 0.0, or the share that passed if `partial`. Parts: "correct" (all passed), "passed" (the share; without
+        `partial` only of the cases before the first failure), "answered" (the response has a program).
+    """
+    program = last_program(response)
+    if program is None:
+        return Reward(0.0, {"correct": 0.0, "passed": 0.0, "answered": 0.0})
+    calls = [case for case in cases if isinstance(case, CallCase)]
+    passed = await _passed_calls(program, calls, run) if calls else 0
+    if partial or passed == len(calls):
+        for case in cases:
+            if isinstance(case, InputCase):
+                outcome = await run(program, case.stdin)
+                success = outcome.ended == "ok" and same_text(outcome.stdout, case.stdout)
+                passed += success
+                if not (success or partial):
+                    break
+    share = passed / len(cases)
+    correct = float(passed == len(cases))
+    return Reward(share if partial else correct, {"correct": correct, "passed": share, "answered": 1.0})
+
+
+def same_text(written: str, expected: str) -> bool:
+    """Reports whether texts are equal line by line, except for surrounding space and numbers within `TOLERANCE`.
+
+    Args:
+        written: output of the program.
+        expected: expected output.
+    """
+    left, right = ([line.split() for line in text.strip().splitlines()] for text in (written, expected))
+    return left == right or (
+        len(left) == len(right)
+        and all(len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(left, right, strict=True))
+    )
+
+
+def _same_word(written: str, expected: str) -> bool:
+    if written == expected:
+        return True
+    try:
+        return "." in expected and _close(float(written), float(expected))
+    except ValueError:
+        return False
+
+
+def _close(left: float, right: float) -> bool:
+    return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+async def _passed_calls(program: str, cases: Sequence[CallCase], run: Run) -> int:
+    """Makes all calls in one run and counts the expected results. A line counts only with this run's marker."""
+    marker = secrets.token_hex(16)
+    request = {"marker": marker, "program": program, "calls": [case.call for case in cases]}
+    outcome = await run(HARNESS.read_text(encoding="utf-8"), json.dumps(request) + "\n")
+    results: dict[int, Any] = {}
+    for line in outcome.stdout.splitlines():
+        if line.startswith(marker):
+            try:
+                number, value = json.loads(line.removeprefix(marker))
+                results[number] = _decoded(value, exact=cases[number].exact)
+            except (ValueError, TypeError, LookupError, RecursionError):
+                continue
+    return sum(number in results and _same(results[number], case) for number, case in enumerate(cases))
+
+
+def _same(value: Any, case: CallCase) -> bool:
+    try:
+        if case.exact:
+            return bool(value == case.expected)
+        # APPS wraps some results in a list.
+        wrapped = isinstance(case.expected, list) and len(case.expected) == 1 and _json_equal(value, case.expected[0])
+        return wrapped or _json_equal(value, case.expected)
+    except RecursionError:
+        return False
+
+
+def _json_equal(value: Any, expected: Any) -> bool:
+    """Compares values as JSON, numbers with a fraction within `TOLERANCE`."""
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_json_equal, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        by_text = {str(key): item for key, item in value.items()}
+        return by_text.keys() == expected.keys() and all(_json_equal(by_text[key], expected[key]) for key in expected)
+    if isinstance(value, int | float) and isinstance(expected, float):
+        return value == expected or _close(value, expected)
+    return bool(value == expected)
+
+
+def _decoded(value: Any, exact: bool) -> Any:
+    """Decodes a value of the harness; unless `exact`, every sequence becomes a list."""
+    if not isinstance(value, list):
+        return value
+    kind, *items = value
+    if kind == "dict":
+        return {_decoded(key, exact=True): _decoded(item, exact) for key, item in items}
+    if kind == "complex":
+        return complex(*items)
+    if kind == "bytes":
+        return bytes.fromhex(*items)
+    makers: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set}
+    maker = makers[kind] if exact or kind == "set" else list
+    return maker(_decoded(item, exact) for item in items)
+
+
+def _from_json(content: Any) -> Any:
+    if not isinstance(content, str):
+        return content
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content
+
+
+def _cases(content: Any, record: dict[str, Any]) -> list[Case]:
+    if isinstance(content, str):
+        test = f"{content}\ncheck({record['entry_point']})"
+        return [CallCase({"setup": "", "test": test}, True, exact=True)]
+    if isinstance(content, dict):
+        pairs = list(zip(content["inputs"], content["outputs"], strict=True))
+        if name := content.get("fn_name"):
+            return [_function_case(name, arguments, output) for arguments, output in pairs]
+        return [InputCase(_text(stdin), _text(stdout)) for stdin, stdout in pairs]
+    if all(isinstance(item, str) for item in content):
+        setup = [record.get("test_setup_code") or "", *(record.get("test_imports") or [])]
+        return [_assertion(item, "\n".join(setup).strip()) for item in content]
+    return [InputCase(_text(item["input"]), _text(item["output"])) for item in content]
+
+
+def _text(content: Any) -> str:
+    return "\n".join(map(str, content)) if isinstance(content, list) else str(content)
+
+
+def _function_case(name: str, arguments: Any, output: Any) -> CallCase:
+    """Arguments and output may be strings of JSON, the arguments one per line."""
+    if isinstance(arguments, str):
+        arguments = [json.loads(line) for line in arguments.splitlines()]
+    if not isinstance(arguments, list):
+        raise TypeError(f"the arguments of a call are {arguments!r:.60} instead of a list")
+    return CallCase({"function": name, "arguments": arguments}, _from_json(output), exact=False)
+
+
+def _assertion(source: str, setup: str) -> CallCase:
+    """Turns `assert f(1) == 2` into the expression f(1), compared outside of the sandbox; others run inside."""
+    body = ast.parse(source.strip()).body
+    match body:
+        case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
+            for expression, literal in ((left, right), (right, left)):
+                try:
+                    expected = ast.literal_eval(literal)
+                except ValueError:
+                    continue
+                return CallCase({"setup": setup, "expression": ast.unparse(expression)}, expected, exact=True)
+    return CallCase({"setup": setup, "test": source.strip()}, True, exact=True)

@@ -1,4 +1,4 @@
-r"""DAPO's reward for mathematics: a last line `Answer: ...`, +1 or -1 [arXiv:2503.14476, section 2.4].
+r"""DAPO's reward for mathematics: +1 or -1 for the last line `Answer: ...` [arXiv:2503.14476, section 2.4].
 
 Answers are compared as texts after the normalisation of Minerva [arXiv:2206.14858, appendix D.1].
 """
@@ -6,12 +6,13 @@ Answers are compared as texts after the normalisation of Minerva [arXiv:2206.148
 import re
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.base import Reward, Sample
+from verl_mg.rewards.reward import Reward, Sample
 
-TAIL = 300  # characters at the end of a response in which the answer must stand
+TAIL = 300
+"""Number of characters at the end of a response that must contain the answer."""
 ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
-# From here on as in the appendix named above, in its order.
+# The rules of the appendix cited above, in its order.
 SUBSTITUTIONS = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
@@ -25,7 +26,12 @@ REMOVED = (
 
 
 def score(sample: Sample, correct: float = 1.0, wrong: float = -1.0) -> Reward:
-    """`correct` where the last `Answer:` line says the record's answer, else `wrong`, also without such a line.
+    """Scores the last `Answer:` line of the response.
+
+    Args:
+        sample: the sample to score.
+        correct: reward where the line equals the record's answer.
+        wrong: reward otherwise, also without such a line.
 
     Returns:
         A reward with the parts "correct" and "answered", each 0.0 or 1.0, and the normalised answer.
@@ -35,24 +41,24 @@ def score(sample: Sample, correct: float = 1.0, wrong: float = -1.0) -> Reward:
     """
     if sample.answer is None or not sample.answer.strip():
         raise UserError(
-            f"rewards.dapo: no answer for the prompt {sample.prompt[:60]!r}; "
-            f"set data.answer_field to one of: {', '.join(sample.record)}"
+            f"rewards.dapo: the record of the prompt {sample.prompt[:60]!r} has no answer. "
+            f"Set data.answer_field to one of: {', '.join(sample.record)}."
         )
-    found = ANSWER.findall(sample.response[-TAIL:])
-    answer = normalised(found[-1]) if found else None
+    matches = ANSWER.findall(sample.response[-TAIL:])
+    answer = normalised(matches[-1]) if matches else None
     right = answer is not None and answer == normalised(sample.answer)
     parts = {"correct": float(right), "answered": float(answer is not None)}
     return Reward(correct if right else wrong, parts, answer)
 
 
 def normalised(answer: str) -> str:
-    r"""Without units, spaces and the ways in which LaTeX can write the same: `$\frac12$ km` is `frac{1}{2}`."""
+    r"""Returns an answer without units, spaces and variants of LaTeX: `$\frac12$ km` becomes `frac{1}{2}`."""
     answer = answer.rpartition("=")[2]
     for before, after in SUBSTITUTIONS:
         answer = answer.replace(before, after)
     for expression in REMOVED:
         answer = answer.replace(expression, "")
-    # What stands in mathematics counts; commands around text do not.
+    # Keep the content of mathematics, and remove commands around text.
     answer = re.sub(r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$", answer)
     for command in ("text", "textbf", "overline"):
         answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)

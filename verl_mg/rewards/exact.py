@@ -1,8 +1,8 @@
-"""The response must be the answer, letter by letter."""
+"""Reward 1.0 for a response that equals the answer, character by character."""
 
-from verl_mg.rewards.base import Reward, Sample
+from verl_mg.rewards.reward import Reward, Sample
 
 
 def score(sample: Sample) -> Reward:
-    """1.0 where response and answer agree up to space around them, else 0.0 (also without an answer)."""
+    """Returns 1.0 where response and answer are equal without surrounding space, else 0.0 (also without an answer)."""
     return Reward(float(sample.answer is not None and sample.response.strip() == sample.answer.strip()))

@@ -1,10 +1,10 @@
-"""What runs in the sandbox around a program whose functions are called: sent there as text; nobody imports it.
+"""Program that calls the functions of a response inside the sandbox. It is sent there as text and never imported.
 
     stdin, one line:   {"marker": text, "program": text, "calls": [call, ...]}
     stdout, a line for each call that returned:   MARKER [number of the call, value]
 
-A call is {"function", "arguments"}, {"expression"} or {"test"}, the last two with a "setup" before them. Values are
-JSON; what JSON lacks is a list whose first item names it: ["tuple", 1, 2].
+A call is {"function", "arguments"}, {"expression"} or {"test"}, the last two with a "setup" that runs first. Values
+are JSON; a type that JSON does not have is a list whose first item names it: ["tuple", 1, 2].
 """
 
 import json
@@ -16,27 +16,32 @@ from typing import Any
 
 
 def main() -> None:
-    """Read the order, run the program, make the calls."""
-    order = json.loads(sys.stdin.readline())
-    # What the program prints is of no interest and would count against the limit of the output.
+    """Reads the request, runs the program and makes the calls."""
+    request = json.loads(sys.stdin.readline())
+    # Output of the program itself is dropped: it would count against the limit of the output.
     report = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     space = vars(module)
-    exec(compile(order["program"], "solution.py", "exec"), space)
-    for number, call in enumerate(order["calls"]):
+    exec(compile(request["program"], "solution.py", "exec"), space)
+    for number, call in enumerate(request["calls"]):
         try:
             line = json.dumps([number, encoded(result(call, space))])
         except BaseException as error:
             print(f"call {number}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
-        print(order["marker"], line, file=report, flush=True)
-    os._exit(0)  # threads that the program has left are not waited for
+        print(request["marker"], line, file=report, flush=True)
+    os._exit(0)  # without waiting for threads of the program
 
 
 def result(call: dict[str, Any], space: dict[str, Any]) -> Any:
-    """The value of a call."""
+    """Makes a call in a namespace and returns its value.
+
+    Args:
+        call: the call.
+        space: global variables of the program.
+    """
     if "function" in call:
         return function(call["function"], space)(*call["arguments"])
     exec(call["setup"], space)
@@ -47,12 +52,17 @@ def result(call: dict[str, Any], space: dict[str, Any]) -> Any:
 
 
 def function(name: str, space: dict[str, Any]) -> Any:
-    """By its name, or a method of LeetCode's class Solution."""
+    """Finds a function by name, or as a method of LeetCode's class Solution.
+
+    Args:
+        name: name of the function.
+        space: global variables of the program.
+    """
     return space[name] if name in space else getattr(space["Solution"](), name)
 
 
 def encoded(value: Any) -> Any:
-    """As JSON; TypeError for what has no place in it."""
+    """Encodes a value as JSON; TypeError where that is not possible."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, numbers.Integral):

@@ -1,11 +1,11 @@
-"""GSM8K's own way to write an answer, `#### 42`, compared as a number [arXiv:2110.14168]."""
+"""Reward for the answer format of GSM8K, `#### 42`, compared as a number [arXiv:2110.14168]."""
 
 import re
 from decimal import Decimal, InvalidOperation
 from typing import Literal
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.base import Reward, Sample
+from verl_mg.rewards.reward import Reward, Sample
 
 MARKED = re.compile(r"####\s*\$?\s*(-?\s?\$?[0-9.,]*[0-9])")
 NUMBER = re.compile(r"-?\$?[0-9][0-9.,]*|-?\$?\.[0-9]+")
@@ -18,14 +18,14 @@ def score(
     wrong: float = 0.0,
     missing: float = 0.0,
 ) -> Reward:
-    """`correct`, `wrong`, or `missing` where the response has no answer in the form asked for.
+    """Scores the number that the response gives as its answer.
 
     Args:
         sample: its answer is a number, or text that ends with `#### NUMBER`.
-        method: "strict" reads the number behind the last `####` of the response, "flexible" its last number.
-        correct: for the right number, compared by its value: 1,000 and $1000.00 are equal.
-        wrong: for another one; a little above `missing` rewards the form.
-        missing: for none.
+        method: "strict" reads the number after the last `####` of the response, "flexible" its last number.
+        correct: reward of the right number, compared by value: 1,000 and $1000.00 are equal.
+        wrong: reward of another number; a value slightly above `missing` rewards the format.
+        missing: reward of a response without a number in this format.
 
     Returns:
         A reward with the parts "correct" and "answered", each 0.0 or 1.0, and the number as the answer.
@@ -34,15 +34,15 @@ def score(
         UserError: the record has no number to compare with, or there is no such method.
     """
     if method not in ("strict", "flexible"):
-        raise UserError(f"rewards.gsm8k: method is {method!r}; write strict or flexible")
+        raise UserError(f"rewards.gsm8k: method {method!r} is unknown. Write strict or flexible.")
     gold = _number((sample.answer or "").rpartition("####")[2])
     if gold is None:
         raise UserError(
-            f"rewards.gsm8k: the answer {sample.answer!r:.60} is no number; "
-            f"set data.answer_field to one of: {', '.join(sample.record)}"
+            f"rewards.gsm8k: the answer {sample.answer!r:.60} is not a number. "
+            f"Set data.answer_field to one of: {', '.join(sample.record)}."
         )
-    found = (MARKED if method == "strict" else NUMBER).findall(sample.response)
-    number = _number(found[-1]) if found else None
+    matches = (MARKED if method == "strict" else NUMBER).findall(sample.response)
+    number = _number(matches[-1]) if matches else None
     if number is None:
         return Reward(missing, {"correct": 0.0, "answered": 0.0})
     right = number == gold
@@ -54,5 +54,5 @@ def _number(text: str) -> Decimal | None:
         number = Decimal(re.sub(r"[\s,$]", "", text).rstrip("."))
     except InvalidOperation:
         return None
-    # Without the zeros at its end, so that equal numbers are equal texts.
+    # Without trailing zeros, so that equal numbers are equal texts.
     return number.normalize() + 0 if number.is_finite() else None

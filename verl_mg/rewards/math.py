@@ -1,4 +1,4 @@
-"""Is the final answer right, as mathematics? Judged by the library math-verify."""
+"""Reward 1.0 for a final answer that is mathematically equal to the record's, compared by the library math-verify."""
 
 import atexit
 import functools
@@ -13,72 +13,80 @@ import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.base import Reward, Sample
 from verl_mg.rewards.math_pool import MathPool
+from verl_mg.rewards.reward import Reward, Sample
 
-SECONDS = 5  # the limit for parsing and again for comparing, as math-verify has it by default
-WORKERS = 4  # processes for threads other than the main one; one judges some hundred answers a second
-MARK = "####"  # what GSM8K writes before a final answer
+SECONDS = 5
+"""Time limit of parsing, and of comparing: the default of math-verify."""
+WORKERS = 4
+"""Processes for threads other than the main one; each compares some hundred answers a second."""
+MARK = "####"
+"""The marker of a final answer in GSM8K."""
+LONGEST_FORMULA = 200
+"""Characters; prose that is parsed as a formula with a symbol per letter takes seconds."""
 
-LONGEST_FORMULA = 200  # characters; prose read as a formula, a symbol a letter, takes seconds
-
-# A boxed answer counts before any other mathematics in the response.
+# A boxed answer takes precedence over any other mathematics in the response.
 EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 # "72", "1234.50", "-3/4", "18%", "72 clips", "The answer is 5."
 QUANTITY = re.compile(r"(?:[A-Za-z' ]+[: ])?\s*(-?\s?\d*\.?\d+(?:/\d+)?%?)(?:\s[A-Za-z ]*)?\.?")
 MATHEMATICS = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
 
-# Its warnings are of answers that it gave up in time: those score 0, and there are many.
+# Its warnings concern comparisons that timed out: these score 0, and there are many.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def score(sample: Sample) -> Reward:
-    """1.0 where the final answer of the response equals that of the record, else 0.0.
+    """Returns reward 1.0 where the final answer of the response equals that of the record, else 0.0.
 
-    The record's is the text after its last `####`, or the whole answer. The response's is what follows its
-    last `####`, or what math-verify finds in it: a `\\boxed{}`, then other LaTeX, then an expression.
-    "$" and thousands separators make no difference; what takes over `SECONDS` scores 0.0. Callable from any
-    thread.
+    The record's final answer is the text after its last `####`, or the whole answer. The response's is the text after
+    its last `####`, or the answer that math-verify extracts: a `\\boxed{}`, then other LaTeX, then an expression.
+    "$" and thousands separators make no difference; a comparison that exceeds `SECONDS` scores 0.0. Callable from
+    any thread.
 
     Returns:
-        A reward with the parts "correct" and "answered" (an answer was found), each 0.0 or 1.0, and the answer.
+        A reward with the parts "correct" and "answered" (the response has an answer), each 0.0 or 1.0, and the answer.
 
     Raises:
         UserError: the record has no answer.
     """
     if sample.answer is None or not sample.answer.strip():
         raise UserError(
-            f"rewards.math: no answer for the prompt {sample.prompt[:60]!r}; "
-            f"set data.answer_field to one of: {', '.join(sample.record)}"
+            f"rewards.math: the record of the prompt {sample.prompt[:60]!r} has no answer. "
+            f"Set data.answer_field to one of: {', '.join(sample.record)}."
         )
     final = _final(sample.response)
     number = _number(final or "")
     if final and number and _plain(final) == _plain(_gold(sample.answer)):
-        return Reward(1.0, {"correct": 1.0, "answered": 1.0}, number)  # most answers; they need no library
+        return Reward(1.0, {"correct": 1.0, "answered": 1.0}, number)  # most answers; no library is needed
     if threading.current_thread() is threading.main_thread():
         return is_equivalent(sample.response, sample.answer)
-    judged = _workers(os.getpid()).judge(sample.response, sample.answer)
-    return judged or Reward(0.0, {"correct": 0.0, "answered": float(bool(final))})
+    reward = _pool(os.getpid()).score(sample.response, sample.answer)
+    return reward or Reward(0.0, {"correct": 0.0, "answered": float(bool(final))})
 
 
 def is_equivalent(response: str, answer: str) -> Reward:
-    """`score` in a main thread, of a response and the record's answer."""
+    """Computes the reward of `score` in this thread, which must be a main thread.
+
+    Args:
+        response: text of the response.
+        answer: answer of the record.
+    """
     final = _final(response)
-    found = _parsed(response) if final is None else _parsed_answer(final)
+    parsed = _parsed(response) if final is None else _parsed_answer(final)
     gold = _gold(answer)
-    correct = (final is not None and _plain(final) == _plain(gold)) or _equal(_parsed_answer(gold), found)
-    parts = {"correct": float(correct), "answered": float(bool(final or found))}
-    return Reward(float(correct), parts, _number(final or "") or _canonical(found) or final or None)
+    correct = (final is not None and _plain(final) == _plain(gold)) or _equal(_parsed_answer(gold), parsed)
+    parts = {"correct": float(correct), "answered": float(bool(final or parsed))}
+    return Reward(float(correct), parts, _number(final or "") or _canonical(parsed) or final or None)
 
 
 @functools.cache
-def _workers(process: int) -> MathPool:
-    """Those of this process: a forked one has none of its parent's."""
-    # Parsing two texts, comparing both ways.
-    workers = MathPool(WORKERS, seconds=4 * SECONDS + 1)
-    atexit.register(workers.close)
-    return workers
+def _pool(pid: int) -> MathPool:
+    """The pool of the process `pid`: a forked process must not use its parent's."""
+    # Two texts are parsed and compared in both directions.
+    pool = MathPool(WORKERS, seconds=4 * SECONDS + 1)
+    atexit.register(pool.close)
+    return pool
 
 
 def _gold(answer: str) -> str:
@@ -86,13 +94,13 @@ def _gold(answer: str) -> str:
 
 
 def _final(text: str) -> str | None:
-    """The first line with text after the last mark; None without a mark."""
+    """Returns the first non-empty line after the last mark; None without a mark."""
     _, mark, rest = text.rpartition(MARK)
     return (rest.strip().splitlines() or [""])[0].strip() if mark else None
 
 
 def _parsed_answer(text: str) -> list[Any]:
-    """What math-verify reads in a text that is an answer and nothing else."""
+    """Parses a text that is an answer and nothing else."""
     quantity = QUANTITY.fullmatch(_plain(text))
     if quantity:
         return _parsed(quantity[1])
@@ -103,41 +111,41 @@ def _parsed_answer(text: str) -> list[Any]:
 
 
 def _number(text: str) -> str | None:
-    """A plain number in lowest terms, as text: "1/2" for "0.50"; None for anything else."""
+    """Returns a plain number in lowest terms, "1/2" for "0.50"; None for any other text."""
     quantity = QUANTITY.fullmatch(_plain(text))
     if not quantity or "%" in quantity[1]:
         return None
-    above, _, below = re.sub(r"\s", "", quantity[1]).partition("/")
+    numerator, _, denominator = re.sub(r"\s", "", quantity[1]).partition("/")
     try:
-        return str(Fraction(above) / Fraction(below or "1"))
+        return str(Fraction(numerator) / Fraction(denominator or "1"))
     except (ValueError, ZeroDivisionError):
         return None
 
 
-def _canonical(found: list[Any]) -> str | None:
-    """One text for what math-verify has found, the same for the commonest ways to write the same."""
-    if not found:
+def _canonical(parsed: list[Any]) -> str | None:
+    """Formats a parsed answer, so that the most common ways to write an answer give the same text."""
+    if not parsed:
         return None
-    first = found[0]
-    if isinstance(first, sympy.Mul) and "/" in str(found[-1]) and (number := _number(str(found[-1]))):
+    first = parsed[0]
+    if isinstance(first, sympy.Mul) and "/" in str(parsed[-1]) and (number := _number(str(parsed[-1]))):
         return number
     try:
         return str(Fraction(str(first)) if isinstance(first, sympy.Float) else first)
     except ValueError:  # more digits than Python turns into text
-        return str(found[-1])
+        return str(parsed[-1])
 
 
 def _plain(text: str) -> str:
-    """Without the dollar of a price and without thousands separators."""
+    """Removes the dollar sign of a price and thousands separators."""
     if text.count("$") == 1:
         text = text.replace("\\$", "").replace("$", "")
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).strip()
 
 
 def _parsed(text: str) -> list[Any]:
-    found: list[Any] = parse(text, EXTRACTION, parsing_timeout=SECONDS)
-    return found
+    expressions: list[Any] = parse(text, EXTRACTION, parsing_timeout=SECONDS)
+    return expressions
 
 
-def _equal(gold: list[Any], found: list[Any]) -> bool:
-    return bool(verify(gold, found, timeout_seconds=SECONDS))
+def _equal(gold: list[Any], parsed: list[Any]) -> bool:
+    return bool(verify(gold, parsed, timeout_seconds=SECONDS))

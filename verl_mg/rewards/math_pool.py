@@ -1,7 +1,11 @@
-"""Processes in whose main threads mathematics is judged, for callers in other threads.
+"""Pool of worker processes that compare mathematical answers for callers outside the main thread.
 
-math-verify limits its time by an alarm, which rings in a main thread only. What no alarm interrupts, a computation
-within one step of the interpreter, ends with its process.
+math-verify limits its time by an alarm signal, which is delivered to a main thread only. A computation that no alarm
+interrupts, inside one step of the interpreter, is ended by killing its process.
+
+The pool starts plain interpreters. `multiprocessing` and the pools built on it (`concurrent.futures`, pebble) do not
+fit: "spawn" runs the user's main script again, "fork" copies the locks of a process with many threads, and both start
+a new worker without end where workers cannot start.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ import contextlib
 import json
 import os
 import queue
+import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -18,54 +24,66 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_mg.rewards.base import Reward
+from verl_mg.rewards.reward import Reward
 
 START_SECONDS = 300.0
-"""On a machine that is busy; sympy alone takes one."""
+"""Time limit for the start of a worker, on a busy machine; importing sympy alone takes about a second."""
 GROW_SECONDS = 0.5
-"""So long all are busy before there is one more: starting one costs more than most answers."""
+"""How long all workers are busy before another one is started: a start costs more than most comparisons."""
+MEMORY_BYTES = 4 << 30
+"""Address space of a worker; a formula may require more memory than the machine has."""
 PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from verl_mg.rewards.math_worker import main
-main()
+from verl_mg.rewards.math_pool import run_worker
+run_worker()
 """
 
 
 @dataclass
 class MathPool:
-    """At most `limit` of them, started when they are needed; they end with this process.
-
-    seconds: for an answer, after which its worker is ended.
-    """
+    """Pool of at most `limit` worker processes, started on demand. They end with this process."""
 
     limit: int
+    """Largest number of workers."""
     seconds: float
+    """Time limit of one comparison; a worker that exceeds it is killed."""
     _idle: queue.LifoQueue[_Worker] = field(default_factory=queue.LifoQueue)
     _count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _starting: threading.Lock = field(default_factory=threading.Lock)
 
-    def judge(self, response: str, answer: str) -> Reward | None:
-        """See `math.judge`; None where it took too long, or too much memory."""
-        worker = self._take()
+    def score(self, response: str, answer: str) -> Reward | None:
+        """Compares a response with the record's answer in a worker; callable from any thread.
+
+        Args:
+            response: text of the response.
+            answer: answer of the record.
+
+        Returns:
+            The reward of `math.is_equivalent`; None where the comparison took too long or too much memory.
+
+        Raises:
+            OSError: no worker can be started.
+        """
+        worker = self._acquire()
         try:
-            result = worker.ask([response, answer], self.seconds)
+            result = worker.request([response, answer], self.seconds)
         except TimeoutError:
-            self._drop(worker)
+            self._discard(worker)
             return None
         except BaseException:
-            self._drop(worker)
+            self._discard(worker)
             raise
         self._idle.put(worker)
         return Reward(*result)
 
     def close(self) -> None:
-        """End those that are idle."""
+        """Ends the idle workers."""
         while not self._idle.empty():
-            self._drop(self._idle.get_nowait())
+            self._discard(self._idle.get_nowait())
 
-    def _take(self) -> _Worker:
+    def _acquire(self) -> _Worker:
         while True:
             try:
                 return self._idle.get(timeout=GROW_SECONDS if self._count else 0.001)
@@ -87,13 +105,15 @@ class MathPool:
                 self._count -= 1
             raise
 
-    def _drop(self, worker: _Worker) -> None:
+    def _discard(self, worker: _Worker) -> None:
         with self._lock:
             self._count -= 1
-        worker.end()
+        worker.kill()
 
 
 class _Worker:
+    """One worker process; a request and its response are one line of JSON each."""
+
     def __init__(self) -> None:
         command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -102,37 +122,56 @@ class _Worker:
         self._buffer, self._poll = b"", select.poll()
         self._poll.register(self._stdout, select.POLLIN)
         try:
-            self._line(START_SECONDS)
+            self._read_line(START_SECONDS)
         except TimeoutError:
-            self.end()
+            self.kill()
             raise OSError(
-                f"a process for math-verify ended, or did not start within {START_SECONDS:.0f} s; see its last words"
+                f"a process for math-verify ended, or did not start within {START_SECONDS:.0f} s; see its last output"
             ) from None
 
-    def ask(self, question: list[str], seconds: float) -> list[Any]:
-        """TimeoutError where there is no answer, for lack of time or of a process."""
+    def request(self, message: list[str], seconds: float) -> list[Any]:
+        """Sends a message and returns the response; TimeoutError where the time is up or the process has ended."""
         try:
-            self._stdin.write(json.dumps(question).encode() + b"\n")
+            self._stdin.write(json.dumps(message).encode() + b"\n")
             self._stdin.flush()
         except BrokenPipeError:
             raise TimeoutError from None
-        answer: list[Any] = json.loads(self._line(seconds))
-        return answer
+        response: list[Any] = json.loads(self._read_line(seconds))
+        return response
 
-    def end(self) -> None:
+    def kill(self) -> None:
+        """Kills the process and closes its pipes."""
         self._process.kill()
         self._process.wait()
         self._stdout.close()
-        with contextlib.suppress(BrokenPipeError):  # what it has not read is of no interest
+        with contextlib.suppress(BrokenPipeError):  # a request that it has not read is dropped
             self._stdin.close()
 
-    def _line(self, seconds: float) -> bytes:
-        until = time.monotonic() + seconds
+    def _read_line(self, seconds: float) -> bytes:
+        deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
-            ready = self._poll.poll(max(0.0, until - time.monotonic()) * 1000)
+            ready = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             chunk = os.read(self._stdout.fileno(), 1 << 16) if ready else b""
             if not chunk:
                 raise TimeoutError
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
+
+
+def run_worker() -> None:
+    """Main function of a worker process: reads `[response, answer]` lines until stdin ends, writes rewards."""
+    from verl_mg.rewards.math import is_equivalent  # imports this module, and it is large: before the memory limit
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted job closes the pipe
+    # What libraries print must not be mixed with the responses.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as responses:
+        os.dup2(2, 1)
+        print(json.dumps("ready"), file=responses, flush=True)
+        for line in sys.stdin:
+            try:
+                reward = is_equivalent(*json.loads(line))
+                print(json.dumps([reward.value, reward.parts, reward.answer]), file=responses, flush=True)
+            except MemoryError:
+                return

@@ -1,28 +1,39 @@
-"""Only the form of a response is judged."""
+"""Reward for the format of a response alone, as a part of a mixture."""
 
 import re
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.base import Reward, Sample
+from verl_mg.rewards.reward import Reward, Sample
 
 THINK_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
-"""The form that DeepSeek-R1-Zero was rewarded for [arXiv:2501.12948, section 2.2]."""
+"""The format that DeepSeek-R1-Zero was rewarded for [arXiv:2501.12948, section 2.2]."""
 
 
 class RegexFormat:
-    """`hit` where the whole response matches `pattern`, else `miss`; "." matches line ends too.
+    """Scores `hit` where the whole response matches a regular expression, else `miss`.
 
-    The patterns of Python can take forever where one repetition stands in another; such a one holds up the job.
+    "." matches line ends too. Python's regular expressions can run without end where repetitions are nested; such a
+    pattern blocks the job.
     """
 
     def __init__(self, pattern: str = THINK_ANSWER, hit: float = 1.0, miss: float = 0.0) -> None:
+        """Compiles the pattern.
+
+        Args:
+            pattern: regular expression of Python's `re`.
+            hit: reward of a response that matches.
+            miss: reward of any other response.
+
+        Raises:
+            UserError: the pattern is not a regular expression.
+        """
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise UserError(f"pattern {pattern!r} is no regular expression ({error}); mend it") from None
+            raise UserError(f"pattern: {pattern!r} is not a regular expression ({error}). Correct it.") from None
         self._hit, self._miss = hit, miss
 
     def score(self, sample: Sample) -> Reward:
-        """With the part "form", 0.0 or 1.0."""
+        """Returns the reward, with the part "form", 0.0 or 1.0."""
         matches = self._pattern.fullmatch(sample.response) is not None
         return Reward(self._hit if matches else self._miss, {"form": float(matches)})

@@ -1,4 +1,4 @@
-"""The test cases of `rewards.code`, run on a Sandbox Fusion server (github.com/bytedance/SandboxFusion)."""
+"""Reward for programs that pass test cases on a Sandbox Fusion server (github.com/bytedance/SandboxFusion)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.base import Reward, Sample
-from verl_mg.rewards.code_tests import read_tests, run_tests
-from verl_mg.rewards.http import JsonService
+from verl_mg.http_client import JsonService
+from verl_mg.rewards.code import read_tests, run_tests
+from verl_mg.rewards.reward import Reward, Sample
 from verl_mg.sandbox import Outcome
 
 ANSWER_SECONDS = 60.0
-"""Beside the seconds of a program: to wait for a free place on the server, and to get there and back."""
+"""Added to the time limit of a program: waiting for a free worker of the server, and the network."""
 
 
 class SandboxFusion:
-    """As `code.score`, by `POST {url}/run_code`; how well programs are confined is up to the server.
-
-    url: without the path, such as http://sandbox:8080. Other keywords as in `code.score` and `JsonService`.
-    """
+    """Scores like `code.score`, with `POST {url}/run_code`. The server is responsible for isolating programs."""
 
     def __init__(
         self,
@@ -31,15 +28,29 @@ class SandboxFusion:
         retries: int = 4,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        """Checks the options; connects with the first sample.
+
+        Args:
+            url: address of the server without a path, such as http://sandbox:8080.
+            field: see `code.score`.
+            seconds: see `code.score`.
+            memory_mb: see `code.score`.
+            partial: see `code.score`.
+            retries: see `JsonService`.
+            headers: see `JsonService`.
+
+        Raises:
+            UserError: an option is invalid.
+        """
         if seconds <= 0 or memory_mb <= 0:
-            raise UserError(f"seconds is {seconds}, memory_mb {memory_mb}: give positive limits")
+            raise UserError(f"seconds={seconds}, memory_mb={memory_mb}: out of range. Give positive limits.")
         self._field, self._seconds, self._memory_mb, self._partial = field, seconds, memory_mb, partial
         self._service = JsonService(
             f"{url.rstrip('/')}/run_code", timeout=seconds + ANSWER_SECONDS, retries=retries, headers=headers
         )
 
     async def score(self, sample: Sample) -> Reward:
-        """See `cases.judge`. UserError where the server fails for good."""
+        """Runs the test cases as `run_tests` does; UserError where the server fails permanently."""
         return await run_tests(sample.response, read_tests(sample, self._field), self._run, self._partial)
 
     async def _run(self, program: str, stdin: str) -> Outcome:
@@ -50,17 +61,17 @@ class SandboxFusion:
             "run_timeout": self._seconds,
             "memory_limit_MB": self._memory_mb,
         }
-        answer = await self._service.post(body, _problem)
-        result = answer.get("run_result") or {}
+        response = await self._service.post(body, _problem)
+        result = response.get("run_result") or {}
         stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
         if result.get("status") == "TimeLimitExceeded":
             return Outcome(stdout, stderr, "timeout")
-        finished = answer["status"] == "Success" and result.get("status") == "Finished"
+        finished = response["status"] == "Success" and result.get("status") == "Finished"
         return Outcome(stdout, stderr, "ok" if finished and result.get("return_code") == 0 else "error")
 
 
-def _problem(answer: Any) -> str | None:
-    """Success and Failed are of the program, anything else of the server."""
-    if isinstance(answer, dict) and answer.get("status") in ("Success", "Failed"):
-        return None if isinstance(answer.get("run_result"), dict | None) else f"the answer {answer!r:.200}"
-    return f"the answer {answer!r:.200}"
+def _problem(response: Any) -> str | None:
+    """Success and Failed describe the program; any other status is a problem of the server."""
+    if isinstance(response, dict) and response.get("status") in ("Success", "Failed"):
+        return None if isinstance(response.get("run_result"), dict | None) else f"the response {response!r:.200}"
+    return f"the response {response!r:.200}"

@@ -1,4 +1,4 @@
-"""A reward from a service of the user's: JSON over HTTP."""
+"""Reward from a user's HTTP service that accepts and returns JSON."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from numbers import Real
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.base import Reward, Sample
-from verl_mg.rewards.http import JsonService
+from verl_mg.http_client import JsonService
+from verl_mg.rewards.reward import Reward, Sample
 
 
 class Service:
-    """Posts samples to `url`, up to `batch_size` at a time and `parallel` requests at once.
+    """Posts samples in batches to a URL.
 
-    It is sent {"samples": [{"prompt", "response", "answer", "record", "finish"}, ...]} and answers {"rewards": [...]},
-    for each sample a number, or {"value": number, "parts": {name: number}, "answer": text or null}, of which only the
-    value is needed. Keywords as in `JsonService`; the limit of requests holds for each rank.
+    A request is {"samples": [{"prompt", "response", "answer", "record", "finish"}, ...]}, the response
+    {"rewards": [...]}: for each sample a number, or {"value": number, "parts": {name: number}, "answer": text or
+    null}, where only the value is required.
     """
 
     def __init__(
@@ -29,38 +29,52 @@ class Service:
         headers: Mapping[str, str] | None = None,
         parallel: int = 4,
     ) -> None:
+        """Checks the options; connects with the first sample.
+
+        Args:
+            url: see `JsonService`.
+            batch_size: largest number of samples per request.
+            timeout: see `JsonService`.
+            retries: see `JsonService`.
+            requests_per_second: rate limit of each rank; 0 for no limit.
+            headers: see `JsonService`.
+            parallel: requests of each rank at the same time.
+
+        Raises:
+            UserError: an option is invalid.
+        """
         if batch_size < 1 or parallel < 1:
-            raise UserError(f"batch_size is {batch_size}, parallel {parallel}: give at least 1")
+            raise UserError(f"batch_size={batch_size}, parallel={parallel}: out of range. Give at least 1.")
         self.batch_size, self.parallel = batch_size, parallel
         self._service = JsonService(
             url, timeout=timeout, retries=retries, requests_per_second=requests_per_second, headers=headers
         )
 
     async def score_many(self, samples: Sequence[Sample]) -> list[Reward]:
-        """One reward a sample. UserError naming the URL where the service fails for good, or answers rubbish."""
-        answer = await self._service.post({"samples": [vars(sample) for sample in samples]})
-        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        """Returns one reward per sample; UserError where the service fails permanently or its response is malformed."""
+        response = await self._service.post({"samples": [vars(sample) for sample in samples]})
+        rewards = response.get("rewards") if isinstance(response, dict) else None
         if not isinstance(rewards, list):
-            raise self._rubbish(answer)
+            raise self._malformed(response)
         if len(rewards) != len(samples):
             raise UserError(
-                f"{self._service.url}: {len(rewards)} rewards for {len(samples)} samples; answer one for each"
+                f"{self._service.url}: {len(rewards)} rewards for {len(samples)} samples. Return one per sample."
             )
         return [self._reward(reward) for reward in rewards]
 
     def _reward(self, content: Any) -> Reward:
         fields = content if isinstance(content, dict) else {"value": content}
         value, parts, answer = fields.get("value"), fields.get("parts") or {}, fields.get("answer")
-        sound = isinstance(parts, dict) and all(map(_is_number, [value, *parts.values()]))
-        if not sound or not isinstance(answer, str | None):
-            raise self._rubbish(content)
+        valid = isinstance(parts, dict) and all(map(_is_number, [value, *parts.values()]))
+        if not valid or not isinstance(answer, str | None):
+            raise self._malformed(content)
         assert isinstance(value, int | float)
         return Reward(value, parts, answer)
 
-    def _rubbish(self, content: Any) -> UserError:
+    def _malformed(self, content: Any) -> UserError:
         return UserError(
-            f'{self._service.url}: answered {content!r:.200}; answer {{"rewards": [...]}} with a number, or '
-            '{"value": number, "parts": {name: number}}, for each sample'
+            f'{self._service.url}: the response {content!r:.200} is malformed. Return {{"rewards": [...]}} with a '
+            'number or {"value": number, "parts": {name: number}} per sample.'
         )
 
 

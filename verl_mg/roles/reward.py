@@ -42,12 +42,12 @@ class RewardRole:
 
     def begin(self, prompt: Prompt, written: Written) -> None:
         """Start to score a sample that this rank's engine has finished; returns at once."""
-        self._panel.begin(written.id, self._sample(prompt, written.tokens, written.finish != "stop"))
+        self._panel.submit(written.id, self._sample(prompt, written.tokens, written.finish != "stop"))
 
     def forget(self, ids: Sequence[int]) -> None:
         """Drop samples that nobody will ask for, known or not."""
         for i in ids:
-            self._panel.forget(i)
+            self._panel.discard(i)
 
     def columns(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """What the samples were given, in sequence columns; waits for it. All ranks call it together.

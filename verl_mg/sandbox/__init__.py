@@ -1,4 +1,4 @@
-"""Running programs that nobody has read, such as those that a policy writes."""
+"""Isolation of untrusted programs, such as those that a policy writes."""
 
 from verl_mg.sandbox.python import Outcome, isolated, run_python, run_python_async
 

@@ -1,9 +1,11 @@
-"""The process around an untrusted program: run as a script, by an interpreter of its own; nobody imports it.
+"""Supervisor process of an untrusted program; started as a script and never imported.
 
-    framework --starts--> warden (this file) --forks--> the program
+    framework --starts--> supervisor (this file) --forks--> program, or bubblewrap and the program in it
 
-In namespaces the program is process 1 of its own: when it ends, the kernel ends every process in there. Without them
-the warden adopts what the program leaves behind and ends it. SIGTERM tells the warden to end everything now.
+Isolation "bubblewrap": bwrap builds the namespaces. "namespaces": this file builds the same ones by system calls, for
+machines without bwrap; the program is process 1 of its namespace. In both, the kernel ends all processes of the
+namespace when its process 1 ends. "none": the supervisor adopts the processes that the program leaves, and kills them.
+SIGTERM makes the supervisor end everything at once.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,26 +30,69 @@ NO_SETUID, NO_DEVICES, BIND, RECURSIVE, PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 1
 UNMOUNT_LATER, MOUNT_SETATTR, BELOW_TOO, HERE, READ_ONLY = 2, 442, 0x8000, -100, 1
 END_WITH_PARENT, ADOPT_ORPHANS, NO_NEW_PRIVILEGES = 1, 36, 38
 
-STRANGERS = 2_000_000_000
-"""User ids from here on belong to nobody; a program that root runs has one for itself."""
+FIRST_UNUSED_USER = 2_000_000_000
+"""User ids from here on are not in use; each program that root runs gets one."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 
-def main(order: dict[str, Any]) -> None:
-    """Run the program and report its wait status, or why it could not start: one JSON line into a pipe."""
-    os.set_inheritable(order["report"], False)
+def main(request: dict[str, Any]) -> None:
+    """Runs the program and writes its wait status, or why it could not start, as a line of JSON into a pipe."""
+    os.set_inheritable(request["report"], False)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _prctl(END_WITH_PARENT, signal.SIGKILL)
-    with _failures_to(order["report"]):
-        status = _in_namespaces(order) if order["isolated"] else _among_others(order)
-        os.write(order["report"], json.dumps({"status": status}).encode())
+    with _failures_to(request["report"]):
+        run = {"bubblewrap": _run_in_bubblewrap, "namespaces": _run_in_namespaces, "none": _run_without_namespaces}
+        status = run[request["isolation"]](request)
+        os.write(request["report"], json.dumps({"status": status}).encode())
 
 
-def _in_namespaces(order: dict[str, Any]) -> int:
-    code = (Path(order["folder"]) / "program.py").read_bytes()
+def _run_in_bubblewrap(request: dict[str, Any]) -> int:
+    _prctl(ADOPT_ORPHANS, 1)
+    user_id = _unused_user()
+    source = os.open(os.path.join(request["folder"], "program.py"), os.O_RDONLY)
+    status, status_end = os.pipe()
+    for descriptor in (source, status_end):
+        os.set_inheritable(descriptor, True)
+    bwrap: str = request["bubblewrap"]
+    visible: list[str] = []
+    parents = {str(parent) for path in (*request["paths"], *DEVICES) for parent in Path(path).parents}
+    for parent in sorted(parents - {"/", "/tmp"}):
+        visible += ["--perms", "0755", "--dir", parent]  # otherwise with the mode outside, which may be root's alone
+    for path in request["paths"]:
+        visible += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    for device in DEVICES:
+        visible += ["--dev-bind", device, device]
+    jail = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--cap-drop", "ALL"]
+    jail += ["--perms", "0700", "--size", str(request["memory_mb"] << 20), "--tmpfs", "/tmp", *visible]
+    jail += ["--file", str(source), "/tmp/program.py", "--chdir", "/tmp", "--remount-ro", "/"]
+    jail += ["--json-status-fd", str(status_end)]
+    # The limit of processes is set inside the user namespace: outside, all processes of this user would count.
+    limit = ["env", "-i", "prlimit", f"--nproc={request['processes']}:{request['processes']}", request["binary"]]
+    command = [*jail, *limit, *request["command"][1:]]
+    if user_id:
+        # root first makes all paths reachable, also those inside its home directory, and then drops its rights.
+        user = ["setpriv", f"--reuid={user_id}", f"--regid={user_id}", "--clear-groups", "--pdeathsig=KILL"]
+        command = [bwrap, "--tmpfs", "/tmp", *visible, "--dev-bind", "/proc", "/proc", *user, *command]
+    inside = {**request, "binary": bwrap, "command": command}
+    try:
+        ended = _wait(_start(inside, "/", None, lambda: None))
+    finally:
+        os.close(status_end)
+        _end_descendants(user_id)
+    with os.fdopen(status) as lines:
+        codes = [code for line in lines if (code := json.loads(line).get("exit-code")) is not None]
+    if codes:  # as in a shell: 128 + signal
+        return codes[0] - 128 if codes[0] > 128 else codes[0] << 8
+    if os.WIFSIGNALED(ended):
+        return ended
+    raise OSError("bubblewrap did not start the program")
+
+
+def _run_in_namespaces(request: dict[str, Any]) -> int:
+    code = (Path(request["folder"]) / "program.py").read_bytes()
     proc = os.open("/proc", os.O_DIRECTORY)
-    if stranger := _stranger():
+    if user_id := _unused_user():
         _call(LIBC.unshare, NAMESPACES)
     else:
         user, group = os.geteuid(), os.getegid()
@@ -54,56 +100,59 @@ def _in_namespaces(order: dict[str, Any]) -> int:
         _write(proc, "self/setgroups", "deny")
         _write(proc, "self/uid_map", f"{user} {user} 1")
         _write(proc, "self/gid_map", f"{group} {group} 1")
-    _build_root(order["folder"], order["paths"], order["memory_mb"])
+    _build_root(request["folder"], request["paths"], request["memory_mb"])
     Path("/tmp/program.py").write_bytes(code)
 
     def enter() -> None:
-        if stranger:
-            os.chown("/tmp", stranger, stranger)
-            _become(stranger)
-            # The number of processes is counted for each user in each namespace of users.
+        if user_id:
+            os.chown("/tmp", user_id, user_id)
+            _become(user_id)
+            # The kernel counts processes per user and user namespace.
             _call(LIBC.unshare, NEW_USERS)
-        with contextlib.suppress(OSError):  # in namespaces of its own the program could mount memory without a limit
+        with contextlib.suppress(OSError):  # in further namespaces the program could mount tmpfs without a limit
             _write(proc, "sys/user/max_user_namespaces", "0")
 
-    return _wait(_start(order, "/tmp", order["processes"], enter))
+    return _wait(_start(request, "/tmp", request["processes"], enter))
 
 
-def _among_others(order: dict[str, Any]) -> int:
+def _run_without_namespaces(request: dict[str, Any]) -> int:
     _prctl(ADOPT_ORPHANS, 1)
-    stranger = _stranger()
-    processes: int = order["processes"] + (0 if stranger else _count_own())
+    user_id = _unused_user()
+    processes: int = request["processes"] + (0 if user_id else _count_threads())
 
     def enter() -> None:
-        if stranger:
-            os.chown(order["folder"], stranger, stranger)
-            _become(stranger)
+        if user_id:
+            os.chown(request["folder"], user_id, user_id)
+            _become(user_id)
 
     try:
-        return _wait(_start(order, order["folder"], processes, enter))
+        return _wait(_start(request, request["folder"], processes, enter))
     finally:
-        _end_descendants(stranger)
+        _end_descendants(user_id)
 
 
-def _start(order: dict[str, Any], folder: str, processes: int, enter: Callable[[], None]) -> int:
-    """The id of the process that becomes the program."""
+def _start(request: dict[str, Any], folder: str, processes: int | None, enter: Callable[[], None]) -> int:
+    """Forks the process that becomes the program, and returns its id."""
     program = os.fork()
     if program:
         return program
-    with _failures_to(order["report"]):
+    with _failures_to(request["report"]):
         enter()
-        _prctl(END_WITH_PARENT, signal.SIGKILL)  # not before: a change of user revokes it
+        _prctl(END_WITH_PARENT, signal.SIGKILL)  # after `enter`: a change of user revokes it
         _prctl(NO_NEW_PRIVILEGES, 1)
-        os.setsid()  # or signals to its group would reach the warden
+        os.setsid()  # otherwise signals to its group would reach the supervisor
         os.chdir(folder)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        _limit(order, processes)
-        os.execve(order["binary"], order["command"], {})
+        _limit(request, processes)
+        os.execve(request["binary"], request["command"], {})
     os._exit(1)
 
 
 def _wait(program: int) -> int:
-    """Its wait status. Processes of a namespace are gone when its process 1 has been waited for."""
+    """Waits for the program, and kills it on SIGTERM; returns its wait status.
+
+    All processes of a namespace have ended when its process 1 has been waited for.
+    """
     while True:
         if signal.sigwait(SIGNALS) == signal.SIGTERM:
             os.kill(program, signal.SIGKILL)
@@ -113,19 +162,20 @@ def _wait(program: int) -> int:
             return status
 
 
-def _limit(order: dict[str, Any], processes: int) -> None:
-    memory, file, cpu = order["memory_mb"] << 20, order["file_mb"] << 20, order["cpu_seconds"]
+def _limit(request: dict[str, Any], processes: int | None) -> None:
+    memory, file, cpu = request["memory_mb"] << 20, request["file_mb"] << 20, request["cpu_seconds"]
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file, file))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (order["open_files"],) * 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (request["open_files"],) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+    if processes is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
 
 
-def _stranger() -> int:
-    """A user of whom there is nothing on this machine, where this process may choose; else 0."""
-    return STRANGERS + os.getpid() if os.geteuid() == 0 else 0
+def _unused_user() -> int:
+    """Returns a user id without files or processes on this machine, where this process is root; otherwise 0."""
+    return FIRST_UNUSED_USER + os.getpid() if os.geteuid() == 0 else 0
 
 
 def _become(user: int) -> None:
@@ -135,7 +185,7 @@ def _become(user: int) -> None:
 
 
 def _build_root(folder: str, paths: list[str], memory_mb: int) -> None:
-    """A root in memory with `paths` of the machine in it, read-only, and an empty /tmp; nothing else can be reached."""
+    """Builds a root in memory: `paths` of the machine read-only, and an empty /tmp; nothing else is reachable."""
     _mount(None, "/", None, RECURSIVE | PRIVATE)
     _mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_DEVICES, f"size={memory_mb}m,nr_inodes=20000,mode=755")
     for path in paths:
@@ -151,10 +201,10 @@ def _build_root(folder: str, paths: list[str], memory_mb: int) -> None:
     for device in DEVICES:
         Path(folder + device).touch()
         _mount(device, folder + device, None, BIND)
-    os.makedirs(folder + "/tmp", 0o700, exist_ok=True)  # an interpreter may lie in there
+    os.makedirs(folder + "/tmp", 0o700, exist_ok=True)  # the interpreter may be located in it
     os.chdir(folder)
     _call(LIBC.pivot_root, b".", b".")
-    _call(LIBC.umount2, b".", UNMOUNT_LATER)  # the old root, which now lies over the new one
+    _call(LIBC.umount2, b".", UNMOUNT_LATER)  # the old root, which covers the new one now
     os.chdir("/")
 
 
@@ -164,13 +214,13 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def _make_read_only(path: str) -> None:
-    """With all that is mounted below; see mount_setattr(2) for the four words."""
+    """Makes a mount and all mounts below it read-only; see mount_setattr(2) for the four words."""
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
     _call(LIBC.syscall, MOUNT_SETATTR, HERE, path.encode(), BELOW_TOO, attributes, ctypes.c_size_t(32))
 
 
-def _count_own() -> int:
-    """How many threads this user runs already: without a namespace they count."""
+def _count_threads() -> int:
+    """Counts the threads that this user runs: without a user namespace they count towards the limit."""
     total = 0
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it may have ended
@@ -179,18 +229,22 @@ def _count_own() -> int:
     return total
 
 
-def _end_descendants(stranger: int) -> None:
-    """Kill until there is none: the children of a killed process become ours."""
+def _end_descendants(user_id: int) -> None:
+    """Kills until there is none left: the children of a killed process become children of this one."""
     while True:
-        _kill_all_of(stranger) if stranger else _kill_children()
+        if user_id:
+            _kill_user(user_id)
+        _kill_children()
         try:
-            os.waitpid(-1, 0)
+            # A child may be changing its user at the moment, and escape one of the two.
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.002)
         except ChildProcessError:
             return
 
 
-def _kill_all_of(user: int) -> None:
-    """At one stroke, which no fork escapes."""
+def _kill_user(user: int) -> None:
+    """Kills all processes of a user at once, so that none escapes by a fork."""
     if os.fork() == 0:
         _become(user)
         os.kill(-1, signal.SIGKILL)
@@ -200,7 +254,8 @@ def _kill_all_of(user: int) -> None:
 
 def _kill_children() -> None:
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        os.kill(int(child), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_mg.errors import UserError
+from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.rollout.engine import EngineDiedError
-from verl_mg.rollout.sglang.http import HttpClient, RefusedError, UnreachableError
 from verl_mg.rollout.sglang.request_tracker import EngineLimits, RequestTracker, parse_response
 from verl_mg.rollout.sglang.server_info import ASK_SECONDS, ServerRequirements, check, describe, probe_server
 
@@ -39,7 +39,7 @@ class RemoteEngine(RequestTracker):
         self, url: str, demand: ServerRequirements, *, max_running: int = 256, request_timeout: float = 3600.0
     ) -> None:
         self.info = probe_server(url, demand)
-        self._client, self._demand = HttpClient(url), demand
+        self._client, self._demand = JsonSession(url), demand
         self.url = self._client.url
         limits = EngineLimits(
             max_running=min(max_running, self.info.max_running),

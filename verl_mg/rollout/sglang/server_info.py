@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 from verl_mg.errors import UserError
+from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.rollout.sglang.http import HttpClient, RefusedError, UnreachableError
 
 ASK_SECONDS = 60.0
 """How long a question may take."""
@@ -51,7 +51,7 @@ class ServerRequirements:
 
 def probe_server(url: str, demand: ServerRequirements) -> ServerInfo:
     """What the server at `url` is. UserError naming the URL and the remedy where none answers, or not the right one."""
-    client = HttpClient(url)
+    client = JsonSession(url)
     try:
         info = client.start(describe(client)).result()
     except UnreachableError as error:
@@ -62,7 +62,7 @@ def probe_server(url: str, demand: ServerRequirements) -> ServerInfo:
     return info
 
 
-async def describe(client: HttpClient) -> ServerInfo:
+async def describe(client: JsonSession) -> ServerInfo:
     """Ask a server what it is. UserError where it is no SGLang server; UnreachableError, while it starts too."""
     try:
         told = await client.get("/server_info", ASK_SECONDS)
@@ -124,7 +124,7 @@ def check(url: str, info: ServerInfo, demand: ServerRequirements) -> None:
         )
 
 
-async def _vocabulary(client: HttpClient) -> int | None:
+async def _vocabulary(client: JsonSession) -> int | None:
     """The size of the vocabulary, which SGLang tells only when it refuses a token that is not in it."""
     question = {
         "input_ids": [0],

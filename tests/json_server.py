@@ -1,4 +1,4 @@
-"""Real HTTP servers on the loopback interface, for tests."""
+"""Real HTTP servers on the loopback interface."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 
-class Answer(NamedTuple):
-    """A body is sent as JSON, unless it is bytes."""
+class JsonResponse(NamedTuple):
+    """Response of the test server; a body is sent as JSON, unless it is bytes."""
 
     body: Any
     status: int = 200
     headers: tuple[tuple[str, str], ...] = ()
 
 
-class Asked(NamedTuple):
+class JsonRequest(NamedTuple):
+    """Request that the test server has received."""
+
     path: str
     body: Any
     headers: dict[str, str]
 
 
 @contextmanager
-def serving(answer: Callable[[Asked], Answer]) -> Iterator[str]:
-    """The URL of a server that answers POST requests, side by side."""
+def serving(respond: Callable[[JsonRequest], JsonResponse]) -> Iterator[str]:
+    """Runs a server that handles POST requests concurrently, and yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             text = self.rfile.read(int(self.headers["Content-Length"]))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            body, status, more = answer(Asked(self.path, json.loads(text), headers))
+            body, status, more = respond(JsonRequest(self.path, json.loads(text), headers))
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             try:
                 self.send_response(status)
@@ -40,7 +42,7 @@ def serving(answer: Callable[[Asked], Answer]) -> Iterator[str]:
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(content)
-            except BrokenPipeError:  # who asked has not waited
+            except BrokenPipeError:  # the client has timed out
                 pass
 
         def log_message(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""A reward is found by name and given its options, and only finite numbers come out of it."""
+"""Rewards are loaded by name with options, and only finite numbers are accepted from them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def file(tmp_path: Path) -> Path:
         ("numpy_number", Reward(0.25)),
     ],
 )
-def test_numbers_become_rewards(file: Path, function: str, reward: Reward) -> None:
+def test_loaded_reward_converts_numbers_to_rewards(file: Path, function: str, reward: Reward) -> None:
     result = load_reward(f"{file}:{function}")(SAMPLE)
     assert result == reward
     assert type(result.value) is float
@@ -85,7 +85,7 @@ def test_numbers_become_rewards(file: Path, function: str, reward: Reward) -> No
         ("Short", ":Short' returned 0 results for 1 samples"),
     ],
 )
-def test_bad_results_are_named(file: Path, function: str, reason: str) -> None:
+def test_loaded_reward_invalid_result_raises(file: Path, function: str, reason: str) -> None:
     reward = load_reward(f"{file}:{function}")
     with pytest.raises(UserError, match=reason):
         reward(SAMPLE)
@@ -101,13 +101,13 @@ def test_bad_results_are_named(file: Path, function: str, reason: str) -> None:
         ("nowhere/own.py:score", "FileNotFoundError"),
     ],
 )
-def test_bad_names(name: str, reason: str) -> None:
+def test_load_reward_invalid_name_raises(name: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         load_reward(name)
 
 
 @pytest.mark.parametrize(
-    ("thing", "options", "value"),
+    ("name", "options", "value"),
     [
         ("bonus", {"size": 2, "scale": 0.5}, 1.0),
         ("anything", {"a": 1, "b": 2}, 2.0),
@@ -116,29 +116,33 @@ def test_bad_names(name: str, reason: str) -> None:
         ("Batched", {}, 3.0),
     ],
 )
-def test_things_with_options(file: Path, thing: str, options: dict[str, Any], value: float) -> None:
-    assert load_reward(f"{file}:{thing}", options)(SAMPLE) == Reward(value)
+def test_load_reward_passes_options(file: Path, name: str, options: dict[str, Any], value: float) -> None:
+    assert load_reward(f"{file}:{name}", options)(SAMPLE) == Reward(value)
 
 
 @pytest.mark.parametrize(
-    ("thing", "options", "reason"),
+    ("name", "options", "reason"),
     [
-        ("bonus", {"size": 1, "scael": 2}, "has no option 'scael'; did you mean 'scale'\\? It has: size, scale"),
-        ("bonus", {}, "needs the option 'size'"),
-        ("bonus", {"sample": 1, "size": 1}, "has no option 'sample'"),
-        ("truth", {"x": 1}, "has no option 'x'; it has: none"),
-        ("Length", {"x": 1}, "has no option 'x'; it has: unit"),
-        ("Length", {"unit": 0}, r"cannot be built with its options \(ZeroDivisionError"),
+        (
+            "bonus",
+            {"size": 1, "scael": 2},
+            "unknown option 'scael'. Did you mean 'scale'\\? Its options are: size, scale",
+        ),
+        ("bonus", {}, "the option 'size' is missing"),
+        ("bonus", {"sample": 1, "size": 1}, "unknown option 'sample'"),
+        ("truth", {"x": 1}, "unknown option 'x'. Its options are: none"),
+        ("Length", {"x": 1}, "unknown option 'x'. Its options are: unit"),
+        ("Length", {"unit": 0}, r"the options are not accepted \(ZeroDivisionError"),
         ("Mute", {}, "neither score"),
     ],
 )
-def test_bad_options(file: Path, thing: str, options: dict[str, Any], reason: str) -> None:
+def test_load_reward_invalid_options_raises(file: Path, name: str, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        load_reward(f"{file}:{thing}", options)
+        load_reward(f"{file}:{name}", options)
 
 
-def test_what_is_loaded_tells_how_to_ask_it(file: Path) -> None:
-    batched, later, plain = (load_reward(f"{file}:{thing}") for thing in ("Batched", "later", "truth"))
+def test_loaded_reward_attributes_describe_the_function(file: Path) -> None:
+    batched, later, plain = (load_reward(f"{file}:{name}") for name in ("Batched", "later", "truth"))
     assert (batched.batched, batched.batch_size, batched.asynchronous) == (True, 3, True)
     assert (later.batched, later.batch_size, later.asynchronous) == (False, 1, True)
     assert (plain.batched, plain.asynchronous) == (False, False)
@@ -146,11 +150,11 @@ def test_what_is_loaded_tells_how_to_ask_it(file: Path) -> None:
     plain.close()
 
 
-def test_broken_file(tmp_path: Path) -> None:
+def test_load_reward_broken_file_raises(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
         load_reward(f"{tmp_path}/broken.py:score")
 
 
-def test_module_by_name() -> None:
+def test_load_reward_imports_a_module() -> None:
     assert load_reward("verl_mg.rewards.exact:score")(SAMPLE) == exact.score(SAMPLE)

@@ -1,0 +1,199 @@
+"""The interface of rewards: `Sample` and `Reward`, and loading a reward by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Literal
+
+from verl_mg.errors import UserError
+from verl_mg.import_function import load_function
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response to be scored."""
+
+    prompt: str
+    """Text that the policy received."""
+    response: str
+    """Text that the policy generated."""
+    answer: str | None
+    """Answer of the record, unparsed; None where it has none."""
+    record: dict[str, Any]
+    """Record of the data file."""
+    finish: Literal["stop", "length", "abort"]
+    """How generation ended: "stop" (by the policy), "length" (at the limit) or "abort"."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The reward of one sample."""
+
+    value: float
+    """Finite number."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Further finite numbers by name, for the metrics."""
+    answer: str | None = None
+    """Final answer that was read from the response, for majority votes: equal answers are equal texts. None where the
+    response has none or the reward does not look for one."""
+
+
+BATCH_SIZE = 16
+"""Default `batch_size` of a class with `score_many`."""
+
+
+class LoadedReward:
+    """A callable reward: a function, or an object with `score` or `score_many`; sync or async.
+
+    Attributes:
+        name: name from the configuration, for errors.
+        asynchronous: whether it runs on an event loop; otherwise it blocks a thread.
+        batched: whether a call scores several samples.
+        batch_size: largest number of samples per call; 1 where it is not batched.
+        parallel: largest number of calls at the same time; None for no limit.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], *, batched: bool, owner: Any = None) -> None:
+        """Reads the reward's attributes.
+
+        Args:
+            name: name for errors.
+            function: takes a sample, or a list of samples if `batched`.
+            batched: whether a call scores several samples.
+            owner: object with optional attributes `batch_size`, `parallel` and `close`.
+        """
+        self.name, self.batched, self.asynchronous = name, batched, inspect.iscoroutinefunction(function)
+        self.batch_size: int = getattr(owner, "batch_size", BATCH_SIZE) if batched else 1
+        self.parallel: int | None = getattr(owner, "parallel", 1 if batched else None)
+        self._function, self._owner = function, owner
+
+    def __call__(self, sample: Sample) -> Reward:
+        """Scores one sample in this thread, which must not run an event loop.
+
+        Raises:
+            UserError: the reward raises, or returns anytarget but finite numbers.
+        """
+        return asyncio.run(self.score([sample]))[0]
+
+    async def score(self, samples: Sequence[Sample], threads: Executor | None = None) -> list[Reward]:
+        """Scores up to `batch_size` samples.
+
+        Args:
+            samples: the samples.
+            threads: executor for rewards that block; None to block this thread.
+
+        Raises:
+            UserError: the reward raises, or returns anytarget but finite numbers.
+        """
+        call = functools.partial(self._function, list(samples) if self.batched else samples[0])
+        try:
+            if threads is not None and not self.asynchronous:
+                result = await asyncio.get_running_loop().run_in_executor(threads, _without_stop_iteration, call)
+            else:
+                result = call()
+            if inspect.isawaitable(result):
+                result = await result
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UserError(f"reward '{self.name}' raised {type(error).__name__}: {error}") from error
+        results = self._checked_length(result, len(samples)) if self.batched else [result]
+        return [_as_reward(result, self.name) for result in results]
+
+    def close(self) -> None:
+        """Calls the owner's `close`, if it has one."""
+        close = getattr(self._owner, "close", None)
+        if close is not None:
+            close()
+
+    def _checked_length(self, results: Any, expected: int) -> Sequence[Any]:
+        if not isinstance(results, Sequence) or len(results) != expected:
+            got = f"{len(results)} results" if isinstance(results, Sequence) else f"{results!r:.80}"
+            raise UserError(
+                f"reward '{self.name}' returned {got} for {expected} samples. Return one Reward per sample."
+            )
+        return results
+
+
+def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | None = None) -> LoadedReward:
+    """Loads a reward, whose results will be checked.
+
+    Args:
+        name: `package.module:name` or `path/to/file.py:name`, or the object itself: a function of a `Sample` and the
+            options; or a class, built once with the options, whose instances have `score(sample)`, or
+            `score_many(samples)` for up to `batch_size` samples at a time. Each may be async, and returns a `Reward`
+            or a plain number per sample.
+        options: keyword arguments by name.
+
+    Raises:
+        UserError: the module, file or object does not exist, importing it fails, an option is unknown or missing, or
+            the class raises for its options.
+    """
+    target, options = load_function(name, "reward") if isinstance(name, str) else name, dict(options or {})
+    name = name if isinstance(name, str) else target.__qualname__
+    if not inspect.isclass(target):
+        _check_options(name, target, options, skip=1)
+        return LoadedReward(name, functools.partial(target, **options) if options else target, batched=False)
+    batched = hasattr(target, "score_many")
+    if not (batched or hasattr(target, "score")):
+        raise UserError(
+            f"reward '{name}': the class has neither score(sample) nor score_many(samples). Define one of them."
+        )
+    _check_options(name, target, options, skip=0)
+    try:
+        owner: Any = target(**options)
+    except UserError as error:
+        raise UserError(f"reward '{name}': {error}") from error
+    except Exception as error:
+        raise UserError(
+            f"reward '{name}': the options are not accepted ({type(error).__name__}: {error}). Correct them."
+        ) from error
+    return LoadedReward(name, owner.score_many if batched else owner.score, batched=batched, owner=owner)
+
+
+def _without_stop_iteration(call: Callable[[], Any]) -> Any:
+    """StopIteration cannot be raised into a coroutine, so it must not leave the thread."""
+    try:
+        return call()
+    except StopIteration as error:
+        raise RuntimeError(f"StopIteration: {error}") from error
+
+
+def _check_options(name: str, target: Callable[..., Any], options: Mapping[str, Any], skip: int) -> None:
+    try:
+        parameters = list(inspect.signature(target).parameters.values())[skip:]
+    except (TypeError, ValueError):  # sometarget built in, which tells notarget of itself
+        return
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in named]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], named, 1)
+        hint = f"Did you mean '{near[0]}'? " if near else ""
+        options_text = ", ".join(named) or "none"
+        raise UserError(f"reward '{name}': unknown option '{unknown[0]}'. {hint}Its options are: {options_text}.")
+    missing = [p.name for p in named.values() if p.default is p.empty and p.name not in options]
+    if missing:
+        raise UserError(f"reward '{name}': the option '{missing[0]}' is missing. Set it in the reward's options.")
+
+
+def _as_reward(result: Any, name: str) -> Reward:
+    reward = result if isinstance(result, Reward) else Reward(result)
+    value = _finite(reward.value, name)
+    parts = {part: _finite(number, f"{name} ({part})") for part, number in reward.parts.items()}
+    return Reward(value, parts, reward.answer)
+
+
+def _finite(value: Any, name: str) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise UserError(
+            f"reward '{name}' returned {value!r:.80}. Return a finite number or a Reward of finite numbers."
+        )
+    return float(value)
