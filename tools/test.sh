@@ -7,6 +7,7 @@ cd "$repository"
 bash tools/install_sglang_cpu.sh
 bash tools/install_peers.sh
 bash tools/install_browser.sh
+bash tools/install_sandbox.sh
 
 failed=()
 # check NAME COMMAND...

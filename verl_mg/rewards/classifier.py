@@ -110,7 +110,7 @@ class Classifier:
         return tokens or [self._tokenizer.eos_token_id or 0]
 
     def _text(self, sample: Sample) -> tuple[str, bool]:
-        """And whether the tokenizer has to add its special tokens, which a template writes itself."""
+        """Returns the text and whether the tokenizer adds special tokens, which a chat template contains itself."""
         messages = sample.record.get(self._messages)
         if self._tokenizer.chat_template is None or not isinstance(messages, list):
             return sample.prompt + sample.response, True

@@ -29,7 +29,7 @@ from verl_mg.rewards.reward import Reward
 START_SECONDS = 300.0
 """Time limit for the start of a worker, on a busy machine; importing sympy alone takes about a second."""
 GROW_SECONDS = 0.5
-"""How long all workers are busy before another one is started: a start costs more than most comparisons."""
+"""Another worker starts when all have been busy for so long: a start costs more than most comparisons."""
 MEMORY_BYTES = 4 << 30
 """Address space of a worker; a formula may require more memory than the machine has."""
 PROGRAM = """
@@ -79,7 +79,7 @@ class MathPool:
         return Reward(*result)
 
     def close(self) -> None:
-        """Ends the idle workers."""
+        """Ends the idle worker processes."""
         while not self._idle.empty():
             self._discard(self._idle.get_nowait())
 

@@ -19,7 +19,7 @@ from verl_mg.import_function import load_function
 
 @dataclass(frozen=True)
 class Sample:
-    """A response to be scored."""
+    """A response of the policy to be scored."""
 
     prompt: str
     """Text that the policy received."""
@@ -30,7 +30,7 @@ class Sample:
     record: dict[str, Any]
     """Record of the data file."""
     finish: Literal["stop", "length", "abort"]
-    """How generation ended: "stop" (by the policy), "length" (at the limit) or "abort"."""
+    """Reason why the response ended: "stop" (by the policy), "length" (at the limit) or "abort"."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _without_stop_iteration(call: Callable[[], Any]) -> Any:
 def _check_options(name: str, target: Callable[..., Any], options: Mapping[str, Any], skip: int) -> None:
     try:
         parameters = list(inspect.signature(target).parameters.values())[skip:]
-    except (TypeError, ValueError):  # sometarget built in, which tells notarget of itself
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in named]
