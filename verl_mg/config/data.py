@@ -1,4 +1,4 @@
-"""What goes in and what it is worth: prompts, rewards, evaluation."""
+"""Configuration of prompts, rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -12,144 +12,163 @@ from verl_mg.config.section import ConfigSection
 
 
 class SourceConfig(ConfigSection):
-    """One of several sources of prompts. `weight`: its share of the prompts taken, against the other sources'; a test
-    has none. Fields and instruction are those of `data` unless given."""
+    """One of several sources of prompts."""
 
     path: Path
+    """File, folder or pattern, as in `data.train`."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Share of the prompts taken from this source, relative to the other weights. Unused in `data.test`."""
     prompt_field: str | None = None
+    """Field of the prompt in this source. null: `data.prompt_field`."""
     answer_field: str | None = None
+    """Field of the answer in this source. null: `data.answer_field`."""
     instruction: str | None = None
+    """Text appended to this source's string prompts. null: `data.instruction`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, value: Any) -> Any:
+    def _is_mapping(cls, value: Any) -> Any:
         if not isinstance(value, dict | SourceConfig):
-            raise ValueError("write a mapping, {path: ...}")
-        # The names of sources are the user's, so `_nearest` finds no key of a source.
-        unknown = [key for key in value if key not in cls.model_fields] if isinstance(value, dict) else []
-        if unknown:
-            raise ValueError(f"unknown key {unknown[0]!r}; a source has {', '.join(cls.model_fields)}")
+            raise ValueError("not a mapping. Write {path: ...}")
         return value
 
 
 class CurriculumConfig(ConfigSection):
-    """Skip training prompts whose pass rate is outside [low, high]; 0 and 1 skip none. One that is skipped `revisit`
-    times running is taken again. An answer passes with a reward of `pass_threshold` or more; a prompt's rate is a
-    running average in which the past weighs `decay`."""
+    """Selection of training prompts by their pass rate."""
 
     low: float = Field(0.0, ge=0, le=1)
+    """Smallest pass rate of a prompt that is taken. 0 excludes none."""
     high: float = Field(1.0, ge=0, le=1)
+    """Largest pass rate of a prompt that is taken. 1 excludes none."""
     revisit: PositiveInt = 3
+    """How many times in a row a prompt is skipped before it is taken again, since the policy has changed."""
     pass_threshold: float = 0.5
+    """Smallest reward of an answer that passes."""
     decay: float = Field(0.5, ge=0, lt=1)
+    """Weight of the old pass rate in the running average of a prompt. 0: only the newest observation counts."""
 
     @field_validator("high")
     @classmethod
     def _not_below_low(cls, high: float, info: Any) -> float:
         if high < info.data.get("low", 0.0):
-            raise ValueError("must not be smaller than low")
+            raise ValueError("smaller than low. Write low <= high")
         return high
 
 
 class DataConfig(ConfigSection):
-    """Prompts, and which fields of a record to read.
-
-    `train`, `test`: a path, or several sources as `NAME: {path: ..., weight: ...}`. A path is a .jsonl, .json (lines)
-    or .parquet file, a folder of shards, a pattern such as data/train-*.parquet, or a folder that save_to_disk of
-    Hugging Face datasets has written. `chosen_field`, `rejected_field`: the answers of a preference.
-    """
+    """Training and test prompts, and the fields of a record to read."""
 
     train: Path | dict[str, SourceConfig]
+    """Training prompts: a path, or several sources as `NAME: {path: ..., weight: ...}`. A path is a .jsonl, .json (one
+    object per line), .parquet or .arrow file, a folder of shards, a pattern such as data/train-*.parquet, or a folder
+    written by `save_to_disk` of Hugging Face datasets."""
     test: Path | dict[str, SourceConfig] | None = None
+    """Prompts of the evaluation, in the form of `data.train`. null: no evaluation."""
     prompt_field: str = "prompt"
+    """Field of the prompt: a string, or a list of messages with `role` and `content`."""
     answer_field: str = "answer"
+    """Field of the reference answer, which the reward function receives. Records may be without it."""
     chosen_field: str = "chosen"
+    """Field of the preferred answer of a pair, for preference recipes."""
     rejected_field: str = "rejected"
+    """Field of the other answer of a pair, for preference recipes."""
     chat_template: bool = False
+    """Render string prompts as one user message through the tokenizer's chat template. Lists of messages always are.
+    Off by default, since base models have no template."""
     instruction: str = ""
+    """Text appended to prompts that are strings."""
     max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do with a longer prompt: stop with an error, or leave it out. Prompts are never truncated."""
     curriculum: CurriculumConfig = CurriculumConfig()
+    """Selection of training prompts by their pass rate. Off by default."""
 
     @field_validator("train", "test", mode="before")
     @classmethod
     def _path_or_sources(cls, value: Any, info: Any) -> Any:
-        # Decided here, or an error would list the complaints of both kinds.
+        # Decided here: the error of a union would list the complaints of both types.
         if isinstance(value, dict) and value:
             return TypeAdapter(dict[str, SourceConfig]).validate_python(value)
         if isinstance(value, str | Path) or (value is None and info.field_name == "test"):
             return value
-        raise ValueError("write a path, or sources as NAME: {path: ...}")
+        raise ValueError("neither a path nor sources. Write a path, or NAME: {path: ...} for each source")
 
     @field_validator("rejected_field")
     @classmethod
     def _not_the_chosen(cls, name: str, info: Any) -> str:
         if name == info.data.get("chosen_field"):
-            raise ValueError("must be another field than chosen_field")
+            raise ValueError("the same as chosen_field. Write the field of the other answer")
         return name
 
 
-def _named(function: str | Callable[..., Any]) -> str:
-    """As a file can say it: a script may give the function itself."""
+def _function_name(function: str | Callable[..., Any]) -> str:
+    """Returns the text that names a function in a file; `verl_mg.api.Job` accepts the function itself."""
     return function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
 
 
-RewardFunction = Annotated[str | Callable[..., Any], PlainSerializer(_named, return_type=str)]
+RewardFunction = Annotated[str | Callable[..., Any], PlainSerializer(_function_name, return_type=str)]
 
 
 class WeightedRewardConfig(ConfigSection):
-    """One reward of a mixture. Weight 0: it is only logged."""
+    """One reward of a mixture."""
 
     function: RewardFunction
+    """Reward function or class, as in `reward.function`."""
     options: dict[str, Any] = {}
+    """Keyword arguments of the function, or of the class when it is created."""
     weight: float = Field(1.0, allow_inf_nan=False)
+    """Factor of this reward in the sum. 0: the reward is only logged."""
 
 
 class RewardConfig(ConfigSection):
-    """`package.module:thing` or `path/file.py:thing`, with `options` as keyword arguments; see `load_reward`.
-
-    `mixture`: rewards by name, whose weighted sum takes the place of `function`. `weights_file`: JSON or YAML, read
-    once an iteration where it has changed, with new weights by name. `workers`: calls of a reward on a rank at once.
-    """
+    """Reward of a sample."""
 
     function: RewardFunction = "verl_mg.rewards.math:score"
+    """Reward function or class: `package.module:name` or `path/file.py:name`."""
     options: dict[str, Any] = {}
+    """Keyword arguments of the function, or of the class when it is created."""
     mixture: dict[str, WeightedRewardConfig] = {}
+    """Several rewards as `NAME: {function: ..., weight: ...}`. Their weighted sum replaces `reward.function`."""
     weights_file: Path | None = None
+    """JSON or YAML file of new weights by name. It is read again in the iteration after a change."""
     workers: PositiveInt = 8
+    """Concurrent calls of the reward on each rank."""
 
     @field_validator("mixture")
     @classmethod
     def _has_the_options(cls, mixture: dict[str, WeightedRewardConfig], info: Any) -> dict[str, WeightedRewardConfig]:
         if mixture and info.data.get("options"):
-            raise ValueError("write the options under each reward of the mixture, not beside it")
+            raise ValueError("reward.options has no effect with a mixture. Write the options of each reward under it")
         return mixture
 
     @field_validator("weights_file")
     @classmethod
     def _has_a_mixture(cls, file: Path | None, info: Any) -> Path | None:
         if file is not None and not info.data.get("mixture"):
-            raise ValueError("there is no mixture whose weights it could tell; write reward.mixture")
+            raise ValueError("requires reward.mixture. Write the mixture whose weights the file contains")
         return file
 
 
 class EvaluationConfig(ConfigSection):
-    """Answers to `data.test`, scored by the reward, every `every` iterations (0: never).
-
-    To the first `prompts` prompts of each source, `samples` answers each at `temperature` (0: greedy). An answer passes
-    with a reward of `pass_threshold` or more.
-    """
+    """Evaluation on `data.test` with the job's reward."""
 
     every: int = Field(0, ge=0)
+    """Iterations between evaluations; one also runs before training. 0: never."""
     prompts: PositiveInt = 256
+    """Prompts of each source that are evaluated, from its beginning."""
     samples: PositiveInt = 1
+    """Answers per prompt. More than 1 also gives pass@k."""
     temperature: float = Field(0.0, ge=0, validate_default=True)
+    """Sampling temperature. 0: greedy."""
     pass_threshold: float = 1.0
+    """Smallest reward of an answer that passes. 1: the usual reward of a correct answer."""
 
     @field_validator("temperature")
     @classmethod
     def _no_copies(cls, temperature: float, info: Any) -> float:
         if temperature == 0 and info.data.get("samples", 1) > 1:
-            raise ValueError("greedy samples are copies; write a temperature such as 0.6, or evaluation.samples=1")
+            raise ValueError(
+                "greedy samples of a prompt are identical. Write a temperature such as 0.6, or evaluation.samples=1"
+            )
         return temperature

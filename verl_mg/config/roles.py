@@ -1,11 +1,11 @@
-"""The roles: models that learn, models that judge, engines that generate."""
+"""Configuration of roles: trained models, frozen models, rollout engines."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from verl_mg.config.section import ConfigSection
 from verl_mg.errors import UserError
@@ -13,67 +13,66 @@ from verl_mg.layout import EngineLayout, Layout, parse_ranks
 
 
 class OptimizerConfig(ConfigSection):
-    """Adam with decoupled weight decay; the schedule counts optimizer steps.
-
-    `cpu_offload`: its moments stay on the host, which computes the step: slower, and 8 bytes a weight less on the
-    device.
-    """
+    """Adam with decoupled weight decay. The schedule counts optimizer steps, not iterations."""
 
     lr: float = Field(1e-6, gt=0)
+    """Peak learning rate. The default is usual for reinforcement learning of models with billions of weights."""
     min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after warm-up."""
     warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps in which the learning rate rises linearly from 0."""
     decay_steps: PositiveInt | None = None
+    """Optimizer step at which the decay ends. null: no decay."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay per step, as a factor of the learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of Adam's two moments."""
     eps: float = Field(1e-8, gt=0)
+    """Term added to Adam's denominator."""
     clip_grad: float = Field(1.0, ge=0)
+    """Largest norm of the gradient; a larger one is scaled down. 0: no clipping."""
     cpu_offload: bool = False
+    """Keep the moments in host memory and compute the step there: slower, saves 8 bytes per weight on the device."""
 
     @field_validator("decay_steps")
     @classmethod
     def _longer_than_warmup(cls, steps: int | None, info: Any) -> int | None:
         if steps is not None and steps <= info.data.get("warmup_steps", 0):
-            raise ValueError("must be larger than warmup_steps")
+            raise ValueError("decay ends within the warm-up. Must be larger than warmup_steps")
         return steps
 
 
 class GuardConfig(ConfigSection):
-    """What keeps a bad update away from the weights.
-
-    A step whose loss or gradient is not finite is left out; after `bad_steps` of them in a row the run stops. Where the
-    policy has moved further than `max_kl` nats a token from that of the iteration's start, the step is left out (skip),
-    or the weights go back to those before the last step, and the learning rate to its beginning (rollback).
-    """
+    """Protection of the weights against bad updates. A step with a loss or gradient that is not finite is skipped."""
 
     bad_steps: PositiveInt = 10
+    """Steps in a row with a loss or gradient that is not finite, after which the run stops."""
     max_kl: float | None = Field(None, gt=0)
+    """Largest divergence from the policy at the start of the iteration, in nats per token. null: no limit."""
     action: Literal["skip", "rollback"] = "skip"
+    """Reaction to a divergence above `max_kl`. skip: the step is left out. rollback: the weights return to those before
+    the last step, and the learning-rate schedule restarts."""
 
 
 class LoraConfig(ConfigSection):
-    """Low-rank adapters (arXiv:2106.09685), trained in place of the weights: W + alpha / rank * B A for each linear W.
+    """Low-rank adapters (arXiv:2106.09685), trained in place of the weights: W + alpha / rank * B A per linear W.
 
-    `targets`: names of linear layers, such as [q_proj, v_proj]; without it all of attention and of feed-forward layers,
-    but for experts, which have no adapters yet, so that of a mixture of experts often attention alone is adapted.
-    A critic's head is trained whole beside them. `path`: a folder in PEFT's format with the adapters to go on from, of
-    the same rank, alpha and targets; without it they are drawn from `seed`, and change nothing at first.
+    Experts have no adapters. A critic's head is trained in full.
     """
 
     rank: PositiveInt = 16
+    """Rank of A and B."""
     alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
+    """Scale of the adapter; it is divided by `rank`."""
     targets: list[str] | None = Field(None, min_length=1)
+    """Names of linear layers, such as [q_proj, v_proj]. null: all of attention and of dense feed-forward layers."""
     path: Path | None = None
+    """Folder in PEFT's format with adapters to start from, of the same rank, alpha and targets. null: new adapters,
+    which do not change the model at first."""
     seed: int = Field(0, ge=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, value: Any) -> Any:
-        # The section may be absent, so the list of all keys that `_nearest` looks in has none of its own.
-        unknown = [key for key in value if key not in cls.model_fields] if isinstance(value, dict) else []
-        if unknown:
-            raise ValueError(f"unknown key {unknown[0]!r}; lora has {', '.join(cls.model_fields)}")
-        return value
+    """Random seed of new adapters."""
 
 
 def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
@@ -85,19 +84,19 @@ def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
 
 
 class RoleSection(ConfigSection):
-    """A role with a network, under a parallel `layout` such as tp2-pp2.
-
-    `ranks`: those of the job that it stands on, such as 0-7 or 0-3,8-11; without it all that `rollout.num_ranks`
-    leaves.
-    Roles on different ranks compute at the same time. `offload`: what it keeps waits on the host while other roles
-    compute and while samples are drawn. `dynamic_context`: with cp4, rows that fit a quarter of a micro-batch stay
-    whole on one rank, those that fit half of it are cut in two, and only longer ones in four.
-    """
+    """Role with a model."""
 
     layout: str = "tp1"
+    """Parallel sizes such as tp4-pp2-cp2-ep8: tensor (tp), pipeline (pp), virtual pipeline (vpp), context (cp), expert
+    (ep) and expert tensor (etp) parallelism. The remaining factor of the ranks is data parallelism."""
     ranks: str | None = None
+    """Ranks of the job that compute this role, such as 0-7 or 0-3,8-11. Roles on disjoint ranks can run at the same
+    time. null: all ranks except those of `rollout.num_ranks`."""
     offload: bool = False
+    """Move weights, gradients and optimizer state to host memory while other roles compute or samples are generated."""
     dynamic_context: bool = False
+    """Dynamic context parallelism. With cp4, rows that fit a quarter of a micro-batch stay whole on one rank, rows that
+    fit half of it are split in two, and only longer ones in four."""
 
     @field_validator("layout")
     @classmethod
@@ -117,65 +116,84 @@ class RoleSection(ConfigSection):
 
 
 class TrainableConfig(RoleSection):
-    """A model that learns. A micro-batch is filled up to `tokens_per_micro_batch` tokens. `lora`: train adapters."""
+    """Trained model."""
 
     tokens_per_micro_batch: PositiveInt = 8192
+    """Largest number of tokens of a micro-batch per rank (per context-parallel group with cp). Affects memory and speed,
+    not the result."""
     recompute: bool = False
+    """Recompute layers in the backward pass instead of storing their activations: slower, much less memory."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and learning-rate schedule."""
     guard: GuardConfig = GuardConfig()
+    """Protection against bad updates."""
     lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights. null: train the weights."""
 
 
 class CriticConfig(TrainableConfig):
-    """A model that learns to judge, built only where a recipe asks for it. `path`: of its own, not `model.path`."""
+    """Trained model with a scalar head, built only if the recipe requests it."""
 
     path: Path | None = None
+    """Hugging Face directory to start from. null: `model.path`."""
 
 
 class ReferenceConfig(RoleSection):
-    """A frozen policy, built only where a recipe asks for it: the initial one, or a teacher at `path`."""
+    """Frozen policy, built only if the recipe requests it."""
 
     path: Path | None = None
+    """Hugging Face directory, such as that of a teacher. null: `model.path`, the initial policy."""
     tokens_per_micro_batch: PositiveInt = 16384
+    """Largest number of tokens of a micro-batch per rank. Larger than the actor's, since no activations are stored."""
 
 
 class RolloutConfig(ConfigSection):
-    """Generation. `temperature` 0 is greedy; `top_k` 0 is off; `max_running_requests`: samples that an engine works on
-    at once.
-
-    Of the engine `sglang` alone: `layout`, that of one engine, such as tp8-ep8; `memory_fraction` of a GPU for weights
-    and key-value cache; `sleep`: release both while training; `replay_routing`: train with the experts that SGLang
-    chose; `request_timeout` in seconds; `ranks`: so many of the job's last ranks hold engines and no actor (0: engines
-    and actor share all), and `sleep` does not count; `sglang`: further server arguments by SGLang's own names.
-    `urls`: SGLang servers that somebody else has started, such as http://node7:30000, take the place of engines of this
-    job; what concerns those alone does not count then. Weights come to them through a process group of
-    `weight_transfer` process_group,
-    or, with disk, through `shared_folder`, a folder of this job alone that the servers see under the same path.
-    `partial_rollout`: samples that were cut go on in the next iteration. `tools`: functions as `package.module:name` or
-    `file.py:name`, called for at most `max_turns` turns in the format of SGLang's tool-call parser `tool_call_parser`.
-    """
+    """Generation of samples."""
 
     engine: Literal["hf", "sglang"] = "hf"
+    """hf: transformers in the training process, for small models and tests. sglang: SGLang engines."""
     temperature: float = Field(1.0, ge=0)
+    """Sampling temperature. 0: greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: smallest set of tokens with this probability. 1: off."""
     top_k: int = Field(0, ge=0)
+    """Sample from the k most likely tokens. 0: off."""
     max_new_tokens: PositiveInt = 256
+    """Longest response, in tokens, over all turns."""
     max_running_requests: PositiveInt = 256
+    """Samples that an engine generates at once."""
     partial_rollout: bool = False
+    """Continue samples that were aborted in the next iteration, instead of discarding them."""
     layout: str = "tp1"
+    """Parallel sizes of one SGLang engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
+    data-parallel attention (adp), in which ep and adp divide the tp ranks."""
     num_ranks: int = Field(0, ge=0)
+    """Ranks for SGLang engines alone, the last ones of the job. 0: engines share all ranks with the actor."""
     memory_fraction: float = Field(0.6, gt=0, lt=1)
+    """Fraction of a GPU's memory for weights and key-value cache of SGLang. The default leaves memory for training."""
     sleep: bool = True
+    """Release SGLang's weights and cache while training. Has no effect with `num_ranks`."""
     replay_routing: bool = False
-    request_timeout: float = Field(3600.0, gt=0)
+    """Train with the experts that SGLang selected for each token, for mixture-of-experts models."""
+    request_timeout_s: float = Field(3600.0, gt=0)
+    """Seconds after which a request to SGLang is aborted; its sample ends there with finish reason timeout."""
     sglang: dict[str, Any] = {}
+    """Further SGLang server arguments by their own names, such as {attention_backend: fa3}."""
     urls: list[str] = []
+    """SGLang servers that are already running, such as [http://node7:30000], instead of engines of this job."""
     weight_transfer: Literal["disk", "process_group"] = "process_group"
+    """How weights reach the servers of `urls`: through a process group, or through files in `shared_folder`."""
     shared_folder: Path | None = None
+    """Folder for weights with `weight_transfer: disk`, used by this job only. Job and servers see it under the same
+    path."""
     tools: list[str] = []
+    """Tools that the policy can call: annotated Python functions as `package.module:name` or `file.py:name`."""
     max_turns: PositiveInt = 1
-    tool_timeout: float = Field(30.0, gt=0)
+    """Assistant turns of a sample with tools."""
+    tool_timeout_s: float = Field(30.0, gt=0)
+    """Seconds after which a tool call is answered with an error."""
     tool_call_parser: str = "qwen25"
+    """Format of tool calls, by the name of SGLang's parser."""
 
     @field_validator("layout")
     @classmethod

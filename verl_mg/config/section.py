@@ -1,4 +1,4 @@
-"""Base classes of the configuration's sections."""
+"""Base classes of configuration sections."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class ConfigSection(BaseModel):
-    """Section of the configuration: fields are typed, unknown keys are refused, nothing changes after reading.
+    """Section of the configuration: typed and immutable, unknown keys are errors.
 
-    The string literal below a field is its description.
+    The string literal below a field is its description in `--help-config` and docs/configuration.md.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -22,8 +22,8 @@ class ConfigSection(BaseModel):
 class RecipeConfig(ConfigSection):
     """Base class of a recipe's `Config`, the section `algorithm`.
 
-    A recipe gives a subsection other defaults by an instance, as in `kl: KLConfig = KLConfig(placement="reward")`.
-    Keys of the subsection that are not written keep these defaults.
+    A recipe gives a subsection other defaults by an instance, as in `kl: KLConfig = KLConfig(placement="reward")`. Keys
+    of the subsection that are not written keep these defaults.
     """
 
     @model_validator(mode="before")

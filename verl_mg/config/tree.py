@@ -1,4 +1,4 @@
-"""The whole tree."""
+"""The complete configuration of a job."""
 
 from __future__ import annotations
 
@@ -9,95 +9,126 @@ from pydantic import Field, PositiveInt, create_model, field_validator
 
 from verl_mg.config.data import DataConfig, EvaluationConfig, RewardConfig
 from verl_mg.config.roles import CriticConfig, ReferenceConfig, RolloutConfig, TrainableConfig
-from verl_mg.config.section import ConfigSection
+from verl_mg.config.section import ConfigSection, RecipeConfig
 
 
 class ModelConfig(ConfigSection):
-    """The Hugging Face directory that every role starts from."""
+    """Model from which the policy starts."""
 
     path: Path
+    """Hugging Face directory with config.json, weights and tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in training and generation. Master weights and moments of bfloat16 are float32."""
 
 
 class JobConfig(ConfigSection):
-    """Where the run goes and how long it is. `save`: write the trained model as a Hugging Face directory.
-
-    `samples`: how many samples of an iteration each rank writes down, all unless given. `deterministic`: only kernels
-    that repeat to the bit, and samples dealt to engines in a fixed way: slower. A rank that has not been heard of for
-    `heartbeat_timeout_s` seconds, or a job in which no rank has gone on for `stall_timeout_s` seconds (0: any), is
-    ended.
-    """
+    """Run folder, length and process supervision."""
 
     output: Path = Path("runs/job")
+    """Run folder: metrics, samples, checkpoints and the trained model. The same command resumes there."""
     iterations: PositiveInt = 100
+    """Iterations of the recipe."""
     seed: int = 0
+    """Random seed of prompt order and sampling."""
     save: bool = True
+    """Write the trained model as a Hugging Face directory at the end."""
     console: bool = True
-    samples: int | None = Field(None, ge=0)
+    """Print a line per iteration."""
     deterministic: bool = False
+    """Use only deterministic kernels and assign samples to engines statically, so that a run is bitwise repeatable.
+    Slower."""
     heartbeat_timeout_s: float = Field(60.0, gt=0)
+    """Seconds without a heartbeat of a rank after which the job ends and names the rank."""
     stall_timeout_s: float = Field(3600.0, ge=0)
+    """Seconds without progress on any rank after which the job ends with the stack of the blocking rank. 0: no limit."""
+
+
+class RecordConfig(ConfigSection):
+    """Records of samples in the run folder."""
+
+    samples_per_rank: int | None = Field(None, ge=0)
+    """Samples of an iteration that each rank records. null: all, which `--replay` needs."""
 
 
 class CheckpointConfig(ConfigSection):
-    """What a run that was ended goes on from, every `every` iterations (0: only when the job is told to leave).
-
-    The last `keep` stay, and with `best`, a metric such as eval/reward, that with the highest one. `export_every`: so
-    often the trained model is written as a Hugging Face directory too (0: never).
-    """
+    """Checkpoints from which an interrupted run resumes, and exports of the model."""
 
     every: int = Field(20, ge=0)
+    """Iterations between checkpoints. 0: only when a signal asks the job to end."""
     keep: PositiveInt = 2
+    """Number of newest checkpoints that are kept."""
     best: str | None = None
+    """Metric such as eval/reward; the checkpoint with its highest value is kept as well. null: none."""
     export_every: int = Field(0, ge=0)
+    """Iterations between exports of the model as a Hugging Face directory. 0: never."""
 
 
-class TrackConfig(ConfigSection):
-    """Where metrics go beside files, TensorBoard and the console. `name`: of the run, job.output's unless given."""
+class TrackingConfig(ConfigSection):
+    """Tracking services for metrics, in addition to files, TensorBoard and the console."""
 
-    to: list[Literal["wandb", "mlflow", "swanlab"]] = []
+    services: list[Literal["wandb", "mlflow", "swanlab"]] = []
+    """Services that receive the metrics. Their packages are installed separately."""
     project: str = "verl_mg"
+    """Name of the project (experiment in MLflow)."""
     name: str | None = None
+    """Name of the run. null: name of the folder `job.output`."""
 
 
 class ProfileConfig(ConfigSection):
-    """`exact`: wait for devices and ranks between phases, so that `time/phase/` is exact, and tell at the end where
-    the time went.
-
-    In `iterations`, on `ranks` such as 0,8-11, torch's profiler writes a trace, with `memory` a memory snapshot too.
-    """
+    """Profiling."""
 
     synchronize: bool = False
+    """Wait for devices and ranks between phases, so that `time/phase/` is exact. Prints a table at the end. Slower."""
     iterations: list[PositiveInt] = []
+    """Iterations of which torch's profiler writes a trace."""
     ranks: str = "0"
+    """Ranks that write a trace, such as 0,8-11."""
     memory: bool = False
+    """Write a memory snapshot with each trace."""
 
     @field_validator("ranks", mode="before")
     @classmethod
-    def _one_rank_is_text_too(cls, value: Any) -> Any:
+    def _single_rank_to_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, int) else value  # as YAML reads it
 
 
 class Config(ConfigSection):
-    """The whole tree; `algorithm` is the recipe's own section."""
+    """Complete configuration of a job."""
 
     model: ModelConfig
+    """Model from which the policy and, by default, the other models start."""
     data: DataConfig
+    """Prompts and the fields of their records."""
     actor: TrainableConfig = TrainableConfig()
+    """Policy that is trained."""
     critic: CriticConfig = CriticConfig()
+    """Value model, for recipes with a critic."""
     reward_model: CriticConfig = CriticConfig()
+    """Reward model: trained by recipes/reward_model.py, frozen with `reward.from_model`."""
     process_reward: CriticConfig = CriticConfig()
+    """Implicit process reward model of recipes/prime.py."""
     reference: ReferenceConfig = ReferenceConfig()
+    """Frozen policy of the KL penalty, or a teacher."""
     rollout: RolloutConfig = RolloutConfig()
+    """Generation of samples."""
     reward: RewardConfig = RewardConfig()
+    """Reward of a sample."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluation on `data.test`."""
     job: JobConfig = JobConfig()
+    """Run folder, length and process supervision."""
+    record: RecordConfig = RecordConfig()
+    """Records of samples."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    track: TrackConfig = TrackConfig()
+    """Checkpoints and exports."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Tracking services."""
     profile: ProfileConfig = ProfileConfig()
+    """Profiling."""
     algorithm: Any = None
+    """Section of the recipe, its class `Config`."""
 
 
-def tree_for(algorithm: type[ConfigSection]) -> type[Config]:
-    """The configuration class of a recipe whose own section is `algorithm`."""
+def tree_for(algorithm: type[RecipeConfig]) -> type[Config]:
+    """Returns the configuration class of a recipe whose section is `algorithm`."""
     return create_model("Config", __base__=Config, algorithm=(algorithm, Field(default_factory=algorithm)))
