@@ -62,5 +62,5 @@ def test_a_script_under_torchrun_is_a_job(script, tmp_path):
 def test_a_mistake_in_a_script_is_one_line(script, tmp_path):
     done = run(script, tmp_path, tmp_path / "run", -5)
     assert done.returncode == 2
-    assert done.stderr == "error: Job: 'rollout.max_new_tokens' is -5: input should be greater than 0\n"
+    assert done.stderr == "error: Job: rollout.max_new_tokens: -5 is invalid. Write a value greater than 0.\n"
     assert not (tmp_path / "run").exists()

@@ -75,7 +75,7 @@ MISTAKES = {
     "unknown rope": (["model.path={inputs}/rope"], ["config.json", "spiral"]),
     "missing test file": (["data.test=nowhere.jsonl", "evaluation.every=1"], ["nowhere.jsonl: no such data file"]),
     "malformed line": (["data.train={inputs}/bad.jsonl"], ["bad.jsonl:2"]),
-    "unknown key": (["actor.layuot=tp2"], ["'actor.layuot'", "did you mean 'actor.layout'?"]),
+    "unknown key": (["actor.layuot=tp2"], ["actor.layuot: unknown key", "Did you mean actor.layout?"]),
     "long prompt": (["data.train={inputs}/long.jsonl", "data.max_prompt_tokens=20"], ["long.jsonl:2", "20"]),
     "missing tensor": (["model.path={inputs}/broken"], ["broken", "model.layers.2.mlp.up_proj.weight"]),
     "no room to answer": (["rollout.max_new_tokens=64"], ["64"]),
@@ -103,7 +103,9 @@ def test_a_mistake_of_one_rank_alone_ends_the_others_and_can_be_mended(inputs, t
 
 
 def test_without_torchrun_there_is_one_rank(inputs, tmp_path):
-    assert_one_clear_line(train(inputs, tmp_path / "run", 1, "algorithm.group_size=1"), "'algorithm.group_size' is 1")
+    assert_one_clear_line(
+        train(inputs, tmp_path / "run", 1, "algorithm.group_size=1"), "algorithm.group_size: 1 is invalid"
+    )
     assert_one_clear_line(start(["train"], 1), "recipe")
     assert_one_clear_line(start(["trian"], 1), "trian")
     result = train(inputs, tmp_path / "run", 1)

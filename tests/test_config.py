@@ -1,12 +1,14 @@
-"""The configuration tree: what is shipped parses, and what is wrong is named with its remedy."""
+"""Reading of the configuration: shipped files are valid, and errors name the key and the remedy."""
 
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import Field
 
 from tests.recipes.tiny_runs import recipe_of
-from verl_mg.config import dump_config, load_config
+from verl_mg.config import ConfigSection, RecipeConfig, dump_config, load_config, tree_for
+from verl_mg.config.keys import RENAMED_KEYS, RENAMED_VALUES, known_keys
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
 
@@ -15,83 +17,144 @@ CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
 MINIMUM = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}}
 
 
+class Penalty(ConfigSection):
+    """Subsection of the recipe below."""
+
+    coefficient: float = 0.0
+    placement: str = "loss"
+
+
+class Algorithm(RecipeConfig):
+    """Section of a recipe that has some of today's keys."""
+
+    group_size: int = Field(8, ge=2)
+    num_minibatches: int = 1
+    kl: Penalty = Penalty(placement="reward")
+
+
+def write_config(folder: Path, tree: object) -> Path:
+    path = folder / "c.yaml"
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
+    return path
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_every_shipped_configuration_parses_against_its_recipe(config):
+def test_load_config_shipped_file_matches_its_recipe(config):
     recipe = load_recipe(recipe_of(config))
     loaded = load_config(config, [], recipe.config)
     assert isinstance(loaded.algorithm, recipe.config)
     recipe.roles(loaded.algorithm)
 
 
-def test_configurations_are_shipped():
+def test_recipes_folder_contains_configurations():
     assert len(CONFIGS) >= 3
 
 
-@pytest.fixture
-def grpo():
-    return load_recipe(ROOT / "recipes" / "grpo.py").config
-
-
-def write(folder: Path, tree: object) -> Path:
-    path = folder / "c.yaml"
-    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
-    return path
-
-
-def test_overrides_replace_what_the_file_says(tmp_path, grpo):
-    path = write(tmp_path, MINIMUM | {"actor": {"layout": "tp2"}})
+def test_load_config_overrides_replace_values_of_the_file(tmp_path):
+    path = write_config(tmp_path, MINIMUM | {"actor": {"layout": "tp2"}})
     overrides = ["actor.layout=tp4-pp2", "algorithm.group_size=3", "actor.optimizer.betas=[0.8, 0.9]", "job.seed=7"]
-    config = load_config(path, overrides, grpo)
+    config = load_config(path, overrides, Algorithm)
     assert (config.actor.layout, config.algorithm.group_size, config.job.seed) == ("tp4-pp2", 3, 7)
     assert config.actor.optimizer.betas == (0.8, 0.9)
     assert config.rollout.temperature == 1.0
 
 
-def test_temperature_zero_stays_zero(tmp_path, grpo):
-    assert load_config(write(tmp_path, MINIMUM), ["rollout.temperature=0"], grpo).rollout.temperature == 0
+def test_load_config_temperature_zero_is_kept(tmp_path):
+    path = write_config(tmp_path, MINIMUM)
+    assert load_config(path, ["rollout.temperature=0"], Algorithm).rollout.temperature == 0
 
 
-def test_the_dump_reads_back_equal(tmp_path, grpo):
-    config = load_config(write(tmp_path, MINIMUM), ["algorithm.kl_coefficient=0.1"], grpo)
-    again = load_config(write(tmp_path, dump_config(config)), [], grpo)
+def test_load_config_partial_subsection_keeps_defaults_of_the_recipe(tmp_path):
+    path = write_config(tmp_path, MINIMUM)
+    kl = load_config(path, ["algorithm.kl.coefficient=0.1"], Algorithm).algorithm.kl
+    assert (kl.coefficient, kl.placement) == (0.1, "reward")
+
+
+def test_dump_config_output_reads_back_equal(tmp_path):
+    config = load_config(write_config(tmp_path, MINIMUM), ["algorithm.kl.coefficient=0.1"], Algorithm)
+    again = load_config(write_config(tmp_path, dump_config(config)), [], Algorithm)
     assert again.model_dump() == config.model_dump()
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor.layuot=tp2"], "unknown key 'actor.layuot'; did you mean 'actor.layout'?"),
-        (["algorithm.groupsize=2"], "did you mean 'algorithm.group_size'?"),
-        (["actor.lr=1"], "did you mean 'actor.optimizer.lr'?"),
-        (["zzz=1"], "the top level has model, data, actor"),
-        (["actor.layout=tp2-pq2"], "'actor.layout' is 'tp2-pq2': .*pq2"),
-        (["rollout.temperature=-1"], "'rollout.temperature' is -1: .*greater than or equal to 0"),
-        (["job.iterations=many"], "'job.iterations' is 'many'"),
-        (["model={}"], "'model.path' is missing"),
-        (["evaluation.samples=4"], "'evaluation.temperature' is 0.0: greedy samples are copies; write a temperature"),
-        (["novalue"], "override 'novalue': write section.key=value"),
+        (["actor.layuot=tp2"], "actor.layuot: unknown key. Did you mean actor.layout?"),
+        (["algorithm.groupsize=2"], "Did you mean algorithm.group_size?"),
+        (["actor.lr=1"], "Did you mean actor.optimizer.lr?"),
+        (["actor.lora.rnk=1"], "Did you mean actor.lora.rank?"),
+        (["reward.mixture.mine.wieght=1"], "Did you mean reward.mixture.mine.weight?"),
+        (["zzz=1"], "zzz: unknown key. The top level has the keys model, data, actor"),
+        (["actor.layout=tp2-pq2"], "actor.layout: 'tp2-pq2' is invalid: .*pq2"),
+        (["rollout.temperature=-1"], "rollout.temperature: -1 is invalid. Write a value greater than or equal to 0."),
+        (["job.iterations=many"], "job.iterations: 'many' is invalid. Write a valid integer."),
+        (["rollout.engine=vlm"], "rollout.engine: 'vlm' is invalid. Write 'hf' or 'sglang'."),
+        (["actor=3"], "actor: 3 is not a section. Write a mapping of keys."),
+        (["model={}"], "model.path: missing. Write it in the file or as model.path=VALUE."),
+        (["evaluation.samples=4"], "evaluation.temperature: 0.0 is invalid: greedy samples .* Write a temperature"),
+        (["novalue"], "'novalue': not an override. Write section.key=value"),
         (["job.seed.deep.er=1", "job.seed=1", "job.seed.x=2"], "'seed' is a value, not a section"),
-        (["actor.optimizer.warmup_steps=9", "actor.optimizer.decay_steps=9"], "must be larger than warmup_steps"),
+        (["actor.optimizer.warmup_steps=9", "actor.optimizer.decay_steps=9"], "Must be larger than warmup_steps"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_remedy(tmp_path, grpo, overrides, message):
+def test_load_config_invalid_override_names_key_and_remedy(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message) as caught:
-        load_config(write(tmp_path, MINIMUM), overrides, grpo)
+        load_config(write_config(tmp_path, MINIMUM), overrides, Algorithm)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("others", [["data.train=d"], ["rollout.temperature=-1"], []])
+def test_load_config_unknown_key_is_reported_before_other_problems(others):
+    with pytest.raises(UserError, match=r"model\.pth: unknown key\. Did you mean model\.path\?"):
+        load_config(None, ["model.pth=x", *others], Algorithm)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.minibatches=2", "algorithm.minibatches: renamed to algorithm.num_minibatches. Write the new name."),
+        ("algorithm.kl_coefficient=0.1", "algorithm.kl_coefficient: renamed to algorithm.kl.coefficient."),
+        ("track.to=[wandb]", "track.to: renamed to tracking.services."),
+        ("job.samples=8", "job.samples: renamed to record.samples_per_rank."),
+        ("rollout.update=disk", "rollout.update: renamed to rollout.weight_transfer."),
+        ("rollout.update=group", "rollout.update=group: renamed to rollout.weight_transfer=process_group."),
+        ("rollout.weight_transfer=group", "rollout.weight_transfer=group: renamed to .*=process_group."),
+        ("rollout.engine=embedded", "rollout.engine=embedded: renamed to rollout.engine=hf. Write the new name."),
+    ],
+)
+def test_load_config_former_name_names_the_new_one(override, message):
+    with pytest.raises(UserError, match=message):
+        load_config(None, [override], Algorithm)
+
+
+def test_load_config_former_key_of_another_recipe_is_unknown():
+    with pytest.raises(UserError, match=r"algorithm\.normalize_std: unknown key"):
+        load_config(None, ["algorithm.normalize_std=true"], Algorithm)
+
+
+@pytest.mark.xfail(reason="some new keys of recipes and rollout are still to come")
+def test_renamed_keys_all_lead_to_keys_that_exist():
+    recipes = [load_recipe(file).config for file in sorted((ROOT / "recipes").glob("*.py"))]
+    known = {key for recipe in recipes for key in known_keys(tree_for(recipe))}
+    assert set(RENAMED_KEYS.values()) | set(RENAMED_VALUES) <= known
+    assert not set(RENAMED_KEYS) & known
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [1", "c.yaml:2?1?.*not valid YAML"), ("- 1", "must be a mapping"), ("", "'model' is missing")],
+    [("a: [1", "c.yaml:2?1?.*not valid YAML"), ("- 1", "not a mapping. Write sections"), ("", "model: missing")],
 )
-def test_a_broken_file_is_named(tmp_path, grpo, text, message):
+def test_load_config_broken_file_is_named(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
-        load_config(write(tmp_path, text), [], grpo)
+        load_config(write_config(tmp_path, text), [], Algorithm)
 
 
-def test_a_missing_file_is_named(tmp_path, grpo):
-    with pytest.raises(UserError, match="nowhere.yaml: cannot read"):
-        load_config(tmp_path / "nowhere.yaml", [], grpo)
+def test_load_config_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="nowhere.yaml: cannot be read"):
+        load_config(tmp_path / "nowhere.yaml", [], Algorithm)
+
+
+RECIPE_WITHOUT_ROLES = "from verl_mg.config import RecipeConfig\nclass Config(RecipeConfig): ...\n"
 
 
 @pytest.mark.parametrize(
@@ -99,13 +162,10 @@ def test_a_missing_file_is_named(tmp_path, grpo):
     [
         ("import nothing_like_it", "cannot be imported \\(ModuleNotFoundError"),
         ("x = 1", "a recipe defines `class Config"),
-        (
-            "from verl_mg.config import RecipeConfig\nclass Config(RecipeConfig): ...\n",
-            "defines the function roles\\(cfg\\)",
-        ),
+        (RECIPE_WITHOUT_ROLES, "defines the function roles\\(cfg\\)"),
     ],
 )
-def test_a_broken_recipe_is_named(tmp_path, source, message):
+def test_load_recipe_broken_file_is_named(tmp_path, source, message):
     path = tmp_path / "mine.py"
     path.write_text(source)
     with pytest.raises(UserError, match=f"mine.py: .*{message}"):

@@ -103,9 +103,9 @@ SMALL: dict[str, int] = {
 }
 """Counts that are right however large, and only take so long, or so much memory: none larger than these."""
 APART: dict[str, tuple[Any, ...]] = {
-    "rollout.engine": ("embedded",),  # sglang: starts a server, in minutes
+    "rollout.engine": ("hf",),  # sglang: starts a server, in minutes
     "profile.iterations": ([], [1], [2], [1, 2]),
-    "track.to": ([], ["nothing"]),  # services: on the network
+    "tracking.services": ([], ["nothing"]),  # services: on the network
 }
 """Settings of which only these values are taken as plausible."""
 

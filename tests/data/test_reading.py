@@ -112,16 +112,16 @@ def test_the_dump_reads_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.train={}", "'data.train' is {}: write a path, or sources as NAME: {path: ...}"),
-        ("data.train=null", "'data.train' is None: write a path"),
-        ("data.test=3", "'data.test' is 3: write a path, or sources"),
-        ("data.train={a: x}", "'data.train.a' is 'x': write a mapping, {path: ...}"),
-        ("data.train={a: {weight: 1}}", "'data.train.a.path' is missing"),
-        ("data.train={a: {path: x, weight: 0}}", "'data.train.a.weight' is 0: .*greater than 0"),
-        ("data.train={a: {path: x, weigth: 1}}", "unknown key 'weigth'; a source has path, weight, prompt_field"),
-        ("data.curriculum.lo=1", "unknown key 'data.curriculum.lo'; did you mean 'data.curriculum.low'"),
-        ("data.curriculum={low: 0.5, high: 0.4}", "'data.curriculum.high' is 0.4: must not be smaller than low"),
-        ("data.rejected_field=chosen", "'data.rejected_field' is 'chosen': must be another field"),
+        ("data.train={}", "data.train: {} is invalid: .* Write a path, or NAME: {path: ...} for each source"),
+        ("data.train=null", "data.train: None is invalid: .* Write a path"),
+        ("data.test=3", "data.test: 3 is invalid: .* Write a path"),
+        ("data.train={a: x}", "data.train.a: 'x' is invalid: not a mapping. Write {path: ...}"),
+        ("data.train={a: {weight: 1}}", "data.train.a.path: missing"),
+        ("data.train={a: {path: x, weight: 0}}", "data.train.a.weight: 0 is invalid. Write a value greater than 0"),
+        ("data.train={a: {path: x, weigth: 1}}", "data.train.a.weigth: unknown key. .* data.train.a.weight"),
+        ("data.curriculum.lo=1", "data.curriculum.lo: unknown key. Did you mean data.curriculum.low"),
+        ("data.curriculum={low: 0.5, high: 0.4}", "data.curriculum.high: 0.4 is invalid: smaller than low"),
+        ("data.rejected_field=chosen", "data.rejected_field: 'chosen' is invalid: the same as chosen_field"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, override: str, message: str) -> None:

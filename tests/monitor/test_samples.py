@@ -98,11 +98,11 @@ def test_as_many_as_asked_for_and_what_more_ranks_left_is_gone(ranks, inputs, tm
     stale = tmp_path / "some" / "samples" / "000001" / "rank-7.parquet"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"")
-    ranks.run(2, job, "remax", inputs, tmp_path / "some", ["job.samples=7"])
+    ranks.run(2, job, "remax", inputs, tmp_path / "some", ["record.samples_per_rank=7"])
     # The first rank has four rows and two greedy ones, the second six and three.
     assert [row["call"] for row in samples_of(tmp_path / "some", 1)] == [0] * 4 + [1] * 2 + [0] * 6 + [1]
     assert not stale.exists()
-    ranks.run(2, job, "grpo", inputs, tmp_path / "none", ["job.samples=0"])
+    ranks.run(2, job, "grpo", inputs, tmp_path / "none", ["record.samples_per_rank=0"])
     assert not (tmp_path / "none" / "samples").exists()
 
 

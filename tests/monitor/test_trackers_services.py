@@ -41,7 +41,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
             "model": {{"path": "m"}},
             "data": {{"train": "d"}},
             "job": {{"output": {str(folder)!r}, "console": False}},
-            "track": {{"to": [{service!r}], "project": "sums", "name": "first try"}},
+            "tracking": {{"services": [{service!r}], "project": "sums", "name": "first try"}},
         }})
         for first in (1, 2):
             time.sleep(1.0)  # the libraries name a folder after the second of its start
@@ -68,7 +68,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="track.to: mlflow is not installed; pip install mlflow-skinny, or leave it"):
+    with pytest.raises(UserError, match="tracking.services: mlflow is not installed. Run pip install mlflow-skinny"):
         check_services(["mlflow"])
 
 
@@ -91,7 +91,7 @@ def test_mlflow_keeps_both_parts_in_one_run(tmp_path: Path) -> None:
     points = [line.split()[1:] for line in (folder / "metrics" / "reward" / "mean").read_text().splitlines()]
     assert points == [["0.25", "1"], ["0.5", "2"], ["0.5", "2"], ["0.75", "3"]]
     assert (folder / "metrics" / "eval" / "pass_4").exists()
-    assert (folder / "params" / "track.project").read_text() == "sums"
+    assert (folder / "params" / "tracking.project").read_text() == "sums"
 
 
 @needs("mlflow")

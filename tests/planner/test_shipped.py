@@ -157,7 +157,7 @@ def test_roles_on_ranks_of_their_own(capsys):
         (["rollout.engine=hf"], "rollout.engine=hf: a plan is of SGLang's engines"),
         (["model.dtype=float32"], "model.dtype=float32: a plan counts bf16"),
         (["rollout.urls=[http://a:1]"], "rollout.urls: servers that run elsewhere are not planned"),
-        (["actor.layuot=tp2"], "did you mean 'actor.layout'?"),
+        (["actor.layuot=tp2"], "Did you mean actor.layout?"),
         (["actor.layout=tp8"], "tp8-dp8: tp8 does not divide the 4 key-value heads"),
         (["algorithm.kl_coefficient=0.1", "reference.layout=tp8"], "reference: layout tp8-dp8: tp8 does not divide"),
     ],

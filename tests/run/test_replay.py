@@ -122,8 +122,8 @@ def test_what_cannot_be_replayed_is_said(ranks, inputs, first, tmp_path):
     assert "holds a run; a replay goes" in refused("grpo", f"job.output={first}", of=f"{first}@1")
     assert "recipe sft: draws no samples" in refused("sft", of=f"{first}@1")
     few, torn = tmp_path / "few", tmp_path / "torn"
-    ranks.run(2, job, "grpo", inputs, few, ["job.samples=3", "job.iterations=1"])
-    assert "6 of 10 samples were recorded (job.samples)" in refused("grpo", of=f"{few}@1")
+    ranks.run(2, job, "grpo", inputs, few, ["record.samples_per_rank=3", "job.iterations=1"])
+    assert "6 of 10 samples were recorded (record.samples_per_rank)" in refused("grpo", of=f"{few}@1")
     shutil.copytree(first, torn)
     (torn / "samples" / "000001" / "rank-1.parquet").write_bytes(b"PAR1")
     assert "rank-1.parquet: not a readable Parquet file" in refused("grpo", of=f"{torn}@1")

@@ -1,7 +1,7 @@
-"""The typed configuration tree: YAML, `a.b=c` overrides, and errors that say what to write instead.
+"""Typed configuration: YAML, `a.b=c` overrides, and errors that name the key and the remedy.
 
-A recipe brings its own section, `algorithm`, as a subclass of `RecipeConfig` named `Config`; the rest is the
-same for every recipe. Nothing here changes what was written: derived values are methods of the readers.
+A recipe brings the section `algorithm` as a subclass of `RecipeConfig` named `Config`; all other sections are the same
+for every recipe. Reading never changes a value: derived values are methods of the code that uses them.
 """
 
 from verl_mg.config.data import (
@@ -24,7 +24,16 @@ from verl_mg.config.roles import (
     TrainableConfig,
 )
 from verl_mg.config.section import ConfigSection, Count, RecipeConfig
-from verl_mg.config.tree import CheckpointConfig, Config, JobConfig, ModelConfig, ProfileConfig, TrackConfig, tree_for
+from verl_mg.config.tree import (
+    CheckpointConfig,
+    Config,
+    JobConfig,
+    ModelConfig,
+    ProfileConfig,
+    RecordConfig,
+    TrackingConfig,
+    tree_for,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -42,12 +51,13 @@ __all__ = [
     "OptimizerConfig",
     "ProfileConfig",
     "RecipeConfig",
+    "RecordConfig",
     "ReferenceConfig",
     "RewardConfig",
     "RoleSection",
     "RolloutConfig",
     "SourceConfig",
-    "TrackConfig",
+    "TrackingConfig",
     "TrainableConfig",
     "WeightedRewardConfig",
     "dump_config",

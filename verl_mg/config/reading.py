@@ -118,6 +118,8 @@ def _first_problem(error: ValidationError) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         return f"{key}: missing. Write it in the file or as {key}=VALUE."
+    if problem["type"] == "model_type":
+        return f"{key}: {problem['input']!r} is not a section. Write a mapping of keys."
     message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
     if message.startswith("Input should"):
         return f"{key}: {problem['input']!r} is invalid. Write {_expected(message)}."
@@ -126,5 +128,6 @@ def _first_problem(error: ValidationError) -> str:
 
 def _expected(message: str) -> str:
     """Returns what pydantic's message `Input should be ...` expects: `a value greater than 0`."""
-    expected = message.removeprefix("Input should ").removeprefix("be ")
-    return f"a value {expected}" if expected.startswith(("greater", "less", "a multiple")) else expected
+    # What follows the comma is why the text could not be parsed.
+    expected = message.removeprefix("Input should ").removeprefix("be ").partition(",")[0]
+    return f"a value {expected}" if expected.startswith(("greater", "less")) else expected

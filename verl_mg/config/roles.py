@@ -119,7 +119,8 @@ class TrainableConfig(RoleSection):
     """Trained model."""
 
     tokens_per_micro_batch: PositiveInt = 8192
-    """Largest number of tokens of a micro-batch per rank (per context-parallel group with cp). Affects memory and speed,
+    """Largest number of tokens of a micro-batch per rank (per context-parallel group with cp). Affects memory and
+    speed,
     not the result."""
     recompute: bool = False
     """Recompute layers in the backward pass instead of storing their activations: slower, much less memory."""

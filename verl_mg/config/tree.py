@@ -40,7 +40,10 @@ class JobConfig(ConfigSection):
     heartbeat_timeout_s: float = Field(60.0, gt=0)
     """Seconds without a heartbeat of a rank after which the job ends and names the rank."""
     stall_timeout_s: float = Field(3600.0, ge=0)
-    """Seconds without progress on any rank after which the job ends with the stack of the blocking rank. 0: no limit."""
+    """Seconds without progress on any rank after which the job ends with the stack of the blocking rank.
+
+    0: no limit.
+    """
 
 
 class RecordConfig(ConfigSection):

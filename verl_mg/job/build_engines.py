@@ -83,7 +83,9 @@ def build_engine_group(
     engine = None
     if rank in leaders:
         settings = _settings(config, dtype, placement, table, leaders[rank])
-        engine = SGLangEngine(config.model.path, settings, _log(config, leaders[rank]), config.rollout.request_timeout)
+        engine = SGLangEngine(
+            config.model.path, settings, _log(config, leaders[rank]), config.rollout.request_timeout_s
+        )
     leads = [r in leaders for r in range(ranks)]
     # Engines on ranks of their own have their devices for themselves.
     apart = config.rollout.num_ranks > 0

@@ -261,7 +261,7 @@ class Job:
         if not tools:
             return lambda engine: engine
         dialogue = ToolCallFormat(self.tokenizer, tools, config.tool_call_parser)
-        turns, timeout = config.max_turns, config.tool_timeout
+        turns, timeout = config.max_turns, config.tool_timeout_s
         return lambda engine: MultiTurnEngine(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
 
     def _check_room_to_answer(self, prompts: Prompts, positions: int) -> None:

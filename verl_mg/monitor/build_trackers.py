@@ -26,15 +26,15 @@ def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: in
     output = config.job.output
     run = RunInfo(
         folder=output,
-        project=config.track.project,
-        name=config.track.name or output.absolute().name,
+        project=config.tracking.project,
+        name=config.tracking.name or output.absolute().name,
         tree=config.model_dump(mode="json"),
     )
     openers: dict[str, Callable[[], Tracker]] = {
         METRICS: partial(JsonlTracker, output / METRICS, first_step),
         "TensorBoard": partial(TensorBoardTracker, output / "tensorboard", first_step),
         EVALUATIONS: partial(EvaluationTable, output / EVALUATIONS, first_step),
-        **{name: partial(SERVICES[name][1], run) for name in config.track.to},
+        **{name: partial(SERVICES[name][1], run) for name in config.tracking.services},
     }
     if config.job.console:
         steps, first = config.job.iterations, max(first_step, 1)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 def check_trackers_and_profile(config: Config, ranks: int) -> None:
     """UserError, before anything is built, for a tracker that is not installed or a profile of what is not there."""
-    check_services(config.track.to)
+    check_services(config.tracking.services)
     check_profile(config.profile, ranks, config.job.iterations)
 
 
@@ -99,7 +99,7 @@ class RunLogger:
 def _sample_writer(job: Job, recipe: str) -> SampleWriter:
     config = job.config
     about = FileMetadata(recipe, fingerprint(config.model.path), dist.get_world_size())
-    folder, limit = config.job.output / SAMPLES, config.job.samples
+    folder, limit = config.job.output / SAMPLES, config.record.samples_per_rank
     return SampleWriter(folder, dist.get_rank(), about, job.reward, job.prompts, job.tokenizer, limit)
 
 

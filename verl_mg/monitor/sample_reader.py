@@ -66,7 +66,8 @@ class SampleReader:
         kept, rows = sum(count for _, count in told), sum(about.rows for about, _ in told)
         if kept < rows:
             raise UserError(
-                f"{iteration_folder(self._folder, iteration)}: {kept} of {rows} samples were recorded (job.samples); "
+                f"{iteration_folder(self._folder, iteration)}: {kept} of {rows} samples were recorded "
+                "(record.samples_per_rank); "
                 "a replay needs all of them"
             )
         return [about for about, _ in told]

@@ -106,7 +106,7 @@ def build_remote_engines(
             rollout.urls[number],
             _demand(config, table),
             max_running=rollout.max_running_requests,
-            request_timeout=rollout.request_timeout,
+            request_timeout=rollout.request_timeout_s,
         )
     leads = [_server_of(rank, rollout, ranks) != NO_SERVER for rank in range(ranks)]
     fixed = config.job.deterministic

@@ -140,14 +140,14 @@ SERVICES: dict[str, tuple[str, Callable[[RunInfo], Tracker]]] = {
     "mlflow": ("mlflow-skinny", MlflowTracker),
     "swanlab": ("swanlab", SwanlabTracker),
 }
-"""By the name in track.to, which is that of the module too: what pip calls it, and the tracker."""
+"""By the name in tracking.services, which is that of the module too: what pip calls it, and the tracker."""
 
 
 def check_services(names: Sequence[str]) -> None:
     """UserError for one whose library is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"track.to: {name} is not installed; pip install {SERVICES[name][0]}, or leave it out")
+            raise UserError(f"tracking.services: {name} is not installed. Run pip install {SERVICES[name][0]}.")
 
 
 def _flat(tree: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
