@@ -33,9 +33,9 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
         import threading
         import time
         from pathlib import Path
-        from verl_mg.phase_timer import Clock
+        from verl_mg.phase_timer import PhaseTimer
         from verl_mg.config import Config
-        from verl_mg.monitor.build_trackers import open_trackers
+        from verl_mg.monitor.build_trackers import build_trackers
 
         config = Config.model_validate({{
             "model": {{"path": "m"}},
@@ -45,7 +45,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
         }})
         for first in (1, 2):
             time.sleep(1.0)  # the libraries name a folder after the second of its start
-            trackers = open_trackers("grpo", config, Clock(), first if first > 1 else 0)
+            trackers = build_trackers("grpo", config, PhaseTimer(), first if first > 1 else 0)
             for step in range(first, first + 2):
                 for tracker in trackers:
                     tracker.log(step, {{"reward/mean": step / 4, "eval/pass@4": 0.5}})

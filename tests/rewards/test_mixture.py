@@ -122,8 +122,8 @@ def test_config_mixture_is_parsed(tmp_path: Path) -> None:
     ("override", "reason"),
     [
         ("reward.mixture.form.weight=.nan", "finite"),
-        ("reward.options.a=1", "write the options under each reward"),
-        ("reward.mixture={}", "there is no mixture"),
+        ("reward.options.a=1", "reward.options has no effect with a mixture"),
+        ("reward.mixture={}", "requires reward.mixture"),
         ("reward.mixture.form.wieght=1", "reward.mixture.form.wieght: unknown key"),
         ("reward.workers=0", "reward.workers"),
     ],
