@@ -139,8 +139,8 @@ def test_the_checker_passes_a_sound_package(package: Path) -> None:
         ("layout/layout.py", "import verl_mg.reshard.plan", "layout imports verl_mg.reshard.plan"),
         (
             "reshard/plan.py",
-            "def f():\n    from verl_mg.roles.actor import Actor",
-            "imports verl_mg.roles.actor",
+            "def f():\n    from verl_mg.roles.models import Actor",
+            "imports verl_mg.roles.models",
         ),
         (
             "reshard/plan.py",

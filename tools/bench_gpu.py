@@ -49,8 +49,8 @@ from verl_mg.models.hf_config import read_config
 from verl_mg.monitor.throughput import device_peak, model_flops
 from verl_mg.planner.inputs import GIB, PlanInputs
 from verl_mg.planner.memory import train_memory
-from verl_mg.roles.actor import Actor
 from verl_mg.roles.context import JobContext
+from verl_mg.roles.models import Actor
 from verl_mg.roles.rollout import Rollout
 from verl_mg.rollout import Sampling
 from verl_mg.sharding.weight_table import WeightTable, weight_table

@@ -14,7 +14,7 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | tokens | token, int64 | prompt, response and observations of a row, in order |
 | loss_mask | token, bool | true on the tokens that the policy wrote |
 | rollout_logprobs, old_logprobs, ref_logprobs | token | log-prob of token t at entry t; 0 outside the mask |
-| versions | token, int64 | the weights that wrote the token; -1 where none did |
+| policy_versions | token, int64 | the weights that wrote the token; -1 where none did |
 | values, advantages, returns | token | of token t at entry t |
 | correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
 | correction_below, correction_above | token | 1 where the ratio behind that weight is out of its bounds |
@@ -23,7 +23,7 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | group | sequence, int64 | rows of one prompt share it |
 | sample_id | sequence, int64 | unique over the run and over the ranks |
 | prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens of the row it takes |
-| version | sequence, int64 | the oldest weights that wrote of the row |
+| policy_version | sequence, int64 | the oldest weights that wrote of the row |
 | truncated | sequence, bool | the response was cut at the length limit |
 | pair, chosen | sequence, int64 and bool | two rows of one prompt to be compared, and which of them is preferred |
 
@@ -50,11 +50,11 @@ class ColumnKind(IntEnum):
 
 
 TOKEN_COLUMNS = frozenset(
-    {"tokens", "loss_mask", "versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
+    {"tokens", "loss_mask", "policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
     | {"values", "advantages", "returns", "correction", "correction_below", "correction_above", "routed_experts"}
 )
 SEQUENCE_COLUMNS = frozenset(
-    {"reward", "group", "sample_id", "prompt_id", "prompt_length", "version", "truncated", "pair", "chosen"}
+    {"reward", "group", "sample_id", "prompt_id", "prompt_length", "policy_version", "truncated", "pair", "chosen"}
 )
 
 

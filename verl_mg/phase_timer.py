@@ -1,4 +1,9 @@
-"""Where the time of this rank goes: seconds by phase, each second counted once."""
+"""Measures the time of this rank by phase, each second counted once.
+
+Phases: `generate`, `wait_generate`, `wait_reward`, `row_dispatch`, `forward`, `update`, `wait_update`, `optimizer`,
+`role_compute`, `wait_role_compute`, `weight_sync`, `wait_weight_sync`, `logging`, `checkpoint`, `evaluation`, and
+`other` for the rest of an iteration. `wait_NAME` is the wait for the phase NAME of other ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +15,38 @@ import torch
 import torch.distributed as dist
 
 COMPUTE_PHASES = ("generate", "forward", "update", "optimizer")
-"""Phases of the models' own work: generation, forward passes that judge, forward and backward passes, what clears and
-checks gradients and takes Adam's step."""
-WAITING = "waiting"
-"""For ranks that compute."""
+"""Phases in which models compute: generation, forward passes, forward and backward passes, optimizer steps."""
+WAIT = "wait_"
+"""Prefix of the phases in which this rank waits for other ranks."""
 Span = tuple[str, float, float]
-"""A phase, and when it began and ended: seconds of `time.perf_counter`."""
+"""A phase with the times of its begin and end, in seconds of `time.perf_counter`."""
 MAX_SPANS = 512
-"""That are kept; of more, the longer half."""
+"""Maximum number of stored spans; beyond it the shorter half is dropped."""
 MERGE_GAP_SECONDS = 1e-5
-"""Seconds between two spans of one phase that make one."""
+"""Maximum gap, in seconds, between two spans of one phase that are merged."""
 
 
 class PhaseTimer:
-    """Phases may be nested: inside an inner one the outer one stands still.
+    """Stopwatch with nested phases: while an inner phase runs, the outer one is paused.
 
-    exact: wait for the device at each end of a phase, and for the other ranks where a phase is over on all of them, so
-    that a phase's seconds are those of its own work.
-
-    ticks: grows as work goes on, with every switch; a rank whose clock does not tick stands still.
+    Args:
+        exact: synchronize the device at each end of a phase and the ranks at each barrier, so that the seconds of a
+            phase contain no work of another phase.
     """
 
     def __init__(self, exact: bool = False) -> None:
         self._exact = exact
         self.seconds: dict[str, float] = {}
+        """Seconds by phase since the last call of `take`."""
         self.progress = 0
+        """Counter that grows with every change of phase; a rank on which it is constant has stalled."""
         self._running: list[str] = []
         self._since = 0.0
         self._spans: list[Span] | None = None
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Inside, time counts for the phase."""
+        """Counts the time inside the `with` block for the phase."""
         self._switch()
         self._running.append(phase)
         try:
@@ -52,22 +57,27 @@ class PhaseTimer:
 
     @property
     def phase(self) -> str:
-        """The innermost one now, empty outside of all; any thread may ask."""
+        """Name of the innermost phase, "" outside of all; can be read from any thread."""
         return "".join(self._running[-1:])
 
-    def meet(self, group: dist.ProcessGroup | None = None) -> None:
-        """Where the other ranks' work has to be over too."""
+    def barrier(self, name: str, group: dist.ProcessGroup | None = None) -> None:
+        """Waits, if the timer is exact, until all ranks have completed a phase; counted as `wait_NAME`.
+
+        Args:
+            name: the phase that must be complete.
+            group: the ranks that wait for each other; all ranks of the job by default.
+        """
         if self._exact:
-            with self(WAITING):
+            with self(WAIT + name):
                 dist.barrier(group)
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call."""
+        """Returns the seconds by phase since the last call."""
         taken, self.seconds = self.seconds, {}
         return taken
 
     def take_spans(self) -> list[Span]:
-        """The spans since the last call, in order, those of the innermost phase; kept from the first call on."""
+        """Returns the spans of the innermost phases since the last call, in order; recorded from the first call on."""
         taken, self._spans = self._spans or [], []
         return taken
 

@@ -22,8 +22,7 @@ from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.actor import Actor
-from verl_mg.roles.critic import Critic, TrainableRewardModel
+from verl_mg.roles.models import Actor, Critic, TrainableRewardModel
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.sharding.boxes import slices
 

@@ -12,7 +12,7 @@ from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.roles.actor import Actor
+from verl_mg.roles.models import Actor
 
 
 def held(actor: Actor) -> int:

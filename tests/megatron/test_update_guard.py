@@ -14,7 +14,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.update_guard import BROKEN, UpdateGuard
-from verl_mg.roles.actor import Actor
+from verl_mg.roles.models import Actor
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2)
 

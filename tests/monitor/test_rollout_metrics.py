@@ -27,7 +27,7 @@ def rows() -> Batch:
     batch["rollout_logprobs"], batch["old_logprobs"] = rollout, rollout + noise
     batch["reward"] = torch.randn(ROWS, generator=generator)
     versions = torch.randint(2, VERSION + 1, (total,), generator=generator)
-    batch["versions"] = torch.where(batch["loss_mask"], versions, -1)
+    batch["policy_versions"] = torch.where(batch["loss_mask"], versions, -1)
     batch["truncated"] = torch.rand(ROWS, generator=generator) < 0.5
     return batch
 
@@ -40,7 +40,7 @@ def by_hand() -> dict[str, float]:
         old += [batch.row("old_logprobs", row).tolist()[i] for i in own]
         rollout += [batch.row("rollout_logprobs", row).tolist()[i] for i in own]
         lengths.append(len(own))
-        ages += [VERSION - batch.row("versions", row).tolist()[i] for i in own]
+        ages += [VERSION - batch.row("policy_versions", row).tolist()[i] for i in own]
     differences = [a - b for a, b in zip(old, rollout, strict=True)]
     ratios = [math.exp(d) for d in differences]
     rewards = batch["reward"].tolist()

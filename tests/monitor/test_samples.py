@@ -19,7 +19,7 @@ from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout_record import RolloutRecord
 
 SCHEMA = {
-    **dict.fromkeys(("iteration", "sample_id", "group", "prompt_id", "version"), "int64"),
+    **dict.fromkeys(("iteration", "sample_id", "group", "prompt_id", "policy_version"), "int64"),
     **dict.fromkeys(("call", "prompt_length"), "int32"),
     **dict.fromkeys(("prompt", "response", "answer", "source", "finish"), "string"),
     "reward": "float",
@@ -28,7 +28,7 @@ SCHEMA = {
     "tokens": "list<element: int32>",
     "pieces": "list<element: string>",
     "loss_mask": "list<element: bool>",
-    "versions": "list<element: int64>",
+    "policy_versions": "list<element: int64>",
     "turns": "list<element: struct<by: string, start: int32, end: int32>>",
     **dict.fromkeys(("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"), "list<element: float>"),
     "answer_key": "int64",
@@ -60,7 +60,7 @@ def test_a_row_has_texts_tokens_turns_and_what_was_said_of_them(ranks, inputs, t
         assert row["reward"] == digits and dict(row["parts"]) == ({"odd": 0.5} if digits % 2 else {})
         assert row["loss_mask"] == [False] * len(prompt) + [True] * len(response)
         assert row["turns"] == [{"by": "policy", "start": len(prompt), "end": len(row["tokens"])}]
-        assert row["versions"] == [-1] * len(prompt) + [1] * len(response) and row["version"] == 1
+        assert row["policy_versions"] == [-1] * len(prompt) + [1] * len(response) and row["policy_version"] == 1
         assert row["old_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)
         assert row["old_logprobs"] != row["ref_logprobs"]
     mean = sum(row["reward"] for row in rows) / len(rows)
@@ -129,10 +129,10 @@ def with_tools(inputs: Path, folder: Path) -> None:
     count, mask = 2 * ROWS_AT_A_TIME + 3, [False, False, True, True, False, True, True]
     batch = Batch.from_rows([[3, 4, 5, 6, 7, 8, 9 + i % 3] for i in range(count)])
     batch["loss_mask"] = torch.tensor(mask * count)
-    for name in ("group", "sample_id", "prompt_id", "version"):
+    for name in ("group", "sample_id", "prompt_id", "policy_version"):
         batch[name] = torch.arange(count) % (40 if name == "prompt_id" else count)
     batch["prompt_length"], batch["truncated"] = torch.full((count,), 2), torch.arange(count) % 2 == 0
-    batch["versions"] = torch.where(batch["loss_mask"], 4, -1)
+    batch["policy_versions"] = torch.where(batch["loss_mask"], 4, -1)
     batch["rollout_logprobs"] = torch.randn(batch.total_tokens)
     batch["routed_experts"] = torch.randint(-1, 60, (batch.total_tokens, 3, 2), dtype=torch.int16)
     batch["reward"] = torch.randn(count)

@@ -14,7 +14,7 @@ from recipes.common.penalties import regularized, scores, steered, token_scores
 from tests.recipes.tiny_runs import tiny_run
 from verl_mg.algorithms.kl import adapted
 from verl_mg.batch import Batch
-from verl_mg.distributed import batch_collectives
+from verl_mg.distributed import collectives
 from verl_mg.megatron.microbatch import LossInputs
 
 COEFFICIENT = 0.5
@@ -131,7 +131,7 @@ def refilled(rounds: int) -> tuple[list[tuple[int, int]], dict[str, float]]:
         prompts=SimpleNamespace(take=lambda count: list(range(count))),
         rollout=rollout,
         reward=lambda batch: batch["reward"],
-        all_gather_column=batch_collectives.all_gather_column,
+        all_gather_column=collectives.all_gather_column,
     )
     cfg = dapo.Config(prompts_per_iteration=3, group_size=2, rounds=rounds)
     batch, told = dapo.sample_informative(job, cfg)
@@ -166,8 +166,8 @@ def replay(resampling: str) -> list[tuple[list[int], int]]:
         iteration=0,
         state={},
         config=SimpleNamespace(job=SimpleNamespace(seed=4)),
-        all_gather_column=batch_collectives.all_gather_column,
-        reassign_sample_ids=batch_collectives.reassign_sample_ids,
+        all_gather_column=collectives.all_gather_column,
+        reassign_sample_ids=collectives.reassign_sample_ids,
     )
     cfg, found = pf_ppo.Config(replay=2, resampling=resampling), []
     for job.iteration in range(1, ITERATIONS + 1):
@@ -181,7 +181,7 @@ def replay(resampling: str) -> list[tuple[list[int], int]]:
         named = pool.select(torch.arange(len(pool)))
         named["written_as"] = pool["sample_id"]
         batch = pf_ppo.drawn(job, named, ROWS, cfg)
-        assert batch_collectives.all_gather_column(batch, "sample_id").tolist() == list(range(ROWS))
+        assert collectives.all_gather_column(batch, "sample_id").tolist() == list(range(ROWS))
         found.append((batch["written_as"].tolist(), len(pool)))
     return found
 

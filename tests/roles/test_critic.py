@@ -18,7 +18,7 @@ from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.critic import Critic, TrainableRewardModel
+from verl_mg.roles.models import Critic, TrainableRewardModel
 from verl_mg.roles.trainable import TrainableRole
 
 COUNT = 12

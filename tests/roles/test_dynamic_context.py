@@ -12,7 +12,7 @@ from tests.roles.test_actor import rows as all_rows
 from tests.tiny_models import oracle, oracle_outputs, tiny_model
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.roles.actor import Actor
+from verl_mg.roles.models import Actor
 from verl_mg.roles.row_dispatch import build_row_index
 
 BUDGETS = {4: 32, 2: 20}
@@ -41,7 +41,7 @@ def update(model, layout, folder, budget):
     batch = all_rows(model)
     mine = batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
     index = build_row_index(mine)
-    cp_sizes = actor.share(index, index.units).cp_sizes
+    cp_sizes = actor.plan_micro_batches(index, index.row_groups).cp_sizes
     column = actor.compute_logprobs(mine).split(mine.lengths.tolist())
     metrics = actor.update(mine, partial(with_entropy, settings(MODE)), MODE, max_length=16)
     actor.save(folder, model)

@@ -23,10 +23,9 @@ from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles import weight_sync
-from verl_mg.roles.actor import Actor
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.critic import Critic
 from verl_mg.roles.engine_group import HFEngineGroup
+from verl_mg.roles.models import Actor, Critic
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout import Sampling

@@ -46,9 +46,9 @@ def train_ahead(folder):
                 "drawing": job.rollout.drawing,
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith("time/")},
                 "ids": rows["sample_id"].tolist(),
-                "versions": rows["versions"][rows["loss_mask"]].unique().tolist(),
+                "versions": rows["policy_versions"][rows["loss_mask"]].unique().tolist(),
                 "rows": [(rows.row("tokens", i), rows.row("rollout_logprobs", i)) for i in range(len(rows))],
-                "greedy": None if greedy is None else greedy["versions"].unique().tolist(),
+                "greedy": None if greedy is None else greedy["policy_versions"].unique().tolist(),
             }
         )
     job.close()

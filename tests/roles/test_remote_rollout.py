@@ -151,7 +151,7 @@ def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, 
                 "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
                 "prompts": greedy["prompt_length"].tolist(),
                 "metrics": dict(job.rollout.metrics),
-                "versions": produced["versions"][produced["loss_mask"]].unique().tolist(),
+                "versions": produced["policy_versions"][produced["loss_mask"]].unique().tolist(),
                 "ids": produced["sample_id"].tolist(),
             }
         )
@@ -241,7 +241,7 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
     return {
         "ids": batch["sample_id"].tolist(),
         "ended": bool(ended),
-        "versions": batch["versions"][batch["loss_mask"]].unique().tolist(),
+        "versions": batch["policy_versions"][batch["loss_mask"]].unique().tolist(),
         "deaths": job.rollout.metrics["rollout/engine_deaths"],
         "in_flight": in_flight,
     }

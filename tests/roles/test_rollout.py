@@ -15,8 +15,8 @@ from verl_mg.data.prompts import Prompt
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.rewards import AsyncScorer, Reward, load_reward
-from verl_mg.roles.actor import Actor
 from verl_mg.roles.engine_group import HFEngineGroup
+from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout import Rollout
 from verl_mg.rollout import Sampling
@@ -66,7 +66,7 @@ def three_iterations(model: Path, layout: str) -> dict[str, object]:
         # Before the sync the engine is an update behind: the difference shows that it measures anything.
         drifts.append((actor.compute_logprobs(batch) - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
         rollout.sync(actor)
-        versions += batch["version"].tolist()
+        versions += batch["policy_version"].tolist()
         samples |= {int(s): batch.row("tokens", i).tolist() for i, s in enumerate(batch["sample_id"])}
     return {"differences": differences, "drifts": drifts, "samples": samples, "versions": versions}
 
@@ -149,7 +149,7 @@ def kept(model: Path) -> list[list[tuple[int, int, list[int]]]]:
         batch = rollout.generate(asked, samples=3, keep=2 if asked else None)
         calls.append(
             [
-                (int(batch["sample_id"][i]), int(batch["group"][i]), batch.row("versions", i).unique().tolist())
+                (int(batch["sample_id"][i]), int(batch["group"][i]), batch.row("policy_versions", i).unique().tolist())
                 for i in range(len(batch))
             ]
         )

@@ -1,15 +1,19 @@
-"""Rows carried between ranks and columns carried back, against a shuffle done by hand."""
+"""Transfer of rows and columns between ranks, and the cached row index of a batch."""
+
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.roles import row_dispatch
 from verl_mg.roles.row_dispatch import build_row_index, gather_rows, scatter_column
 
 
 def rows_held_by(rank: int) -> Batch:
-    """Rank 1 holds nothing; the others hold rows whose every entry tells their sample id."""
+    """Rank 1 has no rows; the entries of the other rows are functions of their sample ids."""
     ids = {0: [5, 3], 1: [], 2: [0, 7, 2]}[rank]
     batch = Batch([i + 2 for i in ids])
     batch["sample_id"] = torch.tensor(ids, dtype=torch.int64)
@@ -20,22 +24,22 @@ def rows_held_by(rank: int) -> Batch:
     return batch
 
 
-def there_and_back(wanted):
+def gathered_and_scattered(wanted):
     batch = rows_held_by(dist.get_rank())
     index = build_row_index(batch)
     fetched = gather_rows(batch, index, wanted)
-    speakers = list(enumerate(wanted))
+    senders = list(enumerate(wanted))
     values = {row: fetched.row("tokens", i).float() * 2 for i, row in enumerate(wanted[dist.get_rank()])}
-    back = scatter_column("doubled", batch, index, speakers, values)
+    back = scatter_column("doubled", index, senders, values)
     assert torch.equal(back, batch["tokens"].float() * 2)
-    return index.lengths, index.judged, fetched
+    return index.lengths, index.num_scored_tokens, fetched
 
 
-def test_rows_arrive_whole_and_in_order_and_columns_return(ranks):
+def test_gather_rows_returns_whole_rows_in_order_and_scatter_column_reaches_the_owners(ranks):
     # Rows are numbered by sample id: 0, 2, 3, 5, 7 are rows 0 to 4.
     wanted = [[4, 0], [1], [3, 2]]
-    for rank, (lengths, judged, fetched) in enumerate(ranks.run(3, there_and_back, wanted)):
-        assert lengths == (2, 4, 5, 7, 9) and judged == (0, 2, 3, 5, 7)
+    for rank, (lengths, scored, fetched) in enumerate(ranks.run(3, gathered_and_scattered, wanted)):
+        assert lengths == (2, 4, 5, 7, 9) and scored == (0, 2, 3, 5, 7)
         ids = [[0, 2, 3, 5, 7][row] for row in wanted[rank]]
         assert fetched["sample_id"].tolist() == ids
         for i, sample_id in enumerate(ids):
@@ -52,10 +56,10 @@ def replicated():
     index = build_row_index(batch)
     fetched = gather_rows(batch, index, [[0, 1, 2, 3, 4]] * 2)
     values = {row: torch.full((index.lengths[row],), float(row)) for row in range(5)} if dist.get_rank() == 1 else {}
-    return fetched["sample_id"].tolist(), scatter_column("x", batch, index, [(1, range(5))], values).tolist()
+    return fetched["sample_id"].tolist(), scatter_column("x", index, [(1, range(5))], values).tolist()
 
 
-def test_several_ranks_may_take_a_row_and_one_answers(ranks):
+def test_rows_gathered_by_several_ranks_are_scattered_by_one(ranks):
     (first, own), (second, other) = ranks.run(2, replicated)
     assert first == second == [0, 2, 3, 5, 7]
     assert own == [3.0] * 7 + [2.0] * 5
@@ -66,6 +70,73 @@ def with_equal_ids():
     return build_row_index(rows_held_by(0))
 
 
-def test_equal_sample_ids_are_refused(ranks):
+def test_build_row_index_with_equal_sample_ids_is_refused(ranks):
     with pytest.raises(AssertionError, match="two rows of the batch have the same sample_id"):
         ranks.run(2, with_equal_ids)
+
+
+def count_row_gathers(change):
+    """Number of row gathers in three calls on one batch, `change` applied before the third, and the last index."""
+    batch = rows_held_by(2 * dist.get_rank())
+    row_gathers = []
+
+    def counting(value):
+        gathered = all_gather_json(value)
+        parts = [part["rows"] if isinstance(part, dict) else part for part in gathered]
+        row_gathers.append(any(part is not None for part in parts))
+        return gathered
+
+    with mock.patch.object(row_dispatch, "all_gather_json", counting):
+        first = build_row_index(batch)
+        assert build_row_index(batch, batch.select_columns(["tokens", "sample_id"])).row_groups == first.row_groups
+        change(batch)
+        last = build_row_index(batch)
+    return sum(row_gathers), len(row_gathers), last.num_scored_tokens, last.sample_ids, last.row_groups
+
+
+def no_change(batch):
+    batch["values"] = torch.ones(batch.total_tokens)
+
+
+def set_mask_on_rank_1(batch):
+    if dist.get_rank() == 1:
+        batch["loss_mask"] = batch.positions > 2
+
+
+def edit_mask_in_place(batch):
+    batch["loss_mask"][batch.positions == 2] = False
+
+
+def set_sample_ids(batch):
+    batch["sample_id"] = batch["sample_id"] + 100
+
+
+def set_pairs(batch):
+    batch["pair"] = batch["sample_id"] // 4
+
+
+UNCHANGED = (0, 2, 3, 5, 7), ((0,), (1,), (2,), (3,), (4,))
+
+
+@pytest.mark.parametrize(("change", "gathers", "collectives", "scored", "ids", "groups"), [
+    (no_change, 1, 3, (0, 2, 3, 5, 7), *UNCHANGED),
+    (set_mask_on_rank_1, 3, 4, (0, 1, 3, 5, 6), *UNCHANGED),
+    (edit_mask_in_place, 2, 3, (0, 1, 2, 4, 6), *UNCHANGED),
+    (set_sample_ids, 2, 3, (0, 2, 3, 5, 7), (100, 102, 103, 105, 107), UNCHANGED[1]),
+    (set_pairs, 2, 3, (0, 2, 3, 5, 7), UNCHANGED[0], ((0, 1, 2), (3, 4))),
+])  # fmt: skip
+def test_row_index_is_gathered_once_for_each_state_of_the_batch(
+    ranks, change, gathers, collectives, scored, ids, groups
+):
+    assert ranks.run(2, count_row_gathers, change) == [(gathers, collectives, scored, ids, groups)] * 2
+
+
+def test_row_index_of_a_selection_is_gathered_for_the_new_rows(ranks):
+    for index in ranks.run(2, index_of_selection):
+        assert index.sample_ids == (0, 3) and index.lengths == (2, 5)
+
+
+def index_of_selection():
+    batch = rows_held_by(2 * dist.get_rank())
+    build_row_index(batch)
+    return build_row_index(batch.select(batch["sample_id"] % 3 == 0).select([-1]))

@@ -104,7 +104,7 @@ def trained_once(job: Job, recipe: Recipe, folder: Path, checkpoint: str) -> dic
         "prompts": greedy["prompt_length"].tolist(),
         "grad_norm": metrics["actor/grad_norm"],
         "sync": (job.rollout.metrics["sync/bytes_received"], job.rollout.metrics["sync/bytes_lower_bound"]),
-        "versions": produced["versions"][produced["loss_mask"]].unique().tolist(),
+        "versions": produced["policy_versions"][produced["loss_mask"]].unique().tolist(),
         "ids": produced["sample_id"].tolist(),
         "mismatch": (produced["old_logprobs"] - produced["rollout_logprobs"]).abs().max().item(),
     }

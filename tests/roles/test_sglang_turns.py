@@ -54,7 +54,7 @@ def iteration(folder: Path) -> dict[str, object]:
     judged: list[torch.Tensor] = []
 
     def loss(tokens):
-        judged.append(torch.stack([tokens["versions"], tokens["sample_id"], tokens["tokens"]]).clone())
+        judged.append(torch.stack([tokens["policy_versions"], tokens["sample_id"], tokens["tokens"]]).clone())
         return -tokens["advantages"] * tokens.logprobs, {}
 
     job.actor.update(batch, loss, "token-mean")
@@ -66,7 +66,7 @@ def iteration(folder: Path) -> dict[str, object]:
         "rows": {
             int(batch["sample_id"][i]): {
                 name: batch.row(name, i).tolist()
-                for name in ("tokens", "loss_mask", "versions", "advantages", "rollout_logprobs", "old_logprobs")
+                for name in ("tokens", "loss_mask", "policy_versions", "advantages", "rollout_logprobs", "old_logprobs")
             }
             | {"prompt_length": int(batch["prompt_length"][i])}
             for i in range(len(batch))
@@ -100,11 +100,11 @@ def test_training_gets_the_tokens_that_sglang_saw_and_wrote(ranks, tmp_path):
         assert len(turns[i]) == 1 or observed
         for t, own in enumerate(mask):
             if own:
-                assert row["versions"][t] == 0
+                assert row["policy_versions"][t] == 0
                 assert abs(row["rollout_logprobs"][t] - row["old_logprobs"][t]) < 1e-4
                 judged.add((i, tokens[t]))
             else:
-                assert (row["versions"][t], row["advantages"][t], row["rollout_logprobs"][t]) == (-1, 0, 0)
+                assert (row["policy_versions"][t], row["advantages"][t], row["rollout_logprobs"][t]) == (-1, 0, 0)
     assert any(any(row["advantages"]) for row in rows.values())
     versions, ids, tokens = results[0]["judged"]
     assert set(versions) == {0}

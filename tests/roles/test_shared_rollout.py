@@ -61,7 +61,7 @@ def rows(batch: Batch) -> list[dict[str, object]]:
             "group": int(batch["group"][i]),
             "prompt": int(batch["prompt_id"][i]),
             "tokens": batch.row("tokens", i).tolist(),
-            "versions": batch.row("versions", i)[batch.row("loss_mask", i)].tolist(),
+            "versions": batch.row("policy_versions", i)[batch.row("loss_mask", i)].tolist(),
             "logprobs": batch.row("rollout_logprobs", i).tolist(),
             "length": int(batch["prompt_length"][i]),
         }

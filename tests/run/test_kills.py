@@ -13,7 +13,18 @@ from tests.tiny_jobs import metrics_of
 
 RECIPE = str(Path(__file__).with_name("killed_ppo"))
 ITERATIONS = 13
-PHASES = ("generate", "update", WRITING, "sync", "forward", WRITING, "optimizer", "rows", WRITING, "generate")
+PHASES = (
+    "generate",
+    "update",
+    WRITING,
+    "weight_sync",
+    "forward",
+    WRITING,
+    "optimizer",
+    "row_dispatch",
+    WRITING,
+    "generate",
+)
 SETTINGS = ["checkpoint.every=2", "algorithm.kl_coefficient=0.05", "algorithm.kl_target=0.01", "actor.layout=tp2"]
 
 

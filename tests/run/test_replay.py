@@ -14,7 +14,7 @@ from tests.run.recorded_runs import job, lines_of, make_inputs, refusal, samples
 from tests.tiny_jobs import RECIPES
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
-from verl_mg.distributed.batch_collectives import all_gather_column
+from verl_mg.distributed.collectives import all_gather_column
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.monitor.sample_reader import SampleReader
@@ -149,7 +149,7 @@ def test_rollouts_alone_are_scored_and_written_and_nothing_learns(ranks, inputs,
     assert list(lines) == [1, 2, 3] and not [name for name in lines[3] if name.startswith(("actor/", "critic/"))]
     assert lines[3]["reward/mean"] > 0 and lines[3]["rollout/staleness"] == 0
     rows = [row for iteration in (1, 2, 3) for row in samples_of(tmp_path / "run", iteration)]
-    assert len(rows) == 30 and {row["version"] for row in rows} == {0} and all(row["values"] for row in rows)
+    assert len(rows) == 30 and {row["policy_version"] for row in rows} == {0} and all(row["values"] for row in rows)
     assert [row["tokens"] for row in rows[:10]] == [row["tokens"] for row in samples_of(first, 1)]
     assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "checkpoints").exists()
 
@@ -162,7 +162,7 @@ def test_rollouts_alone_take_the_weights_of_a_checkpoint(ranks, inputs, tmp_path
     ranks.run(2, job, "grpo", inputs, goes_on, saved, ALONE)
     assert list(lines_of(goes_on)) == [3]
     there, here = samples_of(tmp_path / "run", 3), samples_of(goes_on, 3)
-    for name in ("tokens", "rollout_logprobs", "old_logprobs", "version"):
+    for name in ("tokens", "rollout_logprobs", "old_logprobs", "policy_version"):
         assert [row[name] for row in here] == [row[name] for row in there]
 
 

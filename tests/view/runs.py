@@ -15,7 +15,7 @@ SCHEMA = pa.schema(
     [
         ("iteration", pa.int64()),
         ("call", pa.int32()),
-        *((name, pa.int64()) for name in ("sample_id", "group", "prompt_id", "version")),
+        *((name, pa.int64()) for name in ("sample_id", "group", "prompt_id", "policy_version")),
         *((name, pa.string()) for name in ("prompt", "response", "answer", "source", "finish")),
         ("reward", pa.float32()),
         ("parts", pa.map_(pa.string(), pa.float32())),
@@ -24,7 +24,7 @@ SCHEMA = pa.schema(
         ("tokens", pa.list_(pa.int32())),
         ("pieces", pa.list_(pa.string())),
         ("loss_mask", pa.list_(pa.bool_())),
-        ("versions", pa.list_(pa.int64())),
+        ("policy_versions", pa.list_(pa.int64())),
         ("turns", pa.list_(pa.struct([("by", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))),
         *((name, pa.list_(pa.float32())) for name in ("rollout_logprobs", "old_logprobs", "advantages")),
     ]
@@ -87,18 +87,18 @@ def write_timelines(folder: Path, iterations: int, draw: random.Random, ranks: i
             begin, spans = 0.0, []
             for phase, seconds in (
                 ("generate", 3 + draw.random()),
-                ("waiting", 0.2),
+                ("wait_role_compute", 0.2),
                 ("forward", 0.5),
-                ("rows", 0.05),
+                ("row_dispatch", 0.05),
                 ("update", 1.2 + 0.2 * draw.random()),
                 ("optimizer", 0.3),
                 ("update", 0.8),
-                ("recipe", 0.1),
-                ("sync", 0.4),
+                ("other", 0.1),
+                ("weight_sync", 0.4),
                 ("logging", 0.1),
             ):
                 spans.append([phase, round(begin, 6), round(begin + seconds, 6)])
-                begin += seconds + (0.08 if phase == "rows" else 0.0)
+                begin += seconds + (0.08 if phase == "row_dispatch" else 0.0)
             lines.append({"iteration": iteration, "start": 1.0e9 + 7 * iteration + 0.01 * rank, "spans": spans})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "timeline" / f"rank-{rank}.jsonl").write_text(text)
@@ -141,7 +141,7 @@ def sample(iteration: int, number: int, draw: random.Random) -> dict[str, Any]:
         "sample_id": (iteration - 1) * PROMPTS * GROUP + number,
         "group": (iteration - 1) * PROMPTS + number // GROUP,
         "prompt_id": prompt_id,
-        "version": iteration - 1,
+        "policy_version": iteration - 1,
         "prompt": "".join(prompt),
         "response": "".join(response),
         "answer": None if number == 0 else str(first + second),
@@ -154,7 +154,9 @@ def sample(iteration: int, number: int, draw: random.Random) -> dict[str, Any]:
         "tokens": [1000 + i for i in range(len(pieces))],
         "pieces": pieces,
         "loss_mask": mask,
-        "versions": [iteration - 1 - (1 if on and i % 7 == 0 and iteration > 1 else 0) for i, on in enumerate(mask)],
+        "policy_versions": [
+            iteration - 1 - (1 if on and i % 7 == 0 and iteration > 1 else 0) for i, on in enumerate(mask)
+        ],
         "turns": spans,
         "rollout_logprobs": rollout,
         "old_logprobs": [value + (draw.gauss(0, 0.02) if value else 0.0) for value in rollout],

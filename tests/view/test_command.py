@@ -82,7 +82,15 @@ def test_the_run_of_a_real_job_can_be_viewed(ranks, tmp_path):
     whole = run.samples.one(2, found["rows"][0]["call"], found["rows"][0]["sample_id"])
     (turn,) = whole["turns"]
     assert turn == {"by": "policy", "start": whole["prompt_length"], "end": len(whole["tokens"])}
-    for name in ("pieces", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "versions", "loss_mask"):
+    for name in (
+        "pieces",
+        "advantages",
+        "old_logprobs",
+        "rollout_logprobs",
+        "ref_logprobs",
+        "policy_versions",
+        "loss_mask",
+    ):
         assert len(whole[name]) == len(whole["tokens"])
     assert found["rows"][0]["length"] == turn["end"] - turn["start"]
     assert [one["samples"] for one in run.samples.prompts(2)] == [2] * 5

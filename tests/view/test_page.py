@@ -197,7 +197,7 @@ def test_the_time_line_of_an_iteration(visit, folders):
     assert title == phase == "generate" and values["rank"] == "1"
     assert float(values["takes"].removesuffix(" s")) == pytest.approx(end - begin, rel=1e-3)
     rows = page.locator("table.phases").first.locator("tbody th").all_inner_texts()
-    assert rows[:3] == ["generate", "sync", "forward"] and rows[-2:] == ["waiting", "idle"]
+    assert rows[:3] == ["generate", "weight_sync", "forward"] and rows[-2:] == ["wait_role_compute", "idle"]
     slide(panel(page).get_by_label("Iteration", exact=True), "least")
     expect(page.get_by_label("Iteration number")).to_have_value("1")
     expect(page.locator("table.phases caption").first).to_contain_text("iteration 1,")
@@ -298,7 +298,7 @@ def test_a_sample_token_by_token(visit, folders):
     token.hover()
     title, values = told(page)
     assert title == '"<tool>"' and values["token"] == "1007, at 7" and "rollout_logprobs" in values
-    for name in ("old-rollout", "rollout_logprobs", "versions"):
+    for name in ("old-rollout", "rollout_logprobs", "policy_versions"):
         colour.select_option(name)
         expect(sheet.locator(".legend")).to_be_visible()
         seen[name] = token.evaluate(background)

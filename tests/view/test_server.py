@@ -195,7 +195,7 @@ def test_a_sample_with_all_that_is_known_of_it(ask):
     assert [turn["by"] for turn in whole["turns"]] == ["policy", "tool", "policy"]
     assert whole["parts"].keys() == {"exact", "form"} and whole["answer"] == "26"
     tokens = len(whole["tokens"])
-    columns = ("pieces", "loss_mask", "versions", "advantages", "old_logprobs", "rollout_logprobs")
+    columns = ("pieces", "loss_mask", "policy_versions", "advantages", "old_logprobs", "rollout_logprobs")
     assert all(len(whole[name]) == tokens for name in columns)
     assert whole["prompt"] + whole["response"] == "".join(whole["pieces"])
     assert ask("sample", iteration=1, call=0, sample_id=0)["response"].startswith(HOSTILE)

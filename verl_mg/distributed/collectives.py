@@ -1,4 +1,7 @@
-"""Small messages between ranks, all of the job unless a group is named: JSON and raw tensor bytes, never pickles."""
+"""Small collectives over the ranks of the job or of a group: JSON and raw tensor bytes, never pickles.
+
+Functions of a `Batch` compute properties of all rows of all ranks, with the same result on every rank.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_mg.batch import Batch
 
-def all_gather_bytes(own: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Every rank's uint8 tensor, of any length, in rank order. One round for the lengths, one for the bytes."""
-    length = torch.tensor([own.numel()], dtype=torch.int64)
+
+def all_gather_bytes(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Gathers tensors whose lengths may differ, in one round for the lengths and one for the bytes.
+
+    Args:
+        values: this rank's uint8 tensor, (bytes,).
+        group: the ranks that take part; all ranks of the job by default.
+
+    Returns:
+        The tensors of all ranks, in rank order.
+    """
+    length = torch.tensor([values.numel()], dtype=torch.int64)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
     longest = max(int(n) for n in lengths)
-    room = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(room, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
-    return [buffer[: int(n)] for buffer, n in zip(room, lengths, strict=True)]
+    buffers = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(buffers, torch.nn.functional.pad(values, (0, longest - values.numel())), group=group)
+    return [buffer[: int(n)] for buffer, n in zip(buffers, lengths, strict=True)]
 
 
-def all_gather_json(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's JSON value, in rank order."""
-    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gathers JSON values.
+
+    Args:
+        value: this rank's value.
+        group: the ranks that take part; all ranks of the job by default.
+
+    Returns:
+        The values of all ranks, in rank order.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(part.numpy().tobytes()) for part in all_gather_bytes(text, group)]
 
 
 def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) -> list[Tensor]:
-    """Send `outgoing[r]` (uint8) to rank r; receive `incoming_sizes[r]` bytes from rank r."""
+    """Sends bytes from every rank to every rank of the job.
+
+    Args:
+        outgoing: uint8 tensor for each rank.
+        incoming_sizes: bytes that each rank sends to this one.
+
+    Returns:
+        The received bytes, by rank.
+    """
     received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
     sizes = [part.numel() for part in outgoing]
     dist.all_to_all_single(received, torch.cat(list(outgoing)), list(incoming_sizes), sizes)
@@ -37,10 +66,71 @@ def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) 
 
 
 def sum_over_ranks(reports: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """Add up scalars by name over the reports of all ranks; a name that a report lacks counts as 0 there."""
-    return _added(all_gather_json(_added(reports), group))
+    """Sums scalars by name over the reports of all ranks.
+
+    Args:
+        reports: this rank's reports; a name that is missing from a report counts as 0.
+        group: the ranks that take part; all ranks of the job by default.
+    """
+    return _sum_by_name(all_gather_json(_sum_by_name(reports), group))
 
 
-def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     names = dict.fromkeys(name for report in reports for name in report)
     return {name: sum(float(report.get(name, 0.0)) for report in reports) for name in names}
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """Returns the sum over all ranks of a small tensor, in float64, bitwise identical on every rank."""
+    gathered = _gather(values.detach().double().cpu())
+    return gathered.view(-1, *values.shape).sum(0)
+
+
+def all_gather_column(batch: Batch, name: str) -> Tensor:
+    """Gathers a sequence column.
+
+    Args:
+        batch: this rank's rows.
+        name: a column with one entry for each row.
+
+    Returns:
+        The entries of all rows of all ranks, in the order of their sample ids.
+    """
+    # A rank without rows may have the column with another data type, or not at all.
+    order = _gather(batch["sample_id"]).argsort()
+    values = batch[name]
+    return _gather(values if values.dtype == torch.int64 else values.double())[order].to(values.dtype)
+
+
+def global_kth_largest(values: Tensor, k: int) -> float:
+    """Returns the k-th largest of the values of all ranks.
+
+    Args:
+        values: this rank's values, (m,).
+        k: rank of the result among all values, counted from 1.
+
+    Returns:
+        The k-th largest value; the smallest if there are fewer than k, infinity if there are none.
+    """
+    gathered = _gather(values.detach().double().topk(min(k, len(values))).values)
+    if not len(gathered):
+        return float("inf")
+    return float(gathered.topk(min(k, len(gathered))).values[-1])
+
+
+def reassign_sample_ids(batch: Batch) -> Batch:
+    """Replaces the sample ids by 0, 1, ... over all ranks and returns the batch.
+
+    The order of the ids is preserved; duplicates of a row become distinct.
+    """
+    counts = _gather(torch.tensor([len(batch)]))
+    first = int(counts[: dist.get_rank()].sum())
+    order = _gather(batch["sample_id"]).argsort(stable=True)
+    batch["sample_id"] = order.argsort()[first : first + len(batch)]
+    return batch
+
+
+def _gather(values: Tensor) -> Tensor:
+    """Gathers the entries of a data type of 8 bytes, in rank order."""
+    parts = all_gather_bytes(values.cpu().contiguous().reshape(-1).view(torch.uint8))
+    return torch.cat([part.clone().view(values.dtype) for part in parts])

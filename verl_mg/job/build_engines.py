@@ -14,9 +14,9 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
-from verl_mg.roles.actor import Actor
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, SGLangEngineGroup
+from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
 from verl_mg.roles.weight_sync import SGLangEngineSync, engine_ranks
 from verl_mg.rollout.hf.engine import HFEngine

@@ -16,10 +16,8 @@ from verl_mg.layout.suggest import resolve_layout
 from verl_mg.megatron.model_runner import check_layout
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.actor import Actor
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.critic import Critic, RewardModel, TrainableRewardModel
-from verl_mg.roles.policy import Policy
+from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
 from verl_mg.roles.role import Role
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.sharding.weight_table import weight_table

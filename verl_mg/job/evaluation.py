@@ -11,7 +11,7 @@ from verl_mg.algorithms.at_k import avg_at_k, maj_at_k, pass_at_k
 from verl_mg.batch import Batch
 from verl_mg.config import EvaluationConfig
 from verl_mg.data import Prompts
-from verl_mg.distributed import batch_collectives
+from verl_mg.distributed.collectives import all_gather_column
 from verl_mg.roles.reward import NO_ANSWER
 from verl_mg.roles.rollout import Rollout
 
@@ -44,9 +44,7 @@ def evaluate(rollout: Rollout, prompts: Prompts, config: EvaluationConfig) -> di
 
 def _tries(batch: Batch, sources: dict[int, str]) -> list[PromptResults]:
     """Of all ranks, prompt by prompt in the order of their first samples."""
-    columns = [
-        batch_collectives.all_gather_column(batch, name).tolist() for name in ("group", "prompt_id", "reward", "answer")
-    ]
+    columns = [all_gather_column(batch, name).tolist() for name in ("group", "prompt_id", "reward", "answer")]
     found: dict[int, PromptResults] = {}
     for group, prompt, reward, answer in zip(*columns, strict=True):
         one = found.setdefault(group, PromptResults(sources[prompt], [], []))

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import Curriculum, Prompt, Prompts, demonstrations_batch, pairs_batch, read_prompts
-from verl_mg.distributed import batch_collectives
+from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
 from verl_mg.job.build_engines import build_engine_group, check_engines, num_training_ranks
 from verl_mg.job.build_models import MODEL_ROLES, ModelRoleBuilder
@@ -24,11 +24,9 @@ from verl_mg.job.evaluation import evaluate
 from verl_mg.models.hf_config import read_config
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
-from verl_mg.roles.actor import Actor
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.critic import Critic, RewardModel, TrainableRewardModel
 from verl_mg.roles.engine_group import EngineWrapper
-from verl_mg.roles.policy import Policy
+from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.role import Role
 from verl_mg.roles.rollout import Rollout
@@ -189,7 +187,7 @@ class Job:
         """Tell a curriculum how answers went."""
         if not isinstance(self.prompts, Curriculum):
             return {}
-        told = (batch_collectives.all_gather_column(batch, name).tolist() for name in ("prompt_id", "reward"))
+        told = (collectives.all_gather_column(batch, name).tolist() for name in ("prompt_id", "reward"))
         self.prompts.observe(*told)
         return self.prompts.metrics()
 
@@ -202,20 +200,20 @@ class Job:
     # -- what all ranks know together
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """See `batch_collectives.all_reduce_sum`."""
-        return batch_collectives.all_reduce_sum(values)
+        """See `collectives.all_reduce_sum`."""
+        return collectives.all_reduce_sum(values)
 
     def all_gather_column(self, batch: Batch, name: str) -> Tensor:
-        """See `batch_collectives.all_gather_column`."""
-        return batch_collectives.all_gather_column(batch, name)
+        """See `collectives.all_gather_column`."""
+        return collectives.all_gather_column(batch, name)
 
     def global_kth_largest(self, values: Tensor, k: int) -> float:
-        """See `batch_collectives.global_kth_largest`."""
-        return batch_collectives.global_kth_largest(values, k)
+        """See `collectives.global_kth_largest`."""
+        return collectives.global_kth_largest(values, k)
 
     def reassign_sample_ids(self, batch: Batch) -> Batch:
-        """See `batch_collectives.reassign_sample_ids`."""
-        return batch_collectives.reassign_sample_ids(batch)
+        """See `collectives.reassign_sample_ids`."""
+        return collectives.reassign_sample_ids(batch)
 
     # -- data
 

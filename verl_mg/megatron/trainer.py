@@ -123,7 +123,7 @@ class Trainer:
 
         among = self.runner.groups.host_group
         own = self._gradients(micro_batches, temperature, judge, cp_sizes)
-        self.runner.timer.meet(among)
+        self.runner.timer.barrier("update", among)
         told = sum_over_ranks(own, among)
         verdict, seen = self._guard.judge(told)
         return {name: value for name, value in told.items() if name != BROKEN} | seen | self._carry_out(verdict)

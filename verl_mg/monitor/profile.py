@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from verl_mg.distributed.collectives import all_gather_json
-from verl_mg.phase_timer import COMPUTE_PHASES, WAITING, PhaseTimer
+from verl_mg.phase_timer import COMPUTE_PHASES, WAIT, PhaseTimer
 
 INEXACT = "a phase may hold the wait for work of another one: profile.synchronize=true tells them apart"
 FIRST = 1
@@ -52,11 +52,12 @@ def format_table(ranks: list[Mapping[str, float]]) -> str:
     phases = {phase for own in ranks for phase in own}
     columns = {phase: [own.get(phase, 0.0) for own in ranks] for phase in phases}
     whole = sum(sum(column) for column in columns.values()) / len(ranks)
-    lines = [f"{'phase':<12}{'mean s':>10}{'most s':>10}{'share':>9}"]
+    lines = [f"{'phase':<18}{'mean s':>10}{'most s':>10}{'share':>9}"]
     for phase in sorted(phases, key=lambda phase: (-sum(columns[phase]), phase)):
         mean = sum(columns[phase]) / len(ranks)
-        lines.append(f"{phase:<12}{mean:>10.3f}{max(columns[phase]):>10.3f}{mean / whole:>9.1%}")
-    around = whole - sum(sum(columns.get(phase, [])) for phase in (*COMPUTE_PHASES, WAITING)) / len(ranks)
+        lines.append(f"{phase:<18}{mean:>10.3f}{max(columns[phase]):>10.3f}{mean / whole:>9.1%}")
+    computing = [column for phase, column in columns.items() if phase in COMPUTE_PHASES or phase.startswith(WAIT)]
+    around = whole - sum(map(sum, computing)) / len(ranks)
     lines.append(
         f"around {', '.join(COMPUTE_PHASES)}, and waiting for ranks that do these: {around:.3f} of {whole:.3f} s, "
         f"{around / whole:.1%} of an iteration"

@@ -45,7 +45,7 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
         "samples": torch.tensor(float(len(batch))),
         "tokens": mask.double().sum(),
         "truncated": batch["truncated"].double().sum(),
-        "staleness": (version - batch["versions"][mask]).double().sum(),
+        "staleness": (version - batch["policy_versions"][mask]).double().sum(),
     }
     if "reward" in batch:
         reward = batch["reward"].double()

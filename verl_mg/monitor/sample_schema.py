@@ -25,13 +25,13 @@ from verl_mg.batch import Batch, ColumnKind
 
 SAMPLES = "samples"
 """In the folder of a run."""
-NUMBERS = {"sample_id": pa.int64(), "group": pa.int64(), "prompt_id": pa.int64(), "version": pa.int64()} | {
+NUMBERS = {"sample_id": pa.int64(), "group": pa.int64(), "prompt_id": pa.int64(), "policy_version": pa.int64()} | {
     "reward": pa.float32(),
     "prompt_length": pa.int32(),
     "truncated": pa.bool_(),
 }
 """Sequence columns of every batch."""
-TOKENS = {"tokens": pa.int32(), "loss_mask": pa.bool_(), "versions": pa.int64()}
+TOKENS = {"tokens": pa.int32(), "loss_mask": pa.bool_(), "policy_versions": pa.int64()}
 """Token columns of every batch."""
 TEXTS = ("prompt", "response", "answer", "source", "finish")
 PARTS = pa.map_(pa.string(), pa.float32())

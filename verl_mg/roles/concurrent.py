@@ -165,10 +165,10 @@ class RoleExecutor:
         self._queue.append(_Call(name, work, deliver, _RequestLine.find()))
 
     def _run(self, calls: list[_Call]) -> None:
-        with self._timer("work"):
+        with self._timer("role_compute"):
             results = [_at_request_line(call, call.work) for call in calls]
-        self._timer.meet()
-        with self._timer("rows"):
+        self._timer.barrier("role_compute")
+        with self._timer("row_dispatch"):
             for call, result in zip(calls, results, strict=True):
                 _at_request_line(call, call.deliver, result)
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from verl_mg.roles.actor import Actor
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_restarts import EngineRestarts
+from verl_mg.roles.models import Actor
 from verl_mg.roles.weight_sync import HFEngineSync, SGLangEngineSync
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
 from verl_mg.rollout.hf.engine import HFEngine

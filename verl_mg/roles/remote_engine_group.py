@@ -11,10 +11,10 @@ from torch.distributed import PrefixStore
 from verl_mg import device
 from verl_mg.config import Config, RolloutConfig
 from verl_mg.errors import UserError
-from verl_mg.roles.actor import Actor
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper
 from verl_mg.roles.engine_restarts import EngineRestarts
+from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_weight_sync import ProcessGroupSync, RemoteWeightSync, SharedFolderSync
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.request_tracker import routed_shape

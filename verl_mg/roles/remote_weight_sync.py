@@ -20,7 +20,7 @@ from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.layout import EngineLayout
 from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.chunking import TensorChunk
-from verl_mg.roles.actor import Actor
+from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_process_group import GroupRendezvous, RemoteProcessGroup, address_for
 from verl_mg.roles.weight_sync import WeightSync, report, sources
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine

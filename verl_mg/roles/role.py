@@ -1,4 +1,4 @@
-"""What the roles share: a network that judges the tokens of a batch, wherever its rows lie."""
+"""`Role`: a model on some ranks of the job, with a forward pass over a batch whose rows all ranks own."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from verl_mg.roles.row_dispatch import RowIndex, build_row_index, gather_rows, s
 from verl_mg.sharding.weight_table import Head
 
 FORWARD_COLUMNS = ("tokens", "loss_mask", "sample_id", "routed_experts")
-"""The columns of which a forward pass is a function."""
+"""Columns that the result of a forward pass depends on."""
 
 
 class Role:
-    """A network under its own layout and groups.
+    """Model with its own layout and process groups.
 
-    All ranks of the job call its methods together; those outside the placement hold rows, and compute nothing. What a
-    method answers is computed when it is looked at, see `RoleExecutor`. context: the job's, which all roles share.
+    All ranks of the job call its methods together; ranks outside the placement own rows but compute nothing. In a
+    `concurrent_roles` block a call returns a `PendingColumn` or `PendingMetrics`.
     """
 
     head: ClassVar[Head] = "language"
+    """Output layer of the model: logits over the vocabulary, or a value head."""
     behind: ClassVar[int] = 1
-    """How far before a token the hidden state lies that judges it."""
+    """Offset from a token to the hidden state that scores it: 1 for language-model heads, 0 for reward heads."""
 
     def __init__(
         self,
@@ -50,75 +51,115 @@ class Role:
         lora: LoraConfig | None = None,
         name: str = "actor",
     ) -> None:
+        """Loads the model on the ranks of the placement.
+
+        Args:
+            model_dir: Hugging Face directory of the model.
+            groups: placement and process groups of the role.
+            context: services that the roles of the job share.
+            dtype: data type of the weights.
+            temperature: sampling temperature; logits are divided by it.
+            tokens_per_micro_batch: tokens of a micro-batch on each rank of its context-parallel group together.
+            recompute: recompute activations in the backward pass instead of storing them.
+            lora: adapters to train in place of the weights.
+            name: the role's name in metrics and messages.
+        """
         self.model_dir, self.name = model_dir, name
         self.runner = ModelRunner(model_dir, groups, dtype, recompute, self.head, self.behind, lora, context.timer)
-        self._temperature, self._budget = temperature, tokens_per_micro_batch
-        self._flops = row_flops(self.runner.table)
         self._context = context
+        self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch
+        self._flops = row_flops(self.runner.table)
         self.cpu_offload = CpuOffload(self.runner)
 
-    def forward(self, batch: Batch, call: str = "forward", of: Tensor | None = None) -> Tensor:
-        """What the network says of every token under the loss mask, a float32 token column with 0 elsewhere.
+    def forward(self, batch: Batch, call: str = "forward", mask: Tensor | None = None) -> Tensor:
+        """Computes the output of the model for tokens, without gradients.
 
-        of: (sum(lengths),) bool, the entries to return in place of the whole column.
+        Args:
+            batch: this rank's rows.
+            call: method name for error messages.
+            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default. If given, only the entries under it
+                are returned.
+
+        Returns:
+            Float32 log-probs or values: a token column with 0 outside the loss mask, or (mask.sum(),).
         """
         self._context.offload.release_engines()
-        with self._context.timer("rows"):
+        with self._context.timer("row_dispatch"):
             rows = batch.select_columns(FORWARD_COLUMNS)
-            index = build_row_index(rows)
-            shares = self.share(index, index.units)
-            micro_batches = self.fetch(rows, index, shares)
+            if mask is not None:
+                rows["loss_mask"] = mask
+            index = build_row_index(batch, rows)
+            plan = self.plan_micro_batches(index, [[row] for row in range(len(index))])
+            micro_batches = self.gather_micro_batches(rows, index, plan)
 
-        def deliver(answers: dict[int, Tensor]) -> Tensor:
-            column = scatter_column("what was judged", rows, index, self._speakers(shares), answers)
-            return column if of is None else column[of]
+        def deliver(outputs: dict[int, Tensor]) -> Tensor:
+            column = scatter_column(f"{self.name}.{call}", index, self._output_ranks(plan), outputs)
+            return column if mask is None else column[mask]
 
-        entries = rows.total_tokens if of is None else int(of.sum())
-        return self._context.executor.column(
-            f"{self.name}.{call}", entries, partial(self._answers, shares, micro_batches), deliver
-        )
+        entries = batch.total_tokens if mask is None else int(mask.sum())
+        work = partial(self._compute_outputs, plan, micro_batches)
+        return self._context.executor.column(f"{self.name}.{call}", entries, work, deliver)
 
-    def _answers(self, shares: MicroBatchPlan, micro_batches: list[Batch]) -> dict[int, Tensor]:
-        """The judged rows that this rank speaks for, by their numbers in the index."""
+    def _compute_outputs(self, plan: MicroBatchPlan, micro_batches: list[Batch]) -> dict[int, Tensor]:
+        """Returns the outputs of the rows that this rank sends to their owners, by row number of the index."""
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
-        answers: dict[int, Tensor] = {}
-        judged = self.runner.judge(micro_batches, self._temperature, shares.cp_sizes)
-        own = self._rows_of(dist.get_rank(), shares)
-        for numbers, micro, told in zip(own, micro_batches, judged, strict=bool(judged)):
-            if told is not None:
+        outputs: dict[int, Tensor] = {}
+        results = self.runner.judge(micro_batches, self._temperature, plan.cp_sizes)
+        rows = self._rows_of_rank(dist.get_rank(), plan)
+        for numbers, micro, result in zip(rows, micro_batches, results, strict=bool(results)):
+            if result is not None:
+                entries, values = result
                 column = torch.zeros(micro.total_tokens)
-                column[told[0]] = told[1]
-                answers |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
-        return answers
+                column[entries] = values
+                outputs |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
+        return outputs
 
-    def _speakers(self, shares: MicroBatchPlan) -> list[tuple[int, list[int]]]:
-        """Which ranks answer for which rows."""
+    def _output_ranks(self, plan: MicroBatchPlan) -> list[tuple[int, list[int]]]:
+        """Returns (rank, rows whose outputs it sends)."""
         return [
             (
                 self.runner.output_rank(seat),
-                [row for step, micro in enumerate(steps) if shares.is_output_rank(seat, step) for row in micro],
+                [row for step, micro in enumerate(steps) if plan.is_output_rank(seat, step) for row in micro],
             )
-            for seat, steps in enumerate(shares.rows)
+            for seat, steps in enumerate(plan.rows)
         ]
 
-    def share(self, index: RowIndex, units: Sequence[Sequence[int]]) -> MicroBatchPlan:
-        """Pack the rows of the given units into micro-batches and deal them to the ranks that work side by side."""
-        rows = [[index.lengths[row] for row in unit] for unit in units]
-        costs = [sum(map(self._flops, lengths)) for lengths in rows]
-        deal = plan_by_length if self.runner.groups.dynamic_cp else plan_evenly
+    def plan_micro_batches(self, index: RowIndex, row_groups: Sequence[Sequence[int]]) -> MicroBatchPlan:
+        """Packs rows into micro-batches and assigns these to data-parallel and context-parallel ranks.
+
+        Args:
+            index: the index of the batch.
+            row_groups: rows of the index that must share a micro-batch.
+
+        Returns:
+            The plan, the same on every rank.
+        """
+        lengths = [[index.lengths[row] for row in group] for group in row_groups]
+        costs = [sum(map(self._flops, group)) for group in lengths]
+        plan_groups = plan_by_length if self.runner.groups.dynamic_cp else plan_evenly
         layout = self.runner.layout
-        shares = deal([sum(lengths) for lengths in rows], costs, layout.dp, layout.cp, self._budget)
-        dealt = [[[row for i in micro for row in units[i]] for micro in steps] for steps in shares.rows]
-        return MicroBatchPlan(dealt, shares.cp_sizes)
+        tokens = [sum(group) for group in lengths]
+        plan = plan_groups(tokens, costs, layout.dp, layout.cp, self._tokens_per_micro_batch)
+        rows = [[[row for group in micro for row in row_groups[group]] for micro in steps] for steps in plan.rows]
+        return MicroBatchPlan(rows, plan.cp_sizes)
 
-    def fetch(self, batch: Batch, index: RowIndex, shares: MicroBatchPlan) -> list[Batch]:
-        """This rank's micro-batches."""
+    def gather_micro_batches(self, batch: Batch, index: RowIndex, plan: MicroBatchPlan) -> list[Batch]:
+        """Transfers the rows of a plan to the ranks that compute them; all ranks call it together.
+
+        Args:
+            batch: this rank's rows, with the columns of `index.schema`.
+            index: the index of the batch.
+            plan: rows of the micro-batches.
+
+        Returns:
+            The micro-batches of this rank.
+        """
         ranks = range(dist.get_world_size())
-        wanted = [[row for micro in self._rows_of(rank, shares) for row in micro] for rank in ranks]
+        wanted = [[row for micro in self._rows_of_rank(rank, plan) for row in micro] for rank in ranks]
         rows = gather_rows(batch, index, wanted)
-        return rows.split([len(micro) for micro in self._rows_of(dist.get_rank(), shares)])
+        return rows.split([len(micro) for micro in self._rows_of_rank(dist.get_rank(), plan)])
 
-    def _rows_of(self, rank: int, shares: MicroBatchPlan) -> list[list[int]]:
-        """The rows of the micro-batches of a rank of the job."""
+    def _rows_of_rank(self, rank: int, plan: MicroBatchPlan) -> list[list[int]]:
+        """Returns the rows of each micro-batch of a rank of the job; none outside the placement."""
         at = self.runner.placement.coordinates(rank)
-        return shares.rows[at.dp * self.runner.layout.cp + at.cp] if at else []
+        return plan.rows[at.dp * self.runner.layout.cp + at.cp] if at else []

@@ -16,9 +16,9 @@ from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
-from verl_mg.roles.actor import Actor
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup
+from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import PendingGroup, RolloutState
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout_record import RolloutRecord
@@ -88,8 +88,9 @@ class Rollout:
 
         With `keep` the first `keep` prompts whose samples are all done are returned, those of earlier calls
         included, and the engines are cut; `unfinished` tells what is left.
-        Columns: tokens, loss_mask, rollout_logprobs, versions, prompt_id, prompt_length, group, sample_id, version,
-        truncated, routed_experts where the engines tell, and with a scorer what that says, see `RewardRole.columns`.
+        Columns: tokens, loss_mask, rollout_logprobs, policy_versions, prompt_id, prompt_length, group, sample_id,
+        policy_version, truncated, routed_experts where the engines tell, and with a scorer what that says, see
+        `RewardRole.columns`.
         A sample depends on the job's seed and its sample id, not on how many ranks there are, where the engine can.
         """
         self.begin(prompts, samples, keep)
@@ -147,7 +148,7 @@ class Rollout:
         if self._call:
             self._newer = actor
         else:
-            with self._context.timer("sync"):
+            with self._context.timer("weight_sync"):
                 self.metrics |= self._fleet.sync(actor)
 
     def close(self) -> None:
@@ -253,7 +254,7 @@ class Rollout:
         missing = call.enough - len(ready)
         kept = sorted([*ready, *(call.open_groups[g] for g in complete_groups(orders, missing))][: call.enough])
         untouched = len(kept) == len(asked) and not any(one.done or one.begun for one in asked)
-        with self._context.timer("rows"):
+        with self._context.timer("row_dispatch"):
             home = self._bring_home([asked[i] for i in kept], untouched)
         waiting = [
             replace(one, done=one.done | (done & set(one.ids)), begun=frozenset(cut & set(one.ids)))
@@ -272,7 +273,7 @@ class Rollout:
         """Run the engines; the orders in which ranks completed groups, and all samples that are done, and cut."""
         with self._context.timer("generate"):
             work = call.shift.run()
-        self._context.timer.meet()
+        self._context.timer.barrier("generate")
         self._done |= work.done
         self._cut |= {i: sample for i, sample in work.cut.items() if sample.tokens}
         told = all_gather_json(
@@ -337,14 +338,14 @@ def _as_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], version: int
     batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)
     batch["sample_id"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)
     oldest = [min((v for v in sample.policy_versions if v != NOT_GENERATED), default=version) for sample in samples]
-    batch["version"] = torch.tensor(oldest, dtype=torch.int64)
+    batch["policy_version"] = torch.tensor(oldest, dtype=torch.int64)
     batch["truncated"] = torch.tensor([sample.finish != "stop" for sample in samples], dtype=torch.bool)
     response = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
-    batch["versions"] = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)
-    batch["versions"][response] = torch.tensor(
+    batch["policy_versions"] = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)
+    batch["policy_versions"][response] = torch.tensor(
         [v for sample in samples for v in sample.policy_versions], dtype=torch.int64
     )
-    batch["loss_mask"] = batch["versions"] != NOT_GENERATED
+    batch["loss_mask"] = batch["policy_versions"] != NOT_GENERATED
     logprobs = torch.zeros(batch.total_tokens)
     logprobs[response] = torch.tensor([value for sample in samples for value in sample.logprobs])
     batch["rollout_logprobs"] = logprobs

@@ -1,15 +1,16 @@
-"""Moving rows from where a recipe holds them to where a role works on them, and columns back.
+"""Transfer of rows from the ranks that own them to the ranks of a role, and of computed columns back to the owners.
 
-In a recipe each row lies on exactly one rank. A role works on a row in all ranks of one data-parallel index.
-Rows travel straight from their holder to those ranks, as raw bytes; nothing passes through one rank.
+Each row of a recipe's batch is owned by exactly one rank. A role computes a row on all ranks of one data-parallel
+index. Rows are sent directly from their owner to these ranks as raw bytes; no rank collects all of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,73 +22,120 @@ from verl_mg.distributed.collectives import all_gather_json, all_to_all_bytes
 
 @dataclass(frozen=True)
 class ColumnSchema:
-    """Of what a column has one entry, its type, and the dimensions after the first."""
+    """Type of a column and shape of its entries."""
 
     kind: ColumnKind
+    """Whether the column has an entry for each token or for each sequence."""
     dtype: torch.dtype
-    rest: tuple[int, ...]
+    """Data type of the entries."""
+    shape: tuple[int, ...]
+    """Dimensions of one entry."""
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry."""
-        return math.prod(self.rest) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class RowIndex:
-    """All rows of a batch over all ranks, in the order of their sample ids: the same on every rank.
+    """All rows of a batch over all ranks, numbered in the order of their sample ids; the same on every rank."""
 
-    units: the rows that go together, one each, or where the batch has the column `pair` those of a pair.
-    """
-
-    holders: tuple[int, ...]
-    places: tuple[int, ...]
+    sample_ids: tuple[int, ...]
+    """Sample id of each row, ascending."""
+    owner_rank: tuple[int, ...]
+    """Rank that owns each row."""
+    local_row: tuple[int, ...]
+    """Number of each row in the batch of its owner."""
     lengths: tuple[int, ...]
-    judged: tuple[int, ...]
-    units: tuple[tuple[int, ...], ...]
-    schema: Mapping[str, ColumnSchema]
+    """Tokens of each row."""
+    num_scored_tokens: tuple[int, ...]
+    """Tokens of each row under the loss mask, without the row's first token."""
+    row_groups: tuple[tuple[int, ...], ...]
+    """Rows that stay in one mini-batch and micro-batch: those with equal `pair`, otherwise one row each."""
+    schema: Mapping[str, ColumnSchema] = field(default_factory=dict)
+    """Columns that are transferred, by name."""
 
     def __len__(self) -> int:
-        return len(self.holders)
+        return len(self.sample_ids)
 
 
-def build_row_index(batch: Batch) -> RowIndex:
-    """Agree on who holds which row; all ranks call it together. Sample ids must be unique over the ranks."""
-    judged = torch.zeros(len(batch), dtype=torch.int64).index_add_(
-        0, batch.sequence_ids, (batch["loss_mask"] & (batch.positions > 0)).long()
+_Fingerprint = list[tuple[Tensor | None, int]]
+_INDEXED = ("sample_id", "loss_mask", "pair")
+_indices: WeakKeyDictionary[Batch, tuple[RowIndex, _Fingerprint]] = WeakKeyDictionary()
+"""Index of each batch, with the tensors that it was computed from and their versions."""
+
+
+def build_row_index(batch: Batch, transferred: Batch | None = None) -> RowIndex:
+    """Returns the index of a batch; all ranks call it together.
+
+    The index is computed in the first call for a batch, and again after `sample_id`, `loss_mask` or `pair` have been
+    set or edited in place on any rank. Otherwise the ranks exchange only the columns' types.
+
+    Args:
+        batch: this rank's rows, with unique sample ids over all ranks.
+        transferred: the same rows with the columns that will be transferred; `batch` by default.
+
+    Returns:
+        The index, with the schema of `transferred`.
+
+    Raises:
+        ValueError: two rows have the same sample id, or ranks have different columns.
+    """
+    cached = _cached_index(batch)
+    schema = _describe(batch if transferred is None else transferred)
+    gathered = all_gather_json({"schema": schema, "rows": None if cached else _local_rows(batch)})
+    if cached is None or any(part["rows"] is not None for part in gathered):
+        local_rows = [part["rows"] for part in gathered]
+        if None in local_rows:  # the batch has changed on some ranks only
+            local_rows = all_gather_json(_local_rows(batch))
+        cached = _merge(local_rows)
+        _indices[batch] = (cached, _fingerprint(batch))
+    nonempty = set(cached.owner_rank)
+    schemas = [part["schema"] for rank, part in enumerate(gathered) if rank in nonempty] or [schema]
+    for other in schemas[1:]:
+        if other != schemas[0]:
+            raise ValueError(f"ranks have different columns: {schemas[0]} and {other}")
+    return replace(cached, schema=_parse(schemas[0]))
+
+
+def _fingerprint(batch: Batch) -> _Fingerprint:
+    columns = {name: batch[name] for name in _INDEXED if name in batch}
+    tensors = [batch.lengths, *map(columns.get, _INDEXED)]
+    return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
+
+
+def _cached_index(batch: Batch) -> RowIndex | None:
+    index, before = _indices.get(batch, (None, []))
+    now = _fingerprint(batch)
+    unchanged = len(before) == len(now) and all(
+        old is new and version == latest for (old, version), (new, latest) in zip(before, now, strict=True)
     )
-    own: dict[str, Any] = {
-        "ids": batch["sample_id"].tolist(),
-        "lengths": batch.lengths.tolist(),
-        "judged": judged.tolist(),
-        "units": (batch["pair"] if "pair" in batch else batch["sample_id"]).tolist(),
-        "schema": _describe(batch),
-    }
-    gathered = all_gather_json(own)
+    return index if unchanged else None
+
+
+def _local_rows(batch: Batch) -> list[tuple[int, int, int, int]]:
+    """Sample id, length, scored tokens and group of each row of this rank."""
+    scored = (batch["loss_mask"] & (batch.positions > 0)).long()
+    counts = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, scored)
+    groups = batch["pair"] if "pair" in batch else batch["sample_id"]
+    columns = (batch["sample_id"], batch.lengths, counts, groups)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _merge(local_rows: Sequence[Sequence[Sequence[int]]]) -> RowIndex:
     rows = sorted(
-        (sample_id, rank, place, length, judged, unit)
-        for rank, part in enumerate(gathered)
-        for place, (sample_id, length, judged, unit) in enumerate(
-            zip(part["ids"], part["lengths"], part["judged"], part["units"], strict=True)
-        )
+        (sample_id, rank, local_row, length, scored, group)
+        for rank, part in enumerate(local_rows)
+        for local_row, (sample_id, length, scored, group) in enumerate(part)
     )
-    ids = [row[0] for row in rows]
-    if len(set(ids)) != len(ids):
+    sample_ids, owners, local, lengths, scored, groups = zip(*rows, strict=True) if rows else ((),) * 6
+    if len(set(sample_ids)) != len(sample_ids):
         raise ValueError("two rows of the batch have the same sample_id")
-    described = next((part["schema"] for part in gathered if part["ids"]), own["schema"])
-    for part in gathered:
-        if part["ids"] and part["schema"] != described:
-            raise ValueError(f"ranks hold different columns: {described} and {part['schema']}")
-    _, holders, places, lengths, judged_counts, unit_of = zip(*rows, strict=True) if rows else ((),) * 6
-    return RowIndex(holders, places, lengths, judged_counts, _gather_units(unit_of), _parse(described))
-
-
-def _gather_units(unit_of: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Rows with the same unit, each unit where its first row stands."""
-    units: dict[int, list[int]] = {}
-    for row, unit in enumerate(unit_of):
-        units.setdefault(unit, []).append(row)
-    return tuple(tuple(rows) for rows in units.values())
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    return RowIndex(sample_ids, owners, local, lengths, scored, tuple(map(tuple, members.values())))
 
 
 def _describe(batch: Batch) -> dict[str, list[object]]:
@@ -97,71 +145,85 @@ def _describe(batch: Batch) -> dict[str, list[object]]:
     }
 
 
-def _parse(schema: Mapping[str, Sequence[object]]) -> dict[str, ColumnSchema]:
+def _parse(schema: Mapping[str, Sequence[Any]]) -> dict[str, ColumnSchema]:
     return {
-        name: ColumnSchema(ColumnKind(kind), getattr(torch, str(dtype)), tuple(rest))  # type: ignore[arg-type]
-        for name, (kind, dtype, rest) in schema.items()
+        name: ColumnSchema(ColumnKind(kind), getattr(torch, dtype), tuple(shape))
+        for name, (kind, dtype, shape) in schema.items()
     }
 
 
 def gather_rows(batch: Batch, index: RowIndex, wanted: Sequence[Sequence[int]]) -> Batch:
-    """The rows `wanted[this rank]` (numbers in the index, in that order); `wanted[r]` is what rank r takes.
+    """Transfers rows to the ranks that want them; all ranks call it together.
 
-    Every rank must pass the same `wanted`.
+    Args:
+        batch: this rank's rows, with the columns of `index.schema`.
+        index: the index of the batch.
+        wanted: row numbers of the index that each rank receives, by rank; the same on every rank.
+
+    Returns:
+        The rows `wanted[this rank]`, in that order.
     """
-    me = dist.get_rank()
+    rank = dist.get_rank()
     outgoing = [
-        _to_bytes(batch.select([index.places[row] for row in rows if index.holders[row] == me]), index.schema)
+        _to_bytes(batch.select([index.local_row[row] for row in rows if index.owner_rank[row] == rank]), index.schema)
         for rows in wanted
     ]
-    by_holder = [[row for row in wanted[me] if index.holders[row] == r] for r in range(dist.get_world_size())]
-    sizes = [_byte_count([index.lengths[row] for row in rows], index.schema) for rows in by_holder]
+    by_owner = [[row for row in wanted[rank] if index.owner_rank[row] == r] for r in range(dist.get_world_size())]
+    sizes = [_byte_count([index.lengths[row] for row in rows], index.schema) for rows in by_owner]
     received = all_to_all_bytes(outgoing, sizes)
     parts = [
         _from_bytes(data, [index.lengths[row] for row in rows], index.schema)
-        for data, rows in zip(received, by_holder, strict=True)
+        for data, rows in zip(received, by_owner, strict=True)
     ]
-    arrived = [row for rows in by_holder for row in rows]
-    place = {row: i for i, row in enumerate(arrived)}
-    return Batch.concat(parts).select([place[row] for row in wanted[me]])
+    position = {row: i for i, row in enumerate(row for rows in by_owner for row in rows)}
+    return Batch.concat(parts).select([position[row] for row in wanted[rank]])
 
 
 def scatter_column(
     name: str,
-    batch: Batch,
     index: RowIndex,
-    speakers: Sequence[tuple[int, Sequence[int]]],
+    computed_by: Sequence[tuple[int, Sequence[int]]],
     values: Mapping[int, Tensor],
 ) -> Tensor:
-    """A float32 token column of `batch`, computed elsewhere.
+    """Sends a computed token column to the owners of the rows; all ranks call it together.
 
-    `speakers`: (rank, the rows it answers for), the same list on every rank, each row once; `values`: this rank's
-    answers, {row: (length,)}.
+    Args:
+        name: the column's name, for messages.
+        index: the index of the batch.
+        computed_by: (rank, rows whose values it sends), the same list on every rank, each row once.
+        values: values of the rows that this rank sends, {row: (length,)}.
+
+    Returns:
+        The float32 token column of this rank's rows.
+
+    Raises:
+        ValueError: no rank has sent the values of some row.
     """
-    me, ranks = dist.get_rank(), range(dist.get_world_size())
-    answered = {rank: list(rows) for rank, rows in speakers}
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    senders = {sender: list(rows) for sender, rows in computed_by}
     outgoing = [
-        _joined([values[row] for row in answered.get(me, []) if index.holders[row] == rank]).view(torch.uint8)
-        for rank in ranks
+        _join([values[row] for row in senders.get(rank, []) if index.owner_rank[row] == r]).view(torch.uint8)
+        for r in ranks
     ]
-    mine = [[row for row in answered.get(rank, []) if index.holders[row] == me] for rank in ranks]
-    received = all_to_all_bytes(outgoing, [4 * sum(index.lengths[row] for row in rows) for rows in mine])
-    arrived: dict[int, Tensor] = {}
-    for data, rows in zip(received, mine, strict=True):
+    incoming = [[row for row in senders.get(r, []) if index.owner_rank[row] == rank] for r in ranks]
+    received = all_to_all_bytes(outgoing, [4 * sum(index.lengths[row] for row in rows) for rows in incoming])
+    by_local_row: dict[int, Tensor] = {}
+    for data, rows in zip(received, incoming, strict=True):
         parts = data.view(torch.float32).split([index.lengths[row] for row in rows])
-        arrived |= {index.places[row]: part for row, part in zip(rows, parts, strict=True)}
-    if len(arrived) != len(batch):
-        raise ValueError(f"{name}: {len(arrived)} of {len(batch)} rows came back")
-    return _joined([arrived[place] for place in range(len(batch))])
+        by_local_row |= {index.local_row[row]: part for row, part in zip(rows, parts, strict=True)}
+    count = index.owner_rank.count(rank)
+    if len(by_local_row) != count:
+        raise ValueError(f"{name}: values of {len(by_local_row)} of {count} rows were received")
+    return _join([by_local_row[row] for row in range(count)])
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)).float() if parts else torch.empty(0)
 
 
 def _to_bytes(rows: Batch, schema: Mapping[str, ColumnSchema]) -> Tensor:
-    """The columns in the schema's order, each contiguous."""
-    if not len(rows):  # a rank without rows need not know the columns
+    """Columns in the schema's order, each contiguous."""
+    if not len(rows):  # a rank without rows may not have the columns
         return torch.empty(0, dtype=torch.uint8)
     return torch.cat([rows[name].contiguous().view(torch.uint8).reshape(-1) for name in schema])
 
@@ -179,8 +241,8 @@ def _from_bytes(data: Tensor, lengths: Sequence[int], schema: Mapping[str, Colum
     for name, column in schema.items():
         entries = sum(lengths) if column.kind is ColumnKind.TOKEN else len(lengths)
         stop = start + entries * column.entry_bytes
-        # A slice need not be aligned to the type: a copy is.
-        values = data[start:stop].clone().view(column.dtype).view(entries, *column.rest)
+        # A slice may not be aligned to the data type; a copy is.
+        values = data[start:stop].clone().view(column.dtype).view(entries, *column.shape)
         rows.put(name, values, column.kind)
         start = stop
     return rows

@@ -1,4 +1,4 @@
-"""A role with an optimizer."""
+"""`TrainableRole`: a role with an optimizer, its updates, checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -32,35 +32,38 @@ from verl_mg.roles.row_dispatch import RowIndex, build_row_index
 from verl_mg.sharding.boxes import slices
 
 ADAPTER_FOLDER = "adapter"
-"""Of adapters in PEFT's format, in the directory of a model in which they are merged."""
+"""Folder of adapters in PEFT's format, within the directory of a model into which they are merged."""
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A mini-batch: this rank's micro-batches of it, and its judged tokens and sequences over all ranks.
-
-    contexts: how many context-parallel ranks share each micro-batch.
-    """
+class _MiniBatch:
+    """Rows of one optimizer step."""
 
     micro_batches: list[Batch]
+    """This rank's micro-batches."""
     cp_sizes: list[int]
-    tokens: int
-    sequences: int
+    """Number of context-parallel ranks that share each micro-batch."""
+    num_tokens: int
+    """Scored tokens over all ranks."""
+    num_sequences: int
+    """Sequences with scored tokens over all ranks."""
 
 
 class RoleCounters(ConfigSection):
-    """The numbers of a role that learns."""
+    """Counters of a trainable role in a checkpoint."""
 
     updates: Count
+    """Optimizer steps so far."""
     trainer: TrainerCounters
+    """Counters of its trainer."""
 
 
 class NoOptimizerError(Exception):
-    """A role without an optimizer was asked for an update: an iteration of rollouts alone ends here."""
+    """Raised by an update of a role without an optimizer: the iteration of a rollout-only run ends here."""
 
 
 class TrainableRole(Role):
-    """A network that learns. name: of the role, before its metrics. learns: without it, it has no optimizer."""
+    """Role with an optimizer."""
 
     trainer: Trainer
 
@@ -72,39 +75,64 @@ class TrainableRole(Role):
         learns: bool = True,
         **options: Any,
     ) -> None:
+        """Loads the model and builds its optimizer on the ranks of the placement.
+
+        Args:
+            arguments: positional arguments of `Role`.
+            optimizer: settings of the optimizer and its schedule.
+            guard: limits beyond which a step is skipped or rolled back.
+            learns: build an optimizer; without it `update` raises NoOptimizerError.
+            options: keyword arguments of `Role`.
+        """
         super().__init__(*arguments, **options)
         self._learns = learns
         if learns:
             self.trainer = Trainer(self.runner, optimizer, guard or GuardConfig(), self.name)
             self.cpu_offload = CpuOffload(self.runner, self.trainer.optimizer if self.runner.is_member else None)
         self.num_updates = 0
+        """Optimizer steps so far."""
         self.trained_batches: list[Batch] = []
-        """The batches of this iteration's updates."""
+        """Batches of this iteration's updates."""
 
     def update(
         self,
         batch: Batch,
         loss: TokenLoss,
-        aggregation: str,
+        loss_aggregation: str,
         *,
         num_minibatches: int = 1,
         num_epochs: int = 1,
         max_length: int | None = None,
     ) -> Mapping[str, float]:
-        """`num_epochs` passes over the batch, an optimizer step for each of its `num_minibatches` parts.
+        """Trains on a batch: `num_minibatches` optimizer steps in each of `num_epochs` epochs.
 
-        `loss` is a function of the judged tokens, see `verl_mg.megatron.microbatch.LossInputs`. Parts are cut in the
-        order of the sample ids, so they do not depend on the layout; rows that share their `pair` stay together, in
-        one part and in one micro-batch. Returns metrics averaged over the steps.
+        Mini-batches are cut in the order of the sample ids and therefore do not depend on the layout. Rows with equal
+        `pair` share a mini-batch and a micro-batch.
+
+        Args:
+            batch: this rank's rows.
+            loss: computes the loss of each token and metrics from `LossInputs`.
+            loss_aggregation: how token losses become the loss of a mini-batch, see `algorithms.aggregation`.
+            num_minibatches: optimizer steps of an epoch; fewer if the batch has fewer rows or pairs.
+            num_epochs: passes over the batch.
+            max_length: tokens of the longest possible response, for "seq-mean-token-sum-norm".
+
+        Returns:
+            Metrics averaged over the optimizer steps, the same on every rank; names begin with the role's name.
+
+        Raises:
+            NoOptimizerError: the run is rollout-only.
         """
         if not self._learns:
             raise NoOptimizerError
         self.trained_batches.append(batch)
         self._context.offload.release_engines()
-        with self._context.timer("rows"):
+        with self._context.timer("row_dispatch"):
             index = build_row_index(batch)
-            parts = torch.arange(len(index.units)).tensor_split(min(num_minibatches, max(len(index.units), 1)))
-            steps = [self._step(batch, index, [index.units[i] for i in part.tolist()]) for part in parts] * num_epochs
+            groups = index.row_groups
+            cuts = torch.arange(len(groups)).tensor_split(min(num_minibatches, max(len(groups), 1)))
+            epoch = [self._mini_batch(batch, index, [groups[i] for i in cut.tolist()]) for cut in cuts]
+        steps = epoch * num_epochs
         self.num_updates += len(steps)
 
         def work() -> dict[str, float]:
@@ -112,76 +140,89 @@ class TrainableRole(Role):
             if self.runner.is_member:
                 self._context.offload.load_exclusively(self.cpu_offload)
                 for step in steps:
-                    divisor = normalizer(aggregation, step.tokens, step.sequences, max_length)
-                    told = self.trainer.update(
+                    divisor = normalizer(loss_aggregation, step.num_tokens, step.num_sequences, max_length)
+                    metrics = self.trainer.update(
                         step.micro_batches,
                         self._temperature,
                         loss,
-                        aggregation,
+                        loss_aggregation,
                         divisor,
-                        step.tokens,
+                        step.num_tokens,
                         step.cp_sizes,
                     )
-                    for name, value in told.items():
+                    for name, value in metrics.items():
                         totals[f"{self.name}/{name}"] += value / len(steps)
             return dict(totals)
 
         def deliver(metrics: dict[str, float]) -> dict[str, float]:
-            return all_gather_json(metrics)[self.runner.placement.ranks[0]]
+            from_first: dict[str, float] = all_gather_json(metrics)[self.runner.placement.ranks[0]]
+            return from_first
 
         return self._context.executor.metrics(f"{self.name}.update", work, deliver)
 
-    def _step(self, batch: Batch, index: RowIndex, units: Sequence[Sequence[int]]) -> _Step:
-        rows = [row for unit in units for row in unit]
-        shares = self.share(index, units)
-        return _Step(
-            self.fetch(batch, index, shares),
-            shares.cp_sizes,
-            tokens=sum(index.judged[row] for row in rows),
-            sequences=sum(index.judged[row] > 0 for row in rows),
+    def _mini_batch(self, batch: Batch, index: RowIndex, row_groups: Sequence[Sequence[int]]) -> _MiniBatch:
+        rows = [row for group in row_groups for row in group]
+        plan = self.plan_micro_batches(index, row_groups)
+        return _MiniBatch(
+            self.gather_micro_batches(batch, index, plan),
+            plan.cp_sizes,
+            num_tokens=sum(index.num_scored_tokens[row] for row in rows),
+            num_sequences=sum(index.num_scored_tokens[row] > 0 for row in rows),
         )
 
     def parts(self) -> Iterator[StoredBox]:
-        """What this rank writes of what the role has learned, to be copied as it comes, and to the end."""
-        self._on_device()
+        """Yields this rank's shards of weights and optimizer state for a checkpoint.
+
+        The iterator must be exhausted, and each value copied before the next is requested.
+        """
+        self._load_all()
         if self.runner.is_member:
             for part in self.trainer.parts():
                 yield replace(part, namespace=f"{self.name}/{part.namespace}")
 
     def counts(self) -> RoleCounters:
-        """The numbers that go with `parts`; all ranks call it together."""
-        self._on_device()
-        own = self.trainer.counts().model_dump(mode="json") if self.runner.is_member else None
-        told = all_gather_json(own)[self.runner.placement.ranks[0]]
-        return RoleCounters(updates=self.num_updates, trainer=TrainerCounters.model_validate(told))
+        """Returns the counters that belong to `parts`; all ranks call it together."""
+        self._load_all()
+        local = self.trainer.counts().model_dump(mode="json") if self.runner.is_member else None
+        trainer = all_gather_json(local)[self.runner.placement.ranks[0]]
+        return RoleCounters(updates=self.num_updates, trainer=TrainerCounters.model_validate(trainer))
 
-    def _on_device(self) -> None:
-        """All of it is there, the optimizer's state too."""
+    def _load_all(self) -> None:
+        """Loads weights, optimizer state and gradient buffers to the device."""
         self._context.executor.require_outside_block(f"a checkpoint of {self.name}")
         self._context.offload.release_engines()
         if self.runner.is_member:
             self._context.offload.load_exclusively(self.cpu_offload)
 
     def load(self, fill: Callable[[StoredBox], None], counts: RoleCounters) -> None:
-        """Go on from what was written under any layout; `fill` brings the values of a part."""
+        """Restores the role from a checkpoint that was written under any layout.
+
+        Args:
+            fill: copies the stored values into a shard.
+            counts: counters of the checkpoint.
+        """
         self.num_updates = counts.updates
         if self.runner.is_member:
             self._context.offload.load_exclusively(self.cpu_offload)
 
-            def fill_own(part: StoredBox) -> None:
+            def fill_shard(part: StoredBox) -> None:
                 fill(replace(part, namespace=f"{self.name}/{part.namespace}"))
 
             if self._learns:
-                self.trainer.load(fill_own, counts.trainer)
+                self.trainer.load(fill_shard, counts.trainer)
             else:
                 for part in weights(self.runner):
-                    fill_own(part)
+                    fill_shard(part)
 
     def save(self, folder: Path, model_dir: Path) -> None:
-        """Write a Hugging Face directory: each rank its own boxes, the small files copied from `model_dir`.
+        """Writes a Hugging Face directory; all ranks call it together and each writes its boxes of the tensors.
 
-        Adapters are merged into it, and lie in its ADAPTER_FOLDER by themselves. It is written beside `folder` and
-        renamed when it is whole.
+        Adapters are merged into the weights and also saved in ADAPTER_FOLDER. The directory is written under a
+        temporary name and renamed when it is complete.
+
+        Args:
+            folder: directory to write; an existing one is replaced.
+            model_dir: directory from which configuration and tokenizer are copied.
         """
         self._context.executor.require_outside_block(f"{self.name}.save")
         self._context.offload.release_engines()
@@ -189,43 +230,42 @@ class TrainableRole(Role):
         partial = folder.with_name(folder.name + ".partial")
         lora, dtype = self.runner.lora, self.runner.dtype
         writer = CheckpointWriter(partial, self.runner.table.huggingface(), dtype)
-        beside = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None
+        adapter_writer = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             writer.create()
             _copy_small_files(model_dir, partial)
-            _describe(partial / "config.json", self.runner)
-            if lora and beside:
-                beside.create(lora.config, lora.adapted, self.model_dir)
+            _patch_config(partial / "config.json", self.runner)
+            if lora and adapter_writer:
+                adapter_writer.create(lora.config, lora.adapted, self.model_dir)
         dist.barrier()
         served = self.runner.served_parameters()
-        for parameter, own in groupby(
-            assign_writes(self.runner.shard_map(), dist.get_rank()), lambda duty: duty.parameter
-        ):
+        assigned = assign_writes(self.runner.shard_map(), dist.get_rank())
+        for parameter, writes in groupby(assigned, lambda write: write.parameter):
             values = served[parameter].detach()
-            for duty in own:
-                writer.write(duty.tensor, duty.box, values[slices(duty.at)])
-        if lora and beside and self.runner.is_member:
+            for write in writes:
+                writer.write(write.tensor, write.box, values[slices(write.at)])
+        if lora and adapter_writer and self.runner.is_member:
             for tensor, box, values in lora.own(self.runner.groups.coordinates):
-                beside.write(tensor, box, values)
+                adapter_writer.write(tensor, box, values)
         dist.barrier()
         if dist.get_rank() == 0:
-            if beside:
-                beside.finish()
+            if adapter_writer:
+                adapter_writer.finish()
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(partial, folder)
         dist.barrier()
 
 
 def _copy_small_files(source: Path, target: Path) -> None:
-    """Configuration and tokenizer; the weights are ours."""
+    """Copies configuration and tokenizer, but no weights."""
     for file in source.iterdir():
         if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
             shutil.copy2(file, target / file.name)
 
 
-def _describe(config: Path, runner: ModelRunner) -> None:
-    """The copied configuration is of the weights that were there before: ours may have another type or head."""
+def _patch_config(config: Path, runner: ModelRunner) -> None:
+    """Patches the copied config.json: data type and architecture may differ from the source model."""
     tree = json.loads(config.read_text(encoding="utf-8"))
     name = "torch_dtype" if "torch_dtype" in tree else "dtype"
     tree[name] = str(runner.dtype).removeprefix("torch.")

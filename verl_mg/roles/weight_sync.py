@@ -18,7 +18,7 @@ from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.layout import EnginePlacement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.reshard import Schedule, Traffic, aliased_parameters, aliases, execute, plan, schedule, split_into_chunks
-from verl_mg.roles.actor import Actor
+from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.sglang.engine import SGLangEngine

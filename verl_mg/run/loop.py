@@ -53,7 +53,7 @@ def train(recipe: Recipe, config: Config, world: World, half: RunMode = FULL_RUN
         if not done:
             books.log(0, _evaluation(job, 0))
         for iteration in range(done + 1, last + 1):
-            with books.traced(iteration), job.timer("recipe"):
+            with books.traced(iteration), job.timer("other"):
                 metrics = one_iteration(recipe, job, iteration)
             metrics |= books.iteration(iteration)
             metrics |= _evaluation(job, iteration)

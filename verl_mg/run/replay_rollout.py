@@ -9,7 +9,7 @@ from verl_mg.batch import Batch
 from verl_mg.data import Prompt
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_reader import SampleReader
-from verl_mg.roles.actor import Actor
+from verl_mg.roles.models import Actor
 from verl_mg.roles.rollout_record import RolloutRecord
 
 

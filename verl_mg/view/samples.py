@@ -20,7 +20,7 @@ SCHEMA = pa.schema(
         ("sample_id", pa.int64()),
         ("group", pa.int64()),
         ("prompt_id", pa.int64()),
-        ("version", pa.int64()),
+        ("policy_version", pa.int64()),
         ("prompt", pa.string()),
         ("response", pa.string()),
         ("source", pa.string()),
@@ -32,7 +32,7 @@ SCHEMA = pa.schema(
 )
 """The columns that searches look at; a sample has more, see `Samples.one`."""
 IDENTITY = ("iteration", "call", "sample_id")
-BRIEF = (*IDENTITY, "group", "prompt_id", "version", "source", "finish", "reward", "length")
+BRIEF = (*IDENTITY, "group", "prompt_id", "policy_version", "source", "finish", "reward", "length")
 EXCERPT = 240
 """Characters of a text that a list shows."""
 

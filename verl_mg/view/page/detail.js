@@ -101,7 +101,7 @@ export function detailSheet() {
   }
 
   function facts(sample) {
-    const versions = (sample.versions ?? []).filter((_, i) => sample.loss_mask[i]);
+    const versions = (sample.policy_versions ?? []).filter((_, i) => sample.loss_mask[i]);
     const [oldest, newest] = extent(versions);
     const told = [
       ["reward", sample.reward],
@@ -112,7 +112,7 @@ export function detailSheet() {
       ["tokens", `${sample.prompt_length} + ${sample.tokens.length - sample.prompt_length}`],
       ["finish", sample.finish],
       ["source", sample.source],
-      ["version", versions.length && oldest !== newest ? `${oldest} to ${newest}` : sample.version],
+      ["version", versions.length && oldest !== newest ? `${oldest} to ${newest}` : sample.policy_version],
       ["call", sample.call],
       ...Object.entries(sample).filter(
         ([name, value]) => !TOLD.has(name) && typeof value === "number" && Math.abs(value) <= Number.MAX_SAFE_INTEGER,

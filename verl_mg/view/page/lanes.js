@@ -5,24 +5,29 @@ import { seconds, ticks } from "./format.js";
 
 const MEANING = {
   generate: "rollout: engines generate",
-  sync: "weights travel to the engines (reshard)",
+  weight_sync: "weights travel to the engines (reshard)",
   forward: "passes that judge: log-probs, values",
   update: "forward and backward passes of training",
   optimizer: "clears and checks gradients, Adam's step",
-  rows: "rows travel between ranks",
-  recipe: "the recipe's own work",
-  work: "around the models' work",
+  row_dispatch: "rows travel between ranks",
+  other: "the recipe's computations between role calls",
+  role_compute: "roles prepare and finish their computations",
   evaluation: "around the generation of an evaluation",
   checkpoint: "weights and optimizer are copied for a checkpoint",
   logging: "metrics and samples are written",
-  waiting: "for other ranks",
+  wait_generate: "for engines of other ranks",
+  wait_reward: "for rewards",
+  wait_role_compute: "for roles on other ranks",
+  wait_update: "for gradients of other ranks",
+  wait_weight_sync: "for weights on other ranks",
   idle: "in no phase",
 };
 const KNOWN = Object.keys(MEANING);
 const [LEFT, RIGHT, ROW, GAP, AXIS] = [66, 4, 24, 6, 24];
 
 /** The class that gives a phase its colour. */
-export const kind = (phase) => `phase-${KNOWN.includes(phase) ? phase : "other"}`;
+export const kind = (phase) =>
+  phase.startsWith("wait_") ? "phase-wait" : `phase-${KNOWN.includes(phase) ? phase : "other"}`;
 
 /** As the table lists them. */
 export const inOrder = (a, b) =>

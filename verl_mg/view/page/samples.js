@@ -16,7 +16,7 @@ const COLUMNS = [
   ["reward", "reward", true],
   ["length", "tokens", true],
   ["finish", "finish", false],
-  ["version", "version", true],
+  ["policy_version", "version", true],
 ];
 const UNSORTED = ["prompt", "response"];
 

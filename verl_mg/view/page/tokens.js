@@ -3,7 +3,7 @@
 import { el, hideTooltip, showTooltip } from "./dom.js";
 import { extent, number, signed } from "./format.js";
 
-const TEXTUAL = new Set(["tokens", "pieces", "loss_mask", "versions", "turns"]);
+const TEXTUAL = new Set(["tokens", "pieces", "loss_mask", "policy_versions", "turns"]);
 const NEGATIVE = "217 119 6",
   POSITIVE = "37 99 235",
   VERSION = "124 58 237";
@@ -27,7 +27,7 @@ export function colourings(sample) {
     if (names.every((name) => columns.includes(name))) add(`${a}-${b}`, `log-prob: ${a} - ${b}`, gap(...names));
   }
   for (const name of columns) if (name !== "advantages") add(name, name, own(name));
-  if (sample.versions) add("versions", "version of the weights", own("versions"), false);
+  if (sample.policy_versions) add("policy_versions", "version of the weights", own("policy_versions"), false);
   return found;
 }
 
@@ -123,7 +123,7 @@ function told(event, sample, colouring) {
     if (!TEXTUAL.has(name) && isColumn(sample, name) && name !== colouring?.label)
       rows.push([name, number(sample[name][i])]);
   }
-  if (sample.versions) rows.push(["version", sample.versions[i]]);
+  if (sample.policy_versions) rows.push(["version", sample.policy_versions[i]]);
   if (!sample.loss_mask[i]) rows.push(["", "not trained on"]);
   showTooltip(event.clientX, event.clientY, JSON.stringify(sample.pieces?.[i] ?? ""), rows);
 }

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch
-from verl_mg.distributed.batch_collectives import (
+from verl_mg.distributed.collectives import (
     all_gather_column,
     all_reduce_sum,
     global_kth_largest,

@@ -1,0 +1,48 @@
+"""Model roles by what their heads compute: policies, critics, reward models."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from verl_mg.batch import Batch
+from verl_mg.roles.role import Role
+from verl_mg.roles.trainable import TrainableRole
+
+
+class Policy(Role):
+    """Language model that computes log-probs: a reference or a teacher; frozen unless it is an `Actor`."""
+
+    def compute_logprobs(self, batch: Batch) -> Tensor:
+        """Returns log p of every token under the loss mask, in nats: a float32 token column with 0 elsewhere.
+
+        The distribution is softmax(logits / temperature), without top-k and top-p.
+        """
+        return self.forward(batch, "compute_logprobs")
+
+
+class Actor(TrainableRole, Policy):
+    """Policy with an optimizer."""
+
+
+class Critic(TrainableRole):
+    """Value model V(s_t): predicts the return from the state before token t."""
+
+    head = "value"
+
+    def compute_values(self, batch: Batch) -> Tensor:
+        """Returns the value of the state before every token under the loss mask; float32, 0 elsewhere."""
+        return self.forward(batch, "compute_values")
+
+
+class RewardModel(Role):
+    """Sequence classifier that scores a row at its last token, as `transformers` does."""
+
+    head, behind = "value", 0
+
+    def compute_scores(self, batch: Batch) -> Tensor:
+        """Returns the score of each row, (n,) float32."""
+        return self.forward(batch, "compute_scores", batch.last)
+
+
+class TrainableRewardModel(TrainableRole, RewardModel):
+    """Reward model with an optimizer."""
