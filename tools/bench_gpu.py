@@ -200,7 +200,7 @@ def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
     """Updates and judging passes of rows side by side, none of them padded."""
     actor: Actor = ModelRoleBuilder(bench.config(recompute), 1, JobContext.create(bench.world.store)).build("actor")
     rows = row_batch(bench)
-    lengths, flops = rows.lengths.tolist(), row_flops(bench.weights)
+    lengths, flops = rows.lengths.tolist(), row_flops(bench.weights.config, bench.weights.tensor_index)
     yield "rows", f"{len(rows)} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together"
 
     def judge() -> None:

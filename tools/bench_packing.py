@@ -38,7 +38,8 @@ def main() -> None:
     options = _options()
     rows = longest_to(read_lengths(options.lengths), options.longest)
     lengths = [row.total for row in rows]
-    flops = row_flops(weight_table(read_config(options.model)))
+    table = weight_table(read_config(options.model))
+    flops = row_flops(table.config, table.tensor_index)
     costs = [flops(length) for length in lengths]
     budget = options.budget or options.longest
     print(

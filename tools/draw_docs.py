@@ -40,8 +40,8 @@ def resharding(engine: str) -> Plan:
     """From tp4-pp2 to engines on the same 8 ranks of one node."""
     everyone = tuple(range(8))
     source = weights().shard_map_megatron(Placement(Layout.parse("tp4-pp2"), everyone))
-    engines = best_stride(source, weights(), EnginePlacement(EngineLayout.parse(engine), everyone), node=8)
-    return plan(source, weights().shard_map_sglang(engines), node=8)
+    engines = best_stride(source, weights(), EnginePlacement(EngineLayout.parse(engine), everyone), ranks_per_node=8)
+    return plan(source, weights().shard_map_sglang(engines), ranks_per_node=8)
 
 
 # -- one weight, cut in two ways
@@ -182,11 +182,11 @@ def _flows(moves: Plan) -> tuple[Mapping[tuple[int, int], int], Mapping[int, int
     sent: dict[tuple[int, int], int] = defaultdict(int)
     kept: dict[int, int] = defaultdict(int)
     for rank in range(8):
-        own = moves.of(rank)
+        own = moves.rank_plan(rank)
         for move in own.receives:
             sent[move.peer, rank] += numel(move.box) * moves.itemsize(move.tensor, 2)
         for copy in own.copies:
-            kept[rank] += numel(copy.target_at) * moves.itemsize(copy.tensor, 2)
+            kept[rank] += numel(copy.target_box) * moves.itemsize(copy.tensor, 2)
     return sent, kept
 
 
@@ -249,7 +249,7 @@ def packing() -> Picture:
     """Rows of recorded lengths in the micro-batches of four data-parallel ranks."""
     ranks, budget, count = 4, 6144, 96
     lengths = [length.total for length in read_lengths(ROOT / "tools" / "lengths" / "random_qwen3_4096.txt")[:count]]
-    flops = row_flops(weights())
+    flops = row_flops(weights().config, weights().tensor_index)
     shares = pack(lengths, [flops(length) for length in lengths], ranks, budget)
     steps = len(shares[0])
     padded = ranks * max(lengths) * -(-count // ranks)

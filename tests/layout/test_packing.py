@@ -85,7 +85,8 @@ def test_the_recorded_lengths_are_heavy_tailed(recorded):
 @pytest.mark.parametrize("longest", [8192, 16384])
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_recorded_lengths_are_spread_evenly_and_hardly_padded(recorded, model, longest, ranks):
-    flops = row_flops(weight_table(read_config(TOOLS / "model_configs" / f"{model}.json")))
+    table = weight_table(read_config(TOOLS / "model_configs" / f"{model}.json"))
+    flops = row_flops(table.config, table.tensor_index)
     lengths = [length.total for length in longest_to(recorded, longest)]
     costs = [flops(length) for length in lengths]
     shares = pack(lengths, costs, ranks, longest)

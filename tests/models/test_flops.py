@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
+from verl_mg.models.hf_tensors import TensorIndex, model_spec
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.weight_table import weight_table
 
@@ -23,7 +24,7 @@ from verl_mg.sharding.weight_table import weight_table
 def test_torch_counts_the_same(tmp_path, architecture, options):
     """Without a causal mask, so twice the pairs; DeepSeek's layers are dense here, since loops over experts vary."""
     config = read_config(make_tiny_model(tmp_path, architecture, **options))
-    predicted, length = row_flops(weight_table(config)), 48
+    predicted, length = row_flops(config, TensorIndex(model_spec(config))), 48
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(tmp_path), dtype=torch.float32, attn_implementation="eager"
     )
@@ -35,17 +36,18 @@ def test_torch_counts_the_same(tmp_path, architecture, options):
 
 def test_a_mixture_counts_the_experts_that_a_token_meets(tmp_path):
     make_tiny_model(tmp_path, "qwen3_moe", experts=8)
-    weights = weight_table(read_config(tmp_path))
-    c = weights.config
+    c = read_config(tmp_path)
+    flops = row_flops(c, TensorIndex(model_spec(c)))
     assert c.experts is not None
     attention = 2 * c.hidden * c.head_dim * (c.heads + c.kv_heads)
     a_layer = attention + c.experts.top_k * 3 * c.hidden * c.experts.ffn + c.experts.count * c.hidden
     by_hand = 2 * (c.layers * a_layer + c.vocab * c.hidden)
-    assert row_flops(weights).per_token == pytest.approx(by_hand, rel=0.01)  # norms are counted as matrices
-    assert row_flops(weights).per_pair == 2 * c.layers * c.heads * c.head_dim
+    assert flops.per_token == pytest.approx(by_hand, rel=0.01)  # norms are counted as matrices
+    assert flops.per_pair == 2 * c.layers * c.heads * c.head_dim
 
 
 def test_a_value_head_has_no_vocabulary(tmp_path):
     config = read_config(make_tiny_model(tmp_path, "llama"))
-    language, value = (row_flops(weight_table(config, head)) for head in ("language", "value"))
+    tables = (weight_table(config, head) for head in ("language", "value"))
+    language, value = (row_flops(config, table.tensor_index) for table in tables)
     assert language.per_token - value.per_token == 2 * (config.vocab - 1) * config.hidden

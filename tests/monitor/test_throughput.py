@@ -77,7 +77,8 @@ def counted(inputs, layout):  # noqa: F811
 @pytest.mark.parametrize(("layout", "ranks_of"), [("tp1", 2), ("tp2-pp2", 4), ("cp2", 4), ("pp2-vpp2", 2)])
 def test_every_token_counts_once_whatever_the_layout(ranks, inputs, layout, ranks_of):  # noqa: F811
     told = ranks.run(ranks_of, counted, inputs, layout)
-    rows = row_flops(weight_table(read_config(inputs / "model")))
+    table = weight_table(read_config(inputs / "model"))
+    rows = row_flops(table.config, table.tensor_index)
     for metrics, again, lengths in told:
         assert len(lengths) == 24
         assert metrics["time/tokens_per_second"] == pytest.approx(sum(lengths) / 2.0)

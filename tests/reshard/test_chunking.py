@@ -1,6 +1,6 @@
 """Portions: sizes, and what stays together."""
 
-from verl_mg.models.tensor_index import TensorInfo
+from verl_mg.models.hf_tensors import TensorInfo
 from verl_mg.reshard import split_into_chunks
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.shard_map import ExplicitShardMap
@@ -32,4 +32,4 @@ def test_tensors_of_a_parameter_stay_together():
 
 def test_tensors_that_are_tied_stay_together():
     whole = shard_map(a=("a",), b=("b",), c=("c",), d=("d",))
-    assert cut(whole, 20, tied=[["b", "d"]]) == [["a"], ["b", "d"], ["c"]]
+    assert cut(whole, 20, keep_together=[["b", "d"]]) == [["a"], ["b", "d"], ["c"]]

@@ -144,7 +144,7 @@ def test_values_are_cast_before_they_travel_but_a_router_bias_keeps_its_bits(ran
     ("side", "shape", "message"),
     [
         ("source", None, "source: the parameter 'output_layer.weight' of the plan is missing"),
-        ("target", (3, 4), r"target: 'lm_head.weight' has shape \(3, 4\), the plan says \(101, 8\)"),
+        ("target", (3, 4), r"target: 'lm_head.weight' has shape \(3, 4\), but \(101, 8\) in the plan"),
     ],
 )
 def test_tensors_that_are_not_those_of_the_plan_are_named_and_nothing_is_written(side, shape, message):

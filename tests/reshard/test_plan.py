@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.random_models import RANKS, checkpoint, config, configs, engines, layouts, shard_map, sources
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.models.tensor_index import TensorInfo
+from verl_mg.models.hf_tensors import TensorInfo
 from verl_mg.reshard import best_stride, plan
-from verl_mg.reshard.write_assignment import assign_writes
+from verl_mg.reshard.routing import assign_writes
 from verl_mg.sharding.boxes import Piece, Shard, slices
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 from verl_mg.sharding.weight_table import weight_table
@@ -46,7 +46,7 @@ def moves(draw: st.DrawFn) -> tuple[ShardMap, ShardMap, int, dict[str, torch.Ten
 def test_each_target_element_is_written_once_with_what_the_gather_would_give_it(case):
     source, target, node, tensors = case
     moved = plan(source, target, node)
-    plans = {rank: moved.of(rank) for rank in sorted({*source.ranks, *target.ranks})}
+    plans = {rank: moved.rank_plan(rank) for rank in sorted({*source.ranks, *target.ranks})}
     sent = {
         (rank, send.peer, send.tensor, send.box, send.forwarded) for rank, part in plans.items() for send in part.sends
     }
@@ -60,7 +60,7 @@ def test_each_target_element_is_written_once_with_what_the_gather_would_give_it(
                 room = wanted[name][slices(piece.target)]
                 room += tensors[piece.tensor][slices(piece.source)].reshape(room.shape)
         for move in part.receives:
-            room = written[move.parameter][slices(move.at)]
+            room = written[move.parameter][slices(move.parameter_box)]
             room += tensors[move.tensor][slices(move.box)].reshape(room.shape)
             received.add((move.peer, rank, move.tensor, move.box, move.forwarded))
         own = {name: torch.zeros(shard.shape, dtype=torch.int64) for name, shard in source.shards(rank).items()}
@@ -68,9 +68,9 @@ def test_each_target_element_is_written_once_with_what_the_gather_would_give_it(
             for piece in shard.pieces:
                 room = own[name][slices(piece.target)]
                 room += tensors[piece.tensor][slices(piece.source)].reshape(room.shape)
-        for copy in sorted(part.copies, key=lambda copy: copy.of_target):
-            here = (written if copy.of_target else own)[copy.source][slices(copy.source_at)]
-            room = written[copy.target][slices(copy.target_at)]
+        for copy in sorted(part.copies, key=lambda copy: copy.from_target):
+            here = (written if copy.from_target else own)[copy.source][slices(copy.source_box)]
+            room = written[copy.target][slices(copy.target_box)]
             room += here.reshape(room.shape)
         for name in written:
             assert torch.equal(written[name], wanted[name]), name
@@ -137,7 +137,7 @@ def test_the_best_stride_moves_what_hybridflow_says(train, rollout, stride, frac
     weights = weight_table(c)
     source = weights.shard_map_megatron(Placement.on(Layout.parse(train), RANKS))
     engines_ = EnginePlacement(EngineLayout.parse(rollout), tuple(range(RANKS)))
-    best = best_stride(source, weights, engines_, node=RANKS)
+    best = best_stride(source, weights, engines_, ranks_per_node=RANKS)
     assert best.stride == stride
     matrices = sum(t.numel() for t in checkpoint(c).values() if t.dim() > 1)
     norms = sum(t.numel() for t in checkpoint(c).values() if t.dim() == 1)
@@ -166,7 +166,11 @@ WHOLE = {"q": Shard((3,), (run("t", 0, 3),))}
             {"t": (3,)},
             r"t: the box \(\(1, 2\),\) is in the source twice",
         ),
-        ({"p": Shard((4,), (run("t", 0, 4),))}, {"t": (4,)}, r"t: shape \(4,\) in the source, \(3,\) in the target"),
+        (
+            {"p": Shard((4,), (run("t", 0, 4),))},
+            {"t": (4,)},
+            r"t: the shape is \(4,\) in the source and \(3,\) in the target",
+        ),
     ],
 )
 def test_what_the_source_lacks_or_doubles_is_named_before_anything_moves(source, shapes, message):
@@ -180,17 +184,20 @@ def test_a_target_that_wants_an_element_in_two_boxes_or_beyond_the_tensor_is_ref
     with pytest.raises(UserError, match="in the target twice"):
         plan(source, twice)
     beyond = listed({"q": Shard((4,), (run("t", 0, 4),))}, {"t": (3,)})
-    with pytest.raises(UserError, match=r"the box \(\(0, 4\),\) is not inside its shape \(3,\)"):
+    with pytest.raises(UserError, match=r"the box \(\(0, 4\),\) of the target is outside the tensor's shape \(3,\)"):
         plan(source, beyond)
 
 
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        (Shard((3,), (run("t", 0, 2),)), r"q: 1 of its 3 elements come from nowhere"),
+        (Shard((3,), (run("t", 0, 2),)), r"q: 1 of 3 elements have no source tensor"),
         (Shard((3,), (run("t", 0, 2), run("t", 1, 3, at=1))), r"q: the box \(\(1, 2\),\) is written twice"),
-        (Shard((3,), (Piece("t", ((0, 2),), ((0, 3),)),)), r"q: a box of \(2,\) of t stands in one of \(3,\)"),
-        (Shard((2,), (run("t", 0, 3),)), r"q: the box \(\(0, 3\),\) is not inside its shape \(2,\)"),
+        (
+            Shard((3,), (Piece("t", ((0, 2),), ((0, 3),)),)),
+            r"q: a box of shape \(2,\) of t is mapped to a box of shape \(3,\)",
+        ),
+        (Shard((2,), (run("t", 0, 3),)), r"q: the box \(\(0, 3\),\) is outside the shape \(2,\)"),
     ],
 )
 def test_a_listed_shard_that_is_not_put_together_right_is_refused(shard, message):
@@ -201,17 +208,17 @@ def test_a_listed_shard_that_is_not_put_together_right_is_refused(shard, message
 def test_the_same_box_in_two_parameters_travels_once():
     source = listed(WHOLE, {"t": (3,)})
     target = ExplicitShardMap({1: {"a": WHOLE["q"], "b": WHOLE["q"]}}, source.tensors)
-    part = plan(source, target).of(1)
+    part = plan(source, target).rank_plan(1)
     assert [move.parameter for move in part.receives] == ["a"]
-    assert [(copy.source, copy.target, copy.of_target) for copy in part.copies] == [("a", "b", True)]
+    assert [(copy.source, copy.target, copy.from_target) for copy in part.copies] == [("a", "b", True)]
 
 
 def test_a_critic_starts_from_an_actor_but_for_its_head():
     c = config("qwen3")
     actor = weight_table(c).shard_map_megatron(Placement.on(Layout(tp=2), 4))
     critic = weight_table(c, head="value").shard_map_megatron(Placement.on(Layout(pp=2), 4))
-    with pytest.raises(UserError, match=r"score.weight: the box .* is nowhere in the source"):
+    with pytest.raises(UserError, match=r"score.weight: the box .* is missing in the source"):
         plan(actor, critic)
-    moved = plan(actor, critic, leave=frozenset({"score.weight"}))
-    assert "output_layer.weight" not in {move.parameter for move in moved.of(3).receives}
+    moved = plan(actor, critic, keep=frozenset({"score.weight"}))
+    assert "output_layer.weight" not in {move.parameter for move in moved.rank_plan(3).receives}
     assert moved.bytes_received(3, 2) == moved.lower_bound(3, 2) > 0

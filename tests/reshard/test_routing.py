@@ -21,9 +21,9 @@ def test_senders_and_receivers_agree_and_a_box_enters_a_node_once(holders, neede
             received[rank] = (source, relation.forwarded(rank, turn))
     sent = {}
     for rank in holders:
-        sent |= {peer: (rank, False) for peer in relation.served_by(rank, turn)}
+        sent |= {peer: (rank, False) for peer in relation.send_targets(rank, turn)}
     for rank in received:
-        sent |= {peer: (rank, True) for peer in relation.relayed_by(rank, turn)}
+        sent |= {peer: (rank, True) for peer in relation.forward_targets(rank, turn)}
     assert sent == received
     entering = Counter(rank // node for rank, (source, _) in received.items() if rank // node != source // node)
     homes = {rank // node for rank in holders}
@@ -47,9 +47,9 @@ def test_over_many_boxes_all_do_their_share(holders, needers, node):
                 sent[source] += 1
                 entered[rank] += source // node != rank // node
     shares: Counter[int] = Counter()
-    for rank, share in relation.work():
+    for rank, share in relation.send_counts():
         shares[rank] += share
     for rank in range(16):
         assert abs(sent[rank] / len(turns) - shares[rank]) < 0.02
-    for rank, once, entering in relation.shares():
+    for rank, once, entering in relation.receive_counts():
         assert once == 1.0 and abs(entered[rank] / len(turns) - entering) < 0.02

@@ -21,7 +21,7 @@ def simulate(schedules: dict[int, Schedule]) -> list[str]:
             (
                 *((rank, m.peer) if m.outgoing else (m.peer, rank)),
                 m.forwarded,
-                tuple((p.tensor, p.box) for p in m.parts),
+                tuple((p.tensor, p.box) for p in m.segments),
             )
             for m in schedules[rank].buckets[bucket].messages
         }
@@ -57,8 +57,8 @@ def test_every_schedule_comes_to_its_end(data, bucket_bytes, node):
         for bucket in own.buckets:
             assert bucket.nbytes <= bucket_bytes
             # What is passed on has arrived in an earlier bucket.
-            arriving = {(p.tensor, p.box) for m in bucket.messages if not m.outgoing for p in m.parts}
-            leaving = {(p.tensor, p.box) for m in bucket.messages if m.outgoing and m.forwarded for p in m.parts}
+            arriving = {(p.tensor, p.box) for m in bucket.messages if not m.outgoing for p in m.segments}
+            leaving = {(p.tensor, p.box) for m in bucket.messages if m.outgoing and m.forwarded for p in m.segments}
             assert not arriving & leaving
 
 
@@ -73,7 +73,7 @@ def test_both_ends_cut_and_merge_alike(data, bucket_bytes):
             for m in bucket.messages:
                 pair = (rank, m.peer) if m.outgoing else (m.peer, rank)
                 own = streams.setdefault(pair, {True: [], False: []})[m.outgoing]
-                own.append((m.dtype, m.forwarded, [(p.tensor, p.box) for p in m.parts]))
+                own.append((m.dtype, m.forwarded, [(p.tensor, p.box) for p in m.segments]))
     for pair, own in streams.items():
         assert own[True] == own[False], pair
 
@@ -87,8 +87,8 @@ def test_small_tensors_travel_together_and_large_ones_alone():
     (bucket,) = schedule(moved, 1, torch.float32, 2**28).buckets
     sizes = [message.nbytes for message in bucket.messages]
     alone = [message for message in bucket.messages if message.nbytes >= 2**20]
-    assert len(alone) == 8 * 3 and all(len(message.parts) == 1 for message in alone)
-    assert len(sizes) - len(alone) < len(moved.of(1).receives) / 3
+    assert len(alone) == 8 * 3 and all(len(message.segments) == 1 for message in alone)
+    assert len(sizes) - len(alone) < len(moved.rank_plan(1).receives) / 3
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 256])

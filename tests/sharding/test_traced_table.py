@@ -1,13 +1,27 @@
-"""A traced dialect comes back from its file as it was, and a broken file is named with its key."""
+"""Traced tables: the file format, errors for damaged and unfitting files, and use instead of the built-in table."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.random_models import config, configs, engines, sources
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.reshard import best_stride, plan, schedule
 from verl_mg.sharding.boxes import Piece, Shard
-from verl_mg.sharding.traced_table import TracedTable, read_rank, read_traced_table, write_rank, write_traced_table
+from verl_mg.sharding.traced_table import (
+    TracedTable,
+    read_rank_shards,
+    read_traced_table,
+    write_rank_shards,
+    write_traced_table,
+)
+from verl_mg.sharding.weight_table import WeightTable, weight_table
 
 SHARDS = {
     "lm_head.weight": Shard(
@@ -23,21 +37,21 @@ SHARDS = {
     ),
     "scale": Shard((), (Piece("scale", (), ()),)),
 }
-DIALECT = TracedTable("Qwen3MoeForCausalLM", "0.5.23", EngineLayout(tp=2, ep=2), (SHARDS, SHARDS))
+TABLE = TracedTable("Qwen3MoeForCausalLM", "0.5.23", EngineLayout(tp=2, ep=2), (SHARDS, SHARDS))
 
 
 @pytest.fixture
 def path(tmp_path):
-    write_traced_table(tmp_path / "deep" / "dialect.json", DIALECT)
-    return tmp_path / "deep" / "dialect.json"
+    write_traced_table(tmp_path / "deep" / "table.json", TABLE)
+    return tmp_path / "deep" / "table.json"
 
 
-def test_a_dialect_comes_back(path):
-    assert read_traced_table(path) == DIALECT
-    assert [file.name for file in path.parent.iterdir()] == ["dialect.json"]
+def test_traced_table_written_and_read_is_equal(path):
+    assert read_traced_table(path) == TABLE
+    assert [file.name for file in path.parent.iterdir()] == ["table.json"]
 
 
-def test_the_form_of_the_file(path):
+def test_traced_table_file_has_documented_format(path):
     content = json.loads(path.read_text())
     assert content["format"] == 1
     assert content["layout"] == {"tp": 2, "ep": 2, "attention_dp": 1, "pp": 1}
@@ -48,9 +62,9 @@ def test_the_form_of_the_file(path):
     }
 
 
-def test_the_shards_of_a_rank_come_back(tmp_path):
-    write_rank(tmp_path / "rank.json", SHARDS)
-    assert read_rank(tmp_path / "rank.json") == SHARDS
+def test_rank_shards_written_and_read_are_equal(tmp_path):
+    write_rank_shards(tmp_path / "rank.json", SHARDS)
+    assert read_rank_shards(tmp_path / "rank.json") == SHARDS
 
 
 def head(content):
@@ -64,22 +78,22 @@ def head(content):
         (lambda c: c.update(format="1"), "format: "),
         (lambda c: c.pop("sglang"), "sglang: Field required"),
         (lambda c: c.update(more=1), "more: Extra inputs are not permitted"),
-        (lambda c: c["layout"].update(tp=3), "layout: rollout layout"),
+        (lambda c: c["layout"].update(tp=3), "layout: rollout"),
         (lambda c: c["layout"].update(tp=2.0), "layout.tp: Input should be a valid integer"),
-        (lambda c: c["ranks"].pop(), "ranks: 1 of them"),
+        (lambda c: c["ranks"].pop(), "ranks: 1 entries, but layout tp2-ep2 has 2 ranks"),
         (lambda c: head(c)["shape"].__setitem__(0, -1), "ranks.1.lm_head.weight.shape.0: Input should be greater"),
-        (lambda c: head(c)["shape"].__setitem__(0, 5), "ranks.1.lm_head.weight: 8 of its 40 elements"),
-        (lambda c: head(c)["shape"].__setitem__(0, 3), "ranks.1.lm_head.weight: the box ((3, 4), (0, 8)) is not"),
-        (lambda c: head(c)["shape"].append(1), "ranks.1.lm_head.weight: the box ((0, 3), (0, 8)) is not"),
-        (lambda c: head(c).update(padding=[]), "ranks.1.lm_head.weight: 8 of its 32 elements"),
+        (lambda c: head(c)["shape"].__setitem__(0, 5), "ranks.1.lm_head.weight: 8 of 40 elements"),
+        (lambda c: head(c)["shape"].__setitem__(0, 3), "ranks.1.lm_head.weight: the box ((3, 4), (0, 8)) is outside"),
+        (lambda c: head(c)["shape"].append(1), "ranks.1.lm_head.weight: the box ((0, 3), (0, 8)) is outside"),
+        (lambda c: head(c).update(padding=[]), "ranks.1.lm_head.weight: 8 of 32 elements"),
         (lambda c: head(c)["padding"].append([[0, 1], [0, 8]]), "ranks.1.lm_head.weight: the box ((0, 1), (0, 8))"),
-        (lambda c: head(c)["padding"][0][0].reverse(), "ranks.1.lm_head.weight: the box ((4, 3), (0, 8)) is not"),
-        (lambda c: head(c)["pieces"][0][1].__setitem__(0, [0, 2]), "ranks.1.lm_head.weight: a box of (2, 8)"),
+        (lambda c: head(c)["padding"][0][0].reverse(), "ranks.1.lm_head.weight: the box ((4, 3), (0, 8)) is outside"),
+        (lambda c: head(c)["pieces"][0][1].__setitem__(0, [0, 2]), "ranks.1.lm_head.weight: a box of shape (2, 8)"),
         (lambda c: head(c)["pieces"][0].pop(), "ranks.1.lm_head.weight.pieces.0"),
         (lambda c: head(c)["pieces"][0].__setitem__(0, 7), "ranks.1.lm_head.weight.pieces.0.0: Input should be a val"),
     ],
 )
-def test_a_broken_file_is_named_with_its_key(path, change, complaint):
+def test_read_traced_table_damaged_file_names_file_and_key(path, change, complaint):
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -88,7 +102,7 @@ def test_a_broken_file_is_named_with_its_key(path, change, complaint):
     assert str(error.value).startswith(f"{path}: {complaint}")
 
 
-def test_a_file_that_is_no_json_or_not_there(path):
+def test_read_traced_table_missing_or_not_json_is_user_error(path):
     path.write_text("{")
     with pytest.raises(UserError, match=f"{path}: the file: Invalid JSON"):
         read_traced_table(path)
@@ -97,15 +111,76 @@ def test_a_file_that_is_no_json_or_not_there(path):
         read_traced_table(path)
 
 
-def test_a_failed_write_leaves_what_was_there(path):
+def test_write_traced_table_failed_write_keeps_earlier_file(path):
     with pytest.raises(UserError, match="cannot be written"):
-        write_traced_table(path / "below_a_file.json", DIALECT)
-    assert read_traced_table(path) == DIALECT
+        write_traced_table(path / "below_a_file.json", TABLE)
+    assert read_traced_table(path) == TABLE
 
 
-def test_a_traced_dialect_stands_on_the_ranks_of_its_engines():
-    held = DIALECT.shard_map(EnginePlacement(EngineLayout(tp=2, ep=2), tuple(range(10, 14))))
-    assert held.ranks == (10, 11, 12, 13) and held.shards(12) == SHARDS
-    assert held.tensors["lm_head.weight"].shape == (3, 8)
-    with pytest.raises(UserError, match="traced for rollout layout tp2-ep2, not tp2"):
-        DIALECT.shard_map(EnginePlacement(EngineLayout(tp=2), (0, 1)))
+def test_traced_table_shard_map_places_engines_on_their_ranks():
+    tensors = {"lm_head.weight": TensorInfo(0, (3, 8))}
+    shard_map = TABLE.shard_map(EnginePlacement(EngineLayout(tp=2, ep=2), tuple(range(10, 14))), tensors)
+    assert shard_map.ranks == (10, 11, 12, 13) and shard_map.shards(12) == SHARDS
+    assert shard_map.tensors is tensors
+    with pytest.raises(UserError, match=r"rollout.layout=tp2: rollout.sharding_table was traced for tp2-ep2\. Write"):
+        TABLE.shard_map(EnginePlacement(EngineLayout(tp=2), (0, 1)), tensors)
+
+
+def traced(weights: WeightTable, layout: EngineLayout) -> TracedTable:
+    """The table that a trace of a correct engine gives: parameters in another order than the built-in table's."""
+    ranks = tuple(dict(reversed(weights.sglang(layout, rank).items())) for rank in range(layout.ranks))
+    return TracedTable(weights.config.architecture, "0.5", layout, ranks)
+
+
+def moves(weights: WeightTable, source, placement, ranks_per_node):
+    """Sends, receives, messages and (in any order) copies of every rank, and the bytes of all ranks."""
+    moved = plan(source, weights.shard_map_sglang(placement), ranks_per_node)
+    plans = {rank: moved.rank_plan(rank) for rank in {*source.ranks, *placement.ranks}}
+    buckets = {rank: schedule(moved, rank, torch.bfloat16, 4000).buckets for rank in plans}
+    per_rank = {rank: (p.sends, p.receives, sorted(map(repr, p.copies))) for rank, p in plans.items()}
+    return per_rank, buckets, {rank: (t.received, t.lower_bound) for rank, t in moved.traffic(2).items()}
+
+
+@given(st.data(), st.sampled_from([2, 8]))
+@settings(max_examples=25, deadline=None)
+def test_with_traced_table_gives_the_plan_of_the_builtin_table(tmp_path_factory, data, ranks_per_node):
+    c = data.draw(configs())
+    placement, source = data.draw(engines(c)), data.draw(sources(c))
+    builtin, path = weight_table(c), tmp_path_factory.mktemp("traced") / "table.json"
+    write_traced_table(path, traced(builtin, placement.layout))
+    from_file = builtin.with_traced_table(path)
+    assert from_file.traced is not None and builtin.with_traced_table(None) is builtin
+    assert moves(from_file, source, placement, ranks_per_node) == moves(builtin, source, placement, ranks_per_node)
+
+
+def test_best_stride_with_traced_table_equals_builtin(tmp_path):
+    builtin = weight_table(config("llama", num_key_value_heads=8))
+    layout = EngineLayout(tp=2)
+    write_traced_table(tmp_path / "table.json", traced(builtin, layout))
+    source = builtin.shard_map_megatron(Placement.on(Layout.parse("tp8"), 8))
+    placement = EnginePlacement(layout, tuple(range(8)))
+    from_file = builtin.with_traced_table(tmp_path / "table.json")
+    assert best_stride(source, from_file, placement, 8) == best_stride(source, builtin, placement, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 16}, r"'model.embed_tokens.weight' has shape \(101, 8\), but \(101, 16\) in the model"),
+        ({"num_hidden_layers": 5}, "the tensor 'model.layers.4.input_layernorm.weight' of the model is missing"),
+        ({"num_hidden_layers": 3}, "the model has no tensor 'model.layers.3.input_layernorm.weight'"),
+    ],
+)
+def test_with_traced_table_of_another_model_is_user_error(tmp_path, changes, message):
+    path = tmp_path / "table.json"
+    write_traced_table(path, traced(weight_table(config("llama")), EngineLayout(tp=2)))
+    with pytest.raises(UserError, match=f"{path}: .*{message}.* Run verl-mg trace for this model"):
+        weight_table(config("llama", **changes)).with_traced_table(path)
+
+
+def test_check_engine_layout_with_traced_table_accepts_only_its_layout(tmp_path):
+    table = weight_table(config("llama"))
+    table = replace(table, traced=traced(table, EngineLayout(tp=2)))
+    table.check_engine_layout(EngineLayout(tp=2))
+    with pytest.raises(UserError, match="was traced for tp2"):
+        table.check_engine_layout(EngineLayout(tp=4))

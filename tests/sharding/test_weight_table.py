@@ -50,16 +50,16 @@ def test_places_are_the_shards_seen_from_the_tensors(data):
         for piece in shard.pieces
     }
     from_places = {
-        (rank, tensor, place.box, spot.parameter, spot.at)
+        (rank, tensor, place.box, spot.parameter, spot.parameter_box)
         for tensor in held.tensors
-        for place in held.places(tensor)
-        for spot in place.spots
+        for place in held.replicas(tensor)
+        for spot in place.locations
         for rank in spot.ranks
     }
     assert from_places == from_shards
     for tensor in held.tensors:
-        for place in held.places(tensor):
-            assert place.ranks == tuple(sorted({rank for spot in place.spots for rank in spot.ranks}))
+        for place in held.replicas(tensor):
+            assert place.ranks == tuple(sorted({rank for spot in place.locations for rank in spot.ranks}))
 
 
 @given(st.data())
@@ -68,8 +68,8 @@ def test_tensors_of_one_kind_lie_in_the_same_boxes_on_the_same_ranks(data):
     held = data.draw(shard_map(data.draw(configs())))
     kinds: dict[object, list[object]] = {}
     for tensor in held.tensors:
-        where = [(place.box, place.ranks) for place in held.places(tensor)]
-        assert kinds.setdefault(held.kind(tensor), where) == where
+        where = [(place.box, place.ranks) for place in held.replicas(tensor)]
+        assert kinds.setdefault(held.sharding_key(tensor), where) == where
 
 
 def megatron_reference(c, tensors, layer, tp, rank):
@@ -266,7 +266,7 @@ def test_a_layout_that_cannot_hold_the_model_is_refused(family, layout, message)
     [
         ("llama", {}, "tp8-adp2", "no data-parallel attention for llama"),
         ("gemma2", {}, "pp2", "no pipeline parallelism for gemma2"),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, "tp2", "this model has dense ones"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "tp2", "this model has dense layers"),
         ("qwen3", {}, "tp2-ep2", "ep2 spreads experts, and the model has none"),
         ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "tp6", "does not divide the 4 key"),
         ("qwen3_moe", {}, "tp4-ep3", "ep divides the tp4 ranks"),

@@ -85,7 +85,7 @@ def adapted_tensors(table: WeightTable, targets: Sequence[str] | None) -> tuple[
 
 
 def _linear(table: WeightTable, which: Callable[[LayerSpec], Iterator[TensorSpec]]) -> list[str]:
-    blocks = enumerate(table.model.blocks)
+    blocks = enumerate(table.model.layers)
     return [tensor.name.format(layer=layer, expert=0) for layer, block in blocks for tensor in which(block)]
 
 

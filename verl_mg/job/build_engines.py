@@ -55,8 +55,8 @@ def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
         placement, experts = _placement(config, ranks), table.config.experts
 
         def check(layout: EngineLayout) -> None:
-            table.check_engine(layout)
-            check_on_cpu(table.dimensions, layout)
+            table.check_engine_layout(layout)
+            check_on_cpu(table.model_dims, layout)
 
         resolve_engine_layout(placement.layout, len(placement.ranks), experts.count if experts else 0, check)
 

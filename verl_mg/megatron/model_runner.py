@@ -210,5 +210,5 @@ def _fresh_head(weight_table: WeightTable) -> dict[str, Tensor]:
 
 def check_layout(config: HFConfig, layout: Layout) -> None:
     """UserError where the model cannot be trained on the layout."""
-    weight_table(config).check(layout)
+    weight_table(config).check_layout(layout)
     layout.check_context(config.heads)

@@ -1,1 +1,1 @@
-"""What a model consists of: config.json, tensors by name and shape, FLOPs."""
+"""What a model consists of: its configuration, its Hugging Face tensors, its FLOPs."""

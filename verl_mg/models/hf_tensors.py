@@ -1,134 +1,229 @@
-"""What a model is made of, in the names of its Hugging Face checkpoint: blocks of named tensors.
+"""Tensors of a model by their Hugging Face names: as a tree of layers, and as an index by name.
 
-The dialects of Megatron, SGLang and `transformers` are written over these blocks and never over names.
-Names with `{layer}` stand once in every layer, with `{expert}` once in every expert of one.
-Source of names and shapes: the checkpoints' own modules in `transformers`.
+The tables of Megatron, SGLang and `transformers` refer to the fields of this tree, never to names. A name with `{layer}`
+exists once for each layer, one with `{expert}` once for each expert of a layer. Source of names and shapes: the modules
+of the architectures in `transformers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig, LatentConfig
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the checkpoint: its name, global shape, and whether it stays float32 in every dialect."""
+    """A tensor of the checkpoint, or of each layer or expert."""
 
     name: str
+    """Hugging Face name, with `{layer}` and `{expert}` as placeholders."""
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     float32: bool = False
+    """Whether the tensor is float32 in every runtime, whatever the dtype of the model."""
 
     @property
     def per_expert(self) -> bool:
-        """Whether each expert of a layer has one."""
+        """Whether each expert of a layer has such a tensor."""
         return "{expert}" in self.name
 
 
 @dataclass(frozen=True)
 class GroupedAttention:
-    """Grouped-query attention; `biases` and `norms` are of q, k, v and of q, k, or empty."""
+    """Tensors of grouped-query attention."""
 
     q: TensorSpec
+    """Query projection."""
     k: TensorSpec
+    """Key projection."""
     v: TensorSpec
+    """Value projection."""
     out: TensorSpec
+    """Output projection."""
     biases: tuple[TensorSpec, ...]
+    """Biases of q, k and v; empty without."""
     norms: tuple[TensorSpec, ...]
+    """Norms of q and k; empty without."""
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention. `q` alone, or `q_down`, `q_norm` and `q` from the low rank up."""
+    """Tensors of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
 
     q: TensorSpec
+    """Query projection, from the low rank up where there is `q_down`."""
     q_down: TensorSpec | None
+    """Down projection of the queries; None where they are projected directly."""
     q_norm: TensorSpec | None
+    """Norm of the low-rank queries."""
     kv_down: TensorSpec
+    """Down projection of keys and values."""
     kv_norm: TensorSpec
+    """Norm of the low-rank keys and values."""
     kv_up: TensorSpec
+    """Up projection of keys and values."""
     out: TensorSpec
+    """Output projection."""
 
 
 @dataclass(frozen=True)
 class MLP:
-    """A gated feed-forward layer."""
+    """Tensors of a gated feed-forward layer."""
 
     gate: TensorSpec
+    """Gate projection."""
     up: TensorSpec
+    """Up projection."""
     down: TensorSpec
+    """Down projection."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of `count` experts, each with the tensors `each`."""
+    """Tensors of a mixture-of-experts layer."""
 
     count: int
+    """Number of routed experts."""
     router: TensorSpec
+    """Router weight (experts, hidden)."""
     router_bias: TensorSpec | None
+    """Bias that the router adds for the choice of experts alone."""
     each: MLP
+    """Tensors of each routed expert."""
     shared: MLP | None
+    """Shared experts, fused into one feed-forward layer."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer; the norms after attention and feed-forward are Gemma 2's."""
+    """Tensors of one transformer layer."""
 
     input_norm: TensorSpec
+    """Norm before attention."""
     attention: GroupedAttention | LatentAttention
+    """Attention."""
     after_attention_norm: TensorSpec | None
+    """Norm behind attention (Gemma 2)."""
     mlp_norm: TensorSpec
+    """Norm before the feed-forward layer."""
     mlp: MLP | Experts
+    """Feed-forward layer or experts."""
     after_mlp_norm: TensorSpec | None
+    """Norm behind the feed-forward layer (Gemma 2)."""
 
     @property
-    def experts(self) -> int:
-        """How many experts it has."""
+    def num_experts(self) -> int:
+        """Number of routed experts; 0 for a dense layer."""
         return self.mlp.count if isinstance(self.mlp, Experts) else 0
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder: embedding, its layers in order, final norm, output; `output` is the embedding where tied."""
+    """Tensors of a decoder model."""
 
     embedding: TensorSpec
-    blocks: tuple[LayerSpec, ...]
+    """Input embedding (vocabulary, hidden)."""
+    layers: tuple[LayerSpec, ...]
+    """Transformer layers in order."""
     final_norm: TensorSpec
+    """Norm behind the layers."""
     output: TensorSpec
+    """Output layer; the same object as `embedding` where the two are tied."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Properties of a tensor on which all ranks of a model agree."""
+
+    position: int
+    """Position in the order in which tensors are stored and moved."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    float32: bool = False
+    """Whether the tensor is float32 in every runtime."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of the checkpoint as an instance of a `TensorSpec`."""
+
+    position: int
+    """Position in the order of the index."""
+    tensor: TensorSpec
+    """The specification, with placeholders in its name."""
+    layer: int | None = None
+    """Index of the layer; None outside the layers."""
+    expert: int | None = None
+    """Index of the expert in its layer."""
+
+
+class TensorIndex:
+    """All tensors of a checkpoint by name, layer by layer, expert by expert."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        """Numbers the tensors of a model."""
+        self.tied = model.output is model.embedding
+        self.entries: dict[str, TensorEntry] = {}
+        self._add(model.embedding)
+        for number, layer in enumerate(model.layers):
+            tensors = list(tensors_of(layer))
+            for tensor in tensors:
+                if not tensor.per_expert:
+                    self._add(tensor, number)
+            for expert in range(layer.num_experts):
+                for tensor in tensors:
+                    if tensor.per_expert:
+                        self._add(tensor, number, expert)
+        self._add(model.final_norm)
+        if not self.tied:
+            self._add(model.output)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The properties of every tensor on which all ranks agree."""
+        return {
+            name: TensorInfo(entry.position, entry.tensor.shape, entry.tensor.float32)
+            for name, entry in self.entries.items()
+        }
+
+    def _add(self, tensor: TensorSpec, layer: int | None = None, expert: int | None = None) -> None:
+        name = tensor.name.format(layer=layer, expert=expert)
+        self.entries[name] = TensorEntry(len(self.entries), tensor, layer, expert)
 
 
 ATTENTION, FEED_FORWARD = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
-# Mixtral calls its mixture, and gate, down and up, by names of its own.
-MIXTURE_NAMES = {"mixtral": ("model.layers.{layer}.block_sparse_moe.", "w1", "w3", "w2")}
+EXPERT_NAMES = {"mixtral": ("model.layers.{layer}.block_sparse_moe.", "w1", "w3", "w2")}
+"""{architecture: (prefix of the experts, names of gate, up and down)} where they differ from other architectures'."""
 
 
 def model_spec(c: HFConfig) -> ModelSpec:
-    """The tensors of a model's checkpoint."""
+    """Returns the tensors of a model's checkpoint."""
     embedding = TensorSpec("model.embed_tokens.weight", (c.vocab, c.hidden))
-    kinds = {with_experts: _block(c, with_experts) for with_experts in (False, True) if with_experts <= bool(c.experts)}
+    layers = {experts: _layer(c, experts) for experts in (False, True) if experts <= bool(c.experts)}
     return ModelSpec(
         embedding,
-        tuple(kinds[c.has_experts(layer)] for layer in range(c.layers)),
+        tuple(layers[c.has_experts(layer)] for layer in range(c.layers)),
         TensorSpec("model.norm.weight", (c.hidden,)),
         embedding if c.tied else TensorSpec("lm_head.weight", (c.vocab, c.hidden)),
     )
 
 
-def tensors_of(block: object) -> Iterator[TensorSpec]:
-    """Every tensor of a block, in the order of its fields."""
-    if isinstance(block, TensorSpec):
-        yield block
-    elif isinstance(block, tuple):
-        for part in block:
+def tensors_of(spec: object) -> Iterator[TensorSpec]:
+    """Yields every tensor of a layer or of a part of one, in the order of the fields."""
+    if isinstance(spec, TensorSpec):
+        yield spec
+    elif isinstance(spec, tuple):
+        for part in spec:
             yield from tensors_of(part)
-    elif block is not None and not isinstance(block, int):
-        for field in fields(block):  # type: ignore[arg-type]
-            yield from tensors_of(getattr(block, field.name))
+    elif spec is not None and not isinstance(spec, int):
+        for field in fields(spec):  # type: ignore[arg-type]
+            yield from tensors_of(getattr(spec, field.name))
 
 
-def _block(c: HFConfig, with_experts: bool) -> LayerSpec:
+def _layer(c: HFConfig, with_experts: bool) -> LayerSpec:
     def norm(name: str) -> TensorSpec:
         return TensorSpec("model.layers.{layer}." + name + "_layernorm.weight", (c.hidden,))
 
@@ -175,7 +270,7 @@ def _mlp(
 
 
 def _experts(c: HFConfig, experts: ExpertsConfig) -> Experts:
-    prefix, *names = MIXTURE_NAMES.get(c.architecture, (FEED_FORWARD, "gate_proj", "up_proj", "down_proj"))
+    prefix, *names = EXPERT_NAMES.get(c.architecture, (FEED_FORWARD, "gate_proj", "up_proj", "down_proj"))
     bias = TensorSpec(prefix + "gate.e_score_correction_bias", (experts.count,), float32=True)
     gate, up, down = names
     return Experts(

@@ -75,7 +75,7 @@ class Throughput:
         for runner in runners:
             # Of an interleaved pipeline's chunks each sees every micro-batch; the first one stands for all.
             for chunk in runner.chunks[:1]:
-                rows = row_flops(runner.table)
+                rows = row_flops(runner.table.config, runner.table.tensor_index)
                 chunk.register_forward_pre_hook(partial(self._enter, runner=runner, rows=rows))
 
     def iteration(self, produced: Sequence[Batch], seconds: float) -> dict[str, float]:

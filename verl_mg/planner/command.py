@@ -111,7 +111,7 @@ def _trained(setting: PlanInputs, text: str) -> Layout:
 def _served(setting: PlanInputs, text: str) -> EngineLayout:
     layout, ranks = EngineLayout.parse(text), setting.engine_ranks
     try:
-        setting.weights.check_engine(layout)
+        setting.weights.check_engine_layout(layout)
         EnginePlacement(layout, ranks)
     except UserError as error:
         raise UserError(f"{error}; {format_suggestions(nearest_rollout(setting, layout), len(ranks))}") from None

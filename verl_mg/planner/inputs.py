@@ -126,12 +126,12 @@ class PlanInputs:
     @cached_property
     def row_flops(self) -> RowFlops:
         """Of a forward pass over a row."""
-        return row_flops(self.weights)
+        return row_flops(self.weights.config, self.weights.tensor_index)
 
     @cached_property
     def active_elements(self) -> float:
         """Elements of the weights that a token is multiplied with."""
-        return active_elements(self.weights)
+        return active_elements(self.weights.config, self.weights.tensor_index)
 
     @cached_property
     def weight_bytes(self) -> int:

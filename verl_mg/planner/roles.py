@@ -47,11 +47,11 @@ def auxiliary_role(setting: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
 
 def fit_layout(setting: PlanInputs, layout: Layout) -> Layout:
     """The layout on all ranks of the role. UserError naming what it does not divide, and the nearest that work."""
-    ranks, experts = len(setting.standing), setting.weights.dimensions.experts
+    ranks, experts = len(setting.standing), setting.weights.model_dims.experts
     return resolve_layout(layout, ranks, experts, partial(check, setting))
 
 
 def check(setting: PlanInputs, layout: Layout) -> None:
     """UserError naming what a layout of the role's ranks does not divide."""
-    setting.weights.check(layout)
+    setting.weights.check_layout(layout)
     layout.check_context(setting.weights.config.heads)

@@ -69,8 +69,8 @@ class Pair:
 
 def check_rollout(setting: PlanInputs, layout: EngineLayout) -> EngineLayout:
     """The layout itself. UserError naming what it does not divide, or what SGLang cannot do, and those that work."""
-    ranks, experts = len(setting.engine_ranks), setting.weights.dimensions.experts
-    return resolve_engine_layout(layout, ranks, experts, setting.weights.check_engine)
+    ranks, experts = len(setting.engine_ranks), setting.weights.model_dims.experts
+    return resolve_engine_layout(layout, ranks, experts, setting.weights.check_engine_layout)
 
 
 def train_side(setting: PlanInputs, layout: Layout) -> TrainSide:
@@ -111,14 +111,14 @@ def train_layouts(setting: PlanInputs) -> Iterator[Layout]:
 
 
 def _layouts(setting: PlanInputs, up_to: Layout) -> Iterator[Layout]:
-    return layouts_on(len(setting.standing), setting.weights.dimensions.experts, up_to)
+    return layouts_on(len(setting.standing), setting.weights.model_dims.experts, up_to)
 
 
 def rollout_layouts(setting: PlanInputs, like: EngineLayout | None = None) -> Iterator[EngineLayout]:
     """All that the model admits: tp within a node or over whole nodes, adp 1 or tp, pp 1 or that of `like`."""
-    for layout in engine_layouts_on(len(setting.engine_ranks), setting.weights.dimensions.experts, like):
+    for layout in engine_layouts_on(len(setting.engine_ranks), setting.weights.model_dims.experts, like):
         aligned = setting.node % layout.tp == 0 or layout.tp % setting.node == 0
-        if aligned and is_valid(layout, setting.weights.check_engine):
+        if aligned and is_valid(layout, setting.weights.check_engine_layout):
             yield layout
 
 

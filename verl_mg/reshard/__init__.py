@@ -1,15 +1,14 @@
-"""Moving weights between two placements, each byte over the wire at most once.
+"""Moves weights between two shard maps; each rank receives exactly the bytes that it needs and does not have.
 
 plan(source, target)         -> Plan       pure: which box goes from which rank to which
-schedule(plan, rank, dtype)  -> Schedule   pure: one rank's messages, in buckets
+schedule(plan, rank, dtype)  -> Schedule   pure: the messages of one rank, in buckets
 execute(schedule, source, target)          fills the target's tensors in place, over a process group
 """
 
 from verl_mg.reshard.aliasing import aliased_parameters, aliases
 from verl_mg.reshard.chunking import split_into_chunks
-from verl_mg.reshard.engine_stride import best_stride
 from verl_mg.reshard.execute import Traffic, execute
-from verl_mg.reshard.plan import Plan, RankPlan, RankTraffic, plan
+from verl_mg.reshard.plan import Plan, RankPlan, RankTraffic, best_stride, plan
 from verl_mg.reshard.schedule import BUCKET_BYTES, Schedule, schedule
 
 __all__ = [

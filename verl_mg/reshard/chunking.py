@@ -1,4 +1,4 @@
-"""A target cut into portions that are moved one after another, so that only one of them stands beside the target."""
+"""A target cut into chunks of tensors that are moved one after another, so that the staging memory is one chunk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from itertools import chain
 from math import prod
 
-from verl_mg.models.tensor_index import TensorInfo
+from verl_mg.models.hf_tensors import TensorInfo
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.shard_map import BoxReplicas, ShardMap
 
@@ -16,54 +16,66 @@ Shards = Callable[[int], Mapping[str, Shard]]
 
 
 class TensorChunk:
-    """The holdings of some tensors alone; parameters are in it whole or not at all."""
+    """Shard map of some of the tensors of a larger one; each parameter is in it whole or not at all."""
 
     def __init__(self, whole: ShardMap, shards: Shards, tensors: Sequence[str]) -> None:
+        """Selects the tensors.
+
+        Args:
+            whole: shard map of all tensors.
+            shards: function rank -> shards of `whole`, which may cache them.
+            tensors: names of the tensors of the chunk.
+        """
         self._whole, self._shards = whole, shards
         self.ranks = whole.ranks
         self.tensors: Mapping[str, TensorInfo] = {name: whole.tensors[name] for name in tensors}
 
     def shards(self, rank: int) -> Mapping[str, Shard]:
-        """See `ShardMap`."""
-        return _only(self._shards(rank), self.tensors)
+        """Returns the rank's parameters that consist of the chunk's tensors."""
+        return _select(self._shards(rank), self.tensors)
 
-    def places(self, tensor: str) -> Sequence[BoxReplicas]:
-        """See `ShardMap`."""
-        return self._whole.places(tensor) if tensor in self.tensors else ()
+    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+        """Returns the replicas of a tensor of the chunk; empty for other tensors."""
+        return self._whole.replicas(tensor) if tensor in self.tensors else ()
 
-    def kind(self, tensor: str) -> Hashable:
-        """See `ShardMap`."""
-        return self._whole.kind(tensor)
+    def sharding_key(self, tensor: str) -> Hashable:
+        """Returns the key of the whole shard map."""
+        return self._whole.sharding_key(tensor)
 
 
 def split_into_chunks(
-    whole: ShardMap, ranks: Sequence[int], elements: int, tied: Iterable[Sequence[str]] = ()
+    whole: ShardMap, ranks: Sequence[int], max_elements: int, keep_together: Iterable[Sequence[str]] = ()
 ) -> list[TensorChunk]:
-    """Portions of at most `elements` a rank, in the order of the tensors; a parameter alone may be larger.
+    """Cuts a shard map into chunks, in the order of the tensors.
 
-    `ranks` are those that are measured: one engine's stand for all. Tensors that a parameter holds together, and
-    parameters of one tensor, stay together, so the portions move no byte more than the whole. So do the tensors of
-    each set in `tied`, though no parameter of `whole` holds them.
+    Tensors that a parameter contains together, and parameters of one tensor, stay in one chunk, so the chunks move no
+    more bytes than the whole.
+
+    Args:
+        whole: shard map of all tensors.
+        ranks: ranks whose chunks are measured; the ranks of one engine represent all engines.
+        max_elements: maximum number of elements of a chunk on each of these ranks; a single parameter may be larger.
+        keep_together: sets of tensors that stay in one chunk although no parameter of `whole` contains them together.
     """
     shards_of = cache(whole.shards)
     held = [shards_of(rank) for rank in ranks]
     elements_of = [_elements(shards) for shards in held]
-    found: list[list[str]] = []
+    chunks: list[list[str]] = []
     sizes = [0] * len(held)
-    for tensors in _inseparable(whole, held, tied):
-        own = [sum(count[name] for name in tensors) for count in elements_of]
-        if not found or any(size + more > elements for size, more in zip(sizes, own, strict=True)):
-            found.append([])
+    for tensors in _inseparable(whole, held, keep_together):
+        added = [sum(count[name] for name in tensors) for count in elements_of]
+        if not chunks or any(size + more > max_elements for size, more in zip(sizes, added, strict=True)):
+            chunks.append([])
             sizes = [0] * len(held)
-        found[-1] += tensors
-        sizes = [size + more for size, more in zip(sizes, own, strict=True)]
-    return [TensorChunk(whole, shards_of, tensors) for tensors in found]
+        chunks[-1] += tensors
+        sizes = [size + more for size, more in zip(sizes, added, strict=True)]
+    return [TensorChunk(whole, shards_of, tensors) for tensors in chunks]
 
 
 def _inseparable(
-    whole: ShardMap, held: Sequence[Mapping[str, Shard]], tied: Iterable[Sequence[str]]
+    whole: ShardMap, held: Sequence[Mapping[str, Shard]], keep_together: Iterable[Sequence[str]]
 ) -> Iterator[list[str]]:
-    """The sets of tensors that parameters or `tied` hold together, in the order of their first tensors."""
+    """Yields the sets of tensors that must stay together, in the order of their first tensors."""
     root = {name: name for name in whole.tensors}
 
     def find(name: str) -> str:
@@ -72,7 +84,7 @@ def _inseparable(
         return name
 
     by_parameters = ([piece.tensor for piece in shard.pieces] for shards in held for shard in shards.values())
-    for names in chain(by_parameters, tied):
+    for names in chain(by_parameters, keep_together):
         for name in names[1:]:
             root[find(name)] = find(names[0])
     sets: dict[str, list[str]] = defaultdict(list)
@@ -82,7 +94,7 @@ def _inseparable(
 
 
 def _elements(shards: Mapping[str, Shard]) -> Counter[str]:
-    """The sizes of parameters, under their first tensors."""
+    """Returns the sizes of parameters under the names of their first tensors."""
     count: Counter[str] = Counter()
     for shard in shards.values():
         if shard.pieces:
@@ -90,5 +102,5 @@ def _elements(shards: Mapping[str, Shard]) -> Counter[str]:
     return count
 
 
-def _only(shards: Mapping[str, Shard], tensors: Container[str]) -> dict[str, Shard]:
+def _select(shards: Mapping[str, Shard], tensors: Container[str]) -> dict[str, Shard]:
     return {name: shard for name, shard in shards.items() if shard.pieces and shard.pieces[0].tensor in tensors}

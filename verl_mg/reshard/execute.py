@@ -1,4 +1,9 @@
-"""Carrying out a schedule over a process group: two buckets in flight, packed while the one before is sent."""
+"""Execution of a schedule over a process group.
+
+- Two buckets are in flight: one is packed while the previous one is sent.
+- Additional memory is two buffers of the bucket size, whatever the size of the model.
+- A box that is contiguous in memory and needs no cast is sent from its parameter, or received into it, directly.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +18,53 @@ from torch import Tensor
 from verl_mg.errors import UserError
 from verl_mg.reshard.plan import Copy
 from verl_mg.reshard.schedule import Bucket, Message, Schedule, Segment, aligned
-from verl_mg.sharding.boxes import box_shape, slices
+from verl_mg.sharding.boxes import Box, box_shape, slices
 
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass
 class Traffic:
-    """What one execution moved on this rank, counted where it happened."""
+    """Counters of one execution on this rank."""
 
     bytes_sent: int = 0
+    """Bytes sent over the wire."""
     bytes_received: int = 0
+    """Bytes received over the wire."""
     seconds: float = 0.0
+    """Duration of the whole execution."""
     seconds_packing: float = 0.0
+    """Of these, packing, unpacking and copying within the rank."""
     seconds_waiting: float = 0.0
+    """Of these, waiting for messages."""
 
 
 @dataclass
 class _InFlightBucket:
-    """A bucket on its way: what to wait for, and which messages to unpack from where."""
+    """Pending requests of a bucket, and the messages to unpack when they are complete."""
 
     requests: list[dist.Work]
     arrivals: list[tuple[Message, Tensor]] = field(default_factory=list)
 
 
 def execute(schedule: Schedule, source: Tensors, target: Tensors, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Fill `target` in place from the `source` tensors of all ranks; every rank of the plan calls it at once.
+    """Fills the target parameters in place; every rank of the plan must call it.
 
-    Values are cast to the schedule's dtype before they are sent; targets of another dtype are cast again on arrival.
-    A target that shares the storage of its source is left as it is. Beyond the tensors themselves two buffers of the
-    bucket size are allocated. On CUDA everything is ordered behind the current stream's work on the sources, and the
-    targets are whole when the call returns.
-    Raises UserError, before anything is written, for a parameter that is missing or not of the planned shape.
+    Values are cast to the schedule's dtype before they are sent, and again on arrival where the target has another
+    dtype. A target that shares the storage of its source is left unchanged. On CUDA everything is ordered behind the
+    current stream's work on the sources, and the targets are complete when the call returns.
+
+    Args:
+        schedule: schedule of this rank.
+        source: this rank's source parameters, in the planned shapes.
+        target: this rank's target parameters, in the planned shapes.
+        group: process group of all ranks; None for the default group.
+
+    Returns:
+        Bytes and seconds of this rank.
+
+    Raises:
+        UserError: a parameter is missing or not of the planned shape; nothing has been written then.
     """
     _check_shapes("source", schedule.source_shapes, source)
     _check_shapes("target", schedule.target_shapes, target)
@@ -60,23 +80,22 @@ class _Execution:
         self._buffers: dict[int, Tensor] = {}
 
     def run(self) -> Traffic:
-        """See `execute`."""
         begin = time.perf_counter()
-        flight: _InFlightBucket | None = None
+        in_flight: _InFlightBucket | None = None
         for number, bucket in enumerate(self._schedule.buckets):
-            if bucket.waits_for_previous and flight:
-                self._land(flight)
-                flight = None
-            ahead, flight = flight, self._launch(bucket, number % 2)
+            if bucket.waits_for_previous and in_flight:
+                self._complete(in_flight)
+                in_flight = None
+            previous, in_flight = in_flight, self._launch(bucket, number % 2)
             if number == 0:
-                self._copy(of_target=False)
-            if ahead:
-                self._land(ahead)
-        if flight:
-            self._land(flight)
+                self._copy(from_target=False)
+            if previous:
+                self._complete(previous)
+        if in_flight:
+            self._complete(in_flight)
         else:
-            self._copy(of_target=False)
-        self._copy(of_target=True)
+            self._copy(from_target=False)
+        self._copy(from_target=True)
         for device in {tensor.device for tensor in self._target.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self._traffic.seconds = time.perf_counter() - begin
@@ -84,7 +103,7 @@ class _Execution:
 
     def _launch(self, bucket: Bucket, slot: int) -> _InFlightBucket:
         begin = time.perf_counter()
-        flight, offset = _InFlightBucket([]), 0
+        in_flight, offset = _InFlightBucket([]), 0
         operations = []
         for message in bucket.messages:
             tensors = self._tensors(message)
@@ -93,9 +112,9 @@ class _Execution:
                 wire = self._buffer(slot, message)[offset : offset + message.nbytes].view(message.dtype)
                 offset += aligned(message.nbytes)
                 if message.outgoing:
-                    _pack(message.parts, tensors, wire)
+                    _pack(message.segments, tensors, wire)
                 else:
-                    flight.arrivals.append((message, wire))
+                    in_flight.arrivals.append((message, wire))
             operations.append(
                 dist.P2POp(dist.isend if message.outgoing else dist.irecv, wire, message.peer, self._group)
             )
@@ -104,75 +123,79 @@ class _Execution:
             else:
                 self._traffic.bytes_received += wire.nbytes
         self._traffic.seconds_packing += time.perf_counter() - begin
-        flight.requests = dist.batch_isend_irecv(operations)
-        return flight
+        in_flight.requests = dist.batch_isend_irecv(operations)
+        return in_flight
 
-    def _land(self, flight: _InFlightBucket) -> None:
+    def _complete(self, in_flight: _InFlightBucket) -> None:
         begin = time.perf_counter()
-        for request in flight.requests:
+        for request in in_flight.requests:
             request.wait()
         arrived = time.perf_counter()
-        for message, wire in flight.arrivals:
-            _unpack(message.parts, self._target, wire)
+        for message, wire in in_flight.arrivals:
+            _unpack(message.segments, self._target, wire)
         self._traffic.seconds_waiting += arrived - begin
         self._traffic.seconds_packing += time.perf_counter() - arrived
 
     def _tensors(self, message: Message) -> Tensors:
-        """Where the parts of a message lie: what is passed on comes out of the target."""
+        """Returns the parameters of a message's segments: forwarded boxes are sent from the target."""
         return self._source if message.outgoing and not message.forwarded else self._target
 
     def _buffer(self, slot: int, message: Message) -> Tensor:
-        """The bytes that the buckets of a slot use in turn, enough for each of them."""
+        """Returns the bytes that the buckets of a slot use in turn, enough for each of them."""
         if slot not in self._buffers:
             size = max(
                 sum(aligned(m.nbytes) for m in bucket.messages if _direct(m, self._tensors(m)) is None)
                 for bucket in self._schedule.buckets[slot::2]
             )
-            device = self._tensors(message)[message.parts[0].parameter].device
+            device = self._tensors(message)[message.segments[0].parameter].device
             self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._buffers[slot]
 
-    def _copy(self, of_target: bool) -> None:
+    def _copy(self, from_target: bool) -> None:
         begin = time.perf_counter()
         for copy in self._schedule.copies:
-            if copy.of_target == of_target:
-                _copy_box(copy, self._target if of_target else self._source, self._target)
+            if copy.from_target == from_target:
+                _copy_box(copy, self._target if from_target else self._source, self._target)
         self._traffic.seconds_packing += time.perf_counter() - begin
 
 
 def _check_shapes(side: str, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors) -> None:
     for name, shape in shapes.items():
         if name not in tensors:
-            raise UserError(f"{side}: the parameter {name!r} of the plan is missing")
+            raise UserError(f"{side}: the parameter {name!r} of the plan is missing. Pass all planned parameters.")
         if tuple(tensors[name].shape) != shape:
-            raise UserError(f"{side}: {name!r} has shape {tuple(tensors[name].shape)}, the plan says {shape}")
+            raise UserError(
+                f"{side}: {name!r} has shape {tuple(tensors[name].shape)}, but {shape} in the plan. "
+                "Plan for these parameters."
+            )
 
 
 def _direct(message: Message, tensors: Tensors) -> Tensor | None:
-    """The part's own memory, where it can go to the wire or come from it as it is."""
-    if len(message.parts) > 1:
+    """Returns the memory of a single segment where it can be sent or received without packing."""
+    if len(message.segments) > 1:
         return None
-    (part,) = message.parts
-    view = _view(tensors, part.parameter, part.at)
+    (segment,) = message.segments
+    view = _view(tensors, segment.parameter, segment.parameter_box)
     return view if view.dtype is message.dtype and view.is_contiguous() else None
 
 
 def _copy_box(copy: Copy, source: Tensors, target: Tensors) -> None:
-    there = _view(target, copy.target, copy.target_at)
-    here = _view(source, copy.source, copy.source_at).view(there.shape)
-    if here.data_ptr() != there.data_ptr():
-        there.copy_(here)
+    dst = _view(target, copy.target, copy.target_box)
+    src = _view(source, copy.source, copy.source_box).view(dst.shape)
+    if src.data_ptr() != dst.data_ptr():
+        dst.copy_(src)
 
 
-def _pack(parts: tuple[Segment, ...], tensors: Tensors, wire: Tensor) -> None:
-    for part, room in zip(parts, wire.split([part.elements for part in parts]), strict=True):
-        room.view(box_shape(part.at)).copy_(_view(tensors, part.parameter, part.at))
+def _pack(segments: tuple[Segment, ...], tensors: Tensors, wire: Tensor) -> None:
+    for segment, dst in zip(segments, wire.split([segment.num_elements for segment in segments]), strict=True):
+        dst.view(box_shape(segment.parameter_box)).copy_(_view(tensors, segment.parameter, segment.parameter_box))
 
 
-def _unpack(parts: tuple[Segment, ...], tensors: Tensors, wire: Tensor) -> None:
-    for part, values in zip(parts, wire.split([part.elements for part in parts]), strict=True):
-        _view(tensors, part.parameter, part.at).copy_(values.view(box_shape(part.at)))
+def _unpack(segments: tuple[Segment, ...], tensors: Tensors, wire: Tensor) -> None:
+    for segment, values in zip(segments, wire.split([segment.num_elements for segment in segments]), strict=True):
+        dst = _view(tensors, segment.parameter, segment.parameter_box)
+        dst.copy_(values.view(box_shape(segment.parameter_box)))
 
 
-def _view(tensors: Tensors, parameter: str, at: tuple[tuple[int, int], ...]) -> Tensor:
-    return tensors[parameter][slices(at)]
+def _view(tensors: Tensors, parameter: str, box: Box) -> Tensor:
+    return tensors[parameter][slices(box)]

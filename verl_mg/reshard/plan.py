@@ -1,125 +1,170 @@
-"""Which box goes from which rank to which: an intersection of the boxes that both sides name."""
+"""Which box goes from which rank to which: the intersection of the boxes of two shard maps.
+
+- Pure: every rank derives its sends and receives from the two shard maps, without communication.
+- A rank receives exactly the elements that it needs and does not have, each once: the lower bound of bytes.
+- Each element of the target has one source, or planning fails with the tensor and the box.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
-from verl_mg.reshard.routing import BoxRouting, Ranks
-from verl_mg.reshard.validate import check
-from verl_mg.sharding.boxes import Box, intersect, numel, translate_box
-from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, ShardMap
+from verl_mg.errors import UserError
+from verl_mg.layout import EnginePlacement
+from verl_mg.reshard.routing import BoxRouting
+from verl_mg.sharding.boxes import Box, full_box, intersect, numel, translate_box, uncovered
+from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
+from verl_mg.sharding.weight_table import WeightTable
 
 FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A box that a rank sends to `peer` or receives from it, and where it stands on the rank itself.
-
-    A relayed box comes from a rank that received it for its own target, and is sent out of that target.
-    """
+    """A box that a rank sends to another rank or receives from it."""
 
     peer: int
+    """The other global rank."""
     tensor: str
+    """Hugging Face name of the tensor."""
     box: Box
+    """Box in the tensor."""
     parameter: str
-    at: Box
+    """Parameter of this rank that contains the box."""
+    parameter_box: Box
+    """Box of the same elements in that parameter."""
     forwarded: bool
+    """Whether the sender received the box for its own target shard, and sends it from there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A box that a rank takes from itself: of its source, or, where it needs it twice, of its own target."""
+    """A box that a rank copies within its own memory."""
 
     tensor: str
+    """Hugging Face name of the tensor."""
     source: str
-    source_at: Box
+    """Parameter that is read."""
+    source_box: Box
+    """Box in the parameter that is read."""
     target: str
-    target_at: Box
-    of_target: bool = False
+    """Target parameter that is written."""
+    target_box: Box
+    """Box in the target parameter."""
+    from_target: bool = False
+    """Whether `source` is a target parameter too: the rank needs the box twice, and has received it once."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does: copies, sends and receives in the order of the tensors."""
+    """The moves of one rank."""
 
     copies: tuple[Copy, ...]
+    """Copies within the rank, in the order of the target's parameters."""
     sends: tuple[Transfer, ...]
+    """Boxes to send, in the order of the tensors."""
     receives: tuple[Transfer, ...]
+    """Boxes to receive, in the order of the tensors."""
 
 
 @dataclass
 class RankTraffic:
-    """Bytes of one rank in one sync: received, of these from other nodes, sent (the mean over turns), lower bound."""
+    """Bytes of one rank in one execution of a plan."""
 
     received: int = 0
+    """Bytes received over the wire."""
     entered: float = 0.0
+    """Bytes received from other nodes; a mean over rotations."""
     sent: float = 0.0
+    """Bytes sent; a mean over rotations."""
     lower_bound: int = 0
+    """Bytes that the rank needs and does not have."""
 
 
 class Plan:
-    """All moves from `source` to `target`; each rank derives its own part, and none needs to speak for that.
+    """All moves from one shard map to another; each rank derives its part without communication."""
 
-    A rank receives exactly what it needs and does not hold, once. Sources are the rank itself, then its node, then
-    the holders in rotation; between nodes a byte enters a node once (see `BoxRouting`).
-    """
+    def __init__(self, source: ShardMap, target: ShardMap, ranks_per_node: int, keep: frozenset[str]) -> None:
+        """Checks the two shard maps.
 
-    def __init__(self, source: ShardMap, target: ShardMap, node: int, leave: frozenset[str]) -> None:
-        self.source, self.target, self.node, self._leave = source, target, node, leave
-        self._relations: dict[tuple[int, int], BoxRouting] = {}
-        self._parts: dict[int, RankPlan] = {}
-        check(source, target, [names[0] for names in self._kinds.values()])
+        Args:
+            source: shards that are read.
+            target: shards that are written.
+            ranks_per_node: consecutive ranks on one node.
+            keep: tensors of the target that keep their values.
 
-    def of(self, rank: int) -> RankPlan:
-        """The part of one rank."""
-        if rank not in self._parts:
+        Raises:
+            UserError: with tensor and box, where the source does not cover the target exactly once.
+        """
+        self.source, self.target, self.ranks_per_node, self._keep = source, target, ranks_per_node, keep
+        self._routings: dict[tuple[int, int], BoxRouting] = {}
+        self._rank_plans: dict[int, RankPlan] = {}
+        _check(source, target, [names[0] for names in self._tensors_by_key.values()])
+
+    def rank_plan(self, rank: int) -> RankPlan:
+        """Returns the moves of one global rank."""
+        if rank not in self._rank_plans:
             copies, receives = self._incoming(rank)
-            self._parts[rank] = RankPlan(copies, tuple(self._outgoing(rank)), receives)
-        return self._parts[rank]
+            self._rank_plans[rank] = RankPlan(copies, tuple(self._outgoing(rank)), receives)
+        return self._rank_plans[rank]
 
     def bytes_received(self, rank: int, itemsize: int) -> int:
-        """Bytes that come to a rank over the wire, with `itemsize` bytes an element that need not stay float32."""
-        return sum(numel(move.box) * self.itemsize(move.tensor, itemsize) for move in self.of(rank).receives)
+        """Returns the bytes that a rank receives over the wire.
+
+        Args:
+            rank: global rank.
+            itemsize: bytes of an element on the wire, except for tensors that stay float32.
+        """
+        return sum(numel(move.box) * self.itemsize(move.tensor, itemsize) for move in self.rank_plan(rank).receives)
 
     def lower_bound(self, rank: int, itemsize: int) -> int:
-        """Bytes that a rank needs and does not hold: no way to move the weights can bring it less."""
+        """Returns the bytes that a rank needs and does not have; no method can transfer fewer.
+
+        Args:
+            rank: global rank.
+            itemsize: bytes of an element on the wire, except for tensors that stay float32.
+        """
         held: dict[str, set[Box]] = defaultdict(set)
         needed: dict[str, set[Box]] = defaultdict(set)
-        for found, shard_map in ((held, self.source), (needed, self.target)):
+        for boxes, shard_map in ((held, self.source), (needed, self.target)):
             for shard in shard_map.shards(rank).values():
                 for piece in shard.pieces:
-                    found[piece.tensor].add(piece.source)
+                    boxes[piece.tensor].add(piece.source)
         total = 0
-        for tensor in needed.keys() - self._leave:
+        for tensor in needed.keys() - self._keep:
             for box in needed[tensor]:
-                own = sum(numel(common) for b in held.get(tensor, ()) if (common := intersect(b, box)))
-                total += (numel(box) - own) * self.itemsize(tensor, itemsize)
+                local = sum(numel(common) for b in held.get(tensor, ()) if (common := intersect(b, box)))
+                total += (numel(box) - local) * self.itemsize(tensor, itemsize)
         return total
 
     def traffic(self, itemsize: int) -> dict[int, RankTraffic]:
-        """Bytes of every rank of source and target in one sync."""
+        """Returns the bytes of every rank of source and target.
+
+        Args:
+            itemsize: bytes of an element on the wire, except for tensors that stay float32.
+        """
         moved: dict[BoxRouting, int] = defaultdict(int)
         needed: dict[Ranks, int] = defaultdict(int)
         held: dict[tuple[Ranks, Ranks], int] = defaultdict(int)
-        for names in self._kinds.values():
+        for names in self._tensors_by_key.values():
             scale = len(names) * self.itemsize(names[0], itemsize)
-            sources, targets = self.source.places(names[0]), self.target.places(names[0])
-            for there in targets:
-                needed[there.ranks] += numel(there.box) * scale
-                for here in sources:
-                    if common := intersect(here.box, there.box):
-                        moved[self._relation(here.ranks, there.ranks)] += numel(common) * scale
-                        held[here.ranks, there.ranks] += numel(common) * scale
+            sources, targets = self.source.replicas(names[0]), self.target.replicas(names[0])
+            for dst in targets:
+                needed[dst.ranks] += numel(dst.box) * scale
+                for src in sources:
+                    if common := intersect(src.box, dst.box):
+                        moved[self._routing(src.ranks, dst.ranks)] += numel(common) * scale
+                        held[src.ranks, dst.ranks] += numel(common) * scale
         ranks = {rank: RankTraffic() for rank in sorted({*self.source.ranks, *self.target.ranks})}
-        for relation, size in moved.items():
-            for rank, received, entered in relation.shares():
+        for routing, size in moved.items():
+            for rank, received, inter_node in routing.receive_counts():
                 ranks[rank].received += int(received) * size
-                ranks[rank].entered += entered * size
-            for rank, sent in relation.work():
+                ranks[rank].entered += inter_node * size
+            for rank, sent in routing.send_counts():
                 ranks[rank].sent += sent * size
         for needers, size in needed.items():
             for rank in needers:
@@ -130,94 +175,181 @@ class Plan:
         return ranks
 
     def itemsize(self, tensor: str, itemsize: int) -> int:
-        """Bytes of an element of a tensor, `itemsize` unless it stays float32."""
+        """Returns the bytes of an element of a tensor on the wire.
+
+        Args:
+            tensor: Hugging Face name.
+            itemsize: bytes of an element of tensors that need not stay float32.
+        """
         return FLOAT32_BYTES if self.source.tensors[tensor].float32 else itemsize
 
     def position(self, tensor: str) -> int:
-        """The place of a tensor in the order in which tensors are moved."""
+        """Returns the position of a tensor in the order in which tensors are moved."""
         return self.source.tensors[tensor].position
 
     @cached_property
-    def _kinds(self) -> dict[tuple[Hashable, Hashable], list[str]]:
-        """The target's tensors, those together that lie on the same ranks in the same boxes on both sides."""
-        kinds: dict[tuple[Hashable, Hashable], list[str]] = defaultdict(list)
+    def _tensors_by_key(self) -> dict[tuple[Hashable, Hashable], list[str]]:
+        """The target's tensors, grouped by equal boxes on equal ranks on both sides."""
+        groups: dict[tuple[Hashable, Hashable], list[str]] = defaultdict(list)
         for name in self.target.tensors:
-            if name not in self._leave:
-                known = name in self.source.tensors
-                kinds[self.source.kind(name) if known else name, self.target.kind(name)].append(name)
-        return kinds
+            if name not in self._keep:
+                source_key = self.source.sharding_key(name) if name in self.source.tensors else name
+                groups[source_key, self.target.sharding_key(name)].append(name)
+        return groups
 
     def _incoming(self, rank: int) -> tuple[tuple[Copy, ...], tuple[Transfer, ...]]:
         copies: list[Copy] = []
         receives: list[Transfer] = []
         for parameter, shard in self.target.shards(rank).items():
             for piece in shard.pieces:
-                if piece.tensor in self._leave:
+                if piece.tensor in self._keep:
                     continue
-                there = next(place for place in self.target.places(piece.tensor) if place.box == piece.source)
-                spot = there.on(rank)
-                if (spot.parameter, spot.at) != (parameter, piece.target):
-                    copies.append(Copy(piece.tensor, spot.parameter, spot.at, parameter, piece.target, of_target=True))
+                dst = _replicas_of(self.target, piece.tensor, piece.source)
+                first = dst.location_on(rank)
+                if (first.parameter, first.parameter_box) != (parameter, piece.target):
+                    position = (first.parameter, first.parameter_box, parameter, piece.target)
+                    copies.append(Copy(piece.tensor, *position, from_target=True))
                     continue
-                for here, common in self._overlaps(self.source, piece.tensor, piece.source):
-                    at = translate_box(common, piece.source, piece.target)
-                    relation, turn = self._relation(here.ranks, there.ranks), self.position(piece.tensor)
-                    sender = relation.source_of(rank, turn)
+                for src, common in _overlaps(self.source, piece.tensor, piece.source):
+                    target_box = translate_box(common, piece.source, piece.target)
+                    routing, rotation = self._routing(src.ranks, dst.ranks), self.position(piece.tensor)
+                    sender = routing.source_of(rank, rotation)
                     if sender == rank:
-                        own = here.on(rank)
-                        source_at = translate_box(common, here.box, own.at)
-                        copies.append(Copy(piece.tensor, own.parameter, source_at, parameter, at))
+                        local = src.location_on(rank)
+                        source_box = translate_box(common, src.box, local.parameter_box)
+                        copies.append(Copy(piece.tensor, local.parameter, source_box, parameter, target_box))
                     else:
-                        forwarded = relation.forwarded(rank, turn)
-                        receives.append(Transfer(sender, piece.tensor, common, parameter, at, forwarded))
+                        forwarded = routing.forwarded(rank, rotation)
+                        receives.append(Transfer(sender, piece.tensor, common, parameter, target_box, forwarded))
         return tuple(copies), self._ordered(receives)
 
     def _outgoing(self, rank: int) -> tuple[Transfer, ...]:
         sends: list[Transfer] = []
-        for here, spot, tensor in self._own(self.source, rank):
-            for there, common in self._overlaps(self.target, tensor, here.box):
-                relation, at = self._relation(here.ranks, there.ranks), translate_box(common, here.box, spot.at)
-                for peer in relation.served_by(rank, self.position(tensor)):
-                    sends.append(Transfer(peer, tensor, common, spot.parameter, at, forwarded=False))
-        for there, spot, tensor in self._own(self.target, rank):
-            for here, common in self._overlaps(self.source, tensor, there.box):
-                relation, at = self._relation(here.ranks, there.ranks), translate_box(common, there.box, spot.at)
-                if rank not in here.ranks:
-                    for peer in relation.relayed_by(rank, self.position(tensor)):
-                        sends.append(Transfer(peer, tensor, common, spot.parameter, at, forwarded=True))
+        for src, location, tensor in self._boxes_on(self.source, rank):
+            for dst, common in _overlaps(self.target, tensor, src.box):
+                routing = self._routing(src.ranks, dst.ranks)
+                at = translate_box(common, src.box, location.parameter_box)
+                for peer in routing.send_targets(rank, self.position(tensor)):
+                    sends.append(Transfer(peer, tensor, common, location.parameter, at, forwarded=False))
+        for dst, location, tensor in self._boxes_on(self.target, rank):
+            for src, common in _overlaps(self.source, tensor, dst.box):
+                if rank in src.ranks:
+                    continue
+                routing = self._routing(src.ranks, dst.ranks)
+                at = translate_box(common, dst.box, location.parameter_box)
+                for peer in routing.forward_targets(rank, self.position(tensor)):
+                    sends.append(Transfer(peer, tensor, common, location.parameter, at, forwarded=True))
         return self._ordered(sends)
 
-    def _own(self, shard_map: ShardMap, rank: int) -> Iterator[tuple[BoxReplicas, BoxLocation, str]]:
-        """The boxes that a rank holds, each once, at the spot that all plans speak of."""
+    def _boxes_on(self, shard_map: ShardMap, rank: int) -> Iterator[tuple[BoxReplicas, BoxLocation, str]]:
+        """Yields the boxes of a rank, each once, at the location that all plans use."""
         for parameter, shard in shard_map.shards(rank).items():
             for piece in shard.pieces:
-                if piece.tensor in self._leave:
+                if piece.tensor in self._keep:
                     continue
-                place = next(place for place in shard_map.places(piece.tensor) if place.box == piece.source)
-                spot = place.on(rank)
-                if (spot.parameter, spot.at) == (parameter, piece.target):
-                    yield place, spot, piece.tensor
+                replicas = _replicas_of(shard_map, piece.tensor, piece.source)
+                location = replicas.location_on(rank)
+                if (location.parameter, location.parameter_box) == (parameter, piece.target):
+                    yield replicas, location, piece.tensor
 
-    def _overlaps(self, shard_map: ShardMap, tensor: str, box: Box) -> Iterator[tuple[BoxReplicas, Box]]:
-        for place in shard_map.places(tensor):
-            if common := intersect(place.box, box):
-                yield place, common
-
-    def _relation(self, holders: Ranks, needers: Ranks) -> BoxRouting:
-        key = (id(holders), id(needers))  # holdings hand out one object for equal ranks, and keep it
-        if key not in self._relations:
-            self._relations[key] = BoxRouting(holders, needers, self.node)
-        return self._relations[key]
+    def _routing(self, holders: Ranks, needers: Ranks) -> BoxRouting:
+        key = (id(holders), id(needers))  # shard maps return one object for equal ranks, and keep it
+        if key not in self._routings:
+            self._routings[key] = BoxRouting(holders, needers, self.ranks_per_node)
+        return self._routings[key]
 
     def _ordered(self, moves: list[Transfer]) -> tuple[Transfer, ...]:
         return tuple(sorted(moves, key=lambda move: (self.position(move.tensor), move.box)))
 
 
-def plan(source: ShardMap, target: ShardMap, node: int | None = None, leave: frozenset[str] = frozenset()) -> Plan:
-    """How every element of `target` comes from `source`, but for the tensors in `leave`, which keep their values.
+def plan(
+    source: ShardMap, target: ShardMap, ranks_per_node: int | None = None, keep: frozenset[str] = frozenset()
+) -> Plan:
+    """Plans how every element of the target comes from the source.
 
-    `node` is the number of ranks of a node; None: all ranks are on one.
-    Raises UserError naming tensor and box where the source lacks elements, has them twice, or is of another shape.
+    Args:
+        source: shards that are read.
+        target: shards that are written.
+        ranks_per_node: consecutive ranks on one node; None: all ranks are on one node.
+        keep: tensors of the target that keep their values.
+
+    Raises:
+        UserError: with tensor and box, where the source does not have elements, has them twice, or has a tensor of
+            another shape.
     """
     ranks = max((*source.ranks, *target.ranks)) + 1
-    return Plan(source, target, node or ranks, leave)
+    return Plan(source, target, ranks_per_node or ranks, keep)
+
+
+def best_stride(
+    source: ShardMap, table: WeightTable, placement: EnginePlacement, ranks_per_node: int
+) -> EnginePlacement:
+    """Returns the engine placement whose stride moves the fewest bytes; the smallest stride of equally good ones.
+
+    HybridFlow (arXiv:2409.19256, section 5.3) groups ranks so that each has its generation shard among its own
+    training shards; SGLang's engines allow that with `base_gpu_id` and `gpu_id_step`.
+
+    Args:
+        source: shards of the training ranks.
+        table: weight table of the model.
+        placement: layout and ranks of the engines.
+        ranks_per_node: consecutive ranks on one node.
+    """
+
+    def bytes_received(candidate: EnginePlacement) -> int:
+        traffic = plan(source, table.shard_map_sglang(candidate), ranks_per_node).traffic(itemsize=2)
+        return sum(rank.received for rank in traffic.values())
+
+    candidates = list(placement.strides(ranks_per_node))
+    return min(candidates, key=bytes_received) if len(candidates) > 1 else placement
+
+
+def _replicas_of(shard_map: ShardMap, tensor: str, box: Box) -> BoxReplicas:
+    return next(replicas for replicas in shard_map.replicas(tensor) if replicas.box == box)
+
+
+def _overlaps(shard_map: ShardMap, tensor: str, box: Box) -> Iterator[tuple[BoxReplicas, Box]]:
+    for replicas in shard_map.replicas(tensor):
+        if common := intersect(replicas.box, box):
+            yield replicas, common
+
+
+def _check(source: ShardMap, target: ShardMap, tensors: Iterable[str]) -> None:
+    """Raises UserError with tensor and box for the first tensor that the source does not cover exactly once."""
+    if source.tensors is not target.tensors:
+        _check_same_shapes(source, target)
+    valid: set[tuple[tuple[Box, ...], tuple[Box, ...]]] = set()
+    for name in tensors:
+        needed, held = target.replicas(name), source.replicas(name)
+        boxes = tuple(item.box for item in held), tuple(item.box for item in needed)
+        if boxes in valid:  # another tensor with the same boxes; names make no difference
+            continue
+        _check_disjoint(name, "source", held)
+        _check_disjoint(name, "target", needed)
+        for item in needed:
+            shape = target.tensors[name].shape
+            if len(item.box) != len(shape) or intersect(item.box, full_box(shape)) != item.box:
+                raise UserError(f"{name}: the box {item.box} of the target is outside the tensor's shape {shape}.")
+            if missing := uncovered(item.box, boxes[0]):
+                raise UserError(
+                    f"{name}: the box {missing[0]}, which rank {item.ranks[0]} needs for "
+                    f"{item.locations[0].parameter}, is missing in the source."
+                )
+        valid.add(boxes)
+
+
+def _check_same_shapes(source: ShardMap, target: ShardMap) -> None:
+    for name, info in target.tensors.items():
+        other = source.tensors.get(name)
+        if other is not None and other.shape != info.shape:
+            raise UserError(
+                f"{name}: the shape is {other.shape} in the source and {info.shape} in the target. "
+                "Use two shardings of one model."
+            )
+
+
+def _check_disjoint(name: str, side: str, replicas: Sequence[BoxReplicas]) -> None:
+    for a, b in combinations(replicas, 2):
+        common = intersect(a.box, b.box)
+        if common and (side == "source" or set(a.ranks).intersection(b.ranks)):
+            raise UserError(f"{name}: the box {common} is in the {side} twice, in {a.box} and in {b.box}.")

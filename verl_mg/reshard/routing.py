@@ -1,102 +1,173 @@
-"""Who gets a box from whom, when some ranks hold it and others need it. Pure arithmetic on rank numbers."""
+"""Who sends a box to whom, when some ranks have it and others need it; and which rank writes it to a file.
+
+Pure arithmetic on rank numbers, the same on every rank.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-Ranks = tuple[int, ...]
+from verl_mg.sharding.boxes import Box
+from verl_mg.sharding.shard_map import Ranks, ShardMap
 
 # The fractional part of the golden ratio, in 32 bits: its multiples fall evenly into any number of bins.
 _GOLDEN, _BITS = 0x9E3779B9, 32
+_FILE = -1  # rank number of a file, which needs every box of the model
 
 
 class BoxRouting:
-    """One set of holders and one of needers, on nodes of `node` ranks.
+    """Routes of a box from its holders to the ranks that need it.
 
-    A needer that holds the box takes its own. Where a node has holders, its needers share them. A node without
-    one lets the box in once: a needer, the gateway, receives it and hands it on to the others of the node. `turn`, a
-    number of the box, rotates holders and gateways, so that over many boxes all do the same work.
+    - A rank that has the box takes it from itself.
+    - On a node with holders, these serve the other ranks of the node in rotation.
+    - A node without holders receives the box once: one of its ranks, the gateway, receives it from a holder and
+      forwards it to the others.
+
+    `rotation`, the number of the tensor, rotates holders and gateways, so that over many tensors all do equal work.
     """
 
-    def __init__(self, holders: Ranks, needers: Ranks, node: int) -> None:
-        self._node, self.holders = node, holders
+    def __init__(self, holders: Ranks, needers: Ranks, ranks_per_node: int) -> None:
+        """Groups the ranks by node.
+
+        Args:
+            holders: ranks that have the box, in rising order.
+            needers: ranks that need the box, in rising order.
+            ranks_per_node: consecutive ranks on one node.
+        """
+        self._ranks_per_node, self.holders = ranks_per_node, holders
         held = set(holders)
-        self.wanting: dict[int, list[int]] = defaultdict(list)
+        self.receivers: dict[int, list[int]] = defaultdict(list)  # by node, those that do not have the box
         for rank in needers:
             if rank not in held:
-                self.wanting[rank // node].append(rank)
-        self._near: dict[int, list[int]] = defaultdict(list)
+                self.receivers[rank // ranks_per_node].append(rank)
+        self._local_holders: dict[int, list[int]] = defaultdict(list)  # by node, where there are receivers
         for rank in holders:
-            if rank // node in self.wanting:
-                self._near[rank // node].append(rank)
-        self._far = [place for place in self.wanting if place not in self._near]
+            if rank // ranks_per_node in self.receivers:
+                self._local_holders[rank // ranks_per_node].append(rank)
+        self._nodes_without_holder = [node for node in self.receivers if node not in self._local_holders]
 
-    def source_of(self, rank: int, turn: int) -> int:
-        """The rank that `rank`, a needer, takes the box from; itself where it holds it."""
-        place = rank // self._node
-        peers = self.wanting.get(place, [])
+    def source_of(self, rank: int, rotation: int) -> int:
+        """Returns the rank from which a rank takes the box.
+
+        Args:
+            rank: a rank that needs the box.
+            rotation: number of the tensor.
+
+        Returns:
+            The sender, or `rank` itself where it has the box.
+        """
+        node = rank // self._ranks_per_node
+        peers = self.receivers.get(node, [])
         if rank not in peers:
             return rank
-        if near := self._near.get(place):
-            return near[(_spin(turn, len(near)) + peers.index(rank)) % len(near)]
-        gateway = self._gateway(place, turn)
+        if local := self._local_holders.get(node):
+            return local[(_rotate(rotation, len(local)) + peers.index(rank)) % len(local)]
+        gateway = self._gateway(node, rotation)
         if rank != gateway:
             return gateway
-        return self.holders[(_spin(turn, len(self.holders)) + self._far.index(place)) % len(self.holders)]
+        offset = _rotate(rotation, len(self.holders)) + self._nodes_without_holder.index(node)
+        return self.holders[offset % len(self.holders)]
 
-    def forwarded(self, rank: int, turn: int) -> bool:
-        """Whether `rank`, a needer without the box, gets it from its node's gateway."""
-        place = rank // self._node
-        return place not in self._near and rank != self._gateway(place, turn)
+    def forwarded(self, rank: int, rotation: int) -> bool:
+        """Returns whether a rank receives the box from its node's gateway instead of a holder.
 
-    def served_by(self, rank: int, turn: int) -> Iterator[int]:
-        """The ranks that a holder sends the box to."""
-        place = rank // self._node
-        near = self._near.get(place, [])
-        if near:
-            first = (near.index(rank) - _spin(turn, len(near))) % len(near)
-            yield from self.wanting[place][first :: len(near)]
-        if self._far:
-            first = (self.holders.index(rank) - _spin(turn, len(self.holders))) % len(self.holders)
-            for far in self._far[first :: len(self.holders)]:
-                yield self._gateway(far, turn)
-
-    def relayed_by(self, rank: int, turn: int) -> list[int]:
-        """The ranks that a needer hands the box on to: the others of its node, where it is the gateway."""
-        place = rank // self._node
-        if place in self._near or rank != self._gateway(place, turn):
-            return []
-        return [peer for peer in self.wanting[place] if peer != rank]
-
-    def shares(self) -> Iterator[tuple[int, float, float]]:
-        """(rank, how often it receives the box, how often from another node), for every rank that lacks it.
-
-        Which needer of a node is the gateway rotates: each enters its share.
+        Args:
+            rank: a rank that needs the box and does not have it.
+            rotation: number of the tensor.
         """
-        for place, peers in self.wanting.items():
-            entering = 0.0 if place in self._near else 1.0 / len(peers)
-            for rank in peers:
-                yield rank, 1.0, entering
+        node = rank // self._ranks_per_node
+        return node not in self._local_holders and rank != self._gateway(node, rotation)
 
-    def work(self) -> Iterator[tuple[int, float]]:
-        """(rank, how often it sends the box in the mean over turns)."""
-        for place, near in self._near.items():
-            for rank in near:
-                yield rank, len(self.wanting[place]) / len(near)
-        if self._far:
+    def send_targets(self, rank: int, rotation: int) -> Iterator[int]:
+        """Yields the ranks to which a holder sends the box.
+
+        Args:
+            rank: a rank that has the box.
+            rotation: number of the tensor.
+        """
+        node = rank // self._ranks_per_node
+        local = self._local_holders.get(node, [])
+        if local:
+            first = (local.index(rank) - _rotate(rotation, len(local))) % len(local)
+            yield from self.receivers[node][first :: len(local)]
+        if self._nodes_without_holder:
+            first = (self.holders.index(rank) - _rotate(rotation, len(self.holders))) % len(self.holders)
+            for remote in self._nodes_without_holder[first :: len(self.holders)]:
+                yield self._gateway(remote, rotation)
+
+    def forward_targets(self, rank: int, rotation: int) -> list[int]:
+        """Returns the ranks to which a gateway forwards the box; empty for other ranks.
+
+        Args:
+            rank: a rank that needs the box and does not have it.
+            rotation: number of the tensor.
+        """
+        node = rank // self._ranks_per_node
+        if node in self._local_holders or rank != self._gateway(node, rotation):
+            return []
+        return [peer for peer in self.receivers[node] if peer != rank]
+
+    def receive_counts(self) -> Iterator[tuple[int, float, float]]:
+        """Yields (rank, receptions of the box, of these from another node), as means over rotations."""
+        for node, peers in self.receivers.items():
+            inter_node = 0.0 if node in self._local_holders else 1.0 / len(peers)
+            for rank in peers:
+                yield rank, 1.0, inter_node
+
+    def send_counts(self) -> Iterator[tuple[int, float]]:
+        """Yields (rank, sends of the box), as means over rotations; a rank may come several times."""
+        for node, local in self._local_holders.items():
+            for rank in local:
+                yield rank, len(self.receivers[node]) / len(local)
+        if self._nodes_without_holder:
             for rank in self.holders:
-                yield rank, len(self._far) / len(self.holders)
-        for place in self._far:
-            peers = self.wanting[place]
+                yield rank, len(self._nodes_without_holder) / len(self.holders)
+        for node in self._nodes_without_holder:
+            peers = self.receivers[node]
             for rank in peers:
                 yield rank, (len(peers) - 1) / len(peers)
 
-    def _gateway(self, place: int, turn: int) -> int:
-        peers = self.wanting[place]
-        return peers[_spin(turn, len(peers))]
+    def _gateway(self, node: int, rotation: int) -> int:
+        peers = self.receivers[node]
+        return peers[_rotate(rotation, len(peers))]
 
 
-def _spin(turn: int, size: int) -> int:
-    """The bin of `size` that a turn falls into."""
-    return ((turn * _GOLDEN) & ((1 << _BITS) - 1)) * size >> _BITS
+@dataclass(frozen=True, slots=True)
+class WriteAssignment:
+    """A box of a tensor that a rank writes when a model is saved."""
+
+    tensor: str
+    """Hugging Face name of the tensor."""
+    box: Box
+    """Box in the tensor."""
+    parameter: str
+    """Parameter of the rank that contains the box."""
+    parameter_box: Box
+    """Box of the same elements in the parameter."""
+
+
+def assign_writes(source: ShardMap, rank: int) -> Iterator[WriteAssignment]:
+    """Yields the boxes that a rank writes; all ranks together write each box of the model once.
+
+    The ranks that have a box take turns from tensor to tensor.
+
+    Args:
+        source: shards of all ranks.
+        rank: global rank.
+    """
+    for parameter, shard in source.shards(rank).items():
+        for piece in shard.pieces:
+            replicas = next(item for item in source.replicas(piece.tensor) if item.box == piece.source)
+            location = replicas.location_on(rank)
+            # A file is a receiver on a node without holders.
+            routing = BoxRouting(replicas.ranks, (_FILE,), ranks_per_node=1)
+            writer = routing.source_of(_FILE, source.tensors[piece.tensor].position)
+            if rank == writer and (location.parameter, location.parameter_box) == (parameter, piece.target):
+                yield WriteAssignment(piece.tensor, piece.source, parameter, piece.target)
+
+
+def _rotate(rotation: int, size: int) -> int:
+    """Returns the bin, of `size` bins, into which a multiple of the golden ratio falls."""
+    return ((rotation * _GOLDEN) & ((1 << _BITS) - 1)) * size >> _BITS

@@ -68,7 +68,7 @@ class Role:
         self.runner = ModelRunner(model_dir, groups, dtype, recompute, self.head, self.behind, lora, context.timer)
         self._context = context
         self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch
-        self._flops = row_flops(self.runner.table)
+        self._flops = row_flops(self.runner.table.config, self.runner.table.tensor_index)
         self.cpu_offload = CpuOffload(self.runner)
 
     def forward(self, batch: Batch, call: str = "forward", mask: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.sharded_state import weights
 from verl_mg.megatron.trainer import TokenLoss, Trainer, TrainerCounters
-from verl_mg.reshard.write_assignment import assign_writes
+from verl_mg.reshard.routing import assign_writes
 from verl_mg.roles.role import Role
 from verl_mg.roles.row_dispatch import RowIndex, build_row_index
 from verl_mg.sharding.boxes import slices
@@ -244,7 +244,7 @@ class TrainableRole(Role):
         for parameter, writes in groupby(assigned, lambda write: write.parameter):
             values = served[parameter].detach()
             for write in writes:
-                writer.write(write.tensor, write.box, values[slices(write.at)])
+                writer.write(write.tensor, write.box, values[slices(write.parameter_box)])
         if lora and adapter_writer and self.runner.is_member:
             for tensor, box, values in lora.own(self.runner.groups.coordinates):
                 adapter_writer.write(tensor, box, values)

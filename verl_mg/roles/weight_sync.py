@@ -165,9 +165,9 @@ def sources(portion: Schedule, runner: ModelRunner, own: dict[str, Tensor]) -> M
     """
     if not runner.adapted:
         return own
-    taken = {copy.source for copy in portion.copies if not copy.of_target}
+    taken = {copy.source for copy in portion.copies if not copy.from_target}
     messages = (message for bucket in portion.buckets for message in bucket.messages)
-    taken |= {part.parameter for m in messages if m.outgoing and not m.forwarded for part in m.parts}
+    taken |= {part.parameter for m in messages if m.outgoing and not m.forwarded for part in m.segments}
     served = runner.served_parameters()
     return own | {name: served[name] for name in taken & runner.adapted}
 

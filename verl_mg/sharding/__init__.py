@@ -1,1 +1,1 @@
-"""Sharding tables: which box of which Hugging Face tensor each parameter shard holds, per runtime."""
+"""Which box of which Hugging Face tensor each parameter shard contains, for each runtime."""

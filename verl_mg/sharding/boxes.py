@@ -1,55 +1,76 @@
-"""Boxes of elements, and the shards that are put together from them."""
+"""Boxes of tensor elements, and parameter shards as unions of such boxes.
+
+box      half-open ranges, one for each dimension; identifies elements of a tensor
+piece    a box of a Hugging Face tensor, and the box of the same elements in a parameter shard
+shard    a parameter on one rank: its shape, its pieces, and boxes that are padding
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from verl_mg.errors import UserError
 
 Box = tuple[tuple[int, int], ...]
-"""Half-open ranges, one a dimension: ((0, 4), (8, 16)) is rows 0..3 of columns 8..15."""
+"""Half-open ranges, one for each dimension: ((0, 4), (8, 16)) is rows 0 to 3 of columns 8 to 15."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The box `source` of the Hugging Face tensor `tensor`, standing at the box `target` of a shard.
-
-    A shard may stack tensors: its leading dimensions that the tensor lacks are then 1 long in `target`.
-    """
+    """A box of a Hugging Face tensor, and the box of a parameter shard that contains the same elements."""
 
     tensor: str
+    """Name of the tensor in the Hugging Face checkpoint."""
     source: Box
+    """Box in the tensor."""
     target: Box
+    """Box in the shard. A shard may stack tensors: its additional leading dimensions have length 1 here."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter as one rank holds it: its shape, its pieces, and the boxes that are declared padding."""
+    """A parameter on one rank as a disjoint union of pieces and padding."""
 
     shape: tuple[int, ...]
+    """Shape of the parameter on the rank."""
     pieces: tuple[Piece, ...]
+    """Pieces of Hugging Face tensors, each element of the shard in at most one of them."""
     padding: tuple[Box, ...] = ()
+    """Boxes of the shard that no tensor fills, such as the rows that pad a vocabulary."""
 
 
 def full_box(shape: tuple[int, ...]) -> Box:
-    """The box of a whole tensor."""
+    """Returns the box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
+    """Returns the length of each range of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def numel(box: Box) -> int:
-    """The number of elements in a box."""
+    """Returns the number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """Returns the box as an index of a tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both boxes, or None."""
+    """Returns the elements that are in both boxes of one tensor.
+
+    Args:
+        a: box with as many dimensions as `b`.
+        b: the other box.
+
+    Returns:
+        The common box, or None where there is none.
+    """
     if a == b:
         return a
     common = tuple((max(s, t), min(u, v)) for (s, u), (t, v) in zip(a, b, strict=True))
@@ -57,7 +78,16 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def translate_box(inner: Box, origin: Box, destination: Box) -> Box:
-    """`inner`, a part of `origin`, at the same place in the equally large `destination`, which may be stacked."""
+    """Moves a box from one frame of reference to another, for example from a tensor to a shard of it.
+
+    Args:
+        inner: box inside `origin`.
+        origin: box in the first tensor.
+        destination: box of the same shape in the second tensor, which may have additional leading dimensions.
+
+    Returns:
+        The box that has the same offset in `destination` as `inner` has in `origin`.
+    """
     stacked = len(destination) - len(origin)
     if inner == origin:
         return destination
@@ -68,7 +98,12 @@ def translate_box(inner: Box, origin: Box, destination: Box) -> Box:
 
 
 def split(box: Box, limit: int) -> Iterator[Box]:
-    """The box in parts of at most `limit` elements, cut along its first dimensions."""
+    """Yields the parts of a box, cut along its first dimensions.
+
+    Args:
+        box: the box.
+        limit: maximum number of elements of a part, at least 1.
+    """
     if numel(box) <= limit:
         yield box
         return
@@ -80,7 +115,13 @@ def split(box: Box, limit: int) -> Iterator[Box]:
 
 
 def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The elements start..stop - 1 of a flattened tensor as boxes, each contiguous in memory, one after another."""
+    """Yields a range of a flattened tensor as boxes, each contiguous in memory, in rising order.
+
+    Args:
+        shape: shape of the tensor.
+        start: index of the first element in the flattened tensor.
+        stop: index after the last element.
+    """
     inner = math.prod(shape[1:])
     while start < stop:
         row, within = divmod(start, inner)
@@ -94,28 +135,60 @@ def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
         start = row * inner + end
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """The box as an index of a tensor."""
-    return tuple(slice(start, stop) for start, stop in box)
+def uncovered(box: Box, covers: Sequence[Box]) -> list[Box]:
+    """Returns the parts of a box that no other box covers.
+
+    Args:
+        box: the box to cover.
+        covers: disjoint boxes of the same tensor.
+    """
+    overlaps = [common for cover in covers if (common := intersect(cover, box))]
+    if sum(map(numel, overlaps)) == numel(box):
+        return []
+    remaining = [box]
+    for cover in overlaps:
+        remaining = [part for whole in remaining for part in _without(whole, cover)]
+    return remaining
+
+
+def _without(box: Box, hole: Box) -> list[Box]:
+    """Returns the parts of a box that are outside another one."""
+    common = intersect(box, hole)
+    if common is None:
+        return [box]
+    parts = []
+    for axis, ((start, stop), (first, last)) in enumerate(zip(box, common, strict=True)):
+        for low, high in ((start, first), (last, stop)):
+            if low < high:
+                parts.append((*common[:axis], (low, high), *box[axis + 1 :]))
+    return parts
 
 
 def check_shard(parameter: str, shard: Shard) -> None:
-    """UserError naming the box where a shard is not written exactly once, or where a piece does not fit."""
+    """Checks that every element of a shard is written exactly once.
+
+    Args:
+        parameter: name of the parameter, for the error.
+        shard: the shard.
+
+    Raises:
+        UserError: with the box, where an element is written twice or never, or where a piece does not fit.
+    """
     for piece in shard.pieces:
         stacked = len(piece.target) - len(piece.source)
         if stacked < 0 or box_shape(piece.target)[stacked:] != box_shape(piece.source):
             raise UserError(
-                f"{parameter}: a box of {box_shape(piece.source)} of {piece.tensor} "
-                f"stands in one of {box_shape(piece.target)}"
+                f"{parameter}: a box of shape {box_shape(piece.source)} of {piece.tensor} is mapped to a box of shape "
+                f"{box_shape(piece.target)}. Trace the table again, or correct it."
             )
     boxes = sorted([piece.target for piece in shard.pieces] + list(shard.padding))
     for number, box in enumerate(boxes):
         if len(box) != len(shard.shape) or intersect(box, full_box(shard.shape)) != box:
-            raise UserError(f"{parameter}: the box {box} is not inside its shape {shard.shape}")
+            raise UserError(f"{parameter}: the box {box} is outside the shape {shard.shape} of the parameter.")
         for other in boxes[number + 1 :]:
-            if other[0][0] >= box[0][1]:  # sorted: none further on can meet it
+            if other[0][0] >= box[0][1]:  # sorted: no later box can overlap this one
                 break
             if common := intersect(box, other):
-                raise UserError(f"{parameter}: the box {common} is written twice")
+                raise UserError(f"{parameter}: the box {common} is written twice.")
     if missing := math.prod(shard.shape) - sum(map(numel, boxes)):
-        raise UserError(f"{parameter}: {missing} of its {math.prod(shard.shape)} elements come from nowhere")
+        raise UserError(f"{parameter}: {missing} of {math.prod(shard.shape)} elements have no source tensor.")

@@ -1,45 +1,196 @@
-"""A line of a dialect: one parameter of a framework, its tensors, its rule and what cuts it."""
+"""How Hugging Face tensors form a parameter: the rules that cut and fuse them, and the table rows that use the rules.
+
+`rows` and `columns` mean the first and the second dimension of a weight (out, in). Megatron's "column parallel"
+layers split rows in this sense.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from verl_mg.models.hf_tensors import TensorSpec
-from verl_mg.sharding.shard_rules import Rule, whole
+from verl_mg.sharding.boxes import Box, Piece, Shard, full_box
 
-Axis = Literal["whole", "tensor", "attention", "vocabulary", "expert"]
-"""Which parallel axis cuts a parameter: none, tensor, attention's own tensor axis, the vocabulary's, the experts'."""
+Axis = Literal["replicated", "tensor", "attention", "vocabulary", "expert"]
+"""The parallel axis that shards a parameter: none, tensor parallelism, the tensor parallelism of attention, of the
+vocabulary, or of experts."""
+
+
+class ShardRule(Protocol):
+    """Function that gives the shard of one rank of a parallel axis."""
+
+    def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+        """Returns the shard.
+
+        Args:
+            tensors: the Hugging Face tensors that form the parameter.
+            rank: index on the axis, from 0.
+            size: ranks on the axis. It must divide the tensors; layouts are checked before.
+        """
+        ...
+
+
+def replicate(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+    """Gives every rank the whole tensors, concatenated along their first dimension.
+
+    Args:
+        tensors: tensors with equal dimensions after the first.
+        rank: ignored.
+        size: ignored.
+    """
+    return FusedRows(1)(tensors, 0, 1)
+
+
+def split_rows(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+    """Cuts each tensor along its first dimension; a shard concatenates its slab of every tensor.
+
+    Args:
+        tensors: tensors with equal dimensions after the first.
+        rank: index on the axis.
+        size: ranks on the axis.
+    """
+    return FusedRows(size)(tensors, rank, size)
+
+
+def split_columns(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+    """Cuts a single tensor along its second dimension.
+
+    Args:
+        tensors: one tensor.
+        rank: index on the axis.
+        size: ranks on the axis.
+    """
+    (tensor,) = tensors
+    height, width = tensor.shape[0], tensor.shape[1] // size
+    source: Box = ((0, height), (rank * width, (rank + 1) * width))
+    return Shard((height, width), (Piece(tensor.name, source, full_box((height, width))),))
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Rule that fuses tensors along their first dimension unit by unit, and cuts the result there.
+
+    Each tensor is divided into `units` slabs. The fused parameter is unit after unit, and in each unit a slab of every
+    tensor; a rank has a run of whole units. Megatron's fused QKV weight has one unit for each query group.
+    """
+
+    units: int
+    """Number of units, a multiple of the ranks on the axis."""
+
+    def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+        """Returns the shard; all tensors have the same dimensions after the first."""
+        units = range(rank * self.units // size, (rank + 1) * self.units // size)
+        return _concatenate([(tensor, self.units, unit) for unit in units for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rule for q, k and v: a slab of each, where a rank has at least one key-value head.
+
+    With more ranks than heads, `size / kv_heads` neighbouring ranks have the same key-value head.
+    """
+
+    kv_heads: int
+    """Key-value heads of a layer."""
+
+    def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+        """Returns the shard; the tensors are q, k and v."""
+        q, *kv = tensors
+        parts = min(size, self.kv_heads)
+        return _concatenate([(q, size, rank), *((tensor, parts, rank * parts // size) for tensor in kv)])
+
+
+@dataclass(frozen=True)
+class VocabularyRows:
+    """Rule that splits the rows of a vocabulary, padded behind the last token."""
+
+    multiple: int
+    """The padded number of rows is a multiple of this."""
+    on_each_rank: bool = True
+    """Whether the multiple applies to the rows of each rank, or to those of all ranks together."""
+
+    def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+        """Returns the shard; a rank behind the last token has padding only."""
+        (tensor,) = tensors
+        vocab, rest = tensor.shape[0], full_box(tensor.shape[1:])
+        height = self.padded(vocab, size) // size
+        start, stop = min(rank * height, vocab), min((rank + 1) * height, vocab)
+        real = stop - start
+        pieces = (Piece(tensor.name, ((start, stop), *rest), ((0, real), *rest)),) if real else ()
+        padding = (((real, height), *rest),) if real < height else ()
+        return Shard((height, *tensor.shape[1:]), pieces, padding)
+
+    def padded(self, vocab: int, size: int) -> int:
+        """Returns the rows on all ranks together, including padding.
+
+        Args:
+            vocab: tokens of the vocabulary.
+            size: ranks on the axis.
+        """
+        over_all = -(-vocab // self.multiple) * self.multiple
+        if not self.on_each_rank and over_all % size == 0:
+            return over_all
+        return -(-vocab // (size * self.multiple)) * size * self.multiple
 
 
 @dataclass(frozen=True, eq=False)
 class ParamSpec:
-    """One parameter of a dialect and the Hugging Face tensors in it.
+    """One row of a runtime's table: a parameter, its Hugging Face tensors, and how they are sharded.
 
-    With tensors of experts, a name with `{expert}` stands for a parameter of each local expert; a name without
-    it for one parameter that stacks all local experts along a new first dimension.
+    For tensors of experts, a name with `{expert}` means one parameter for each local expert; a name without it means
+    one parameter that stacks all local experts along a new first dimension.
     """
 
     name: str
-    sources: tuple[TensorSpec, ...]
-    rule: Rule = whole
-    axis: Axis = "whole"
+    """Name of the parameter below the prefix of its block."""
+    tensors: tuple[TensorSpec, ...]
+    """The Hugging Face tensors that the parameter consists of."""
+    rule: ShardRule = replicate
+    """Function that gives the shard of each rank on the axis."""
+    axis: Axis = "replicated"
+    """The parallel axis that shards the parameter."""
 
     @property
     def per_expert(self) -> bool:
-        """Whether the tensors are those of experts."""
-        return self.sources[0].per_expert
+        """Whether the tensors belong to experts."""
+        return self.tensors[0].per_expert
 
     @property
     def stacked(self) -> bool:
-        """Whether it stacks all local experts."""
+        """Whether the parameter stacks all local experts."""
         return self.per_expert and "{expert}" not in self.name
 
 
 @dataclass(frozen=True)
 class ParamBlock:
-    """Weights under a common prefix: those of layer number `layer`, or of no layer."""
+    """Parameters with a common prefix."""
 
     prefix: str
-    weights: tuple[ParamSpec, ...]
+    """Prefix of the parameters' names, such as `decoder.layers.0.`."""
+    params: tuple[ParamSpec, ...]
+    """The parameters of the block."""
     layer: int | None = None
+    """Global index of the transformer layer; None outside the layers."""
+
+
+def optional_param(name: str, tensor: TensorSpec | None) -> tuple[ParamSpec, ...]:
+    """Returns a replicated parameter in a tuple, or an empty tuple.
+
+    Args:
+        name: name of the parameter.
+        tensor: its tensor; None where the model has no such tensor.
+    """
+    return (ParamSpec(name, (tensor,)),) if tensor else ()
+
+
+def _concatenate(parts: list[tuple[TensorSpec, int, int]]) -> Shard:
+    """Concatenates slabs along the first dimension; a part is (tensor, number of slabs, index of the slab)."""
+    pieces, row = [], 0
+    rest = parts[0][0].shape[1:]
+    for tensor, count, index in parts:
+        height = tensor.shape[0] // count
+        source = ((index * height, (index + 1) * height), *full_box(rest))
+        pieces.append(Piece(tensor.name, source, ((row, row + height), *full_box(rest))))
+        row += height
+    return Shard((row, *rest), tuple(pieces))

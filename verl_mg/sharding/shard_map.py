@@ -1,4 +1,27 @@
-"""Who holds what: the shards of every rank, and for each tensor the places where its boxes lie."""
+"""Sharding of a model over ranks, indexed both ways: rank -> shards, tensor -> the locations of its boxes.
+
+    Hugging Face tensor t (6, 4), tensor parallel 2, ranks 0 and 1, replicated on ranks 2 and 3:
+
+              columns 0-3
+            +-------------+
+    rows    |  box 0:3    |  BoxReplicas(box 0:3, ranks (0, 2), locations ...)
+    0-2     |             |
+            +-------------+
+    rows    |  box 3:6    |  BoxReplicas(box 3:6, ranks (1, 3), locations ...)
+    3-5     |             |
+            +-------------+
+
+    shard of rank 0: parameter "fused.weight" (6, 4)
+            +-------------+
+            | piece: t    |  <- BoxLocation(ranks (0, 2), parameter "fused.weight", parameter_box 0:3, 0:4)
+            +-------------+
+            | piece: u    |     rows of another tensor in the same parameter
+            +-------------+
+
+We say *box* for ranges of a tensor, *piece* for a box together with its position in a shard, *shard* for a parameter on
+one rank, *location* for the position of a box in a parameter of some ranks, and *replicas* for a box together with all
+ranks that have it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from verl_mg.models.tensor_index import Entry, TensorIndex, TensorInfo
+from verl_mg.models.hf_tensors import TensorEntry, TensorIndex, TensorInfo
 from verl_mg.sharding.boxes import Box, Piece, Shard, check_shard
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
 
@@ -17,207 +40,246 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BoxLocation:
-    """Where a box stands on some ranks: the parameter, and the box in it."""
+    """Position of a box of a tensor in the memory of some ranks."""
 
     ranks: Ranks
+    """Global ranks, in rising order."""
     parameter: str
-    at: Box
+    """Parameter that contains the box on these ranks."""
+    parameter_box: Box
+    """Box of the same elements in the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxReplicas:
-    """A box of a tensor, all ranks that hold it in rising order, and where."""
+    """A box of a tensor and all ranks that have it."""
 
     box: Box
+    """Box in the Hugging Face tensor."""
     ranks: Ranks
-    spots: tuple[BoxLocation, ...]
+    """Global ranks that have the box, in rising order."""
+    locations: tuple[BoxLocation, ...]
+    """Positions in the ranks' parameters; a single one where they are the same on all ranks."""
 
-    def on(self, rank: int) -> BoxLocation:
-        """Where it stands on one of its ranks."""
-        return self.spots[0] if len(self.spots) == 1 else next(spot for spot in self.spots if rank in spot.ranks)
+    def location_on(self, rank: int) -> BoxLocation:
+        """Returns the location on one of the ranks."""
+        if len(self.locations) == 1:
+            return self.locations[0]
+        return next(location for location in self.locations if rank in location.ranks)
 
 
 class ShardMap(Protocol):
-    """The parameters of a set of global ranks; pure data, no process knows another."""
+    """Parameters of a set of global ranks; pure data that is the same on every process."""
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that hold anything, rising."""
+        """Ranks that have a part of the model, in rising order."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors of the model."""
+        """Tensors of the model by their Hugging Face names."""
         ...
 
     def shards(self, rank: int) -> Mapping[str, Shard]:
-        """The parameters of a rank; {} for one that holds none."""
+        """Returns the parameters of a rank; empty for a rank without any."""
         ...
 
-    def places(self, tensor: str) -> Sequence[BoxReplicas]:
-        """The distinct boxes of a tensor, each with all its ranks; () where nobody holds it."""
+    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+        """Returns the distinct boxes of a tensor, each with all its ranks; empty where no rank has the tensor."""
         ...
 
-    def kind(self, tensor: str) -> Hashable:
-        """What the places of a tensor depend on: tensors of one kind lie on the same ranks in the same boxes."""
+    def sharding_key(self, tensor: str) -> Hashable:
+        """Returns a key that is equal for tensors with the same boxes on the same ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class ParallelIndex:
-    """Where a rank stands: its stage, its group of experts, its index on each axis."""
+    """Position of a rank in the parallel dimensions of a model."""
 
     stage: int
-    experts: int
-    index: Mapping[Axis, int]
+    """Pipeline stage."""
+    expert_group: int
+    """Index on the expert-parallel axis: the group of experts that the rank has."""
+    axis_index: Mapping[Axis, int]
+    """Index on each axis that shards parameters."""
 
 
 class DerivedShardMap:
-    """Holdings by a dialect: sections of weights on stages, cut along axes."""
+    """Shard map that is derived from a table: blocks of parameters on stages, sharded along axes."""
 
     def __init__(
         self,
         tensor_index: TensorIndex,
         stages: Sequence[Sequence[ParamBlock]],
-        sizes: Mapping[Axis, int],
+        axis_sizes: Mapping[Axis, int],
         local_experts: int,
-        seats: Mapping[int, ParallelIndex],
+        indices: Mapping[int, ParallelIndex],
     ) -> None:
-        self._catalogue, self._stages, self._sizes, self._seats = tensor_index, stages, sizes, seats
+        """Indexes the table; shards are built when they are requested.
+
+        Args:
+            tensor_index: the Hugging Face tensors of the model.
+            stages: the parameter blocks of each pipeline stage.
+            axis_sizes: ranks on each axis.
+            local_experts: experts of a rank, in each layer.
+            indices: position of each global rank.
+        """
+        self._tensor_index, self._stages, self._axis_sizes, self._indices = tensor_index, stages, axis_sizes, indices
         self._local_experts = local_experts
-        self.ranks = tuple(sorted(seats))
+        self.ranks = tuple(sorted(indices))
         self.tensors: Mapping[str, TensorInfo] = tensor_index.tensors
         self._templates: dict[tuple[ParamSpec, int], Shard] = {}
-        self._homes: dict[tuple[str, int | None], list[tuple[int, str, ParamSpec]]] = defaultdict(list)
-        for stage, sections in enumerate(stages):
-            for section in sections:
-                for weight in section.weights:
-                    for source in weight.sources:
-                        self._homes[source.name, section.layer].append((stage, section.prefix, weight))
-        self._stages_of = {key: tuple(stage for stage, *_ in homes) for key, homes in self._homes.items()}
-        seated: dict[tuple[int, Axis, int, int], list[int]] = defaultdict(list)
-        for rank, seat in sorted(seats.items()):
-            for axis in sizes:
-                seated[seat.stage, axis, seat.index[axis], seat.experts if axis == "expert" else 0].append(rank)
-        self._seated = {key: tuple(ranks) for key, ranks in seated.items()}
+        self._specs: dict[tuple[str, int | None], list[tuple[int, str, ParamSpec]]] = defaultdict(list)
+        for stage, blocks in enumerate(stages):
+            for block in blocks:
+                for param in block.params:
+                    for tensor in param.tensors:
+                        self._specs[tensor.name, block.layer].append((stage, block.prefix, param))
+        self._stages_of = {key: tuple(stage for stage, *_ in specs) for key, specs in self._specs.items()}
+        members: dict[tuple[int, Axis, int, int], list[int]] = defaultdict(list)
+        for rank, index in sorted(indices.items()):
+            for axis in axis_sizes:
+                group = index.expert_group if axis == "expert" else 0
+                members[index.stage, axis, index.axis_index[axis], group].append(rank)
+        self._members = {key: tuple(ranks) for key, ranks in members.items()}
         self._interned: dict[Ranks, Ranks] = {}
 
     def shards(self, rank: int) -> dict[str, Shard]:
-        """See `ShardMap`."""
-        if rank not in self._seats:
+        """Builds the shards of the parameters on the rank's stage."""
+        if rank not in self._indices:
             return {}
-        seat = self._seats[rank]
-        found: dict[str, Shard] = {}
-        for section in self._stages[seat.stage]:
-            for weight in section.weights:
-                template = self._template(weight, seat.index[weight.axis])
-                if not weight.per_expert:
-                    found[section.prefix + weight.name] = _named(template, section.layer)
+        index = self._indices[rank]
+        result: dict[str, Shard] = {}
+        for block in self._stages[index.stage]:
+            for param in block.params:
+                template = self._template(param, index.axis_index[param.axis])
+                if not param.per_expert:
+                    result[block.prefix + param.name] = _with_names(template, block.layer)
                     continue
-                experts = range(seat.experts * self._local_experts, (seat.experts + 1) * self._local_experts)
-                parts = [_named(template, section.layer, expert) for expert in experts]
-                if weight.stacked:
-                    found[section.prefix + weight.name] = _stack(parts)
+                first = index.expert_group * self._local_experts
+                experts = range(first, first + self._local_experts)
+                parts = [_with_names(template, block.layer, expert) for expert in experts]
+                if param.stacked:
+                    result[block.prefix + param.name] = _stack(parts)
                 else:
                     for local, part in enumerate(parts):
-                        found[section.prefix + weight.name.format(expert=local)] = part
-        return found
+                        result[block.prefix + param.name.format(expert=local)] = part
+        return result
 
-    def places(self, tensor: str) -> tuple[BoxReplicas, ...]:
-        """See `ShardMap`."""
-        entry = self._catalogue.entries.get(tensor)
+    def replicas(self, tensor: str) -> tuple[BoxReplicas, ...]:
+        """Collects the boxes of the tensor over all parameters that contain it."""
+        entry = self._tensor_index.entries.get(tensor)
         if entry is None:
             return ()
-        spots: dict[Box, list[BoxLocation]] = defaultdict(list)
-        for stage, prefix, weight in self._homes.get((entry.tensor.name, entry.layer), ()):
-            for box, spot in self._spots(entry, stage, prefix, weight):
-                spots[box].append(spot)
-        return tuple(self._place(box, found) for box, found in spots.items())
+        locations: dict[Box, list[BoxLocation]] = defaultdict(list)
+        for stage, prefix, param in self._specs.get((entry.tensor.name, entry.layer), ()):
+            for box, location in self._locations(entry, stage, prefix, param):
+                locations[box].append(location)
+        return tuple(self._box_replicas(box, result) for box, result in locations.items())
 
-    def kind(self, tensor: str) -> Hashable:
-        """See `ShardMap`: its name without numbers, its stages and its group of experts."""
-        entry = self._catalogue.entries[tensor]
+    def sharding_key(self, tensor: str) -> Hashable:
+        """Returns the name without layer and expert numbers, the stages, and the group of the expert."""
+        entry = self._tensor_index.entries[tensor]
         stages = self._stages_of.get((entry.tensor.name, entry.layer))
         return entry.tensor.name, stages, entry.expert // self._local_experts if entry.expert is not None else 0
 
-    def _spots(self, entry: Entry, stage: int, prefix: str, weight: ParamSpec) -> Iterator[tuple[Box, BoxLocation]]:
+    def _locations(
+        self, entry: TensorEntry, stage: int, prefix: str, param: ParamSpec
+    ) -> Iterator[tuple[Box, BoxLocation]]:
         group, local = divmod(entry.expert, self._local_experts) if entry.expert is not None else (0, 0)
-        parameter = prefix + (weight.name if weight.stacked else weight.name.format(expert=local))
-        stacked: Box = ((local, local + 1),) if weight.stacked else ()
-        for index in range(self._sizes[weight.axis]):
-            ranks = self._seated.get((stage, weight.axis, index, group))
+        name = prefix + (param.name if param.stacked else param.name.format(expert=local))
+        stacked: Box = ((local, local + 1),) if param.stacked else ()
+        for index in range(self._axis_sizes[param.axis]):
+            ranks = self._members.get((stage, param.axis, index, group))
             if not ranks:
                 continue
-            for piece in self._template(weight, index).pieces:
+            for piece in self._template(param, index).pieces:
                 if piece.tensor == entry.tensor.name:
-                    yield piece.source, BoxLocation(ranks, parameter, stacked + piece.target)
+                    yield piece.source, BoxLocation(ranks, name, stacked + piece.target)
 
-    def _place(self, box: Box, spots: list[BoxLocation]) -> BoxReplicas:
-        ranks = tuple(sorted({rank for spot in spots for rank in spot.ranks})) if len(spots) > 1 else spots[0].ranks
-        ranks = self._interned.setdefault(ranks, ranks)  # equal sets are one object: plans look them up by identity
-        alike = all((spot.parameter, spot.at) == (spots[0].parameter, spots[0].at) for spot in spots)
-        return BoxReplicas(
-            box, ranks, (BoxLocation(ranks, spots[0].parameter, spots[0].at),) if alike else tuple(spots)
+    def _box_replicas(self, box: Box, locations: list[BoxLocation]) -> BoxReplicas:
+        first = locations[0]
+        ranks = (
+            tuple(sorted({r for location in locations for r in location.ranks})) if len(locations) > 1 else first.ranks
         )
+        ranks = self._interned.setdefault(ranks, ranks)  # equal sets are one object: plans look them up by identity
+        position = (first.parameter, first.parameter_box)
+        if all((location.parameter, location.parameter_box) == position for location in locations):
+            return BoxReplicas(box, ranks, (BoxLocation(ranks, *position),))
+        return BoxReplicas(box, ranks, tuple(locations))
 
-    def _template(self, weight: ParamSpec, index: int) -> Shard:
-        """The shard with the names of its tensors not yet filled in."""
-        key = (weight, index)
+    def _template(self, param: ParamSpec, index: int) -> Shard:
+        """Returns the shard at an axis index, with placeholders for layer and expert in the tensors' names."""
+        key = (param, index)
         if key not in self._templates:
-            self._templates[key] = weight.rule(weight.sources, index, self._sizes[weight.axis])
+            self._templates[key] = param.rule(param.tensors, index, self._axis_sizes[param.axis])
         return self._templates[key]
 
 
 class ExplicitShardMap:
-    """Holdings written down rank by rank, such as those of a traced dialect.
-
-    UserError for a shard whose elements are not each written once.
-    """
+    """Shard map that is given rank by rank, such as that of a traced table."""
 
     def __init__(self, shards: Mapping[int, Mapping[str, Shard]], tensors: Mapping[str, TensorInfo]) -> None:
+        """Stores the shards after checking them.
+
+        Args:
+            shards: {global rank: {parameter: shard}}.
+            tensors: the tensors of the model.
+
+        Raises:
+            UserError: for a shard whose elements are not each written once.
+        """
         self._shards, self.tensors = shards, tensors
         self.ranks = tuple(sorted(shards))
-        for own in shards.values():
-            for parameter, shard in own.items():
+        checked: set[int] = set()
+        for rank_shards in shards.values():
+            if id(rank_shards) in checked:  # replicas of a rank share one object
+                continue
+            checked.add(id(rank_shards))
+            for parameter, shard in rank_shards.items():
                 check_shard(parameter, shard)
 
     def shards(self, rank: int) -> Mapping[str, Shard]:
-        """See `ShardMap`."""
+        """Returns the given shards of the rank."""
         return self._shards.get(rank, {})
 
-    def places(self, tensor: str) -> Sequence[BoxReplicas]:
-        """See `ShardMap`."""
+    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+        """Looks the tensor up in an index of all shards."""
         return self._index.get(tensor, ())
 
-    def kind(self, tensor: str) -> Hashable:
-        """See `ShardMap`: each is its own."""
+    def sharding_key(self, tensor: str) -> Hashable:
+        """Returns the tensor's name: nothing is known about equal tensors."""
         return tensor
 
     @cached_property
     def _index(self) -> dict[str, list[BoxReplicas]]:
-        spots: dict[str, dict[Box, dict[tuple[str, Box], list[int]]]] = defaultdict(
+        locations: dict[str, dict[Box, dict[tuple[str, Box], list[int]]]] = defaultdict(
             lambda: defaultdict(lambda: defaultdict(list))
         )
         for rank in self.ranks:
             for parameter, shard in self._shards[rank].items():
                 for piece in shard.pieces:
-                    spots[piece.tensor][piece.source][parameter, piece.target].append(rank)
+                    locations[piece.tensor][piece.source][parameter, piece.target].append(rank)
         interned: dict[Ranks, Ranks] = {}
 
-        def place(box: Box, found: Mapping[tuple[str, Box], list[int]]) -> BoxReplicas:
-            ranks = tuple(sorted({rank for own in found.values() for rank in own}))
-            where = tuple(BoxLocation(tuple(own), parameter, at) for (parameter, at), own in found.items())
-            return BoxReplicas(box, interned.setdefault(ranks, ranks), where)
+        def box_replicas(box: Box, positions: Mapping[tuple[str, Box], list[int]]) -> BoxReplicas:
+            ranks = tuple(sorted({rank for members in positions.values() for rank in members}))
+            at = tuple(BoxLocation(tuple(members), *position) for position, members in positions.items())
+            return BoxReplicas(box, interned.setdefault(ranks, ranks), at)
 
-        return {tensor: [place(box, found) for box, found in boxes.items()] for tensor, boxes in spots.items()}
+        return {tensor: [box_replicas(*item) for item in boxes.items()] for tensor, boxes in locations.items()}
 
 
-def _named(template: Shard, layer: int | None, expert: int | None = None) -> Shard:
+def _with_names(template: Shard, layer: int | None, expert: int | None = None) -> Shard:
+    """Fills layer and expert into the tensors' names."""
     pieces = tuple(Piece(p.tensor.format(layer=layer, expert=expert), p.source, p.target) for p in template.pieces)
     return Shard(template.shape, pieces, template.padding)
 
 
 def _stack(parts: Sequence[Shard]) -> Shard:
+    """Stacks shards of equal shape along a new first dimension."""
     pieces = tuple(
         Piece(piece.tensor, piece.source, ((local, local + 1), *piece.target))
         for local, part in enumerate(parts)

@@ -1,11 +1,13 @@
-"""A dialect that was traced from an engine's own loader, as a JSON file.
+"""Sharding table that was traced from an engine's weight loader, stored as a JSON file.
 
     {"format": 1, "architecture": "Qwen3ForCausalLM", "sglang": "0.5.23",
      "layout": {"tp": 2, "ep": 1, "attention_dp": 1, "pp": 1},
      "ranks": [{"lm_head.weight": {"shape": [4, 8], "pieces": [["lm_head.weight", [[0, 3], [0, 8]], [[0, 3], [0, 8]]]],
                                    "padding": [[[3, 4], [0, 8]]]}, ...}, ...]}
 
-A piece is a tensor's name, the box of the tensor and the box of the parameter where it stands.
+A piece is the name of a Hugging Face tensor, a box of the tensor, and the box of the parameter with these elements.
+`verl-mg trace` writes such a file. Jobs and `verl-mg plan` use it instead of the built-in table of SGLang with
+`rollout.sharding_table=FILE` (`WeightTable.with_traced_table`).
 """
 
 from __future__ import annotations
@@ -21,37 +23,80 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
-from verl_mg.models.tensor_index import TensorInfo
+from verl_mg.models.hf_tensors import TensorInfo
 from verl_mg.sharding.boxes import Piece, Shard, check_shard
 from verl_mg.sharding.shard_map import ExplicitShardMap
 
 
 @dataclass(frozen=True)
 class TracedTable:
-    """What each rank of an engine holds, under the engine's own names."""
+    """Parameters of every rank of one engine, under the engine's own names."""
 
     architecture: str
-    sglang: str  # its version
+    """Model class, as in `architectures` of config.json."""
+    sglang: str
+    """Version of SGLang whose loader was traced."""
     layout: EngineLayout
+    """Layout of the engine."""
     ranks: tuple[dict[str, Shard], ...]
+    """{parameter: shard} of each rank of the engine, in the order `pp_rank * tp + tp_rank`."""
 
-    def shard_map(self, placement: EnginePlacement) -> ExplicitShardMap:
-        """What the ranks of a placement hold, whose layout must be the traced one."""
-        if placement.layout != self.layout:
-            raise UserError(f"the dialect was traced for rollout layout {self.layout}, not {placement.layout}")
+    def shard_map(self, placement: EnginePlacement, tensors: Mapping[str, TensorInfo]) -> ExplicitShardMap:
+        """Returns the shards of engines on the ranks of a job.
+
+        Args:
+            placement: engines of the traced layout.
+            tensors: the tensors of the model.
+
+        Raises:
+            UserError: the placement has another layout.
+        """
+        self.check_layout(placement.layout)
         members = {rank: placement.coordinates(rank) for rank in placement.ranks}
         shards = {rank: self.ranks[at.pp * self.layout.tp + at.tp] for rank, at in members.items()}
-        return ExplicitShardMap(shards, self._tensors())
+        return ExplicitShardMap(shards, tensors)
 
-    def _tensors(self) -> dict[str, TensorInfo]:
-        """Each tensor reaches as far as its last box."""
-        reach: dict[str, tuple[int, ...]] = {}
+    def check_layout(self, layout: EngineLayout) -> None:
+        """Checks that the table was traced for a layout; raises UserError otherwise."""
+        if layout != self.layout:
+            raise UserError(
+                f"rollout.layout={layout}: rollout.sharding_table was traced for {self.layout}. "
+                f"Write rollout.layout={self.layout}, or run verl-mg trace with --rollout {layout}."
+            )
+
+    def check_model(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        """Checks that the table covers exactly the tensors of a model.
+
+        Args:
+            path: file of the table, for the error.
+            tensors: the tensors of the model.
+
+        Raises:
+            UserError: with the first tensor that is missing, unknown, or has another shape.
+        """
+        shapes = self._shapes()
+        hint = "Run verl-mg trace for this model."
+        for name, info in tensors.items():
+            if name not in shapes:
+                raise UserError(f"{path}: the tensor {name!r} of the model is missing. {hint}")
+            if shapes[name] != info.shape:
+                raise UserError(
+                    f"{path}: the tensor {name!r} has shape {shapes[name]}, but {info.shape} in the model. {hint}"
+                )
+        if unknown := sorted(shapes.keys() - tensors.keys()):
+            raise UserError(f"{path}: the model has no tensor {unknown[0]!r}. {hint}")
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors: each extends to the end of its last box."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for shards in self.ranks:
             for shard in shards.values():
                 for piece in shard.pieces:
                     stops = tuple(stop for _, stop in piece.source)
-                    reach[piece.tensor] = tuple(map(max, stops, reach.get(piece.tensor, stops)))
-        return {name: TensorInfo(position, reach[name]) for position, name in enumerate(sorted(reach))}
+                    known = shapes.get(piece.tensor, stops)
+                    # A damaged table may give one tensor two numbers of dimensions, which no model has.
+                    shapes[piece.tensor] = tuple(map(max, stops, known)) if len(known) == len(stops) else ()
+        return shapes
 
 
 Content = TypeVar("Content", bound=BaseModel)
@@ -86,28 +131,40 @@ class _Rank(_Strict):
 
 
 class _File(_Strict):
-    format: Literal[1]  # other numbers will be other forms
+    format: Literal[1]  # version of the file format
     architecture: str
     sglang: str
     layout: _Layout
     ranks: tuple[dict[str, _Parameter], ...]
 
 
-def write_traced_table(path: str | Path, dialect: TracedTable) -> None:
-    """Write the file whole or not at all."""
-    layout = dialect.layout
+def write_traced_table(path: str | Path, table: TracedTable) -> None:
+    """Writes a table atomically.
+
+    Args:
+        path: file to write; missing folders are created.
+        table: the table.
+
+    Raises:
+        UserError: the file cannot be written; an earlier file is unchanged.
+    """
+    layout = table.layout
     file = _File(
         format=1,
-        architecture=dialect.architecture,
-        sglang=dialect.sglang,
+        architecture=table.architecture,
+        sglang=table.sglang,
         layout=_Layout(tp=layout.tp, ep=layout.ep, attention_dp=layout.adp, pp=layout.pp),
-        ranks=tuple(_parameters(shards) for shards in dialect.ranks),
+        ranks=tuple(_parameters(shards) for shards in table.ranks),
     )
     _write(Path(path), file)
 
 
 def read_traced_table(path: str | Path) -> TracedTable:
-    """Read a file of `write_traced_table`; UserError names the file and the key that is wrong."""
+    """Reads a file of `write_traced_table`.
+
+    Raises:
+        UserError: with the file and the key that is wrong.
+    """
     path = Path(path)
     file = _read(path, _File)
     try:
@@ -115,18 +172,23 @@ def read_traced_table(path: str | Path) -> TracedTable:
     except UserError as error:
         raise UserError(f"{path}: layout: {error}") from None
     if len(file.ranks) != layout.ranks:
-        raise UserError(f"{path}: ranks: {len(file.ranks)} of them, {layout} has {layout.ranks}")
+        raise UserError(f"{path}: ranks: {len(file.ranks)} entries, but layout {layout} has {layout.ranks} ranks.")
     ranks = [_shards(path, f"ranks.{number}", rank) for number, rank in enumerate(file.ranks)]
     return TracedTable(file.architecture, file.sglang, layout, tuple(ranks))
 
 
-def write_rank(path: str | Path, shards: Mapping[str, Shard]) -> None:
-    """Write the shards of one rank, whole or not at all."""
+def write_rank_shards(path: str | Path, shards: Mapping[str, Shard]) -> None:
+    """Writes the shards of one rank atomically.
+
+    Args:
+        path: file to write.
+        shards: {parameter: shard}.
+    """
     _write(Path(path), _Rank(parameters=_parameters(shards)))
 
 
-def read_rank(path: str | Path) -> dict[str, Shard]:
-    """Read a file of `write_rank`; UserError names the file and the key that is wrong."""
+def read_rank_shards(path: str | Path) -> dict[str, Shard]:
+    """Reads a file of `write_rank_shards`; raises UserError with the file and the key that is wrong."""
     return _shards(Path(path), "parameters", _read(Path(path), _Rank).parameters)
 
 
@@ -158,15 +220,15 @@ def _write(path: Path, content: BaseModel) -> None:
             file.write(content.model_dump_json())
         os.replace(file.name, path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another path.") from None
 
 
 def _read(path: Path, kind: type[Content]) -> Content:
     try:
         return kind.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}). Write it with verl-mg trace.") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise UserError(f"{path}: {key}: {first['msg']}") from None
+        raise UserError(f"{path}: {key}: {first['msg']}. Write it with verl-mg trace.") from None

@@ -1,156 +1,229 @@
-"""The weight table of a model, and its views in the dialects of Megatron, SGLang and `transformers`."""
+"""Weight table of a model: its tensors, and their shards in Megatron, SGLang and `transformers`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Literal
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, ModelDims, Placement
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import LayerSpec, ModelSpec, TensorSpec, model_spec
-from verl_mg.models.tensor_index import TensorIndex
+from verl_mg.models.hf_tensors import ModelSpec, TensorIndex, TensorSpec, model_spec
 from verl_mg.sharding import megatron, sglang, transformers
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.megatron import Modules
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
-from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex
+from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex, ShardMap
+from verl_mg.sharding.traced_table import TracedTable, read_traced_table
 
 Head = Literal["language", "value"]
+"""Output layer of a model: the language model's, or the single row of a value or reward model."""
 SCORE = "score.weight"
-"""The value head's tensor, as `transformers` names it in models for token classification."""
+"""Name of the value head's tensor, as in `transformers`' models for token classification."""
 
 
 @dataclass(frozen=True)
 class WeightTable:
-    """All weights of one model; pure functions of its configuration.
-
-    With the head "value" a single row takes the place of the language model's output layer.
-    """
+    """All weights of one model, as pure functions of its configuration."""
 
     config: HFConfig
+    """Configuration of the model."""
     head: Head = "language"
+    """With "value" a single row replaces the language model's output layer."""
+    traced: TracedTable | None = field(default=None, compare=False)
+    """Traced table of the rollout engine, which replaces the built-in table of SGLang; see `with_traced_table`."""
+
+    def with_traced_table(self, path: Path | None) -> WeightTable:
+        """Returns this table with the engine's part read from a file of `verl-mg trace`.
+
+        Args:
+            path: value of `rollout.sharding_table`; None keeps the built-in table.
+
+        Raises:
+            UserError: the file cannot be read, is damaged, or was traced for another model.
+        """
+        if path is None:
+            return self
+        traced = read_traced_table(path)
+        traced.check_model(path, self.tensor_index.tensors)
+        return replace(self, traced=traced)
 
     @cached_property
     def model(self) -> ModelSpec:
-        """The tensors of the checkpoint."""
+        """Tensors of the checkpoint, layer by layer."""
         model = model_spec(self.config)
         if self.head == "language":
             return model
-        return ModelSpec(model.embedding, model.blocks, model.final_norm, TensorSpec(SCORE, (1, self.config.hidden)))
+        return replace(model, output=TensorSpec(SCORE, (1, self.config.hidden)))
 
     @cached_property
     def tensor_index(self) -> TensorIndex:
-        """The tensors of the checkpoint by name, in order."""
+        """Tensors of the checkpoint by name, in order."""
         return TensorIndex(self.model)
 
     def megatron(self, layout: Layout, rank: int, modules: Modules = "local") -> dict[str, Shard]:
-        """The parameters of `rank` (0 <= rank < layout.ranks), by their name in Megatron's state dict.
+        """Returns the parameters of one Megatron rank by their name in Megatron's state dict.
 
         With virtual pipeline stages a rank has several model chunks: the names of chunk v begin with `chunk{v}.`.
+
+        Args:
+            layout: Megatron layout.
+            rank: 0 <= rank < layout.ranks; IndexError beyond.
+            modules: layer specification whose names are used.
         """
         layout.coordinates(rank)  # IndexError beyond the layout
         return self.shard_map_megatron(Placement(layout, tuple(range(layout.ranks))), modules).shards(rank)
 
-    def sglang(self, layout: EngineLayout, rank: int) -> dict[str, Shard]:
-        """The parameters of `rank` of an engine (0 <= rank < layout.ranks), by their name in SGLang's model class."""
+    def sglang(self, layout: EngineLayout, rank: int) -> Mapping[str, Shard]:
+        """Returns the parameters of one rank of an engine by their name in SGLang's model class.
+
+        Args:
+            layout: engine layout.
+            rank: 0 <= rank < layout.ranks.
+        """
         return self.shard_map_sglang(EnginePlacement(layout, tuple(range(layout.ranks)))).shards(rank)
 
     def transformers(self) -> dict[str, Shard]:
-        """The parameters of the module of `transformers` 5, whole."""
+        """Returns the parameters of the module of `transformers` 5, unsharded."""
         return self.shard_map_replicated((0,)).shards(0)
 
     def huggingface(self) -> dict[str, Shard]:
-        """The tensors of the checkpoint, each whole; a tied output layer is not among them."""
+        """Returns the tensors of the checkpoint, unsharded; a tied output layer is not among them."""
         shapes = {name: entry.tensor.shape for name, entry in self.tensor_index.entries.items()}
         return {name: Shard(shape, (Piece(name, full_box(shape), full_box(shape)),)) for name, shape in shapes.items()}
 
     def shard_map_megatron(self, placement: Placement, modules: Modules = "local") -> DerivedShardMap:
-        """What Megatron's ranks hold. UserError where the layout does not divide the model."""
-        layout, c = placement.layout, self.config
-        self.check(layout, modules)
-        block = cache(lambda b: megatron.block(b, c, modules))
-        embedding, head = megatron.embedding(self.model), self._head(megatron.head(self.model))
+        """Returns the shards of Megatron's ranks.
+
+        Args:
+            placement: Megatron layout and its ranks.
+            modules: layer specification whose names are used.
+
+        Raises:
+            UserError: the layout does not divide the model.
+        """
+        layout, config = placement.layout, self.config
+        self.check_layout(layout, modules)
+        layer_params = cache(lambda layer: megatron.layer_params(layer, config, modules))
+        embedding, output = megatron.embedding_param(self.model), self._output_params()
         stages = []
         for stage in range(layout.pp):
-            sections: list[ParamBlock] = []
+            blocks: list[ParamBlock] = []
             for chunk in range(layout.vpp):
                 prefix = f"chunk{chunk}." if layout.vpp > 1 else ""
                 first = stage == 0 and chunk == 0
                 if first:
-                    sections.append(ParamBlock(prefix, (embedding,)))
-                for local, layer in enumerate(layout.layers(c.layers, stage, chunk)):
-                    weights = block(self.model.blocks[layer])
-                    sections.append(ParamBlock(f"{prefix}decoder.layers.{local}.", weights, layer))
+                    blocks.append(ParamBlock(prefix, (embedding,)))
+                for local, layer in enumerate(layout.layers(config.layers, stage, chunk)):
+                    params = layer_params(self.model.layers[layer])
+                    blocks.append(ParamBlock(f"{prefix}decoder.layers.{local}.", params, layer))
                 if stage == layout.pp - 1 and chunk == layout.vpp - 1:
-                    # A tied output layer is a parameter of its own only where the embedding is on another stage.
-                    sections.append(ParamBlock(prefix, head[:1] if self.tied and first else head))
-            stages.append(sections)
-        sizes: dict[Axis, int] = {"whole": 1, "tensor": layout.tp, "vocabulary": layout.tp, "expert": layout.etp}
-        seats = {}
-        for index, rank in enumerate(placement.ranks):
-            at = layout.coordinates(index)
-            on_axis: dict[Axis, int] = {"whole": 0, "tensor": at.tp, "vocabulary": at.tp, "expert": at.etp}
-            seats[rank] = ParallelIndex(at.pp, at.ep, on_axis)
-        return self._holdings(stages, sizes, layout.ep, seats)
+                    # A tied output layer is a parameter only where the embedding is on another stage.
+                    blocks.append(ParamBlock(prefix, output[:1] if self.tied and first else output))
+            stages.append(blocks)
+        sizes: dict[Axis, int] = {"replicated": 1, "tensor": layout.tp, "vocabulary": layout.tp, "expert": layout.etp}
+        indices = {}
+        for number, rank in enumerate(placement.ranks):
+            at = layout.coordinates(number)
+            axis_index: dict[Axis, int] = {"replicated": 0, "tensor": at.tp, "vocabulary": at.tp, "expert": at.etp}
+            indices[rank] = ParallelIndex(at.pp, at.ep, axis_index)
+        return self._derive(stages, sizes, layout.ep, indices)
 
-    def shard_map_sglang(self, placement: EnginePlacement) -> DerivedShardMap:
-        """What the ranks of SGLang's engines hold. UserError where SGLang cannot cut the model so."""
-        layout, c = placement.layout, self.config
-        self.check_engine(layout)
-        block = cache(lambda b: sglang.block(b, c))
-        stages = [
-            self._sglang_stage(layout.layers(c.layers, stage), stage == 0, stage == layout.pp - 1, block)
-            for stage in range(layout.pp)
-        ]
+    def shard_map_sglang(self, placement: EnginePlacement) -> ShardMap:
+        """Returns the shards of the ranks of SGLang's engines, from the traced table where there is one.
+
+        Args:
+            placement: engine layout and its ranks.
+
+        Raises:
+            UserError: SGLang cannot shard the model in this way, or the table was traced for another layout.
+        """
+        layout, config = placement.layout, self.config
+        self.check_engine_layout(layout)
+        if self.traced:
+            return self.traced.shard_map(placement, self.tensor_index.tensors)
+        layer_params = cache(lambda layer: sglang.layer_params(layer, config))
+        final_norm, output = sglang.output_params(self.model)
+        stages = []
+        for stage in range(layout.pp):
+            first, last = stage == 0, stage == layout.pp - 1
+            blocks = [ParamBlock("", (sglang.embedding_param(self.model),))] if first else []
+            for layer in layout.layers(config.layers, stage):
+                blocks.append(ParamBlock(f"model.layers.{layer}.", layer_params(self.model.layers[layer]), layer))
+            if last:
+                blocks.append(ParamBlock("", (final_norm,)))
+            # A tied output layer is the embedding, where that is on the same stage.
+            on_every_stage = config.architecture in sglang.OUTPUT_ON_EVERY_STAGE
+            if (last or on_every_stage) and not (self.tied and first):
+                blocks.append(ParamBlock("", (output,)))
+            stages.append(blocks)
         sizes: dict[Axis, int] = {
-            "whole": 1,
+            "replicated": 1,
             "tensor": layout.tp,
             "attention": layout.attention_tp,
             "vocabulary": layout.attention_tp,
             "expert": layout.expert_tp,
         }
-        seats = {}
+        indices = {}
         for rank in placement.ranks:
             at = placement.coordinates(rank)
-            on_axis: dict[Axis, int] = {
-                "whole": 0,
+            axis_index: dict[Axis, int] = {
+                "replicated": 0,
                 "tensor": at.tp,
                 "attention": at.attention_tp,
                 "vocabulary": at.attention_tp,
                 "expert": at.expert_tp,
             }
-            seats[rank] = ParallelIndex(at.pp, at.ep, on_axis)
-        return self._holdings(stages, sizes, layout.ep, seats)
+            indices[rank] = ParallelIndex(at.pp, at.ep, axis_index)
+        return self._derive(stages, sizes, layout.ep, indices)
 
     def shard_map_replicated(self, ranks: Sequence[int]) -> DerivedShardMap:
-        """What ranks hold that each have the whole module of `transformers`."""
-        c = self.config
-        block = cache(lambda b: transformers.block(b, c))
-        layers = [ParamBlock(f"model.layers.{layer}.", block(b), layer) for layer, b in enumerate(self.model.blocks)]
-        sections = [
-            ParamBlock("", (transformers.embedding(self.model),)),
-            *layers,
-            ParamBlock("", transformers.head(self.model)),
+        """Returns the shards of ranks that each have the whole module of `transformers`."""
+        config = self.config
+        layer_params = cache(lambda layer: transformers.layer_params(layer, config))
+        blocks = [
+            ParamBlock("", (transformers.embedding_param(self.model),)),
+            *(
+                ParamBlock(f"model.layers.{number}.", layer_params(layer), number)
+                for number, layer in enumerate(self.model.layers)
+            ),
+            ParamBlock("", transformers.output_params(self.model)),
         ]
-        return self._holdings([sections], {"whole": 1}, 1, {rank: ParallelIndex(0, 0, {"whole": 0}) for rank in ranks})
+        indices = {rank: ParallelIndex(0, 0, {"replicated": 0}) for rank in ranks}
+        return self._derive([blocks], {"replicated": 1}, 1, indices)
 
-    def check(self, layout: Layout, modules: Modules = "local") -> None:
-        """UserError where Megatron's layout does not divide the model."""
-        layout.check(self.dimensions)
-        if self.config.latent and modules == "local":  # Transformer Engine's leave the down projections whole
+    def check_layout(self, layout: Layout, modules: Modules = "local") -> None:
+        """Checks that Megatron's layout divides the model.
+
+        Args:
+            layout: Megatron layout.
+            modules: layer specification of the model.
+
+        Raises:
+            UserError: with the dimension that is not divisible.
+        """
+        layout.check(self.model_dims)
+        if self.config.latent and modules == "local":  # Transformer Engine replicates the down projections
             latent = self.config.latent
             layout.check_down_projections(latent.q_rank, latent.kv_rank + latent.rope_dim)
 
-    def check_engine(self, layout: EngineLayout) -> None:
-        """UserError where SGLang cannot cut the model so."""
-        sglang.check(self.config, layout)
-        layout.check(self.dimensions)
+    def check_engine_layout(self, layout: EngineLayout) -> None:
+        """Checks that the engine can shard the model in this way.
+
+        Raises:
+            UserError: SGLang does not support it, or the traced table has another layout.
+        """
+        if self.traced:
+            self.traced.check_layout(layout)
+        else:
+            sglang.check_supported(self.config, layout)
+        layout.check(self.model_dims)
 
     @property
-    def dimensions(self) -> ModelDims:
-        """What layouts divide."""
+    def model_dims(self) -> ModelDims:
+        """Dimensions that layouts divide."""
         c, experts = self.config, self.config.experts
         dense = ModelDims(attention_heads=c.heads, kv_heads=c.kv_heads, layers=c.layers, ffn=c.ffn)
         if experts is None:
@@ -162,41 +235,31 @@ class WeightTable:
         """Whether the output layer is the embedding."""
         return self.model.output is self.model.embedding
 
-    def _head(self, weights: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
-        """The final norm and the output layer; every rank has a value head whole."""
-        norm, output = weights
-        return (norm, ParamSpec(output.name, output.sources)) if self.head == "value" else weights
+    def padded_vocab(self, tp: int) -> int:
+        """Returns the rows of the vocabulary on all tensor-parallel ranks of Megatron, including padding."""
+        return megatron.VOCABULARY.padded(self.config.vocab, tp)
 
-    def _sglang_stage(
-        self, layers: range, first: bool, last: bool, block: Callable[[LayerSpec], tuple[ParamSpec, ...]]
-    ) -> list[ParamBlock]:
-        final_norm, output = sglang.head(self.model)
-        sections = [ParamBlock(f"model.layers.{layer}.", block(self.model.blocks[layer]), layer) for layer in layers]
-        if first:
-            sections.insert(0, ParamBlock("", (sglang.embedding(self.model),)))
-        if last:
-            sections.append(ParamBlock("", (final_norm,)))
-        # A tied output layer is the embedding, where that stands on the same stage.
-        everywhere = self.config.architecture in sglang.OUTPUT_ON_EVERY_STAGE
-        if (last or everywhere) and not (self.tied and first):
-            sections.append(ParamBlock("", (output,)))
-        return sections
+    def _output_params(self) -> tuple[ParamSpec, ...]:
+        """Returns Megatron's final norm and output layer; a value head is whole on every rank."""
+        norm, output = megatron.output_params(self.model)
+        return (norm, ParamSpec(output.name, output.tensors)) if self.head == "value" else (norm, output)
 
-    def _holdings(
+    def _derive(
         self,
         stages: list[list[ParamBlock]],
         sizes: dict[Axis, int],
         expert_groups: int,
-        seats: dict[int, ParallelIndex],
+        indices: dict[int, ParallelIndex],
     ) -> DerivedShardMap:
         experts = self.config.experts.count if self.config.experts else 0
-        return DerivedShardMap(self.tensor_index, stages, sizes, experts // expert_groups, seats)
-
-    def padded_vocab(self, tp: int) -> int:
-        """Rows of the vocabulary over all tensor-parallel ranks of Megatron, padding included."""
-        return megatron.VOCABULARY.padded(self.config.vocab, tp)
+        return DerivedShardMap(self.tensor_index, stages, sizes, experts // expert_groups, indices)
 
 
 def weight_table(config: HFConfig, head: Head = "language") -> WeightTable:
-    """The weight table of a model."""
+    """Returns the weight table of a model.
+
+    Args:
+        config: configuration of the model.
+        head: output layer of the model.
+    """
     return WeightTable(config, head)

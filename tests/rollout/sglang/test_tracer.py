@@ -23,7 +23,6 @@ from verl_mg.rollout.sglang.tracing.tracer import (
     write_trace,
 )
 from verl_mg.sharding.boxes import Piece, Shard, full_box
-from verl_mg.sharding.traced_table import read_traced_table
 from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = pytest.mark.timeout(1200)  # importing SGLang takes long on a machine under load
@@ -170,7 +169,7 @@ def test_the_command_writes_a_dialect_that_a_plan_can_move_to(tmp_path, capsys):
     assert capsys.readouterr().out == f"dialect {tmp_path / 'dialect.json'}\n"
     engines, weights = EnginePlacement(EP2, (0, 1, 2, 3)), weight_table(read_config(folder_of("qwen3_moe")))
     source = weights.shard_map_megatron(Placement.on(Layout.parse("tp1-ep4"), 4))
-    traced = plan(source, read_traced_table(tmp_path / "dialect.json").shard_map(engines))
+    traced = plan(source, weights.with_traced_table(tmp_path / "dialect.json").shard_map_sglang(engines))
     known = plan(source, weights.shard_map_sglang(engines))
     assert [traced.bytes_received(rank, 2) for rank in range(4)] == [known.lower_bound(rank, 2) for rank in range(4)]
     assert traced.bytes_received(0, 2) > 0

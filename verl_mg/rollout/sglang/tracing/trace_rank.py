@@ -23,7 +23,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.sglang.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 from verl_mg.sharding.boxes import Shard
-from verl_mg.sharding.traced_table import write_rank
+from verl_mg.sharding.traced_table import write_rank_shards
 
 
 class TraceJob(TypedDict):
@@ -62,7 +62,7 @@ def main(folder: Path, rank: int) -> int:
         codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
         try:
             with _sglang_model(job["model"], layout, rank, folder / f"{number}.store") as model:
-                write_rank(result_file(folder, number, rank), _traced(model, codes))
+                write_rank_shards(result_file(folder, number, rank), _traced(model, codes))
         except Exception as error:
             traceback.print_exc()
             unfinished = error_file(folder, number, rank).with_suffix(".unfinished")

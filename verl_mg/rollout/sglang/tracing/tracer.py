@@ -38,7 +38,7 @@ from verl_mg.layout import EngineLayout
 from verl_mg.rollout.sglang.tracing.position_codes import PositionCodes, decode
 from verl_mg.rollout.sglang.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file
 from verl_mg.sharding.boxes import Shard
-from verl_mg.sharding.traced_table import TracedTable, read_rank, write_traced_table
+from verl_mg.sharding.traced_table import TracedTable, read_rank_shards, write_traced_table
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -69,7 +69,7 @@ def trace_sglang_many(jobs: Sequence[tuple[str | Path, EngineLayout]]) -> list[l
         jobs_file(folder).write_text(json.dumps(described), encoding="utf-8")
         _run_ranks(folder, described, max((layout.ranks for _, layout in jobs), default=0))
         return [
-            [read_rank(result_file(folder, number, rank)) for rank in range(layout.ranks)]
+            [read_rank_shards(result_file(folder, number, rank)) for rank in range(layout.ranks)]
             for number, (_, layout) in enumerate(jobs)
         ]
 
