@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.batch import Batch
-from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, fresh_adapters
+from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_adapters
 from verl_mg.config import GuardConfig, LoraConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
@@ -237,7 +237,7 @@ def fresh(model: Path, layout: str) -> list[tuple[str, tuple[tuple[int, int], ..
 def test_adapters_begin_alike_under_every_layout(ranks, models) -> None:
     weights = weight_table(read_config(models["qwen3"]))
     shapes = adapter_shapes(weights, adapted_tensors(weights, None), RANK)
-    read = fresh_adapters(shapes, seed=0)
+    read = initial_adapters(shapes, seed=0)
     whole = {name: read(name, full_box(shape)) for name, shape in shapes.items()}
     for layout, count in (("tp1", 1), ("tp2-pp2", 4)):
         for result in ranks.run(count, fresh, models["qwen3"], layout):
@@ -295,12 +295,14 @@ def bad(model: Path, config: LoraConfig) -> str:
 
 def test_what_cannot_be_adapted_is_named(models, tmp_path) -> None:
     mixture, dense = (weight_table(read_config(models[name])) for name in ("qwen3_moe", "llama"))
-    with pytest.raises(UserError, match="every 'up_proj' of the model is an expert's.*name some of q_proj, k_proj"):
+    with pytest.raises(
+        UserError, match="'up_proj' exists only in experts, which have no adapters. Choose from q_proj, k_proj"
+    ):
         adapted_tensors(mixture, ["q_proj", "up_proj"])
-    with pytest.raises(UserError, match=r"no linear layer 'lm_head'; name some of q_proj.*down_proj$"):
+    with pytest.raises(UserError, match=r"no linear layer 'lm_head'. Choose from q_proj.*down_proj\.$"):
         adapted_tensors(dense, ["lm_head"])
-    for family, what in (("deepseek_v3", "latent attention"), ("gemma2", "layers with a norm behind them")):
-        with pytest.raises(UserError, match=f"{family} has {what}, for which there are no adapters yet; leave lora"):
+    for family, what in (("deepseek_v3", "latent attention"), ("gemma2", "norms behind its linear layers")):
+        with pytest.raises(UserError, match=rf"adapters do not support {what} \({family}\)\. Leave out lora"):
             adapted_tensors(weight_table(read_config(tiny_model(tmp_path / family, family))), None)
 
 
@@ -310,10 +312,10 @@ def test_a_folder_with_other_adapters_is_refused(ranks, models, cases, tmp_path)
     def said(config: LoraConfig) -> str:
         return ranks.run(1, bad, model, config)[0]
 
-    assert said(lora(folder).model_copy(update={"rank": 4})).endswith("r is 3; write lora.rank=3")
-    assert said(lora(folder).model_copy(update={"alpha": 4.0})).endswith("lora_alpha is 5.0; write lora.alpha=5.0")
-    assert "which the model and lora.targets ask for" in said(lora(given_adapters(model, tmp_path / "q", ("q_proj",))))
-    assert "is none that lora.targets ask for" in said(lora(folder, ("q_proj",)))
+    assert said(lora(folder).model_copy(update={"rank": 4})).endswith("r is 3. Write lora.rank=3.")
+    assert said(lora(folder).model_copy(update={"alpha": 4.0})).endswith("lora_alpha is 5.0. Write lora.alpha=5.0.")
+    assert "which lora.targets require" in said(lora(given_adapters(model, tmp_path / "q", ("q_proj",))))
+    assert "lora.targets do not include the tensor" in said(lora(folder, ("q_proj",)))
     assert "adapter_config.json: not readable" in said(lora(tmp_path))
     config, name = folder / "adapter_config.json", "adapter_config.json"
     for field, value in (("use_dora", True), ("rank_pattern", {"q_proj": 4}), ("bias", "all"), ("peft_type", "IA3")):
@@ -325,4 +327,4 @@ def test_a_folder_with_other_adapters_is_refused(ranks, models, cases, tmp_path)
     (changed / "adapter_model.safetensors").write_text("{")
     assert "not a readable safetensors file" in said(lora(changed))
     other = ranks.run(1, bad, models["qwen3"], lora(folder))[0]
-    assert "q_proj.lora_B.weight' has shape (32, 3), the model and lora.rank ask for (48, 3)" in other
+    assert "q_proj.lora_B.weight' has shape (32, 3), but model and lora.rank require (48, 3)" in other

@@ -253,7 +253,7 @@ def test_what_cannot_be_adapted_is_named_before_anything_is_built(models, tmp_pa
         "data": {"train": tmp_path},
         "actor": {"lora": {"targets": ["q_proj", "gate_proj"]}},
     })  # fmt: skip
-    with pytest.raises(UserError, match=r"^actor\.lora\.targets: every 'gate_proj' of the model is an expert's"):
+    with pytest.raises(UserError, match=r"^actor\.lora\.targets: 'gate_proj' exists only in experts"):
         ModelRoleBuilder(config, 1, JobContext.create(HashStore())).check({"actor"})
     with pytest.raises(UserError, match=r"lora.alhpa: unknown key. Did you mean actor.lora.alpha"):
         load_config(None, ["model.path=m", "data.train=d", "actor.lora.alhpa=3"], type(config.algorithm))

@@ -1,7 +1,7 @@
 """Low-rank adapters of linear layers (arXiv:2106.09685): which tensors have them, and PEFT's names and files.
 
 The adapter of a tensor W (out, in) is A (r, in) and B (out, r); with it the layer computes with W + alpha / r * B A.
-Adapters belong to the tensors of the checkpoint. What a rank has of them follows from the boxes of those that it holds.
+Adapters belong to the tensors of the checkpoint; the adapter shards of a rank follow from its boxes of these tensors.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
 from verl_mg.sharding.weight_table import SCORE, WeightTable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-HEAD = f"base_model.model.{SCORE}"
-"""A value head in PEFT's files: one of `modules_to_save`."""
+VALUE_HEAD = f"base_model.model.{SCORE}"
+"""Name of a value head in PEFT's files, where it is one of `modules_to_save`."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-Read = Callable[[str, Box], Tensor]
-"""(a tensor of PEFT's file, box in it) -> the values there."""
+ReadBox = Callable[[str, Box], Tensor]
+"""Function (tensor of PEFT's file, box in it) -> values of the box."""
 
-# Under these PEFT computes something else, or with other weights of the model than those of its checkpoint.
-_PLAIN: Mapping[str, tuple[object, ...]] = {
+# With other values PEFT computes something else, or with other base weights than those of the checkpoint.
+_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
     **dict.fromkeys(("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out"), (False,)),
@@ -44,76 +44,89 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterShard:
-    """What goes with the boxes of one tensor in a parameter: shards of A and B, under PEFT's names.
-
-    rows: of the parameter, those to which the rows of the shard of B belong.
-    """
+    """Shards of A and B that belong to the boxes of one tensor in a parameter, under PEFT's names."""
 
     tensor: str
+    """Hugging Face name of the adapted tensor."""
     a: Shard
+    """Shard of A, (r, columns of the parameter)."""
     b: Shard
+    """Shard of B, (rows of the tensor in the parameter, r)."""
     rows: tuple[int, ...]
+    """Rows of the parameter to which the rows of the shard of B belong."""
 
 
-def leaf(tensor: str) -> str:
-    """`q_proj` of model.layers.0.self_attn.q_proj.weight."""
+def module_name(tensor: str) -> str:
+    """Returns the name of the linear layer of a tensor: q_proj for model.layers.0.self_attn.q_proj.weight."""
     return tensor.removesuffix(".weight").rpartition(".")[2]
 
 
 def adapted_tensors(table: WeightTable, targets: Sequence[str] | None) -> tuple[str, ...]:
-    """The tensors with an adapter, in the order of the checkpoint: of the layers named, or of all that can have one.
+    """Returns the tensors with an adapter, in the order of the checkpoint.
 
-    UserError for a name of which no layer can have one.
+    Args:
+        table: weight table of the model.
+        targets: `lora.targets`, names of linear layers such as q_proj; None: every layer that supports adapters.
+
+    Raises:
+        UserError: for a name without a layer that supports adapters.
     """
-    c = table.config
-    if c.latent or c.sandwich_norms:
-        without = "latent attention" if c.latent else "layers with a norm behind them"
-        raise UserError(f"lora: {c.architecture} has {without}, for which there are no adapters yet; leave lora out")
-    able, others = _linear(table, _adaptable), _linear(table, _not_adaptable)
-    known = ", ".join(dict.fromkeys(map(leaf, able)))
+    config = table.config
+    if config.latent or config.sandwich_norms:
+        feature = "latent attention" if config.latent else "norms behind its linear layers"
+        raise UserError(f"lora: adapters do not support {feature} ({config.architecture}). Leave out lora.")
+    supported, experts = _linear(table, _supported_layers), _linear(table, _expert_layers)
+    known = ", ".join(dict.fromkeys(map(module_name, supported)))
     for target in targets or ():
-        if target in map(leaf, able):
+        if target in map(module_name, supported):
             continue
-        if target in map(leaf, others):
-            reason = f"every {target!r} of the model is an expert's, and those have no adapters yet"
-            raise UserError(f"lora.targets: {reason}; name some of {known}")
-        raise UserError(f"lora.targets: the model has no linear layer {target!r}; name some of {known}")
-    chosen = tuple(name for name in able if targets is None or leaf(name) in targets)
+        if target in map(module_name, experts):
+            raise UserError(
+                f"lora.targets: {target!r} exists only in experts, which have no adapters. Choose from {known}."
+            )
+        raise UserError(f"lora.targets: the model has no linear layer {target!r}. Choose from {known}.")
+    chosen = tuple(name for name in supported if targets is None or module_name(name) in targets)
     if not chosen:
-        raise UserError(f"lora: no layer of a {c.architecture} model can have an adapter; leave lora out")
+        raise UserError(f"lora: no layer of a {config.architecture} model supports adapters. Leave out lora.")
     return chosen
 
 
-def _linear(table: WeightTable, which: Callable[[LayerSpec], Iterator[TensorSpec]]) -> list[str]:
-    blocks = enumerate(table.model.layers)
-    return [tensor.name.format(layer=layer, expert=0) for layer, block in blocks for tensor in which(block)]
+def _linear(table: WeightTable, select: Callable[[LayerSpec], Iterator[TensorSpec]]) -> list[str]:
+    layers = enumerate(table.model.layers)
+    return [tensor.name.format(layer=number, expert=0) for number, layer in layers for tensor in select(layer)]
 
 
-def _adaptable(block: LayerSpec) -> Iterator[TensorSpec]:
-    if isinstance(block.attention, GroupedAttention):
-        yield from (block.attention.q, block.attention.k, block.attention.v, block.attention.out)
-    mlp = block.mlp.shared if isinstance(block.mlp, Experts) else block.mlp
+def _supported_layers(layer: LayerSpec) -> Iterator[TensorSpec]:
+    if isinstance(layer.attention, GroupedAttention):
+        yield from (layer.attention.q, layer.attention.k, layer.attention.v, layer.attention.out)
+    mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
     if mlp:
         yield from (mlp.gate, mlp.up, mlp.down)
 
 
-def _not_adaptable(block: LayerSpec) -> Iterator[TensorSpec]:
-    if isinstance(block.mlp, Experts):
-        each: MLP = block.mlp.each
+def _expert_layers(layer: LayerSpec) -> Iterator[TensorSpec]:
+    if isinstance(layer.mlp, Experts):
+        each: MLP = layer.mlp.each
         yield from (each.gate, each.up, each.down)
 
 
 def adapter_shards(shard: Shard, adapted: Container[str], rank: int) -> list[AdapterShard]:
-    """The adapters of rank `rank` that go with a parameter, by the tensors that it holds pieces of."""
+    """Returns the adapter shards of a parameter, one for each of its adapted tensors.
+
+    Args:
+        shard: shard of the parameter.
+        adapted: tensors with an adapter.
+        rank: rank r of the adapters.
+    """
     pieces: dict[str, list[Piece]] = {}
     for piece in shard.pieces:
         if piece.tensor in adapted:
             pieces.setdefault(piece.tensor, []).append(piece)
-    return [_adapter_shard(tensor, own, rank) for tensor, own in pieces.items()]
+    return [_adapter_shard(tensor, tensor_pieces, rank) for tensor, tensor_pieces in pieces.items()]
 
 
 def _adapter_shard(tensor: str, pieces: Sequence[Piece], rank: int) -> AdapterShard:
-    """All pieces of a tensor in a parameter are of the same columns, those of the parameter."""
+    """Returns the shards for one tensor; all its pieces in a parameter have the parameter's columns."""
     (columns,) = {piece.source[1] for piece in pieces}
     name_a, name_b = _names(tensor)
     shape_a = (rank, columns[1] - columns[0])
@@ -131,8 +144,8 @@ def _adapter_shard(tensor: str, pieces: Sequence[Piece], rank: int) -> AdapterSh
 
 
 def head_shard(shard: Shard) -> Shard | None:
-    """The value head in a parameter, under PEFT's name, where it is one."""
-    pieces = tuple(Piece(HEAD, piece.source, piece.target) for piece in shard.pieces if piece.tensor == SCORE)
+    """Returns the shard of a value head under PEFT's name, or None for another parameter."""
+    pieces = tuple(Piece(VALUE_HEAD, piece.source, piece.target) for piece in shard.pieces if piece.tensor == SCORE)
     return Shard(shard.shape, pieces) if pieces else None
 
 
@@ -142,19 +155,30 @@ def _names(tensor: str) -> tuple[str, str]:
 
 
 def adapter_shapes(table: WeightTable, adapted: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of PEFT's file; a value head is among them."""
+    """Returns names and shapes of the tensors in PEFT's file, including a value head.
+
+    Args:
+        table: weight table of the model.
+        adapted: tensors with an adapter.
+        rank: rank r of the adapters.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in adapted:
         height, width = table.tensor_index.tensors[tensor].shape
         name_a, name_b = _names(tensor)
         shapes |= {name_a: (rank, width), name_b: (height, rank)}
     if table.head == "value":
-        shapes[HEAD] = table.tensor_index.tensors[SCORE].shape
+        shapes[VALUE_HEAD] = table.tensor_index.tensors[SCORE].shape
     return shapes
 
 
-def fresh_adapters(shapes: Shapes, seed: int) -> Read:
-    """A by Kaiming's uniform distribution, as PEFT has it, from the seed and its name alone; B 0."""
+def initial_adapters(shapes: Shapes, seed: int) -> ReadBox:
+    """Returns a function that gives initial values: A by Kaiming's uniform distribution, as in PEFT, and B 0.
+
+    Args:
+        shapes: result of `adapter_shapes`.
+        seed: values depend on it and on the tensor's name only, so they are the same in every layout.
+    """
 
     def read(name: str, box: Box) -> Tensor:
         values = torch.zeros(shapes[name])
@@ -167,22 +191,38 @@ def fresh_adapters(shapes: Shapes, seed: int) -> Read:
     return read
 
 
-def read_adapters(folder: Path, shapes: Shapes, lora: LoraConfig) -> Read:
-    """Those of a folder in PEFT's format. UserError where they are not the ones that the configuration describes."""
+def read_adapters(folder: Path, shapes: Shapes, lora: LoraConfig) -> ReadBox:
+    """Returns a function that reads boxes of the adapters in a folder in PEFT's format.
+
+    Args:
+        folder: `lora.path`.
+        shapes: result of `adapter_shapes`.
+        lora: configuration of the adapters.
+
+    Raises:
+        UserError: the folder cannot be read, or has other adapters than the configuration describes.
+    """
     _check_config(folder / CONFIG, lora)
     path = folder / WEIGHTS
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error}); lora.path must be PEFT's folder") from None
+        raise UserError(
+            f"{path}: not a readable safetensors file ({error}). Set lora.path to a folder in PEFT's format."
+        ) from None
     names = set(file.keys())
     for name, shape in shapes.items():
         if name not in names:
-            raise UserError(f"{path}: no tensor {name!r}, which the model and lora.targets ask for")
-        if (found := tuple(file.get_slice(name).get_shape())) != tuple(shape):
-            raise UserError(f"{path}: tensor {name!r} has shape {found}, the model and lora.rank ask for {shape}")
+            raise UserError(
+                f"{path}: no tensor {name!r}, which lora.targets require. Change lora.targets."
+            )
+        if (stored := tuple(file.get_slice(name).get_shape())) != tuple(shape):
+            raise UserError(
+                f"{path}: tensor {name!r} has shape {stored}, but model and lora.rank require {shape}. "
+                "Use adapters of this model."
+            )
     if extra := sorted(names - shapes.keys()):
-        raise UserError(f"{path}: tensor {extra[0]!r} is none that lora.targets ask for; add its layer there")
+        raise UserError(f"{path}: lora.targets do not include the tensor {extra[0]!r}. Add its layer to lora.targets.")
 
     def read(name: str, box: Box) -> Tensor:
         values: Tensor = file.get_slice(name)[slices(box)]
@@ -195,48 +235,67 @@ def _check_config(path: Path, lora: LoraConfig) -> None:
     try:
         fields: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: not readable ({error}); lora.path must be a folder in PEFT's format") from None
+        raise UserError(f"{path}: not readable ({error}). Set lora.path to a folder in PEFT's format.") from None
     if fields.get("peft_type") != "LORA":
-        raise UserError(f"{path}: peft_type is {fields.get('peft_type')!r}; lora.path must hold LORA")
+        raise UserError(f"{path}: peft_type is {fields.get('peft_type')!r}. Set lora.path to adapters of type LORA.")
     for name, wanted, key in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
         if fields.get(name) != wanted:
-            raise UserError(f"{path}: {name} is {fields.get(name)}; write lora.{key}={fields.get(name)}")
-    for name, plain in _PLAIN.items():
+            raise UserError(f"{path}: {name} is {fields.get(name)}. Write lora.{key}={fields.get(name)}.")
+    for name, supported in _SUPPORTED.items():
         value = fields.get(name)
-        if value is not None and value not in plain:
-            raise UserError(f"{path}: {name} is {value!r}, which is not supported; it must be {plain[0]!r}")
+        if value is not None and value not in supported:
+            raise UserError(f"{path}: {name} is {value!r}, which is not supported. Use adapters with {supported[0]!r}.")
 
 
 class AdapterWriter:
-    """PEFT's folder in the making; see `CheckpointWriter`."""
+    """Writer of a folder in PEFT's format by many processes."""
 
     def __init__(self, folder: Path, shapes: Shapes, dtype: torch.dtype) -> None:
+        """Lays the file out, without writing.
+
+        Args:
+            folder: directory to write.
+            shapes: result of `adapter_shapes`.
+            dtype: dtype of all tensors in the file.
+        """
         self._folder = folder
         shards = {name: Shard(tuple(shape), ()) for name, shape in shapes.items()}
         self._writer = CheckpointWriter(folder, shards, dtype, file_bytes=2**62)  # PEFT wants one file
-        self._head = HEAD in shapes
+        self._has_head = VALUE_HEAD in shapes
 
     def create(self, lora: LoraConfig, adapted: Sequence[str], model_dir: Path) -> None:
-        """Make the file and the configuration; one process does it, before any writes. model_dir: of the base."""
+        """Creates the file and the configuration; called by one process, before any process writes.
+
+        Args:
+            lora: configuration of the adapters.
+            adapted: tensors with an adapter.
+            model_dir: directory of the base model.
+        """
         self._writer.create()
         fields = {
             "peft_type": "LORA",
-            "task_type": "SEQ_CLS" if self._head else "CAUSAL_LM",
+            "task_type": "SEQ_CLS" if self._has_head else "CAUSAL_LM",
             "base_model_name_or_path": str(model_dir),
             "r": lora.rank,
             "lora_alpha": lora.alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": list(dict.fromkeys(map(leaf, adapted))),
-            "modules_to_save": [leaf(SCORE)] if self._head else None,
+            "target_modules": list(dict.fromkeys(map(module_name, adapted))),
+            "modules_to_save": [module_name(SCORE)] if self._has_head else None,
             "inference_mode": True,
         }
         (self._folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """See `CheckpointWriter`."""
+        """Writes one box of a tensor.
+
+        Args:
+            name: name in PEFT's file.
+            box: box in the tensor; boxes of different processes must not overlap.
+            values: values of the box.
+        """
         self._writer.write(name, box, values)
 
     def finish(self) -> None:
-        """Give the file PEFT's name; the process that made it does it, after all writes."""
+        """Gives the file PEFT's name; called by the process that created it, after all writes."""
         (self._folder / SINGLE).rename(self._folder / WEIGHTS)

@@ -1,15 +1,17 @@
-"""Boxes of tensors in safetensors files, a file a rank: what is written under one layout is read under any other.
+"""Boxes of tensors in safetensors files, one file for each rank: written in one layout, read in any other.
 
     actor/exp_avg|model.layers.0.mlp.down_proj.weight|0:64,32:64
 
-is the key of a part: the plane (whose, and what of it), the tensor by its Hugging Face name, the box in it. A reader
-takes from the files of all ranks what stands in the boxes that it asks for, and nothing else.
+is the key of a stored box: namespace (role and kind of state), Hugging Face name of the tensor, box in the tensor. A
+reader takes from the files of all ranks the parts of the boxes that it needs, and nothing else.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
+import math
 import os
 import re
 from collections import defaultdict
@@ -18,33 +20,81 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from verl_mg.checkpoint.safetensors_header import header
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Box, box_shape, full_box, intersect, numel, slices, translate_box
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in safetensors files."""
 
 _RANGE = re.compile(r"(\d+):(\d+)")
 
 
+def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """Lays tensors out in a safetensors file, one after another.
+
+    Args:
+        tensors: {name: (dtype, shape)}.
+
+    Returns:
+        The header of the file, and the offset in bytes at which each tensor begins in the file.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    begins = {}
+    for name, (dtype, shape) in tensors.items():
+        stop = start + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        begins[name] = start
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format requires data aligned to eight bytes
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + begin for name, begin in begins.items()}
+
+
 @dataclass(frozen=True, eq=False)
 class StoredBox:
-    """A box of a tensor and the memory that it stands in: `values` has the box's shape."""
+    """A box of a tensor and the memory with its values."""
 
     namespace: str
+    """Role and kind of state, such as `actor/exp_avg`."""
     tensor: str
+    """Hugging Face name of the tensor."""
     box: Box
+    """Box in the tensor."""
     values: Tensor
+    """Values of the box, in its shape."""
 
     @property
     def key(self) -> str:
-        """Its name in a file."""
+        """Key of the box in a file."""
         return f"{self.namespace}|{self.tensor}|{','.join(f'{start}:{stop}' for start, stop in self.box)}"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a safetensors file of contiguous tensors on the host, on disk when this returns; its SHA-256, in hex."""
+    """Writes a safetensors file; it is on disk when this returns.
+
+    Args:
+        path: file to write.
+        tensors: contiguous tensors in host memory.
+
+    Returns:
+        The SHA-256 of the file in hexadecimal.
+    """
     head, _ = header({name: (values.dtype, tuple(values.shape)) for name, values in tensors.items()})
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -57,71 +107,73 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _memory(values: Tensor) -> memoryview | bytes:
-    # Not through numpy: a storage that it has seen can never be resized again.
+    # Not through numpy: a storage that numpy has exported can never be resized again.
     size = values.nbytes
     return memoryview((ctypes.c_char * size).from_address(values.data_ptr())).cast("B") if size else b""
 
 
-class StoredParts:
-    """The tensors of some files, by key; use it in a `with` block. UserError for a file that cannot be read."""
+class ShardedReader:
+    """Reader of the sharded safetensors files of all ranks; use it in a `with` block."""
 
     def __init__(self, files: Iterable[Path]) -> None:
+        """Opens the files and indexes their keys; raises UserError for a file that cannot be read."""
         self._files = {path: _open(path) for path in files}
-        self._home = {key: path for path, file in self._files.items() for key in file.keys()}  # noqa: SIM118
+        self._file_of = {key: path for path, file in self._files.items() for key in file.keys()}  # noqa: SIM118
         self._boxes: dict[tuple[str, str], dict[Box, str]] = defaultdict(dict)
-        for key, path in self._home.items():
+        for key, path in self._file_of.items():
             if key.count("|") == 2:
                 namespace, tensor, text = key.split("|")
-                self._boxes[namespace, tensor][_parsed(text, key, path)] = key
-
-    @property
-    def planes(self) -> set[str]:
-        """The planes of which there is anything."""
-        return {namespace for namespace, _ in self._boxes}
+                self._boxes[namespace, tensor][_parse_box(text, key, path)] = key
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor by its key; UserError where there is none."""
-        if key not in self._home:
-            raise UserError(f"{self._folder}: holds no {key!r}; it was written by another version or for another job")
-        return self._files[self._home[key]].get_tensor(key)
+        """Reads a whole tensor by its key; raises UserError where the files do not contain it."""
+        if key not in self._file_of:
+            raise UserError(
+                f"{self._folder}: {key!r} is missing. Resume from a checkpoint of this version and of this job."
+            )
+        return self._files[self._file_of[key]].get_tensor(key)
 
     def keys(self, prefix: str) -> list[str]:
-        """The keys that begin so, sorted."""
-        return sorted(key for key in self._home if key.startswith(prefix))
+        """Returns the keys that begin with `prefix`, sorted."""
+        return sorted(key for key in self._file_of if key.startswith(prefix))
 
     def fill(self, part: StoredBox) -> None:
-        """Read a part into its memory; UserError where the files lack any of it."""
+        """Reads a box into its memory, from all stored boxes that overlap it.
+
+        Raises:
+            UserError: the files do not contain the whole box, or are damaged.
+        """
         missing = numel(part.box)
         for box, key in self._boxes.get((part.namespace, part.tensor), {}).items():
             common = intersect(box, part.box) if len(box) == len(part.box) else None
             if common is not None:
-                here, there = (
-                    translate_box(common, part.box, _at_zero(part.box)),
-                    translate_box(common, box, _at_zero(box)),
-                )
-                part.values[slices(here)] = self._read(key, box, there)
+                dst = translate_box(common, part.box, _at_zero(part.box))
+                src = translate_box(common, box, _at_zero(box))
+                part.values[slices(dst)] = self._read(key, box, src)
                 missing -= numel(common)
         if missing:
             raise UserError(
-                f"{self._folder}: the box {part.box} of {part.tensor!r} is not all there in {part.namespace!r}; "
-                "it is of another model, or of other trained weights"
+                f"{self._folder}: the box {part.box} of {part.tensor!r} in {part.namespace!r} is incomplete: the "
+                "checkpoint has another model, or other trained weights. Resume with the configuration that wrote it."
             )
 
-    def _read(self, key: str, whole: Box, box: Box) -> Tensor:
-        path = self._home[key]
+    def _read(self, key: str, stored: Box, box: Box) -> Tensor:
+        path = self._file_of[key]
         try:
-            found = self._files[path].get_slice(key)
-            if (shape := tuple(found.get_shape())) != box_shape(whole):
-                raise UserError(f"{path}: {key!r} is of the shape {shape}; the checkpoint is damaged")
-            return found[slices(box)]
+            values = self._files[path].get_slice(key)
+            if (shape := tuple(values.get_shape())) != box_shape(stored):
+                raise UserError(
+                    f"{path}: {key!r} has shape {shape}; the checkpoint is damaged. Resume from an earlier one."
+                )
+            return values[slices(box)]
         except SafetensorError as error:
-            raise UserError(f"{path}: {key!r} cannot be read ({error})") from None
+            raise UserError(f"{path}: {key!r} cannot be read ({error}). Resume from an earlier checkpoint.") from None
 
     @property
     def _folder(self) -> Path:
         return next(iter(self._files)).parent
 
-    def __enter__(self) -> StoredParts:
+    def __enter__(self) -> ShardedReader:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -132,14 +184,18 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+        raise UserError(
+            f"{path}: not a readable safetensors file ({error}). Resume from an earlier checkpoint."
+        ) from None
 
 
-def _parsed(text: str, key: str, path: Path) -> Box:
+def _parse_box(text: str, key: str, path: Path) -> Box:
     ranges = [_RANGE.fullmatch(part) for part in text.split(",")]
     if not all(ranges):
-        raise UserError(f"{path}: {key!r} names no box such as 0:64,32:64")
-    return tuple((int(found[1]), int(found[2])) for found in ranges if found)
+        raise UserError(
+            f"{path}: {key!r} has no box such as 0:64,32:64; the checkpoint is damaged. Resume from an earlier one."
+        )
+    return tuple((int(match[1]), int(match[2])) for match in ranges if match)
 
 
 def _at_zero(box: Box) -> Box:

@@ -168,6 +168,9 @@ class RolloutConfig(ConfigSection):
     layout: str = "tp1"
     """Parallel sizes of one SGLang engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
     data-parallel attention (adp), in which ep and adp divide the tp ranks."""
+    sharding_table: Path | None = None
+    """File of `verl-mg trace` with the parameters of an engine, instead of the built-in table of SGLang. It must be
+    traced from this model and for `layout`. None: the built-in table of the architecture."""
     num_ranks: int = Field(0, ge=0)
     """Ranks for SGLang engines alone, the last ones of the job. 0: engines share all ranks with the actor."""
     memory_fraction: float = Field(0.6, gt=0, lt=1)

@@ -44,6 +44,11 @@ def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
     """UserError, before anything is built, where the rollout's layout or servers fit neither model nor ranks."""
     if config.actor.offload and config.rollout.engine == "hf":
         raise UserError("actor.offload=true: the embedded engine works on the actor's own memory; leave it out")
+    if config.rollout.sharding_table and (config.rollout.urls or config.rollout.engine != "sglang"):
+        raise UserError(
+            "rollout.sharding_table: only SGLang engines inside the job use a table. Leave it out, or write "
+            "rollout.engine=sglang without rollout.urls."
+        )
     if config.rollout.urls:
         check_servers(config, table)
     elif config.rollout.engine == "sglang":
@@ -53,6 +58,7 @@ def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
                 "or write rollout.engine=hf"
             )
         placement, experts = _placement(config, ranks), table.config.experts
+        table = table.with_traced_table(config.rollout.sharding_table)
 
         def check(layout: EngineLayout) -> None:
             table.check_engine_layout(layout)
@@ -72,7 +78,7 @@ def build_engine_group(
             context,
             wrap,
         )
-    table = actor.runner.table
+    table = actor.runner.table.with_traced_table(config.rollout.sharding_table)
     if config.rollout.urls:
         return build_remote_engines(config, table, context, wrap)
     ranks = dist.get_world_size()
@@ -91,7 +97,7 @@ def build_engine_group(
     apart = config.rollout.num_ranks > 0
     sleeps = config.rollout.sleep and not apart
     fixed = config.job.deterministic
-    sync = SGLangEngineSync(placement, engine)
+    sync = SGLangEngineSync(placement, engine, table)
     return SGLangEngineGroup(sync, engine, leads, context, sleeps=sleeps, apart=apart, fixed=fixed, wrap=wrap)
 
 

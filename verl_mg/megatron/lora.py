@@ -29,9 +29,9 @@ from verl_mg.checkpoint.peft import (
     adapted_tensors,
     adapter_shapes,
     adapter_shards,
-    fresh_adapters,
     head_shard,
-    leaf,
+    initial_adapters,
+    module_name,
     read_adapters,
 )
 from verl_mg.config import LoraConfig
@@ -53,7 +53,7 @@ class Adapter(Module):
         self._scale, self._height = scale, len(linear.weight)
         self.a, self.b = ParameterDict(), ParameterDict()
         for shard in shards:
-            name = leaf(shard.tensor)
+            name = module_name(shard.tensor)
             self.a[name] = self._parameter(linear.weight, shard.a, cut=1 if self._row_parallel else None)
             self.b[name] = self._parameter(linear.weight, shard.b, cut=None if self._row_parallel else 0)
             rows = torch.tensor(shard.rows, device=linear.weight.device)
@@ -135,14 +135,14 @@ class Adapters:
         linear.register_forward_hook(_adapted)
         begin = f"{name.removesuffix('.weight')}.{ADAPTER}"
         for shard in shards:
-            of = leaf(shard.tensor)
+            of = module_name(shard.tensor)
             self.parameters |= {f"{begin}.a.{of}": adapter.a[of], f"{begin}.b.{of}": adapter.b[of]}
             self.shards |= {f"{begin}.a.{of}": shard.a, f"{begin}.b.{of}": shard.b}
 
     def _fill(self) -> None:
         fresh = self.config.path is None
         read = (
-            fresh_adapters(self.shapes, self.config.seed)
+            initial_adapters(self.shapes, self.config.seed)
             if self.config.path is None
             else read_adapters(self.config.path, self.shapes, self.config)
         )

@@ -1,8 +1,8 @@
 """Tensors of a model by their Hugging Face names: as a tree of layers, and as an index by name.
 
-The tables of Megatron, SGLang and `transformers` refer to the fields of this tree, never to names. A name with `{layer}`
-exists once for each layer, one with `{expert}` once for each expert of a layer. Source of names and shapes: the modules
-of the architectures in `transformers`.
+The tables of Megatron, SGLang and `transformers` refer to the fields of this tree, never to names. A name with
+`{layer}` exists once for each layer, one with `{expert}` once for each expert of a layer. Source of names and shapes:
+the modules of the architectures in `transformers`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,10 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     model = options.model or job.model
     if model is None:
         raise UserError("verl-mg plan takes --model, or RECIPE and --config, a file that names one")
-    setting = PlanInputs(weight_table(read_config(Path(model))), **{**job.setting, **measured, **typed})
+    setting = PlanInputs(
+        weight_table(read_config(Path(model))).with_traced_table(job.sharding_table),
+        **{**job.setting, **measured, **typed},
+    )
     roles = _roles(setting, options, job)
     setting = replace(setting, beside=tuple(auxiliary_role(setting, role) for role in roles), notes=job.notes)
     train, rollout = _given(setting, options, PlanRequest() if options.search else job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from verl_mg.config import Config, CriticConfig, ReferenceConfig, TrainableConfig
@@ -51,6 +52,8 @@ class PlanRequest:
     roles: tuple[RoleRequest, ...] = ()
     setting: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    sharding_table: Path | None = None
+    """Traced table of the rollout engine (`rollout.sharding_table`)."""
 
 
 def plan_request(config: Config, roles: set[str]) -> PlanRequest:
@@ -75,7 +78,9 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         setting["batch"] = prompts * getattr(algorithm, "group_size", 1) * sequence
     others = tuple(_role(name, getattr(config, section)) for name, section in BESIDE.items() if name in roles)
     notes = tuple(_notes(config, {"actor": "actor", **BESIDE}, roles))
-    return PlanRequest(str(config.model.path), actor.layout, rollout.layout, others, setting, notes)
+    return PlanRequest(
+        str(config.model.path), actor.layout, rollout.layout, others, setting, notes, rollout.sharding_table
+    )
 
 
 def _check(config: Config, roles: set[str]) -> None:

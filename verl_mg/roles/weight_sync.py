@@ -24,6 +24,7 @@ from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.sglang.engine import SGLangEngine
 from verl_mg.rollout.sglang.ipc_payload import payload, staging
 from verl_mg.sharding.boxes import Shard
+from verl_mg.sharding.weight_table import WeightTable
 
 CHUNK_BYTES = 2**30
 """An engine takes about so much at a time from each rank; two such portions stand beside its weights."""
@@ -81,11 +82,12 @@ class _Portion:
 class SGLangEngineSync:
     """Into SGLang: each rank puts together the shard of the SGLang rank on its device and hands over its memory.
 
-    engine: on the first rank of each engine of the placement, else None.
+    engine: on the first rank of each engine of the placement, else None. table: weight table of the actor, with the
+    traced table of the engine where the configuration names one.
     """
 
-    def __init__(self, placement: EnginePlacement, engine: SGLangEngine | None) -> None:
-        self._placement, self._engine = placement, engine
+    def __init__(self, placement: EnginePlacement, engine: SGLangEngine | None, table: WeightTable) -> None:
+        self._placement, self._engine, self._table = placement, engine, table
         self._ranks_of = engine_ranks(placement)
         # Every rank takes part in the making of every group.
         made = {number: dist.new_group(ranks, backend="gloo") for number, ranks in self._ranks_of.items()}
@@ -143,7 +145,7 @@ class SGLangEngineSync:
     def _plan(self, actor: Actor, placement: EnginePlacement) -> tuple[list[_Portion], int]:
         """Made once: layouts do not change between iterations."""
         rank, dtype = dist.get_rank(), actor.runner.dtype
-        whole = actor.runner.table.shard_map_sglang(placement)
+        whole = self._table.shard_map_sglang(placement)
         first = placement.ranks[: placement.layout.ranks * placement.stride : placement.stride]
         node = device.ranks_of_a_node(dist.get_world_size())
         planned, lower_bound = [], 0

@@ -13,7 +13,7 @@ from pydantic import PositiveInt, ValidationError
 from torch import Tensor
 
 from verl_mg.batch import Batch
-from verl_mg.checkpoint.sharded_safetensors import StoredParts
+from verl_mg.checkpoint.sharded_safetensors import ShardedReader
 from verl_mg.config import ConfigSection, Count
 from verl_mg.distributed.watchdog import is_peer_failure
 from verl_mg.errors import UserError
@@ -110,7 +110,7 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
         raise UserError(f"{folder}: {min(other)} learns in one of the two runs alone; choose another job.output")
     try:
         job.prompts.load_state(state.prompts)
-        with StoredParts(_file(folder, number) for number in range(state.ranks)) as stored:
+        with ShardedReader(_file(folder, number) for number in range(state.ranks)) as stored:
             for name, role in job.trained.items():
                 role.load(stored.fill, state.learned[name])
         _restore_own(job, folder, state)
@@ -140,7 +140,7 @@ def _restore_own(job: Job, folder: Path, state: JobState) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     numbers = list(range(rank, state.ranks, ranks))
     with ExitStack() as stack:
-        files = {n: stack.enter_context(StoredParts([_file(folder, n)])) for n in (*numbers, 0)}
+        files = {n: stack.enter_context(ShardedReader([_file(folder, n)])) for n in (*numbers, 0)}
         states = {n: _read(folder / f"{rank_name(n)}.json", RankState) for n in files}
 
         def batch(name: str) -> Batch:

@@ -13,7 +13,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.checkpoint.sharded_safetensors import StoredParts
+from verl_mg.checkpoint.sharded_safetensors import ShardedReader
 from verl_mg.config import ConfigSection, Count
 from verl_mg.rollout.engine import Finish, Sample
 
@@ -92,7 +92,7 @@ def rank_tensors(
         yield from ((f"random/megatron/{name}", state) for name, state in get_cuda_rng_tracker().get_states().items())
 
 
-def samples(which: str, states: Sequence[SampleState], stored: StoredParts, vocabulary: int) -> dict[int, Sample]:
+def samples(which: str, states: Sequence[SampleState], stored: ShardedReader, vocabulary: int) -> dict[int, Sample]:
     """The way back; which: "done" or "cut". ValueError for a token beyond the vocabulary."""
     found = {}
     for state in states:
@@ -104,7 +104,7 @@ def samples(which: str, states: Sequence[SampleState], stored: StoredParts, voca
     return found
 
 
-def batch(name: str, state: RankState, stored: StoredParts) -> Batch:
+def batch(name: str, state: RankState, stored: ShardedReader) -> Batch:
     """The way back."""
     whole = Batch(stored.tensor(f"batch/{name}/{LENGTHS}"))
     for column, kind in state.kinds[name].items():
@@ -112,7 +112,7 @@ def batch(name: str, state: RankState, stored: StoredParts) -> Batch:
     return whole
 
 
-def restore_random_numbers(state: RankState, stored: StoredParts) -> None:
+def restore_random_numbers(state: RankState, stored: ShardedReader) -> None:
     """All generators of this process go on as they would have."""
     version, numbers, gauss = state.python
     random.setstate((version, tuple(numbers), gauss))

@@ -23,6 +23,7 @@ from verl_mg.rollout.sglang.tracing.tracer import (
     write_trace,
 )
 from verl_mg.sharding.boxes import Piece, Shard, full_box
+from verl_mg.sharding.traced_table import read_traced_table
 from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = pytest.mark.timeout(1200)  # importing SGLang takes long on a machine under load
