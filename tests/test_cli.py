@@ -70,7 +70,7 @@ MISTAKES = {
     "layout and ranks": (["actor.layout=tp4"], ["actor.layout=tp4", "2"]),
     "layout and heads": (
         ["actor.layout=tp2", "model.path={inputs}/odd"],
-        ["actor.layout=tp2", "does not divide the 3 attention heads; tp 1, 3 would"],
+        ["actor.layout=tp2", "does not divide the 3 attention heads. Choose tp from 1, 3."],
     ),
     "unknown rope": (["model.path={inputs}/rope"], ["config.json", "spiral"]),
     "missing test file": (["data.test=nowhere.jsonl", "evaluation.every=1"], ["nowhere.jsonl: no such data file"]),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mg.layout.dynamic_cp import context_size_of, plan_by_length, plan_evenly
+from verl_mg.layout.packing import cp_size_for, plan_by_length, plan_evenly
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 
@@ -28,7 +28,7 @@ def test_every_row_lies_on_one_group_of_neighbours(share, lengths, dp, cp, budge
 
 @given(st.integers(1, 300), SIZES, st.integers(8, 120))
 def test_a_row_is_cut_no_further_than_it_must_be(length, cp, budget):
-    context = context_size_of(length, cp, budget)
+    context = cp_size_for(length, cp, budget)
     smaller = [c for c in range(1, context) if cp % c == 0]
     assert cp % context == 0 and all(length > budget * c // cp for c in smaller)
     assert context == cp or length <= budget * context // cp

@@ -59,9 +59,9 @@ def test_stages_of_a_pipeline_have_their_layers_as_sglang_deals_them() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp4-ep3", "ep divides the tp4 ranks of an engine; write ep1 or 2 or 4"),
-        ("tp4-adp8", "adp divides the tp4"),
-        ("tp4-dp2", "'dp2' has an unknown key; keys are tp, pp, ep, adp"),
+        ("tp4-ep3", "ep must divide tp4. Write ep1 or 2 or 4"),
+        ("tp4-adp8", "adp must divide tp4"),
+        ("tp4-dp2", "'dp2' has an unknown key. Valid keys are tp, pp, ep, adp"),
         ("tp0", "sizes start at 1"),
     ],
 )
@@ -71,9 +71,9 @@ def test_what_is_no_layout_is_refused(text: str, message: str) -> None:
 
 
 def test_ranks_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UserError, match="tp4 with stride 2 stands on a multiple of 8 ranks, not on 4"):
+    with pytest.raises(UserError, match="tp4 with stride 2 requires a multiple of 8 ranks, not 4"):
         EnginePlacement(EngineLayout(tp=4), (0, 1, 2, 3), stride=2)
-    with pytest.raises(UserError, match="tp is 0; sizes start at 1"):
+    with pytest.raises(UserError, match="tp is 0. Sizes start at 1"):
         EngineLayout(tp=0)
 
 
@@ -83,7 +83,7 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
         ("tp3", {}, "tp / adp = 3 does not divide the 8 attention heads"),
         ("tp8", {"kv_heads": 3}, "tp / adp = 8 does not divide the 3 key-value heads"),
         ("tp2", {"ffn": 9}, "columns of the feed-forward"),
-        ("tp2-ep2", {"experts": 0}, "drop ep"),
+        ("tp2-ep2", {"experts": 0}, "Leave out ep"),
         ("tp2", {"expert_ffn": 3}, "tp / ep = 2 does not divide the 3 columns of an expert"),
         ("pp9", {}, "more stages than the model's 8 layers"),
     ],

@@ -89,27 +89,27 @@ def test_fit_agrees_with_division(layout: Layout, ranks: int) -> None:
         fitted = open_layout.fit(ranks)
         assert (fitted.dp, fitted.edp, fitted.ranks) == (ranks // dense, ranks // expert, ranks)
     else:
-        with pytest.raises(UserError, match=f"multiple of {math.lcm(dense, expert)} ranks, not on {ranks}"):
+        with pytest.raises(UserError, match=f"multiple of {math.lcm(dense, expert)} ranks, not {ranks}"):
             open_layout.fit(ranks)
 
 
 def test_fit_names_what_would_work() -> None:
-    with pytest.raises(UserError, match=r"layout tp4-pp2 .* not on 12: start 8 or 16$"):
+    with pytest.raises(UserError, match=r"layout tp4-pp2 .* not 12\. Start 8 or 16\.$"):
         Layout.parse("tp4-pp2").fit(12)
-    with pytest.raises(UserError, match=r"start 8$"):
+    with pytest.raises(UserError, match=r"Start 8\.$"):
         Layout.parse("tp4-pp2").fit(4)
-    with pytest.raises(UserError, match=r"not on 2: start 4$"):
+    with pytest.raises(UserError, match=r"not 2\. Start 4\.$"):
         Layout.parse("ep4").fit(2)
-    with pytest.raises(UserError, match=r"not on 0: start 2$"):
+    with pytest.raises(UserError, match=r"not 0\. Start 2\.$"):
         Layout.parse("tp2").fit(0)
 
 
 def test_a_given_dp_must_agree() -> None:
-    with pytest.raises(UserError, match="given dp4, so 8 ranks, not 6: start 8, or write dp3"):
+    with pytest.raises(UserError, match="dp4 requires 8 ranks, not 6. Start 8, write dp3"):
         Layout.parse("tp2-dp4").fit(6)
-    with pytest.raises(UserError, match="given dp1, so 2 ranks, not 6"):
+    with pytest.raises(UserError, match="dp1 requires 2 ranks, not 6"):
         Layout.parse("tp2-dp1").fit(6)
-    with pytest.raises(UserError, match=r"not on 7: start 8$"):
+    with pytest.raises(UserError, match=r"not 7\. Start 8\.$"):
         Layout.parse("tp2-dp4").fit(7)
 
 
@@ -206,13 +206,13 @@ QWEN3_30B = {
 @pytest.mark.parametrize(
     ("text", "change", "message"),
     [
-        ("tp4", {"attention_heads": 6}, "tp4 does not divide the 6 attention heads; tp 1, 2, 3, 6 would"),
-        ("tp8", {}, "tp8 does not divide the 4 key-value heads; tp 1, 2, 4 would"),
+        ("tp4", {"attention_heads": 6}, "tp4 does not divide the 6 attention heads. Choose tp from 1, 2, 3, 6."),
+        ("tp8", {}, "tp8 does not divide the 4 key-value heads. Choose tp from 1, 2, 4."),
         ("pp49", {}, "49 pipeline chunks are more than the model's 48 layers"),
         ("tp4", {"ffn": 6}, "columns of the feed-forward"),
         ("ep3", {}, "ep3 does not divide the 128 experts"),
         ("etp5", {}, "etp5 does not divide the 768 columns of an expert"),
-        ("ep2", {"experts": 0}, "drop ep"),
+        ("ep2", {"experts": 0}, "Leave out ep"),
     ],
 )
 def test_check_names_the_dimension(text: str, change: dict[str, int], message: str) -> None:

@@ -23,11 +23,11 @@ def test_runs_and_single_ranks():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "'' is neither a rank nor a run of them"),
-        ("tp2", "'tp2' is neither a rank nor a run of them"),
+        ("", "'' is neither a rank nor a range"),
+        ("tp2", "'tp2' is neither a rank nor a range"),
         ("0-3,-1", "'-1' is neither"),
-        ("3-1", "'3-1' does not rise"),
-        ("0-3,3", "'3' does not rise; write each rank once"),
+        ("3-1", "'3-1' is not in rising order"),
+        ("0-3,3", "'3' is not in rising order. Write each rank once"),
     ],
 )
 def test_what_is_not_understood_is_named(text, words):

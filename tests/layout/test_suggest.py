@@ -58,7 +58,7 @@ def check(model: ModelDims, layout: Layout) -> None:
 
 
 def suggested(message: str) -> list[str]:
-    found = re.search(r"; nearest that work on \d+ ranks: (.*)$", message)
+    found = re.search(r" Nearest valid layouts on \d+ ranks: (.*)\.$", message)
     return found[1].split(", ") if found else []
 
 
@@ -69,7 +69,7 @@ def test_what_is_suggested_works_on_those_ranks(layout: Layout, ranks: int, mode
     except UserError as error:
         assert str(error).count("\n") == 0
         names = suggested(str(error))
-        assert names or "no other layout works" in str(error)
+        assert names or "No other layout is valid" in str(error)
         for name in names:
             check(model, Layout.parse(name).fit(ranks))
         # One rank after the other holds all of a model: there is always this one.
@@ -120,18 +120,18 @@ QWEN3_30B = ModelDims(attention_heads=32, kv_heads=4, layers=48, ffn=6144, exper
         (
             "tp8-pp2",
             16,
-            "layout tp8-pp2: tp8 does not divide the 4 key-value heads; tp 1, 2, 4 would; "
-            "nearest that work on 16 ranks: tp4-pp2, tp2-pp2, tp4",
+            "layout tp8-pp2: tp8 does not divide the 4 key-value heads. Choose tp from 1, 2, 4. "
+            "Nearest valid layouts on 16 ranks: tp4-pp2, tp2-pp2, tp4",
         ),
         (
             "tp3",
             8,
-            "layout tp3 stands on a multiple of 3 ranks, not on 8: start 6 or 9; nearest that work on 8 ranks: ",
+            "layout tp3 requires a multiple of 3 ranks, not 8. Start 6 or 9. Nearest valid layouts on 8 ranks: ",
         ),
-        ("tp2-dp3", 8, "layout tp2-dp3 was given dp3, so 6 ranks, not 8: start 6, or write dp4, or leave dp out; "),
-        ("ep256", 256, "layout ep256: ep256 does not divide the 128 experts; "),
-        ("pp64", 64, "layout pp64: 64 pipeline chunks are more than the model's 48 layers; "),
-        ("tp4-cp16", 64, "layout tp4-cp16: tp4-cp16 does not divide the 32 attention heads; "),
+        ("tp2-dp3", 8, "layout tp2-dp3: dp3 requires 6 ranks, not 8. Start 6, write dp4, or leave out dp. "),
+        ("ep256", 256, "layout ep256: ep256 does not divide the 128 experts. "),
+        ("pp64", 64, "layout pp64: 64 pipeline chunks are more than the model's 48 layers. "),
+        ("tp4-cp16", 64, "layout tp4-cp16: tp4-cp16 does not divide the 32 attention heads. "),
     ],
 )
 def test_one_line_says_what_does_not_divide_and_what_would_work(text: str, ranks: int, message: str) -> None:
@@ -143,5 +143,5 @@ def test_one_line_says_what_does_not_divide_and_what_would_work(text: str, ranks
 def test_the_nearest_differ_least() -> None:
     assert distance(Layout(tp=8, pp=2), Layout(tp=2)) == 2 + 1 == distance(Layout(tp=8, pp=2), Layout(tp=4, etp=2))
     assert distance(EngineLayout(tp=8), EngineLayout(tp=4, ep=2)) == 2
-    assert format_suggestions([], 3) == "no other layout works on 3 ranks"
+    assert format_suggestions([], 3) == "No other layout is valid on 3 ranks."
     assert format_layout(Layout.parse("tp2-ep4").fit(16)) == "tp2-ep4"

@@ -165,12 +165,12 @@ def test_an_empty_micro_batch_runs_and_alignment_adds_less_than_tp_tokens(ranks,
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("tp3", "tp3 does not divide the 4 attention heads; tp 1, 2, 4 would"),
+        ("tp3", "tp3 does not divide the 4 attention heads. Choose tp from 1, 2, 4."),
         ("tp4", "tp4 does not divide the 2 key-value heads"),
         ("pp5", "5 pipeline chunks are more than the model's 4 layers"),
-        ("ep2", "ep2 spreads experts, and the model has none"),
-        ("cp8", "cp8 does not divide the 4 attention heads; cp 1, 2, 4 would"),
-        ("tp2-cp4", r"tp2-cp4 does not divide the 4 attention heads; tp\*cp 1, 2, 4 would"),
+        ("ep2", "ep2 distributes experts, but the model has none"),
+        ("cp8", "cp8 does not divide the 4 attention heads. Choose cp from 1, 2, 4."),
+        ("tp2-cp4", r"tp2-cp4 does not divide the 4 attention heads. Choose tp\*cp from 1, 2, 4."),
     ],
 )
 def test_a_layout_the_model_cannot_stand_on_is_refused(tmp_path, layout, message):

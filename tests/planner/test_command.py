@@ -59,8 +59,8 @@ def test_what_does_not_fit_is_reported_before_the_error(capsys):
     out, err = capsys.readouterr()
     numbers = json.loads(out)
     assert left.value.code == 2 and numbers["problem"] in err and len(err.splitlines()) == 1
-    assert "training needs" in err and "nearest that work on 16 ranks: " in err
-    nearest = err.split("nearest that work on 16 ranks: ")[1].strip().split(", ")
+    assert "training needs" in err and "Nearest valid layouts on 16 ranks: " in err
+    nearest = err.split("Nearest valid layouts on 16 ranks: ")[1].strip().rstrip(".").split(", ")
     for layout in nearest:
         assert "fits" in printed(capsys, "--train", layout, "--rollout", "tp4-ep4")
 
@@ -70,16 +70,17 @@ def test_what_does_not_fit_is_reported_before_the_error(capsys):
     [
         (["--train", "tp8-pp2", "--rollout", "tp4"], "tp8 does not divide the 4 key-value heads"),
         (["--train", "tp4-pp2-ep3", "--rollout", "tp4"], "layout tp4-pp2-ep3"),
-        (["--train", "pp3", "--rollout", "tp4"], "stands on a multiple of 3 ranks, not on 16"),
+        (["--train", "pp3", "--rollout", "tp4"], "requires a multiple of 3 ranks, not 16"),
         (["--train", "pp2-ep4", "--rollout", "tp3"], "tp / adp = 3 does not divide the 32 attention heads"),
-        (["--train", "pp2-ep4", "--rollout", "tp32"], "stands on a multiple of 32 ranks, not on 16"),
+        (["--train", "pp2-ep4", "--rollout", "tp32"], "requires a multiple of 32 ranks, not 16"),
     ],
 )
 def test_a_constraint_is_named_with_layouts_that_hold(capsys, arguments, words):
     with pytest.raises(SystemExit) as left:
         main([*MODEL, *arguments])
     err = capsys.readouterr().err
-    assert left.value.code == 2 and words in err and "; nearest that work on 16 ranks: " in err and err.count("\n") == 1
+    assert left.value.code == 2 and words in err and err.count("\n") == 1
+    assert " Nearest valid layouts on 16 ranks: " in err
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ def refused(folder, overrides):
         ),
         (
             ["rollout.num_ranks=1", "actor.layout=tp2"],
-            "actor.layout=tp2 beside rollout.num_ranks=1: layout tp2 stands on a multiple of 2 ranks, not on 3: "
-            "start 2 or 4; nearest that work on 3 ranks: tp1",
+            "actor.layout=tp2 beside rollout.num_ranks=1: layout tp2 requires a multiple of 2 ranks, not 3. "
+            "Start 2 or 4. Nearest valid layouts on 3 ranks: tp1.",
         ),
         (
             ["rollout.num_ranks=3", "rollout.layout=tp2"],

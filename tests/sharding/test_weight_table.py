@@ -250,7 +250,7 @@ def test_dense_layers_come_first_where_the_configuration_says_so(family):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("tp3", "tp3 does not divide the 8 attention heads; tp 1, 2, 4, 8 would"),
+        ("tp3", "tp3 does not divide the 8 attention heads. Choose tp from 1, 2, 4, 8."),
         ("pp8", "8 pipeline chunks are more than the model's 4 layers"),
         ("ep3-dp3", "ep3 does not divide the 8 experts"),
     ],
@@ -267,9 +267,9 @@ def test_a_layout_that_cannot_hold_the_model_is_refused(family, layout, message)
         ("llama", {}, "tp8-adp2", "no data-parallel attention for llama"),
         ("gemma2", {}, "pp2", "no pipeline parallelism for gemma2"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "tp2", "this model has dense layers"),
-        ("qwen3", {}, "tp2-ep2", "ep2 spreads experts, and the model has none"),
+        ("qwen3", {}, "tp2-ep2", "ep2 distributes experts, but the model has none"),
         ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "tp6", "does not divide the 4 key"),
-        ("qwen3_moe", {}, "tp4-ep3", "ep divides the tp4 ranks"),
+        ("qwen3_moe", {}, "tp4-ep3", "ep must divide tp4"),
     ],
 )
 def test_what_sglang_cannot_do_is_refused(family, changes, layout, message):

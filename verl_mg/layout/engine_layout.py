@@ -1,4 +1,4 @@
-"""`EngineLayout` and `EnginePlacement`: how SGLang cuts a model, and on which ranks its engines stand."""
+"""`EngineLayout` and `EnginePlacement`: how SGLang shards a model, and on which ranks its engines are located."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
-from verl_mg.layout.layout import parse_sizes
-from verl_mg.layout.model_dims import ModelDims
+from verl_mg.layout.layout import ModelDims, parse_sizes
 
 KEYS = ("tp", "pp", "ep", "adp")
 EXAMPLE = "tp8-ep8"
@@ -15,92 +14,121 @@ EXAMPLE = "tp8-ep8"
 
 @dataclass(frozen=True, slots=True)
 class EngineCoordinates:
-    """Where one rank stands in its engine: in the pipeline, and on the four ways to cut its tensors."""
+    """Coordinates of a rank in its engine: pipeline stage, and indices on the axes that shard tensors."""
 
     engine: int
+    """Number of the engine in the job."""
     pp: int
+    """Pipeline stage."""
     tp: int
+    """Tensor-parallel index."""
     attention_tp: int
+    """Tensor-parallel index of attention."""
     attention_dp: int
+    """Data-parallel index of attention."""
     ep: int
+    """Expert-parallel index."""
     expert_tp: int
+    """Tensor-parallel index of experts."""
 
 
 @dataclass(frozen=True)
 class EngineLayout:
     """Sizes of tensor, pipeline, expert and attention data parallelism of one SGLang engine.
 
-    As in SGLang, `ep` and `adp` divide the `tp` ranks of a stage: experts are cut over tp / ep ranks, attention over
-    tp / adp. An instance is always sound.
+    As in SGLang, `ep` and `adp` divide the `tp` ranks of a stage: experts are sharded over tp / ep ranks, attention
+    over tp / adp. An instance is always valid.
     """
 
     tp: int = 1
+    """Tensor-parallel size."""
     pp: int = 1
+    """Pipeline-parallel size."""
     ep: int = 1
+    """Expert-parallel size."""
     adp: int = 1
+    """Data-parallel size of attention."""
 
     def __post_init__(self) -> None:
         for key in KEYS:
             if getattr(self, key) < 1:
-                raise UserError(f"rollout layout: {key} is {getattr(self, key)}; sizes start at 1, as in {EXAMPLE}")
+                raise UserError(f"rollout.layout: {key} is {getattr(self, key)}. Sizes start at 1, as in {EXAMPLE}.")
         for key in ("ep", "adp"):
             if self.tp % getattr(self, key):
                 fitting = [size for size in range(1, self.tp + 1) if self.tp % size == 0]
                 raise UserError(
-                    f"rollout layout {self}: {key} divides the tp{self.tp} ranks of an engine; "
-                    f"write {key}{' or '.join(map(str, fitting))}"
+                    f"rollout.layout={self}: {key} must divide tp{self.tp}. "
+                    f"Write {key}{' or '.join(map(str, fitting))}."
                 )
 
     @classmethod
     def parse(cls, text: str) -> EngineLayout:
-        """Read `tp8-ep8`: sizes in any order, each key at most once. UserError naming what is not understood."""
+        """Parses text such as `tp8-ep8`: sizes in any order, each key at most once.
+
+        Raises:
+            UserError: with the part that is not valid.
+        """
         return cls(**parse_sizes(text, KEYS, EXAMPLE))
 
     def __str__(self) -> str:
-        """The shortest text that `parse` reads back."""
+        """Returns the shortest text that `parse` reads as an equal layout."""
         return "-".join(f"{key}{getattr(self, key)}" for key in KEYS if getattr(self, key) > 1) or "tp1"
 
     @property
     def ranks(self) -> int:
-        """Ranks of one engine."""
+        """Number of ranks of one engine."""
         return self.tp * self.pp
 
     @property
     def attention_tp(self) -> int:
-        """Ranks that cut an attention layer."""
+        """Number of ranks that shard an attention layer."""
         return self.tp // self.adp
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that cut an expert."""
+        """Number of ranks that shard an expert."""
         return self.tp // self.ep
 
     def check(self, model: ModelDims) -> None:
-        """Raise UserError naming the first dimension of a model that this layout does not divide.
+        """Checks that the layout divides a model.
 
-        Key-value heads may be fewer than ranks: SGLang then gives neighbours the same head.
+        Key-value heads may be fewer than ranks: SGLang then gives neighbouring ranks the same head.
+
+        Raises:
+            UserError: with the first dimension that is not divisible.
         """
         self._divide(model.attention_heads, "attention heads", self.attention_tp, "tp / adp")
         if self.attention_tp % model.kv_heads:
             self._divide(model.kv_heads, "key-value heads", self.attention_tp, "tp / adp")
         self._divide(model.ffn, "columns of the feed-forward layer", self.tp, "tp")
         if self.ep > 1 and not model.experts:
-            raise UserError(f"rollout layout {self}: ep{self.ep} spreads experts, and the model has none; drop ep")
+            raise UserError(
+                f"rollout.layout={self}: ep{self.ep} distributes experts, but the model has none. Leave out ep."
+            )
         self._divide(model.experts, "experts", self.ep, "ep")
         self._divide(model.expert_ffn, "columns of an expert", self.expert_tp, "tp / ep")
         self._divide(model.shared_ffn, "columns of the shared experts", self.tp, "tp")
         if model.layers < self.pp:
-            raise UserError(f"rollout layout {self}: pp{self.pp} is more stages than the model's {model.layers} layers")
+            raise UserError(
+                f"rollout.layout={self}: pp{self.pp} has more stages than the model's {model.layers} layers. "
+                "Use a smaller pp."
+            )
 
     def _divide(self, dimension: int, what: str, size: int, written: str) -> None:
         if dimension % size:
             fitting = ", ".join(str(n) for n in range(1, size) if dimension % n == 0)
             raise UserError(
-                f"rollout layout {self}: {written} = {size} does not divide the {dimension} {what}; {fitting} would"
+                f"rollout.layout={self}: {written} = {size} does not divide the {dimension} {what}. "
+                f"Choose {written} from {fitting}."
             )
 
     def layers(self, num_layers: int, pp_rank: int) -> range:
-        """Global indices of the layers of a stage: SGLang gives the layers that are left over to the last stages."""
+        """Returns the global indices of the layers of a stage; SGLang gives the remaining layers to the last stages.
+
+        Args:
+            num_layers: layers of the model.
+            pp_rank: pipeline stage.
+        """
         each, left = divmod(num_layers, self.pp)
         start = pp_rank * each + max(0, pp_rank - (self.pp - left))
         return range(start, start + each + (pp_rank >= self.pp - left))
@@ -108,33 +136,36 @@ class EngineLayout:
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """Engines of one layout on ranks of a job, ranks `stride` apart within an engine.
+    """Engines of one layout on ranks of a job.
 
-    `ranks` are taken in runs of `layout.ranks * stride`; in a run, every stride-th rank belongs to the same engine
-    (SGLang's `base_gpu_id` and `gpu_id_step`).
+    The ranks form runs of `layout.ranks * stride`; in a run, every stride-th rank belongs to the same engine (SGLang's
+    `base_gpu_id` and `gpu_id_step`).
     """
 
     layout: EngineLayout
+    """Layout of each engine."""
     ranks: tuple[int, ...]
+    """Global ranks of all engines."""
     stride: int = 1
+    """Distance between neighbouring ranks of an engine."""
     _index: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         run = self.layout.ranks * self.stride
         if not self.ranks or len(self.ranks) % run:
             raise UserError(
-                f"rollout layout {self.layout} with stride {self.stride} stands on a multiple of {run} ranks, "
-                f"not on {len(self.ranks)}"
+                f"rollout.layout={self.layout} with stride {self.stride} requires a multiple of {run} ranks, "
+                f"not {len(self.ranks)}. Change rollout.layout or the number of ranks."
             )
         object.__setattr__(self, "_index", {rank: index for index, rank in enumerate(self.ranks)})
 
     @property
     def engines(self) -> int:
-        """How many engines there are."""
+        """Number of engines."""
         return len(self.ranks) // self.layout.ranks
 
     def coordinates(self, global_rank: int) -> EngineCoordinates:
-        """Where a rank stands; KeyError for one that no engine has."""
+        """Returns the coordinates of a rank; raises KeyError for a rank without engine."""
         run, rest = divmod(self._index[global_rank], self.layout.ranks * self.stride)
         member, offset = divmod(rest, self.stride)
         pp, tp = divmod(member, self.layout.tp)
@@ -143,7 +174,7 @@ class EnginePlacement:
         return EngineCoordinates(run * self.stride + offset, pp, tp, attention_tp, attention_dp, ep, expert_tp)
 
     def strides(self, node: int) -> Iterator[EnginePlacement]:
-        """This placement at every stride that keeps an engine inside its `node` ranks, or on whole nodes."""
+        """Yields the placements whose stride keeps an engine inside a node (of `node` ranks) or on whole nodes."""
         for stride in range(1, len(self.ranks) // self.layout.ranks + 1):
             run = self.layout.ranks * stride
             if len(self.ranks) % run == 0 and (stride == 1 or self._within_nodes(run, node)):

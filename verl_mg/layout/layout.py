@@ -1,11 +1,11 @@
-"""`Layout`: the sizes of every kind of parallelism, and where each rank stands in the two grids they span.
+"""`Layout`: sizes of all kinds of parallelism, and the coordinates of each rank in the two grids that they span.
 
-The ranks of a layout are numbered twice, as Megatron does with its default order `tp-cp-ep-dp-pp`:
+The ranks of a layout are numbered twice, as in Megatron with its default order `tp-cp-ep-dp-pp`:
 
     dense grid    rank = tp  + TP  * (cp + CP * (dp  + DP  * pp))
     expert grid   rank = etp + ETP * (ep + EP * (edp + EDP * pp))
 
-Both cover the same ranks, so TP*CP*DP == ETP*EP*EDP, and a rank has one and the same `pp` in both.
+Both cover the same ranks, so TP*CP*DP == ETP*EP*EDP, and a rank has the same `pp` in both.
 """
 
 import math
@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
-from verl_mg.layout.model_dims import ModelDims
 
 KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 EXAMPLE = "tp4-pp2-ep8"
@@ -22,102 +21,139 @@ EXAMPLE = "tp4-pp2-ep8"
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where one rank stands: (tp, cp, dp, pp) in the dense grid, (etp, ep, edp, pp) in the expert grid."""
+    """Coordinates of a rank: (tp, cp, dp, pp) in the dense grid, (etp, ep, edp, pp) in the expert grid."""
 
     tp: int
+    """Tensor-parallel index."""
     cp: int
+    """Context-parallel index."""
     dp: int
+    """Data-parallel index."""
     pp: int
+    """Pipeline stage."""
     etp: int
+    """Expert-tensor-parallel index."""
     ep: int
+    """Expert-parallel index."""
     edp: int
+    """Expert-data-parallel index."""
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """Dimensions of a model that layouts divide; 0 for a dimension that the model does not have."""
+
+    attention_heads: int
+    """Query heads of a layer."""
+    kv_heads: int
+    """Key-value heads of a layer."""
+    layers: int
+    """Transformer layers."""
+    ffn: int
+    """Width of a dense feed-forward layer."""
+    experts: int = 0
+    """Routed experts of a layer."""
+    expert_ffn: int = 0
+    """Width of an expert."""
+    shared_ffn: int = 0
+    """Width of all shared experts together."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of tensor, pipeline, virtual pipeline, context, expert, expert tensor and data parallelism.
+    """Sizes of the parallel dimensions of a Megatron model.
 
-    `etp` left out is `tp`, as in Megatron. `dp` left out is open: it is the smallest that both grids
-    allow (1 without experts) until `fit` spreads the layout over all the ranks of a job.
-    An instance is always sound: its dense and its expert grid cover the same ranks.
+    An instance is always valid: its dense and its expert grid cover the same ranks.
     """
 
     tp: int = 1
+    """Tensor-parallel size."""
     pp: int = 1
+    """Pipeline-parallel size."""
     vpp: int = 1
+    """Virtual pipeline size: model chunks of each stage."""
     cp: int = 1
+    """Context-parallel size."""
     ep: int = 1
-    etp: int = 0  # 0: as tp
-    dp: int = 0  # 0: open
+    """Expert-parallel size."""
+    etp: int = 0
+    """Expert-tensor-parallel size; 0 becomes tp, as in Megatron."""
+    dp: int = 0
+    """Data-parallel size; 0 becomes the smallest that both grids allow (1 without experts), until `fit` sets it."""
     dp_given: bool = field(init=False, compare=False, repr=False)
+    """Whether dp was given."""
 
     def __post_init__(self) -> None:
         for key in KEYS:
             size = getattr(self, key)
             if size < 0 or (size == 0 and key not in ("etp", "dp")):
-                raise UserError(f"layout: {key} is {size}; sizes start at 1, as in {EXAMPLE}")
+                raise UserError(f"layout: {key} is {size}. Sizes start at 1, as in {EXAMPLE}.")
         object.__setattr__(self, "dp_given", self.dp > 0)
         object.__setattr__(self, "etp", self.etp or self.tp)
         object.__setattr__(self, "dp", self.dp or self._smallest_dp)
         if self.vpp > 1 and self.pp == 1:
-            raise UserError(f"layout {self}: vpp interleaves pipeline stages; write pp2 or more, or drop vpp")
+            raise UserError(
+                f"layout {self}: vpp interleaves pipeline stages, but pp is 1. Write pp2 or more, or leave out vpp."
+            )
         if self.dp % self._smallest_dp:
             raise UserError(
-                f"layout {self}: the experts (etp{self.etp}, ep{self.ep}) need dp to be a multiple of "
-                f"{self._smallest_dp}; leave dp{self.dp} out, or write dp{self._smallest_dp}"
+                f"layout {self}: the experts (etp{self.etp}, ep{self.ep}) require dp to be a multiple of "
+                f"{self._smallest_dp}. Leave out dp{self.dp}, or write dp{self._smallest_dp}."
             )
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read `tp2-pp2-cp1-ep2`: sizes in any order, each key at most once, a size left out at its default.
+        """Parses text such as `tp2-pp2-cp1-ep2`: sizes in any order, each key at most once.
 
-        Raises UserError naming the part that is not understood.
+        Raises:
+            UserError: with the part that is not valid.
         """
         return cls(**parse_sizes(text, KEYS, EXAMPLE))
 
     def __str__(self) -> str:
-        """The shortest text that `parse` reads back as an equal layout; `tp1` when every size is 1."""
+        """Returns the shortest text that `parse` reads as an equal layout; `tp1` when every size is 1."""
         defaults = {"etp": self.tp, "dp": self._smallest_dp}
         shown = [f"{key}{size}" for key in KEYS if (size := getattr(self, key)) != defaults.get(key, 1)]
         return "-".join(shown) or "tp1"
 
     @property
     def _smallest_dp(self) -> int:
-        """The least dp for which the expert grid covers the dense one; every sound dp is a multiple of it."""
+        """The smallest dp for which both grids cover the same ranks; every valid dp is a multiple of it."""
         experts = self.etp * self.ep
         return experts // math.gcd(self.tp * self.cp, experts)
 
     @property
     def ranks(self) -> int:
-        """How many ranks the layout stands on."""
+        """Number of ranks of the layout."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def edp(self) -> int:
-        """Expert data parallel size: how many ranks hold the same experts."""
+        """Expert-data-parallel size: the number of ranks with the same experts."""
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     def fit(self, ranks: int) -> "Layout":
-        """This layout with dp filled in so that it stands on exactly `ranks` ranks.
+        """Returns this layout with the dp that makes it use exactly `ranks` ranks.
 
-        Raises UserError when it cannot, or when a dp given before says otherwise.
+        Raises:
+            UserError: there is no such dp, or another dp was given.
         """
         unit = self.tp * self.pp * self.cp * self._smallest_dp
         if ranks < 1 or ranks % unit:
             counts = [self.ranks] if self.dp_given else _multiples_around(unit, ranks)
             raise UserError(
-                f"layout {self} stands on a multiple of {unit} ranks, not on {ranks}: start {_or(map(str, counts))}"
+                f"layout {self} requires a multiple of {unit} ranks, not {ranks}. Start {_or(map(str, counts))}."
             )
         fitted = self._with(dp=ranks // (self.tp * self.pp * self.cp))
         if self.dp_given and fitted != self:
             raise UserError(
-                f"layout {self} was given dp{self.dp}, so {self.ranks} ranks, not {ranks}: "
-                f"start {self.ranks}, or write dp{fitted.dp}, or leave dp out"
+                f"layout {self}: dp{self.dp} requires {self.ranks} ranks, not {ranks}. "
+                f"Start {self.ranks}, write dp{fitted.dp}, or leave out dp."
             )
         return fitted
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank`, 0 to ranks - 1, stands in both grids. Raises IndexError beyond them."""
+        """Returns the coordinates of a rank of the layout, 0 to ranks - 1; raises IndexError beyond."""
         if not 0 <= rank < self.ranks:
             raise IndexError(f"rank {rank} of layout {self}, which has {self.ranks}")
         rest, tp = divmod(rank, self.tp)
@@ -128,7 +164,17 @@ class Layout:
         return Coordinates(tp, cp, dp, pp, etp, ep, edp=rest % self.edp)
 
     def rank_of(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank at a point of the dense grid. Raises IndexError outside it."""
+        """Returns the rank at a point of the dense grid.
+
+        Args:
+            tp: tensor-parallel index.
+            cp: context-parallel index.
+            dp: data-parallel index.
+            pp: pipeline stage.
+
+        Raises:
+            IndexError: the point is outside the grid.
+        """
         point = {"tp": (tp, self.tp), "cp": (cp, self.cp), "dp": (dp, self.dp), "pp": (pp, self.pp)}
         for key, (index, size) in point.items():
             if not 0 <= index < size:
@@ -136,45 +182,59 @@ class Layout:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def layers(self, num_layers: int, pp_rank: int, vpp_rank: int = 0) -> range:
-        """Global indices of the layers that chunk `vpp_rank` of pipeline stage `pp_rank` holds.
+        """Returns the global indices of the layers of a model chunk.
 
         Chunk v of stage p is the (v * pp + p)-th run of layers, Megatron's interleaved order. Where the chunks do not
-        divide the layers, some have one layer fewer: the last chunk and the first, which carry the output and the
-        embedding, then their neighbours inwards. Raises UserError when there are fewer layers than chunks, IndexError
-        for a chunk that is not there.
+        divide the layers, some have one layer fewer: the last chunk and the first, which have the output layer and the
+        embedding, then their neighbours inwards.
+
+        Args:
+            num_layers: layers of the model.
+            pp_rank: pipeline stage.
+            vpp_rank: chunk of the stage.
+
+        Raises:
+            UserError: the model has fewer layers than chunks.
+            IndexError: there is no such chunk.
         """
         if not (0 <= pp_rank < self.pp and 0 <= vpp_rank < self.vpp):
             raise IndexError(f"chunk {vpp_rank} of pipeline stage {pp_rank} of layout {self}")
         chunks, number = self.pp * self.vpp, vpp_rank * self.pp + pp_rank
         if num_layers < chunks:
-            raise UserError(f"layout {self}: {chunks} pipeline chunks are more than the model's {num_layers} layers")
+            raise UserError(
+                f"layout {self}: {chunks} pipeline chunks are more than the model's {num_layers} layers. "
+                "Use a smaller pp or vpp."
+            )
         each, fewer = -(-num_layers // chunks), -num_layers % chunks
-        # Chunk n from the left is the (2n + 1)-th to go short, chunk n from the right the 2n-th.
+        # Chunk n from the left is the (2n + 1)-th to get a layer fewer, chunk n from the right the 2n-th.
         short = [min(2 * chunk + 1, 2 * (chunks - 1 - chunk)) < fewer for chunk in range(number + 1)]
         start = number * each - sum(short[:number])
         return range(start, start + each - short[number])
 
     def check(self, model: ModelDims) -> None:
-        """Raise UserError naming the first dimension of a model that this layout does not divide.
+        """Checks that the layout divides a model.
 
-        Megatron would replicate KV heads for a tp that is a multiple of them; here each rank holds its own.
+        Megatron would replicate KV heads for a tp that is a multiple of them; here no two ranks share a head.
+
+        Raises:
+            UserError: with the first dimension that is not divisible.
         """
         self._divide(model.attention_heads, "attention heads", "tp")
         self._divide(model.kv_heads, "key-value heads", "tp")
         self._divide(model.ffn, "columns of the feed-forward layer", "tp")
         self.layers(model.layers, 0)
         if model.experts == 0 and self.ep > 1:
-            raise UserError(f"layout {self}: ep{self.ep} spreads experts, and the model has none; drop ep")
+            raise UserError(f"layout {self}: ep{self.ep} distributes experts, but the model has none. Leave out ep.")
         self._divide(model.experts, "experts", "ep")
         self._divide(model.expert_ffn, "columns of an expert", "etp")
         self._divide(model.shared_ffn, "columns of the shared experts", "tp")
 
     def check_context(self, attention_heads: int) -> None:
-        """Raise UserError where the context-parallel ranks cannot share out the heads of a tensor-parallel one."""
+        """Checks that tp * cp divides the attention heads; raises UserError otherwise."""
         self._divide(attention_heads, "attention heads", "tp", "cp")
 
     def check_down_projections(self, *widths: int) -> None:
-        """Raise UserError for a down projection of latent attention that tp does not divide."""
+        """Checks that tp divides the widths of the down projections of latent attention; raises UserError otherwise."""
         for width in widths:
             self._divide(width, "rows of a down projection of latent attention", "tp")
 
@@ -186,12 +246,12 @@ class Layout:
         axes = "*".join(key for key in keys if len(keys) == 1 or getattr(self, key) > 1)
         named = "-".join(f"{key}{getattr(self, key)}" for key in axes.split("*"))
         raise UserError(
-            f"layout {self}: {named} does not divide the {dimension} {what}; "
-            f"{axes} {', '.join(map(str, sorted(divisors)))} would"
+            f"layout {self}: {named} does not divide the {dimension} {what}. "
+            f"Choose {axes} from {', '.join(map(str, sorted(divisors)))}."
         )
 
     def _with(self, **changes: int) -> "Layout":
-        """A copy with other sizes; an etp that followed tp and a dp that was open stay so."""
+        """Returns a copy with other sizes; an etp equal to tp follows tp, and dp is recomputed."""
         sizes = {key: getattr(self, key) for key in KEYS}
         sizes["etp"] = 0 if self.etp == self.tp else self.etp
         sizes["dp"] = 0
@@ -199,7 +259,19 @@ class Layout:
 
 
 def parse_sizes(text: str, keys: tuple[str, ...], example: str) -> dict[str, int]:
-    """Read `tp2-pp2`: {key: size}. Raises UserError naming the part that is not understood."""
+    """Parses text such as `tp2-pp2`.
+
+    Args:
+        text: sizes joined by dashes.
+        keys: valid keys.
+        example: valid text, for the error.
+
+    Returns:
+        {key: size} of the keys in the text.
+
+    Raises:
+        UserError: with the part that is not valid.
+    """
     sizes: dict[str, int] = {}
     for token in text.split("-"):
         match = re.fullmatch(r"([a-z]+)([0-9]+)", token)
@@ -214,12 +286,12 @@ def parse_sizes(text: str, keys: tuple[str, ...], example: str) -> dict[str, int
         else:
             sizes[match[1]] = int(match[2])
             continue
-        raise UserError(f"layout {text!r}: {reason}; keys are {', '.join(keys)}, each once, as in {example}")
+        raise UserError(f"layout {text!r}: {reason}. Valid keys are {', '.join(keys)}, each once, as in {example}.")
     return sizes
 
 
 def _multiples_around(unit: int, ranks: int) -> list[int]:
-    """The positive multiples of `unit` next below and next above `ranks`."""
+    """Returns the next positive multiples of `unit` below and above `ranks`."""
     below = max(ranks, 0) // unit * unit
     return [count for count in (below, below + unit) if count > 0]
 

@@ -1,40 +1,126 @@
-"""Rows into micro-batches: packed first, distributed second.
+"""Rows into micro-batches: packed first, distributed over ranks second.
 
 1. Rows are packed, costliest first, in steps of one micro-batch for each data-parallel rank: each row into the first
-   step that has room, and there into the micro-batch with the least cost. So the micro-batches of a step have rows of
-   the same kind and cost about the same, which counts where ranks share experts and wait for each other in every step.
-2. The costliest of a step goes to the rank with the least so far. The ranks then differ by no more than the
-   micro-batches of some step do.
-3. Small rows move from the busiest rank to the idlest, while that evens them out.
+   step with enough free tokens, and there into the micro-batch with the least cost. So the micro-batches of a step have
+   rows of similar length and cost about the same, which matters where ranks share experts and wait for each other in
+   every step.
+2. The costliest micro-batch of a step goes to the rank with the least cost so far. The ranks then differ by no more
+   than the micro-batches of one step.
+3. Small rows move from the rank with the most cost to the rank with the least, while that evens them out.
 
-Pure Python, and the same on every rank.
+Invariants:
+
+- every rank has the same number of micro-batches;
+- each row is in exactly one micro-batch;
+- a micro-batch has at most `budget` tokens, unless it is a single longer row;
+- empty micro-batches occur only in the last step;
+- the result is a pure function of the arguments, and the same on every rank.
+
+With context parallelism a *worker slot* is a pair (data-parallel index, context-parallel index). In each step all slots
+work, and the cp slots of a data-parallel index form cp / size groups of `size` neighbours with rows of their own:
+
+    cp4        step 1, size 4: 0 0 0 0     one long row for all four slots
+               step 2, size 1: 1 2 3 4     short rows, one for each slot, without communication
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 EVEN = 1e-3
-"""Ranks that differ by this share of their mean cost are even."""
+"""Ranks whose costs differ by at most this fraction of the mean count as even."""
 MOVES = 8
-"""Rows that are moved, at most, for each rank."""
+"""Maximum number of rows that are moved in step 3, for each rank."""
 
 
 def pack(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> list[list[list[int]]]:
-    """The micro-batches of each data-parallel rank, as row numbers: result[rank][micro-batch] = rows.
+    """Packs rows into the micro-batches of each data-parallel rank.
 
-    lengths (n,): tokens of a row. costs (n,): its predicted work, in any unit, such as `weights.flops.row_flops`.
-    A micro-batch holds at most `budget` tokens unless it is a single longer row. All ranks have the same number of
-    micro-batches; only in the last step are some of them empty.
+    Args:
+        lengths: (n,) tokens of each row.
+        costs: (n,) predicted work of each row in any unit, such as `models.flops.row_flops`.
+        ranks: number of data-parallel ranks.
+        budget: maximum number of tokens of a micro-batch with several rows.
+
+    Returns:
+        result[rank][micro-batch] = row numbers.
     """
-    shares = _deal(_fill(lengths, costs, ranks, budget), costs, ranks)
+    shares = _distribute(_fill(lengths, costs, ranks, budget), costs, ranks)
     _even_out(shares, lengths, costs, budget)
     return shares
 
 
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """Micro-batches of every worker slot, and the context-parallel size of every step."""
+
+    rows: list[list[list[int]]]
+    """rows[slot][step]: row numbers of a micro-batch, with slot = dp index * cp + cp index."""
+    cp_sizes: list[int]
+    """cp_sizes[step]: number of neighbouring slots that share their rows."""
+
+    def is_output_rank(self, slot: int, step: int) -> bool:
+        """Returns whether a slot is the first of those that share its rows.
+
+        Args:
+            slot: worker slot.
+            step: micro-batch number.
+        """
+        return slot % self.cp_sizes[step] == 0
+
+
+def plan_evenly(lengths: Sequence[int], costs: Sequence[float], dp: int, cp: int, budget: int) -> MicroBatchPlan:
+    """Plans micro-batches on which all context-parallel ranks work together.
+
+    Args:
+        lengths: (n,) tokens of each row.
+        costs: (n,) predicted work of each row.
+        dp: data-parallel size.
+        cp: context-parallel size.
+        budget: maximum number of tokens of a micro-batch with several rows.
+    """
+    packed = pack(lengths, costs, dp, budget)
+    return MicroBatchPlan([packed[slot // cp] for slot in range(dp * cp)], [cp] * len(packed[0]))
+
+
+def plan_by_length(lengths: Sequence[int], costs: Sequence[float], dp: int, cp: int, budget: int) -> MicroBatchPlan:
+    """Plans micro-batches on as few context-parallel ranks as each row needs, longest rows first.
+
+    Args:
+        lengths: (n,) tokens of each row.
+        costs: (n,) predicted work of each row.
+        dp: data-parallel size.
+        cp: context-parallel size.
+        budget: maximum number of tokens of a micro-batch on all cp ranks; `size` ranks have budget * size / cp.
+    """
+    needed = [cp_size_for(length, cp, budget) for length in lengths]
+    rows: list[list[list[int]]] = [[] for _ in range(dp * cp)]
+    cp_sizes: list[int] = []
+    for size in sorted(set(needed) or {cp}, reverse=True):
+        members = [row for row, need in enumerate(needed) if need == size]
+        member_lengths, member_costs = [lengths[i] for i in members], [costs[i] for i in members]
+        packed = pack(member_lengths, member_costs, dp * cp // size, budget * size // cp)
+        for slot, steps in enumerate(rows):
+            steps += [[members[i] for i in micro] for micro in packed[slot // size]]
+        cp_sizes += [size] * len(packed[0])
+    return MicroBatchPlan(rows, cp_sizes)
+
+
+def cp_size_for(length: int, cp: int, budget: int) -> int:
+    """Returns the smallest divisor of cp whose share of the budget fits a row; cp where none does.
+
+    Args:
+        length: tokens of the row.
+        cp: context-parallel size.
+        budget: maximum number of tokens of a micro-batch on all cp ranks.
+    """
+    return next((c for c in range(1, cp) if cp % c == 0 and length <= budget * c // cp), cp)
+
+
 def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> list[list[list[int]]]:
-    """steps[step][micro-batch] = rows; a row goes into the first step whose least micro-batch has room for it."""
+    """Returns steps[step][micro-batch] = rows; a row goes into the first step whose cheapest micro-batch fits it."""
     steps: list[list[list[int]]] = []
     heaps: list[list[tuple[float, int, int]]] = []  # of each step: (cost, tokens, micro-batch)
     for row in sorted(range(len(lengths)), key=lambda row: (-costs[row], row)):
@@ -52,21 +138,21 @@ def _fits(tokens: int, length: int, budget: int) -> bool:
     return not tokens or tokens + length <= budget
 
 
-def _deal(steps: list[list[list[int]]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:
-    """One micro-batch of every step for each rank, the costliest to the rank with the least so far."""
+def _distribute(steps: list[list[list[int]]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:
+    """Gives each rank one micro-batch of every step, the costliest to the rank with the least cost so far."""
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for micro_batches in steps:
-        idlest_first = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
+        cheapest_first = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
         costliest_first = sorted(micro_batches, key=lambda rows: (-_sum(costs, rows), rows))
-        for rank, rows in zip(idlest_first, costliest_first, strict=True):
+        for rank, rows in zip(cheapest_first, costliest_first, strict=True):
             shares[rank].append(rows)
             loads[rank] += _sum(costs, rows)
     return shares
 
 
 def _even_out(shares: list[list[list[int]]], lengths: Sequence[int], costs: Sequence[float], budget: int) -> None:
-    """Move rows from the rank with the most work to that with the least, while both come closer."""
+    """Moves rows from the rank with the most cost to the rank with the least, while the two come closer."""
     loads = [sum(_sum(costs, rows) for rows in share) for share in shares]
     mean = sum(loads) / len(loads)
     for _ in range(MOVES * len(shares)):
@@ -83,28 +169,28 @@ def _even_out(shares: list[list[list[int]]], lengths: Sequence[int], costs: Sequ
 
 
 def _move(
-    giver: list[list[int]],
-    taker: list[list[int]],
+    src: list[list[int]],
+    dst: list[list[int]],
     lengths: Sequence[int],
     costs: Sequence[float],
     budget: int,
     gap: float,
 ) -> int | None:
-    """Move the row that best halves the gap, into the micro-batch of the same step if that has room; which it was."""
-    room = [budget - _sum(lengths, rows) for rows in taker]
-    widest = max(room)
+    """Moves the row that best halves the gap, into the micro-batch of the same step if it fits, and returns it."""
+    free = [budget - _sum(lengths, rows) for rows in dst]
+    most_free = max(free)
     movable = [
         (abs(gap / 2 - costs[row]), row, step)
-        for step, rows in enumerate(giver)
+        for step, rows in enumerate(src)
         for row in rows
-        if len(rows) > 1 and 0 < costs[row] < gap and lengths[row] <= widest
+        if len(rows) > 1 and 0 < costs[row] < gap and lengths[row] <= most_free
     ]
     if not movable:
         return None
     _, row, step = min(movable)
-    place = step if lengths[row] <= room[step] else room.index(widest)
-    giver[step].remove(row)
-    taker[place].append(row)
+    dst_step = step if lengths[row] <= free[step] else free.index(most_free)
+    src[step].remove(row)
+    dst[dst_step].append(row)
     return row
 
 

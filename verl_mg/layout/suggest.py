@@ -1,4 +1,4 @@
-"""Which layouts stand on so many ranks, and those nearest to one that does not work."""
+"""Layouts that are valid on a number of ranks, and the nearest ones to a layout that is not."""
 
 from __future__ import annotations
 
@@ -18,61 +18,94 @@ AnyLayout = TypeVar("AnyLayout", Layout, EngineLayout)
 
 
 def resolve_layout(layout: Layout, ranks: int, experts: int, check: Callable[[Layout], object]) -> Layout:
-    """The layout with dp filled in so that it stands on exactly `ranks` ranks.
+    """Returns a layout with the dp that makes it use exactly `ranks` ranks.
 
-    experts: of the model, 0 without. check: raises UserError for a layout on these ranks that the model refuses.
-    UserError, in one line, for what does not divide and the nearest layouts that work.
+    Args:
+        layout: the requested layout.
+        ranks: number of ranks.
+        experts: experts of the model; 0 without.
+        check: function that raises UserError for a layout that the model does not support.
+
+    Raises:
+        UserError: with the dimension that is not divisible, and the nearest layouts that are valid.
     """
     try:
         fitted = layout.fit(ranks)
         check(fitted)
     except UserError as error:
-        found = nearest(layout, layouts_on(ranks, experts, layout), check)
-        raise UserError(f"{error}; {format_suggestions(found, ranks)}") from None
+        suggestions = nearest(layout, layouts_on(ranks, experts, layout), check)
+        raise UserError(f"{str(error).rstrip('.')}. {format_suggestions(suggestions, ranks)}") from None
     return fitted
 
 
 def resolve_engine_layout(
     layout: EngineLayout, ranks: int, experts: int, check: Callable[[EngineLayout], object]
 ) -> EngineLayout:
-    """The same for engines, of which a whole number stands on `ranks` ranks."""
+    """Returns an engine layout after checking that a whole number of engines uses `ranks` ranks.
+
+    Args:
+        layout: the requested layout.
+        ranks: number of ranks of all engines.
+        experts: experts of the model; 0 without.
+        check: function that raises UserError for a layout that the model does not support.
+
+    Raises:
+        UserError: with the dimension that is not divisible, and the nearest layouts that are valid.
+    """
     try:
         check(layout)
         if ranks % layout.ranks:
-            raise UserError(f"rollout layout {layout} stands on a multiple of {layout.ranks} ranks, not on {ranks}")
+            raise UserError(f"rollout.layout={layout} requires a multiple of {layout.ranks} ranks, not {ranks}.")
     except UserError as error:
-        found = nearest(layout, engine_layouts_on(ranks, experts, layout), check)
-        raise UserError(f"{error}; {format_suggestions(found, ranks)}") from None
+        suggestions = nearest(layout, engine_layouts_on(ranks, experts, layout), check)
+        raise UserError(f"{str(error).rstrip('.')}. {format_suggestions(suggestions, ranks)}") from None
     return layout
 
 
-def format_suggestions(found: Collection[Layout | EngineLayout], ranks: int) -> str:
-    """What an error ends with."""
-    if not found:
-        return f"no other layout works on {ranks} ranks"
-    return f"nearest that work on {ranks} ranks: {', '.join(map(format_layout, found))}"
+def format_suggestions(layouts: Collection[Layout | EngineLayout], ranks: int) -> str:
+    """Returns the sentence of an error that names layouts which are valid.
+
+    Args:
+        layouts: the layouts.
+        ranks: number of ranks.
+    """
+    if not layouts:
+        return f"No other layout is valid on {ranks} ranks."
+    return f"Nearest valid layouts on {ranks} ranks: {', '.join(map(format_layout, layouts))}."
 
 
 def format_layout(layout: Layout | EngineLayout) -> str:
-    """A layout as one writes it: Megatron's without the dp that the ranks decide."""
+    """Returns a layout as users write it: Megatron's without the dp, which follows from the ranks."""
     return str(replace(layout, dp=0)) if isinstance(layout, Layout) else str(layout)
 
 
 def nearest(
     layout: AnyLayout, candidates: Iterable[AnyLayout], check: Callable[[AnyLayout], object], count: int = NEAREST
 ) -> list[AnyLayout]:
-    """The first `count` candidates, nearest first, that `check` does not refuse with a UserError or with False."""
-    found: list[AnyLayout] = []
+    """Returns the valid candidates that are nearest to a layout.
+
+    Args:
+        layout: the requested layout.
+        candidates: layouts to choose from.
+        check: function that raises UserError or returns False for an invalid layout.
+        count: maximum number of layouts.
+    """
+    result: list[AnyLayout] = []
     for candidate in sorted(candidates, key=lambda other: (round(distance(layout, other), 6), str(other))):
-        if len(found) == count:
+        if len(result) == count:
             break
         if is_valid(candidate, check):
-            found.append(candidate)
-    return found
+            result.append(candidate)
+    return result
 
 
 def is_valid(layout: AnyLayout, check: Callable[[AnyLayout], object]) -> bool:
-    """Whether `check` refuses the layout neither with a UserError nor with False."""
+    """Returns whether a check accepts a layout.
+
+    Args:
+        layout: the layout.
+        check: function that raises UserError or returns False for an invalid layout.
+    """
     try:
         return check(layout) is not False
     except UserError:
@@ -80,9 +113,13 @@ def is_valid(layout: AnyLayout, check: Callable[[AnyLayout], object]) -> bool:
 
 
 def distance(a: AnyLayout, b: AnyLayout) -> float:
-    """How often a size must be doubled or halved to come from one to the other, over all sizes but dp.
+    """Returns how often a size must be doubled or halved to get from one layout to the other, over all sizes but dp.
 
-    An etp that follows tp does not count beside it.
+    An etp equal to tp does not count in addition to it.
+
+    Args:
+        a: a layout.
+        b: a layout of the same class.
     """
     changes = {key: getattr(a, key) / getattr(b, key) for key in KEYS[type(a)]}
     if "etp" in changes:
@@ -91,17 +128,20 @@ def distance(a: AnyLayout, b: AnyLayout) -> float:
 
 
 def layouts_on(ranks: int, experts: int, up_to: Layout | None = None) -> Iterator[Layout]:
-    """All layouts on exactly so many ranks: etp is 1 or tp, cp and vpp are 1, or go up to those of `up_to`.
+    """Yields all layouts on exactly `ranks` ranks.
 
-    Without experts, ep is 1 and etp is tp. `up_to` adds its own etp.
+    Args:
+        ranks: number of ranks.
+        experts: experts of the model; without any, ep is 1 and etp is tp, otherwise etp is 1 or tp.
+        up_to: layout whose cp and vpp are the maximum, and whose etp is included; None: cp and vpp are 1.
     """
-    own = [up_to.etp] if up_to and up_to.etp != up_to.tp else []
+    extra_etp = [up_to.etp] if up_to and up_to.etp != up_to.tp else []
     cp_sizes = [size for size in _divisors(ranks) if size <= (up_to.cp if up_to else 1)]
     for tp, pp, cp in product(_divisors(ranks), _divisors(ranks), cp_sizes):
         if ranks % (tp * pp * cp):
             continue
         stage = ranks // pp
-        cuts = sorted({1, tp, *own}) if experts else [tp]
+        cuts = sorted({1, tp, *extra_etp}) if experts else [tp]
         interleavings = range(1, 1 + (up_to.vpp if up_to and pp > 1 else 1))
         for etp, vpp in product((size for size in cuts if stage % size == 0), interleavings):
             for ep in _divisors(math.gcd(stage // etp, max(experts, 1))):
@@ -109,9 +149,14 @@ def layouts_on(ranks: int, experts: int, up_to: Layout | None = None) -> Iterato
 
 
 def engine_layouts_on(ranks: int, experts: int, like: EngineLayout | None = None) -> Iterator[EngineLayout]:
-    """All engine layouts of which a whole number stands on so many ranks: adp is 1 or tp, pp is 1, or those of `like`.
+    """Yields all engine layouts of which a whole number of engines uses `ranks` ranks.
 
-    Pipeline stages wait for each other while one token is decoded, so only who has them is offered them.
+    Pipeline stages wait for each other in every decoding step, so pp is suggested only where it was requested.
+
+    Args:
+        ranks: number of ranks of all engines.
+        experts: experts of the model; 0 without.
+        like: layout whose pp and adp are included; without it pp is 1 and adp is 1 or tp.
     """
     for tp in _divisors(ranks):
         for pp in sorted({1} | ({like.pp} if like else set())):

@@ -107,7 +107,7 @@ def _trained(setting: PlanInputs, text: str) -> Layout:
         fitted = layout.fit(ranks)
         check(setting, fitted)
     except UserError as error:
-        raise UserError(f"{error}; {format_suggestions(nearest_train(setting, layout), ranks)}") from None
+        raise UserError(f"{error} {format_suggestions(nearest_train(setting, layout), ranks)}") from None
     return fitted
 
 
@@ -117,7 +117,7 @@ def _served(setting: PlanInputs, text: str) -> EngineLayout:
         setting.weights.check_engine_layout(layout)
         EnginePlacement(layout, ranks)
     except UserError as error:
-        raise UserError(f"{error}; {format_suggestions(nearest_rollout(setting, layout), len(ranks))}") from None
+        raise UserError(f"{error} {format_suggestions(nearest_rollout(setting, layout), len(ranks))}") from None
     return layout
 
 
@@ -125,9 +125,9 @@ def _instead(setting: PlanInputs, pair: Pair) -> str:
     """The nearest layouts of the side that is too large, or of training where only both together are."""
     heavy = problem(setting, None, pair.rollout.memory) is not None
     if heavy and not problem(setting, pair.train.memory, None):
-        return f"; {format_suggestions(nearest_rollout(setting, pair.rollout.layout), len(setting.engine_ranks))}"
+        return f". {format_suggestions(nearest_rollout(setting, pair.rollout.layout), len(setting.engine_ranks))}"
     found = nearest_train(setting, pair.train.layout, None if heavy else pair.rollout.memory)
-    return f"; {format_suggestions(found, len(setting.standing))}"
+    return f". {format_suggestions(found, len(setting.standing))}"
 
 
 def _print(numbers: Numbers, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.config import LoraConfig
-from verl_mg.layout.dynamic_cp import MicroBatchPlan, plan_by_length, plan_evenly
+from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
