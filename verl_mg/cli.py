@@ -182,4 +182,4 @@ def _trace(arguments: argparse.Namespace) -> None:
     from verl_mg.rollout.sglang.tracing.tracer import write_trace
 
     write_trace(arguments.model, arguments.output, EngineLayout.parse(arguments.rollout))
-    print(f"dialect {arguments.output}")
+    print(f"sharding table {arguments.output}")

@@ -280,20 +280,23 @@ def test_what_sglang_cannot_do_is_refused(family, changes, layout, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, f"model_type 'mamba' is not supported; supported are {', '.join(FAMILIES)}"),
+        ({"model_type": "mamba"}, f"model_type 'mamba' is not supported. Choose from {', '.join(FAMILIES)}"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"model_type": "mixtral", "sliding_window": 6}, "sliding_window=6 is not supported"),
         ({"hidden_size": None}, "a size is not a number"),
         ({"model_type": "qwen3_moe"}, "field 'num_experts' is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported, its frequencies"),
-        (fields("deepseek_v2", topk_method="noaux_tc"), "topk_method='noaux_tc' .* write 'greedy' or 'group_limited"),
+        (fields("deepseek_v2", topk_method="noaux_tc"), "topk_method='noaux_tc' .* Write 'greedy' or 'group_limited"),
         (
             fields("deepseek_v2", norm_topk_prob=True),
             "norm_topk_prob=True is not supported for model_type 'deepseek_v2'",
         ),
-        (fields("deepseek_v3", scoring_func="softmax"), "scoring_func='softmax' .* write 'sigmoid', or leave it out"),
-        (fields("deepseek_v3", n_group=8), "n_group=8 and topk_group=2 cannot be: 8 experts must come in groups of at"),
+        (fields("deepseek_v3", scoring_func="softmax"), "scoring_func='softmax' .* Write 'sigmoid', or leave it out"),
+        (
+            fields("deepseek_v3", n_group=8),
+            "n_group=8 and topk_group=2 are not possible: 8 experts must form groups of at",
+        ),
         (fields("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         (fields("gemma2", layer_types=["full_attention"]), "layer_types=.* for each of the 4 layers"),
     ],

@@ -1,4 +1,4 @@
-"""The sizes and switches of a model, read from a Hugging Face `config.json`."""
+"""Sizes and switches of a model, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ Fields = dict[str, Any]
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Ranks and widths in elements."""
 
-    q_rank: int  # 0: queries are projected at once
+    q_rank: int
+    """Rank of the compressed queries; 0: queries are projected directly."""
     kv_rank: int
+    """Rank of the compressed keys and values."""
     qk_nope_head_dim: int
+    """Width of the part of a head without rotary embedding."""
     rope_dim: int
+    """Width of the part of a head with rotary embedding."""
     v_dim: int
-    interleaved: bool = True  # the two elements that are rotated together are neighbours; else half the width apart
+    """Width of a value head."""
+    interleaved: bool = True
+    """Whether the two elements that are rotated together are neighbours; otherwise they are half the width apart."""
 
 
 @dataclass(frozen=True)
@@ -31,63 +37,98 @@ class ExpertsConfig:
     """The mixture-of-experts layers of a model."""
 
     count: int
+    """Routed experts of a layer."""
     ffn: int
+    """Width of a routed expert."""
     top_k: int
-    shared_ffn: int  # width of all shared experts together; 0: none
+    """Experts of a token."""
+    shared_ffn: int
+    """Width of all shared experts together; 0: none."""
     router_bias: bool
-    normalized: bool  # the weights of a token's experts add up to 1
-    layers: frozenset[int]  # which layers have experts; the others are dense
-    sigmoid: bool = False  # an expert's score is the sigmoid of its logit; else the softmax over all
-    float32: bool = False  # logits are computed in float32
-    groups: int = 1  # a token's experts come from the `top_groups` of these groups that are rated highest
+    """Whether a bias is added to the scores for the choice of experts alone."""
+    normalized: bool
+    """Whether the weights of a token's experts add up to 1."""
+    layers: frozenset[int]
+    """Indices of the layers with experts; the others are dense."""
+    sigmoid: bool = False
+    """Whether an expert's score is the sigmoid of its logit; otherwise it is the softmax over all experts."""
+    float32: bool = False
+    """Whether the router's logits are computed in float32."""
+    groups: int = 1
+    """Groups of experts; a token's experts come from the groups with the highest scores."""
     topk_groups: int = 1
-    group_score_topk: int = 1  # a group's rating is the sum of so many of its highest scores
-    scale: float = 1.0  # of the weights of a token's experts
+    """Groups from which a token's experts come."""
+    group_score_topk: int = 1
+    """A group's score is the sum of this many of its highest expert scores."""
+    scale: float = 1.0
+    """Factor on the weights of a token's experts."""
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """What the weight table and the Megatron model need to know. Sizes are in elements."""
+    """Configuration of a model, as the weight table and the Megatron model need it. Sizes are in elements."""
 
     architecture: str
+    """The `model_type` of config.json."""
     layers: int
+    """Transformer layers."""
     hidden: int
+    """Hidden size."""
     heads: int
+    """Query heads."""
     kv_heads: int
+    """Key-value heads."""
     head_dim: int
+    """Width of a head."""
     ffn: int
+    """Width of a dense feed-forward layer."""
     vocab: int
+    """Tokens of the vocabulary, unpadded."""
     tied: bool
+    """Whether the output layer is the embedding."""
     qkv_bias: bool
+    """Whether q, k and v have biases."""
     qk_norm: bool
+    """Whether queries and keys are normalized."""
     norm_eps: float
+    """Epsilon of the RMS norms."""
     max_positions: int
+    """Maximum length of a row in tokens."""
     eos_token_ids: tuple[int, ...]
-    attention_scale: float  # products of queries and keys are multiplied by it
+    """Tokens that end a response."""
+    attention_scale: float
+    """Factor on the products of queries and keys."""
     activation: str = "silu"
+    """Activation of the feed-forward layers."""
     sandwich_norms: bool = False
-    zero_centered_norms: bool = False  # a norm multiplies by 1 + its weight
-    scaled_embedding: bool = False  # by the root of the hidden size
-    sliding_windows: tuple[
-        int | None, ...
-    ] = ()  # by layer: of how many last tokens a token sees itself and those before it
-    attention_softcap: float | None = None  # s becomes softcap * tanh(s / softcap), for products of queries and keys
+    """Whether attention and feed-forward layers have a norm behind them too (Gemma 2)."""
+    zero_centered_norms: bool = False
+    """Whether a norm multiplies by 1 + its weight."""
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of the hidden size."""
+    sliding_windows: tuple[int | None, ...] = ()
+    """For each layer, the number of tokens that a token attends to at most, including itself; None: all before it."""
+    attention_softcap: float | None = None
+    """Products s of queries and keys become softcap * tanh(s / softcap)."""
     logit_softcap: float | None = None
+    """The same for the logits of the output layer."""
     latent: LatentConfig | None = None
+    """Latent attention; None for grouped-query attention."""
     experts: ExpertsConfig | None = None
+    """Mixture of experts; None for a dense model."""
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer number `layer` (from 0) is a mixture of experts."""
+        """Returns whether layer number `layer` (from 0) is a mixture of experts."""
         return self.experts is not None and layer in self.experts.layers
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a token of the layer attends to at most, itself included; None: to all before it."""
+        """Returns the sliding window of a layer in tokens; None: a token attends to all before it."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What the field names of a `model_type` leave unsaid."""
+    """Properties of a `model_type` that config.json has no field for."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -109,7 +150,7 @@ FAMILIES = {
     "gemma2": _Family(gemma=True, tied=True, activations=("gelu_pytorch_tanh",)),
 }
 
-# What `transformers` takes for a field that is missing, where it is not what we take for other families.
+# Defaults of `transformers` for missing fields, where they differ from the defaults of other families.
 _DEFAULTS: Mapping[str, Fields] = {
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
     "deepseek_v3": {
@@ -130,8 +171,8 @@ _DEFAULTS: Mapping[str, Fields] = {
     },
 }
 
-# Of a field with other values the checkpoint's module in `transformers` knows nothing, or we know nothing.
-_BUILT: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+# Supported values of fields that select a variant of the architecture.
+_SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "deepseek_v2": {
         "topk_method": ("greedy", "group_limited_greedy"),
         "scoring_func": ("softmax",),
@@ -143,34 +184,45 @@ _BUILT: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 
 
 def read_config(model: str | Path) -> HFConfig:
-    """The configuration of a Hugging Face model directory, or of one `config.json` by its own path.
+    """Reads the configuration of a Hugging Face model directory, or a `config.json` by its path.
 
-    UserError where it is missing or not supported.
+    Raises:
+        UserError: it is missing or not supported.
     """
     path = Path(model)
     if not path.is_file():
         if not path.is_dir():
-            raise UserError(f"{path}: no such model directory; model.path or --model must be a Hugging Face one")
+            raise UserError(f"{path}: no such model directory. Set model.path or --model to a Hugging Face directory.")
         path = path / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: missing; model.path or --model must be a Hugging Face directory") from None
+        raise UserError(f"{path}: missing. Set model.path or --model to a Hugging Face directory.") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a readable JSON file ({error})") from None
+        raise UserError(f"{path}: not a readable JSON file ({error}). Download the model again.") from None
     return parse_config(raw, str(path))
 
 
 def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
-    """The same from the decoded JSON; `where` names it in errors."""
+    """Parses the decoded JSON of a config.json.
+
+    Args:
+        raw: the JSON value.
+        where: name of the file, for errors.
+
+    Raises:
+        UserError: a field is missing, or its value is not supported.
+    """
     if not isinstance(raw, dict):
-        raise UserError(f"{where}: a {type(raw).__name__}, not an object with the fields of a model")
+        raise UserError(
+            f"{where}: a {type(raw).__name__}, not an object with the fields of a model. Use a config.json."
+        )
     kind = raw.get("model_type")
     if kind not in FAMILIES:
-        raise UserError(f"{where}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
+        raise UserError(f"{where}: model_type {kind!r} is not supported. Choose from {', '.join(FAMILIES)}.")
     family = FAMILIES[kind]
     raw = _DEFAULTS.get(kind, {}) | raw
-    _refuse_what_is_not_built(raw, family, where)
+    _check_supported(raw, family, where)
     try:
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
         layers = int(raw["num_hidden_layers"])
@@ -197,9 +249,9 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
             **(_gemma(raw, layers, where) if family.gemma else {}),
         )
     except KeyError as error:
-        raise UserError(f"{where}: the field {error.args[0]!r} is missing") from None
+        raise UserError(f"{where}: the field {error.args[0]!r} is missing. Use the model's own config.json.") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"{where}: a size is not a number ({error})") from None
+        raise UserError(f"{where}: a size is not a number ({error}). Use the model's own config.json.") from None
 
 
 def _latent(raw: Fields) -> LatentConfig:
@@ -214,7 +266,7 @@ def _latent(raw: Fields) -> LatentConfig:
 
 
 def _attention_scale(raw: Fields, head_dim: int, family: _Family) -> float:
-    """The inverse root of the width of a head, or what a family has in its place.
+    """Returns the inverse square root of the width of a head, or the value that the architecture uses instead.
 
     Latent attention raises it where positions are stretched (YaRN, arXiv:2309.00071, section 3.4).
     """
@@ -236,12 +288,12 @@ def _rope_type(rope: Fields) -> str:
 
 
 def _gemma(raw: Fields, layers: int, where: str) -> Fields:
-    """What Gemma 2 has beside grouped-query attention and a gated feed-forward layer (arXiv:2408.00118)."""
+    """Returns the fields of Gemma 2 (arXiv:2408.00118) that other architectures do not have."""
     kinds = raw.get("layer_types") or [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
     if len(kinds) != layers or not {"sliding_attention", "full_attention"}.issuperset(kinds):
         raise UserError(
-            f"{where}: layer_types={kinds} is not supported; write 'sliding_attention' or 'full_attention' for each of "
-            f"the {layers} layers"
+            f"{where}: layer_types={kinds} is not supported. Write 'sliding_attention' or 'full_attention' for each of "
+            f"the {layers} layers."
         )
     window = int(raw["sliding_window"]) if raw["sliding_window"] else None
     return {
@@ -299,10 +351,9 @@ def _check_groups(experts: ExpertsConfig, where: str) -> None:
     size = experts.count // experts.groups
     if experts.count % experts.groups or size < experts.group_score_topk or experts.topk_groups * size < experts.top_k:
         raise UserError(
-            f"{where}: n_group={experts.groups} and topk_group={experts.topk_groups} cannot be: {experts.count} "
-            "experts "
-            f"must come in groups of at least {experts.group_score_topk}, and topk_group of them have "
-            f"{experts.top_k} to take"
+            f"{where}: n_group={experts.groups} and topk_group={experts.topk_groups} are not possible: {experts.count} "
+            f"experts must form groups of at least {experts.group_score_topk}, and topk_group of them must have "
+            f"at least {experts.top_k} experts. Correct n_group or topk_group."
         )
 
 
@@ -312,26 +363,31 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (int(value),)
 
 
-def _refuse_what_is_not_built(raw: Fields, family: _Family, where: str) -> None:
-    """A switch that would silently change the numbers is an error, not a guess."""
+def _check_supported(raw: Fields, family: _Family, where: str) -> None:
+    """Raises UserError for a switch that is not implemented and would change the numbers."""
     for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if raw.get(field):
-            raise UserError(f"{where}: {field}={raw[field]} is not supported for model_type {raw['model_type']!r}")
-    # Of all families Mixtral alone has no switch beside the width of the window.
+            raise UserError(
+                f"{where}: {field}={raw[field]} is not supported for model_type {raw['model_type']!r}. "
+                "Use another model."
+            )
+    # Only Mixtral has no switch for the window in addition to its width.
     if raw["model_type"] == "mixtral" and raw.get("sliding_window"):
         window = raw["sliding_window"]
-        raise UserError(f"{where}: sliding_window={window} is not supported; where no row is longer, write null")
-    for field, built in _BUILT.get(raw["model_type"], {}).items():
-        if raw.get(field) is not None and raw[field] not in built:
+        raise UserError(f"{where}: sliding_window={window} is not supported. If no row is longer, write null.")
+    for field, supported in _SUPPORTED.get(raw["model_type"], {}).items():
+        if raw.get(field) is not None and raw[field] not in supported:
             raise UserError(
-                f"{where}: {field}={raw[field]!r} is not supported for model_type {raw['model_type']!r}; write "
-                f"{' or '.join(map(repr, built))}, or leave it out"
+                f"{where}: {field}={raw[field]!r} is not supported for model_type {raw['model_type']!r}. Write "
+                f"{' or '.join(map(repr, supported))}, or leave it out."
             )
     if (kind := _rope_type(_rope(raw))) in ("dynamic", "longrope"):
         raise UserError(
-            f"{where}: rope_type={kind!r} is not supported, its frequencies change with the length of a row; write one "
-            "of 'default', 'linear', 'llama3', 'yarn'"
+            f"{where}: rope_type={kind!r} is not supported, its frequencies change with the length of a row. Write one "
+            "of 'default', 'linear', 'llama3', 'yarn'."
         )
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or family.activations[0]
     if activation not in family.activations:
-        raise UserError(f"{where}: hidden_act={activation!r} is not supported; only {family.activations[0]!r} is")
+        raise UserError(
+            f"{where}: hidden_act={activation!r} is not supported. Use a model with {family.activations[0]!r}."
+        )

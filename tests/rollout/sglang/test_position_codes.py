@@ -178,7 +178,7 @@ def test_any_scatter_of_rows_and_columns_is_exact(chosen):
     ],
 )
 def test_changed_values_are_refused(change):
-    with pytest.raises(UserError, match=r"parameter p holds at \(\d+,\) a value that no tensor"):
+    with pytest.raises(UserError, match=r"parameter p: the value at \(\d+,\) is in no tensor"):
         decoded(lambda w: change(w["bias"]))
 
 
@@ -189,7 +189,7 @@ def test_codes_beyond_the_last_tensor_are_refused():
 
 
 def test_a_tensor_of_more_dimensions_than_the_parameter_is_refused():
-    with pytest.raises(UserError, match="parameter p has fewer dimensions than wide"):
+    with pytest.raises(UserError, match="parameter p has fewer dimensions than its tensor wide"):
         decoded(lambda w: w["wide"].flatten(0, 1))
 
 
@@ -200,7 +200,7 @@ def test_an_empty_parameter_is_refused():
 
 def test_a_large_transposed_tensor_is_refused():
     codes = PositionCodes({"a": (300, 300)})
-    with pytest.raises(UserError, match="parameter p falls into 90000 boxes"):
+    with pytest.raises(UserError, match="parameter p consists of 90000 boxes"):
         decoded(lambda w: w["a"].T, codes)
 
 

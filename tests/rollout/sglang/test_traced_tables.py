@@ -2,9 +2,10 @@
 
 import pytest
 
+from tests.oracles.transformers_trace import trace_transformers
 from tests.traces import FAMILIES, folder_of, layouts_of, needs_sglang, sglang_trace
 from verl_mg.models.hf_config import read_config
-from verl_mg.rollout.sglang.tracing.tracer import checkpoint_shapes, trace_transformers
+from verl_mg.rollout.sglang.tracing.tracer import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import weight_table
 

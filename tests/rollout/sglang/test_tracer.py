@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+from tests.oracles import transformers_trace
+from tests.oracles.transformers_trace import trace_transformers
 from tests.tiny_models import tiny_model
 from tests.traces import FAMILIES, change_config, folder_of, layouts_of, needs_sglang, sglang_trace
 from verl_mg.cli import main
@@ -15,11 +17,11 @@ from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import read_config
 from verl_mg.reshard import plan
 from verl_mg.rollout.sglang.tracing import tracer
+from verl_mg.rollout.sglang.tracing.position_codes import PositionCodes
 from verl_mg.rollout.sglang.tracing.tracer import (
     checkpoint_shapes,
     trace_sglang,
     trace_sglang_many,
-    trace_transformers,
     write_trace,
 )
 from verl_mg.sharding.boxes import Piece, Shard, full_box
@@ -112,8 +114,10 @@ def test_shapes_without_weights_are_those_that_are_saved(tmp_path):
 def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path, monkeypatch):
     shapes = checkpoint_shapes(folder_of("llama"))
     name = f"{LAYER}mlp.up_proj.weight"
-    monkeypatch.setattr(tracer, "checkpoint_shapes", lambda _: {n: s for n, s in shapes.items() if n != name})
-    with pytest.raises(UserError, match=f"transformers finds no tensor of the checkpoint for {name}"):
+    monkeypatch.setattr(
+        transformers_trace, "checkpoint_shapes", lambda _: {n: s for n, s in shapes.items() if n != name}
+    )
+    with pytest.raises(AssertionError, match=f"transformers finds no tensor of the checkpoint for {name}"):
         trace_transformers(folder_of("llama"))
 
 
@@ -130,7 +134,7 @@ def test_a_broken_directory_is_named(tmp_path):
 
 def test_without_sglang_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"SGLang is not installed; run bash tools/install_sglang_cpu\.sh"):
+    with pytest.raises(UserError, match=r"SGLang is not installed. Run bash tools/install_sglang_cpu\.sh"):
         trace_sglang(tmp_path, EngineLayout())
 
 
@@ -145,8 +149,8 @@ def test_qwen3_with_real_weights_and_a_written_dialect(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3")
     vocab = checkpoint_shapes(folder)["lm_head.weight"][0]
     assert vocab < 32
-    write_trace(folder, tmp_path / "dialect.json", TP2)
-    dialect = read_traced_table(tmp_path / "dialect.json")
+    write_trace(folder, tmp_path / "table.json", TP2)
+    dialect = read_traced_table(tmp_path / "table.json")
     assert (dialect.architecture, dialect.sglang, dialect.layout) == ("Qwen3ForCausalLM", "0.5.23", TP2)
     layer = "model.layers.3."
     for rank, shards in enumerate(dialect.ranks):
@@ -166,11 +170,11 @@ def test_qwen3_with_real_weights_and_a_written_dialect(tmp_path):
 
 @needs_sglang
 def test_the_command_writes_a_dialect_that_a_plan_can_move_to(tmp_path, capsys):
-    main(["trace", str(folder_of("qwen3_moe")), "--rollout", "tp2-ep2", "--output", str(tmp_path / "dialect.json")])
-    assert capsys.readouterr().out == f"dialect {tmp_path / 'dialect.json'}\n"
+    main(["trace", str(folder_of("qwen3_moe")), "--rollout", "tp2-ep2", "--output", str(tmp_path / "table.json")])
+    assert capsys.readouterr().out == f"sharding table {tmp_path / 'table.json'}\n"
     engines, weights = EnginePlacement(EP2, (0, 1, 2, 3)), weight_table(read_config(folder_of("qwen3_moe")))
     source = weights.shard_map_megatron(Placement.on(Layout.parse("tp1-ep4"), 4))
-    traced = plan(source, weights.with_traced_table(tmp_path / "dialect.json").shard_map_sglang(engines))
+    traced = plan(source, weights.with_traced_table(tmp_path / "table.json").shard_map_sglang(engines))
     known = plan(source, weights.shard_map_sglang(engines))
     assert [traced.bytes_received(rank, 2) for rank in range(4)] == [known.lower_bound(rank, 2) for rank in range(4)]
     assert traced.bytes_received(0, 2) > 0
@@ -288,7 +292,7 @@ def test_vocabularies_that_do_not_divide_leave_a_rank_with_padding_alone():
         (
             "qwen3_moe",
             {"mlp_only_layers": [0]},
-            "SGLang at tp2: its loader finds no tensor of the checkpoint for 3 parameters: model.layers.0.mlp",
+            "SGLang at tp2: its loader does not fill 3 parameters: model.layers.0.mlp",
         ),
         ("llama", {"num_attention_heads": 9, "num_key_value_heads": 9, "head_dim": 8}, "transformers cannot load it"),
     ],
@@ -304,7 +308,7 @@ def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, family, fields, com
 @needs_sglang
 def test_a_rank_that_dies_shows_its_last_lines(monkeypatch):
     monkeypatch.setattr(tracer, "jobs_file", lambda folder: folder / "elsewhere.json")
-    with pytest.raises(UserError, match=r"rank \d ended with 1; its last lines: .*FileNotFoundError"):
+    with pytest.raises(UserError, match=r"rank \d ended with exit code 1. Its last lines: .*FileNotFoundError"):
         trace_sglang(folder_of("llama"), TP2)
 
 
@@ -320,6 +324,6 @@ def test_codes_do_not_depend_on_the_default_type():
     shapes = {"a": (3, 4)}
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert tracer.Codes(shapes).tensor("a", 0).dtype == torch.float32
+        assert PositionCodes(shapes).tensor("a", 0).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,1 +1,1 @@
-"""Derives the sharding table of an architecture from SGLang's own weight loaders."""
+"""Sharding tables read from SGLang's weight loaders, by loading codes of positions instead of weights."""

@@ -1,12 +1,12 @@
-"""Tensors that hold the codes of their own positions, so that what a loader did to a checkpoint can be read off.
+"""Tensors whose elements encode their positions, so that the result of a weight loader shows what it did.
 
-The elements of a whole checkpoint are numbered, one tensor after the other. A number is written in base `BASE`, a
-digit a pass: in pass p every element of every tensor is the p-th digit of its number, plus one, which is exact in
-every floating type. A loader is run once a pass, over parameters that were filled with `UNWRITTEN` before; `decode`
-then says from the passes which boxes of which tensors a parameter was put together from.
+The elements of a whole checkpoint are numbered, one tensor after the other. A number is written in base `BASE`, with
+one digit for each pass: in pass p every element of every tensor is the p-th digit of its number plus one, which is
+exact in every floating-point type. The loader runs once for each pass, over parameters that were filled with `UNWRITTEN`
+before; `decode` then derives from the passes which boxes of which tensors a parameter consists of.
 
-A last pass holds a hash of the number. A loader that changes values, adding one to them, scaling them or mixing
-several, cannot keep digits and hash in step and is found out.
+A last pass contains a hash of the number. A loader that changes values (adds to them, scales or mixes them) cannot keep
+digits and hash consistent, and is detected.
 """
 
 from __future__ import annotations
@@ -24,39 +24,45 @@ from torch import Tensor
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Box, Piece, Shard
 
-BASE = 128  # codes up to 128 are exact in bfloat16, the coarsest type that parameters are held in
-UNWRITTEN = -1.0  # what a parameter is filled with before it is loaded
-MAX_BOXES = 2**16  # of one parameter; more come from a transposition, which boxes do not describe
+BASE = 128  # codes up to 128 are exact in bfloat16, the coarsest type of parameters
+UNWRITTEN = -1.0  # value of all elements of a parameter before it is loaded
+MAX_BOXES = 2**16  # of one parameter; more result from a transposition, which boxes cannot describe
 
 Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class PositionCodes:
-    """The codes of a checkpoint whose tensors have the given names and shapes."""
+    """Codes of a checkpoint."""
 
     shapes: Mapping[str, tuple[int, ...]]
+    """{name: shape} of the checkpoint's tensors."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The tensors in the order in which they are numbered."""
+        """Tensors in the order in which their elements are numbered."""
         return tuple(self.shapes)
 
     @cached_property
     def offsets(self) -> Integers:
-        """The number of the first element of each tensor, and at the end the number of all elements: (tensors + 1,)."""
+        """(tensors + 1,) number of the first element of each tensor, then the number of all elements."""
         return np.cumsum([0, *(math.prod(shape) for shape in self.shapes.values())], dtype=np.int64)
 
     @cached_property
     def passes(self) -> int:
-        """How many passes there are: one a digit, and the one that checks."""
+        """Number of passes: one for each digit, and one for the hash."""
         digits, total = 1, int(self.offsets[-1])
         while BASE**digits < total:
             digits += 1
         return digits + 1
 
     def tensor(self, name: str, number: int) -> Tensor:
-        """The tensor `name` in pass `number`: float32, every element from 1 to `BASE`."""
+        """Returns a tensor in one pass: float32, every element from 1 to `BASE`.
+
+        Args:
+            name: name of the tensor.
+            number: number of the pass.
+        """
         start = int(self.offsets[self.names.index(name)])
         numbers = np.arange(start, start + math.prod(self.shapes[name])).reshape(self.shapes[name])
         if number == self.passes - 1:
@@ -65,18 +71,18 @@ class PositionCodes:
 
 
 def decode(name: str, codes: PositionCodes, passes: Sequence[Tensor]) -> Shard:
-    """Which boxes of which tensors a parameter holds, from what it holds after each pass.
+    """Derives which boxes of which tensors a parameter consists of, from its values after each pass.
 
-    A box that was never written, or was written with zeros, is padding. Boxes are as large as they can be, the last
-    dimension first. A tensor with fewer dimensions than the parameter stands at one index of the leading ones.
+    A box that was never written, or was written with zeros, is padding. Boxes are as large as possible, the last
+    dimension first. A tensor with fewer dimensions than the parameter is at one index of the leading dimensions.
 
     Args:
-        name: the parameter's, for the errors.
-        codes: what the loader was fed.
+        name: name of the parameter, for errors.
+        codes: codes that were loaded.
         passes: the parameter after each pass, all of the same shape.
 
     Raises:
-        UserError: an element holds what no tensor of the checkpoint has, or the parameter does not consist of boxes.
+        UserError: a value is in no tensor of the checkpoint, or the parameter does not consist of boxes.
     """
     shape = tuple(passes[0].shape)
     numbers = _numbers(name, codes, [tensor.detach().cpu().numpy().reshape(shape or (1,)) for tensor in passes])
@@ -84,54 +90,61 @@ def decode(name: str, codes: PositionCodes, passes: Sequence[Tensor]) -> Shard:
     for dimension in reversed(range(numbers.ndim - 1)):
         runs = runs.merged(dimension)
     if len(runs.tensor) > MAX_BOXES:
-        raise UserError(f"parameter {name} falls into {len(runs.tensor)} boxes; is it a transposed or shuffled tensor?")
+        raise UserError(
+            f"parameter {name} consists of {len(runs.tensor)} boxes, as of a transposed or shuffled tensor. "
+            "Tables cannot describe it."
+        )
     return _shard(codes, runs, shape)
 
 
 def is_written(passes: Sequence[Tensor]) -> bool:
-    """Whether a loader wrote anything into a parameter, be it the zeros of padding."""
+    """Returns whether a loader wrote into a parameter, including the zeros of padding."""
     return any(bool((tensor != UNWRITTEN).any()) for tensor in passes)
 
 
 def _hash(numbers: Integers) -> Integers:
-    """Values from 1 to `BASE` that no linear change of a number foretells."""
+    """Returns values from 1 to `BASE` that no linear change of a number predicts."""
     return (numbers * 0x9E3779B1 >> 15) % BASE + 1
 
 
 def _numbers(name: str, codes: PositionCodes, passes: Sequence[NDArray[np.floating]]) -> Integers:
-    """The number of every element, -1 for padding."""
+    """Returns the number of every element, -1 for padding."""
     *digits, check = (values.astype(np.float64) for values in passes)
     padding = np.logical_and.reduce([(values == UNWRITTEN) | (values == 0) for values in (*digits, check)])
-    sound = np.ones(check.shape, np.bool_)
+    valid = np.ones(check.shape, np.bool_)
     numbers = np.zeros(check.shape, np.int64)
     for power, values in enumerate(digits):
         whole = np.where(np.isfinite(values), np.rint(values), 0).astype(np.int64)
-        sound &= (whole == values) & (whole >= 1) & (whole <= BASE)
+        valid &= (whole == values) & (whole >= 1) & (whole <= BASE)
         numbers += (whole - 1) * BASE**power
-    sound &= (numbers < codes.offsets[-1]) & (check == _hash(numbers))
-    if not (sound | padding).all():
-        where = tuple(int(i) for i in np.argwhere(~(sound | padding))[0])
+    valid &= (numbers < codes.offsets[-1]) & (check == _hash(numbers))
+    if not (valid | padding).all():
+        where = tuple(int(i) for i in np.argwhere(~(valid | padding))[0])
         raise UserError(
-            f"parameter {name} holds at {where} a value that no tensor of the checkpoint has: "
-            "its loader changes values, which boxes of tensors do not describe"
+            f"parameter {name}: the value at {where} is in no tensor of the checkpoint, so its loader changes values. "
+            "Tables cannot describe that."
         )
     return np.where(padding, -1, numbers)
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Boxes of a parameter with `dims` dimensions, as columns; padding has tensor -1 and itself as its source.
+    """Boxes of a parameter with `dims` dimensions, as columns.
 
-    The source has as many dimensions as the parameter: those that its tensor lacks are (0, 1).
+    The source has as many dimensions as the parameter: those that its tensor does not have are (0, 1).
     """
 
-    tensor: Integers  # (boxes,)
-    start: Integers  # (boxes, dims), in the parameter
-    origin: Integers  # (boxes, dims), the same corner in the tensor
-    size: Integers  # (boxes, dims)
+    tensor: Integers
+    """(boxes,) index of the tensor; -1 for padding, which is its own source."""
+    start: Integers
+    """(boxes, dims) first corner in the parameter."""
+    origin: Integers
+    """(boxes, dims) first corner in the tensor."""
+    size: Integers
+    """(boxes, dims) lengths."""
 
     def merged(self, dimension: int) -> _Runs:
-        """Joins the boxes that follow each other along a dimension, in the parameter and in the tensor."""
+        """Joins boxes that are adjacent along a dimension, in the parameter and in the tensor."""
         moved = self.origin - self.start
         others = [d for d in range(self.start.shape[1]) if d != dimension]
         alike = [self.tensor, moved[:, dimension]]
@@ -147,17 +160,17 @@ class _Runs:
 
 
 def _runs(name: str, codes: PositionCodes, numbers: Integers) -> _Runs:
-    """The longest runs along the last dimension that are one row of one tensor, or padding."""
+    """Returns the longest runs along the last dimension that are in one row of one tensor, or padding."""
     flat, row = numbers.reshape(-1), numbers.shape[-1]
     if not flat.size:
-        raise UserError(f"parameter {name} has no elements; is the model too small for this layout?")
+        raise UserError(f"parameter {name} has no elements. Use a layout with fewer ranks for this model.")
     lasts = np.array([(shape or (1,))[-1] for shape in codes.shapes.values()], np.int64)
     written = flat >= 0
     tensor = np.where(written, np.searchsorted(codes.offsets, flat, side="right") - 1, -1)
     column = np.where(written, (flat - codes.offsets[tensor]) % lasts[tensor], -1)
-    waits_for_previous = np.where(written[1:], (flat[1:] == flat[:-1] + 1) & (column[1:] > 0), ~written[:-1])
-    waits_for_previous &= np.arange(1, flat.size) % row != 0
-    first = np.flatnonzero(np.append(True, ~waits_for_previous))
+    continues = np.where(written[1:], (flat[1:] == flat[:-1] + 1) & (column[1:] > 0), ~written[:-1])
+    continues &= np.arange(1, flat.size) % row != 0
+    first = np.flatnonzero(np.append(True, ~continues))
     start = np.stack(np.unravel_index(first, numbers.shape), axis=1)
     size = np.ones_like(start)
     size[:, -1] = np.diff(np.append(first, flat.size))
@@ -165,13 +178,15 @@ def _runs(name: str, codes: PositionCodes, numbers: Integers) -> _Runs:
 
 
 def _origins(name: str, codes: PositionCodes, tensor: Integers, number: Integers, start: Integers) -> Integers:
-    """Where in its tensor each element `number` is, with leading zeros; padding is at its own `start`."""
+    """Returns the index of each element `number` in its tensor, with leading zeros; padding is at its own `start`."""
     origin = start.copy()
     for index in set(tensor.tolist()) - {-1}:
         source = codes.names[index]
         shape = codes.shapes[source] or (1,)
         if len(shape) > start.shape[1]:
-            raise UserError(f"parameter {name} has fewer dimensions than {source} that it holds")
+            raise UserError(
+                f"parameter {name} has fewer dimensions than its tensor {source}. Tables cannot describe it."
+            )
         chosen = tensor == index
         indices = np.unravel_index(number[chosen] - codes.offsets[index], shape)
         origin[chosen] = 0
@@ -195,6 +210,6 @@ def _shard(codes: PositionCodes, runs: _Runs, shape: tuple[int, ...]) -> Shard:
 
 
 def _box(start: list[int], size: list[int], dims: int) -> Box:
-    """The last `dims` ranges."""
+    """Returns the last `dims` ranges."""
     ranges = tuple((s, s + n) for s, n in zip(start, size, strict=True))
     return ranges[len(ranges) - dims :]

@@ -1,9 +1,9 @@
 """One rank of a trace of SGLang: `python -m verl_mg.rollout.sglang.tracing.trace_rank FOLDER RANK`, started by
 `tracer`.
 
-FOLDER/jobs.json lists the jobs. For each that has this rank, SGLang's own groups, model class and `load_weights` are
-set up and torn down again; what the parameters hold goes to FOLDER/JOB-RANK.json. The first job that fails ends the
-rank, with the reason in FOLDER/JOB-RANK.error.
+FOLDER/jobs.json lists the jobs. For each job with this rank, SGLang's groups and model class are set up, its
+`load_weights` runs, and all is torn down again; the shards go to FOLDER/JOB-RANK.json. The first job that fails ends
+the process, with the reason in FOLDER/JOB-RANK.error.
 """
 
 from __future__ import annotations
@@ -27,33 +27,59 @@ from verl_mg.sharding.traced_table import write_rank_shards
 
 
 class TraceJob(TypedDict):
-    """One model in one layout, as FOLDER/jobs.json has it."""
+    """One model in one layout, as an entry of FOLDER/jobs.json."""
 
     model: str
+    """Model directory."""
     tp: int
+    """Tensor-parallel size."""
     pp: int
+    """Pipeline-parallel size."""
     ep: int
+    """Expert-parallel size."""
     adp: int
-    shapes: dict[str, list[int]]  # of the checkpoint's tensors
+    """Data-parallel size of attention."""
+    shapes: dict[str, list[int]]
+    """Shapes of the checkpoint's tensors."""
 
 
 def jobs_file(folder: Path) -> Path:
-    """Where the jobs are."""
+    """Returns the path of the list of jobs."""
     return folder / "jobs.json"
 
 
 def result_file(folder: Path, job: int, rank: int) -> Path:
-    """Where a rank leaves the shards of a job."""
+    """Returns the path of a rank's shards.
+
+    Args:
+        folder: folder of the trace.
+        job: number of the job.
+        rank: rank of the engine.
+    """
     return folder / f"{job}-{rank}.json"
 
 
 def error_file(folder: Path, job: int, rank: int) -> Path:
-    """Where a rank leaves why a job failed."""
+    """Returns the path of the reason why a job failed on a rank.
+
+    Args:
+        folder: folder of the trace.
+        job: number of the job.
+        rank: rank of the engine.
+    """
     return folder / f"{job}-{rank}.error"
 
 
 def main(folder: Path, rank: int) -> int:
-    """Run this rank's part of all jobs; the exit status."""
+    """Runs this rank's part of all jobs.
+
+    Args:
+        folder: folder of the trace.
+        rank: rank of the engines.
+
+    Returns:
+        The exit status of the process.
+    """
     jobs: list[TraceJob] = json.loads(jobs_file(folder).read_text(encoding="utf-8"))
     for number, job in enumerate(jobs):
         layout = EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
@@ -76,13 +102,13 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     place = traceback.extract_tb(error.__traceback__)[-1]
-    said = " ".join(str(error).split()) or place.line
-    return f"{type(error).__name__} in {place.name}: {said}"
+    message = " ".join(str(error).split()) or place.line
+    return f"{type(error).__name__} in {place.name}: {message}"
 
 
 @contextmanager
 def _sglang_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """SGLang's model for one rank of an engine, in float32 and not loaded yet, as a server would build it."""
+    """Builds SGLang's model of one rank of an engine as a server does, in float32 and not loaded."""
     from sglang.srt import runtime_context
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -127,7 +153,7 @@ def _sglang_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) 
 
 @torch.no_grad()
 def _traced(model: Any, codes: PositionCodes) -> dict[str, Shard]:
-    """What each parameter, and each saved buffer that the checkpoint feeds, holds after the model's own loader."""
+    """Returns the shard of each parameter, and of each saved buffer that the model's loader fills."""
     parameters = dict(model.named_parameters())
     state = model.state_dict(keep_vars=True)
     buffers = {name: b for name, b in model.named_buffers() if name in state and b.is_floating_point()}
@@ -142,7 +168,8 @@ def _traced(model: Any, codes: PositionCodes) -> dict[str, Shard]:
     unwritten = [name for name in parameters if not is_written(passes[name])]
     if unwritten:
         raise UserError(
-            f"its loader finds no tensor of the checkpoint for {len(unwritten)} parameters: {', '.join(unwritten[:4])}"
+            f"its loader does not fill {len(unwritten)} parameters: {', '.join(unwritten[:4])}. "
+            "Add the missing tensors to the model directory."
         )
     return {name: decode(name, codes, seen) for name, seen in passes.items() if name in parameters or is_written(seen)}
 

@@ -1,0 +1,49 @@
+"""Trace of `transformers`: which boxes of the checkpoint each parameter of its modules consists of.
+
+An oracle for the table of `verl_mg.sharding.transformers`, by the same codes of positions as the trace of SGLang.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from verl_mg.rollout.sglang.tracing.position_codes import PositionCodes, decode
+from verl_mg.rollout.sglang.tracing.tracer import checkpoint_shapes
+from verl_mg.sharding.boxes import Shard
+
+
+def trace_transformers(model_dir: str | Path) -> dict[str, Shard]:
+    """Returns the shard of each parameter and of each buffer that `from_pretrained` fills."""
+    model_dir = Path(model_dir)
+    codes = PositionCodes(checkpoint_shapes(model_dir))
+    passes: dict[str, list[Tensor]] = {}
+    for number in range(codes.passes):
+        for name, tensor in _loaded_by_transformers(model_dir, {n: codes.tensor(n, number) for n in codes.names}):
+            passes.setdefault(name, []).append(tensor)
+    return {name: decode(name, codes, seen) for name, seen in passes.items()}
+
+
+def _loaded_by_transformers(model_dir: Path, checkpoint: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and the filled buffers of the module that `from_pretrained` makes of a checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory(prefix="trace-") as name:
+        shutil.copy(model_dir / "config.json", name)
+        save_file(checkpoint, Path(name) / "model.safetensors", {"format": "pt"})
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    missing: set[str] = set(info["missing_keys"])
+    parameters = dict(model.named_parameters())
+    unfilled = sorted(missing & parameters.keys())
+    assert not unfilled, f"transformers finds no tensor of the checkpoint for {', '.join(unfilled[:4])}"
+    yield from parameters.items()
+    saved = model.state_dict().keys() - missing
+    yield from ((name, b) for name, b in model.named_buffers() if name in saved)
