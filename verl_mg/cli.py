@@ -118,7 +118,7 @@ def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
     trace = commands.add_parser("trace", help="read off SGLang's own loader what each of its ranks holds of a model")
     trace.add_argument("model", help="a Hugging Face model directory; config.json is enough")
     trace.add_argument("--rollout", metavar="LAYOUT", default="tp2", help="of the engine (default: %(default)s)")
-    trace.add_argument("--output", metavar="FILE", default="dialect.json", help="(default: %(default)s)")
+    trace.add_argument("--output", metavar="FILE", default="sharding_table.json", help="(default: %(default)s)")
     trace.set_defaults(run=_trace)
 
 

@@ -2,8 +2,8 @@
 
 The elements of a whole checkpoint are numbered, one tensor after the other. A number is written in base `BASE`, with
 one digit for each pass: in pass p every element of every tensor is the p-th digit of its number plus one, which is
-exact in every floating-point type. The loader runs once for each pass, over parameters that were filled with `UNWRITTEN`
-before; `decode` then derives from the passes which boxes of which tensors a parameter consists of.
+exact in every floating-point type. The loader runs once for each pass, over parameters that were filled with
+`UNWRITTEN` before; `decode` then derives from the passes which boxes of which tensors a parameter consists of.
 
 A last pass contains a hash of the number. A loader that changes values (adds to them, scales or mixes them) cannot keep
 digits and hash consistent, and is detected.
