@@ -22,7 +22,7 @@ def tensors():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("file_bytes", [100, 10**9])
-def test_boxes_written_apart_make_the_tensors(tmp_path, tensors, dtype, file_bytes):
+def test_checkpoint_writer_boxes_of_two_processes_form_the_tensors(tmp_path, tensors, dtype, file_bytes):
     writers = [CheckpointWriter(tmp_path, WHOLE, dtype, file_bytes) for _ in range(2)]
     writers[0].create()
     for name, tensor in tensors.items():
@@ -42,7 +42,7 @@ def test_boxes_written_apart_make_the_tensors(tmp_path, tensors, dtype, file_byt
         assert torch.equal(reader.read("a", box), tensors["a"].to(dtype)[1:3, 2:4])
 
 
-def test_only_the_asked_slices_are_filled_in_and_padding_is_zero(tmp_path, tensors):
+def test_load_shards_fills_requested_slices_and_zeroes_padding(tmp_path, tensors):
     save_file(tensors, tmp_path / SINGLE)
     shard = Shard((4, 2), (Piece("a", ((2, 5), (1, 3)), ((0, 3), (0, 2))),), padding=(((3, 4), (0, 2)),))
     parameter = torch.full((4, 2), torch.nan)
@@ -51,7 +51,7 @@ def test_only_the_asked_slices_are_filled_in_and_padding_is_zero(tmp_path, tenso
     assert torch.equal(parameter, torch.cat([tensors["a"][2:5, 1:3], torch.zeros(1, 2)]))
 
 
-def test_what_is_missing_or_different_is_named(tmp_path, tensors):
+def test_checkpoint_reader_missing_or_different_tensor_is_named(tmp_path, tensors):
     with pytest.raises(UserError, match=r"no model\.safetensors and no"):
         CheckpointReader(tmp_path)
     save_file(tensors, tmp_path / SINGLE)
@@ -66,7 +66,7 @@ def test_what_is_missing_or_different_is_named(tmp_path, tensors):
         CheckpointReader(tmp_path)
 
 
-def test_a_damaged_part_of_a_checkpoint_is_named_with_the_tensor_in_it(tmp_path, tensors):
+def test_checkpoint_reader_damaged_file_is_named_with_its_tensor(tmp_path, tensors):
     writer = CheckpointWriter(tmp_path, WHOLE, torch.float32, file_bytes=100)
     writer.create()
     parts = json.loads((tmp_path / INDEX).read_text())["weight_map"]
@@ -85,7 +85,7 @@ def test_a_damaged_part_of_a_checkpoint_is_named_with_the_tensor_in_it(tmp_path,
         reader.check(WHOLE)
 
 
-def test_weights_of_a_type_that_is_not_floating_point_are_refused(tmp_path, tensors):
+def test_checkpoint_reader_unsupported_dtype_is_user_error(tmp_path, tensors):
     save_file(tensors | {"a": tensors["a"].to(torch.float8_e4m3fn)}, tmp_path / SINGLE)
     with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match="'a' is F8_E4M3"):
         reader.check(WHOLE)

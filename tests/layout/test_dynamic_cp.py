@@ -11,7 +11,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 
 @pytest.mark.parametrize("share", [plan_evenly, plan_by_length])
 @given(st.lists(st.integers(1, 200), max_size=60), st.integers(1, 4), SIZES, st.integers(8, 120))
-def test_every_row_lies_on_one_group_of_neighbours(share, lengths, dp, cp, budget):
+def test_plan_micro_batches_each_row_is_on_one_group_of_slots(share, lengths, dp, cp, budget):
     shares = share(lengths, [float(n * n) for n in lengths], dp, cp, budget)
     assert len(shares.rows) == dp * cp and {len(steps) for steps in shares.rows} == {len(shares.cp_sizes)}
     assert shares.cp_sizes and all(cp % context == 0 for context in shares.cp_sizes)
@@ -27,14 +27,14 @@ def test_every_row_lies_on_one_group_of_neighbours(share, lengths, dp, cp, budge
 
 
 @given(st.integers(1, 300), SIZES, st.integers(8, 120))
-def test_a_row_is_cut_no_further_than_it_must_be(length, cp, budget):
+def test_cp_size_for_is_the_smallest_that_fits(length, cp, budget):
     context = cp_size_for(length, cp, budget)
     smaller = [c for c in range(1, context) if cp % c == 0]
     assert cp % context == 0 and all(length > budget * c // cp for c in smaller)
     assert context == cp or length <= budget * context // cp
 
 
-def test_short_rows_are_whole_and_long_ones_are_cut():
+def test_plan_by_length_shards_only_long_rows():
     shares = plan_by_length([100, 10, 20, 25, 5, 40], [100.0, 10.0, 20.0, 25.0, 5.0, 40.0], 1, 4, 100)
     assert shares.cp_sizes == [4, 2, 1]
     assert [seat[0] for seat in shares.rows] == [[0]] * 4

@@ -11,12 +11,12 @@ SIZES = st.sampled_from([1, 2, 4])
 
 
 @given(SIZES, SIZES, st.integers(0, 2), st.integers(0, 2))
-def test_a_layout_reads_back_as_it_is_written(tp: int, pp: int, ep: int, adp: int) -> None:
+def test_engine_layout_parse_inverts_str(tp: int, pp: int, ep: int, adp: int) -> None:
     layout = EngineLayout(tp, pp, min(tp, 2**ep), min(tp, 2**adp))
     assert EngineLayout.parse(str(layout)) == layout
 
 
-def test_the_ranks_of_a_stage_are_cut_in_four_ways() -> None:
+def test_engine_coordinates_follow_sglangs_numbering() -> None:
     placement = EnginePlacement(EngineLayout.parse("tp4-pp2-ep2-adp2"), tuple(range(8)))
     at = placement.coordinates(7)
     assert (at.engine, at.pp, at.tp) == (0, 1, 3)
@@ -27,7 +27,7 @@ def test_the_ranks_of_a_stage_are_cut_in_four_ways() -> None:
 
 
 @given(SIZES, st.sampled_from([1, 2, 4]), st.integers(1, 2))
-def test_every_engine_has_every_member_once(tp: int, stride: int, runs: int) -> None:
+def test_engine_placement_every_engine_has_every_member_once(tp: int, stride: int, runs: int) -> None:
     ranks = tuple(range(10, 10 + tp * stride * runs))
     placement = EnginePlacement(EngineLayout(tp=tp), ranks, stride)
     seen = {(placement.coordinates(rank).engine, placement.coordinates(rank).tp) for rank in ranks}
@@ -37,7 +37,7 @@ def test_every_engine_has_every_member_once(tp: int, stride: int, runs: int) -> 
     assert first == list(range(10, 10 + tp * stride, stride))
 
 
-def test_strides_keep_an_engine_inside_its_node() -> None:
+def test_engine_placement_strides_stay_inside_a_node() -> None:
     def strides(layout: str, ranks: int, node: int) -> list[int]:
         placement = EnginePlacement(EngineLayout.parse(layout), tuple(range(ranks)))
         return [candidate.stride for candidate in placement.strides(node)]
@@ -50,7 +50,7 @@ def test_strides_keep_an_engine_inside_its_node() -> None:
     assert [one.stride for one in EnginePlacement(EngineLayout(tp=2), tuple(range(4, 8))).strides(8)] == [1, 2]
 
 
-def test_stages_of_a_pipeline_have_their_layers_as_sglang_deals_them() -> None:
+def test_engine_layout_layers_equal_sglangs_stages() -> None:
     layout = EngineLayout(pp=4)
     assert [len(layout.layers(61, stage)) for stage in range(4)] == [15, 15, 15, 16]
     assert [layer for stage in range(4) for layer in layout.layers(61, stage)] == list(range(61))
@@ -65,12 +65,12 @@ def test_stages_of_a_pipeline_have_their_layers_as_sglang_deals_them() -> None:
         ("tp0", "sizes start at 1"),
     ],
 )
-def test_what_is_no_layout_is_refused(text: str, message: str) -> None:
+def test_engine_layout_invalid_text_is_user_error(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         EngineLayout.parse(text)
 
 
-def test_ranks_that_do_not_fit_are_refused() -> None:
+def test_engine_placement_wrong_number_of_ranks_is_user_error() -> None:
     with pytest.raises(UserError, match="tp4 with stride 2 requires a multiple of 8 ranks, not 4"):
         EnginePlacement(EngineLayout(tp=4), (0, 1, 2, 3), stride=2)
     with pytest.raises(UserError, match="tp is 0. Sizes start at 1"):

@@ -22,7 +22,7 @@ def quadratic(length: int) -> float:
 
 
 @given(LENGTHS, st.integers(1, 8), st.integers(20, 100))
-def test_every_row_is_packed_once_within_the_budget(lengths, ranks, budget):
+def test_pack_each_row_once_within_the_budget(lengths, ranks, budget):
     shares = pack(lengths, [quadratic(length) for length in lengths], ranks, budget)
     assert sorted(row for share in shares for micro in share for row in micro) == list(range(len(lengths)))
     assert len({len(share) for share in shares}) == 1 and len(shares) == ranks and len(shares[0]) >= 1
@@ -32,7 +32,7 @@ def test_every_row_is_packed_once_within_the_budget(lengths, ranks, budget):
 
 
 @given(LENGTHS, st.integers(1, 8), st.integers(20, 100))
-def test_ranks_differ_by_no_more_than_the_costliest_micro_batch(lengths, ranks, budget):
+def test_pack_ranks_differ_by_at_most_one_micro_batch(lengths, ranks, budget):
     """The bound of dealing in steps; moving rows only comes closer."""
     costs = [quadratic(length) for length in lengths]
     shares = pack(lengths, costs, ranks, budget)
@@ -42,7 +42,7 @@ def test_ranks_differ_by_no_more_than_the_costliest_micro_batch(lengths, ranks, 
 
 
 @given(LENGTHS, st.integers(1, 8), st.randoms(use_true_random=False))
-def test_the_same_rows_are_packed_alike_and_their_order_does_not_change_the_work(lengths, ranks, shuffler):
+def test_pack_is_deterministic_and_independent_of_row_order(lengths, ranks, shuffler):
     def loads(rows):
         costs = [quadratic(length) for length in rows]
         shares = pack(rows, costs, ranks, 60)
@@ -55,14 +55,14 @@ def test_the_same_rows_are_packed_alike_and_their_order_does_not_change_the_work
 
 
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 5))
-def test_equal_rows_are_dealt_equally(each, ranks, per_micro_batch):
+def test_pack_equal_rows_are_distributed_equally(each, ranks, per_micro_batch):
     """In full micro-batches, where they fill them."""
     lengths = [10] * (each * ranks * per_micro_batch)
     shares = pack(lengths, [1.0] * len(lengths), ranks, 10 * per_micro_batch)
     assert [[len(micro) for micro in share] for share in shares] == [[per_micro_batch] * each] * ranks
 
 
-def test_a_step_is_even_where_rows_allow_it():
+def test_pack_steps_are_even_where_rows_allow_it():
     """Long rows meet long rows: none waits beside one for short ones."""
     lengths = [80] * 4 + [10] * 32
     costs = [length**2 for length in lengths]
@@ -76,7 +76,7 @@ def recorded():
     return read_lengths(TOOLS / "lengths" / "random_qwen3_4096.txt")
 
 
-def test_the_recorded_lengths_are_heavy_tailed(recorded):
+def test_recorded_lengths_are_heavy_tailed(recorded):
     responses = sorted(length.response for length in recorded)
     assert len(responses) == 4096 and responses[4055] >= 5 * responses[2048]
 
@@ -84,7 +84,7 @@ def test_the_recorded_lengths_are_heavy_tailed(recorded):
 @pytest.mark.parametrize("model", ["qwen2_5_7b", "deepseek_v3"])  # hidden 3584 and 7168
 @pytest.mark.parametrize("longest", [8192, 16384])
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_recorded_lengths_are_spread_evenly_and_hardly_padded(recorded, model, longest, ranks):
+def test_pack_recorded_lengths_are_balanced_with_little_padding(recorded, model, longest, ranks):
     table = weight_table(read_config(TOOLS / "model_configs" / f"{model}.json"))
     flops = row_flops(table.config, table.tensor_index)
     lengths = [length.total for length in longest_to(recorded, longest)]
@@ -99,7 +99,7 @@ def test_recorded_lengths_are_spread_evenly_and_hardly_padded(recorded, model, l
     assert len(tokens) <= 1.1 * sum(lengths) / longest + ranks, "micro-batches are few"
 
 
-def test_rows_move_until_ranks_are_even():
+def test_pack_moves_rows_until_ranks_are_even():
     generator = random.Random(0)
     lengths = [min(16384, int(200 * generator.paretovariate(1.1))) for _ in range(4096)]
     costs = [quadratic(length) for length in lengths]

@@ -21,7 +21,7 @@ from verl_mg.sharding.weight_table import weight_table
         ("deepseek_v3", {"dense_layers": 2}),
     ],
 )
-def test_torch_counts_the_same(tmp_path, architecture, options):
+def test_row_flops_equal_the_count_of_torch(tmp_path, architecture, options):
     """Without a causal mask, so twice the pairs; DeepSeek's layers are dense here, since loops over experts vary."""
     config = read_config(make_tiny_model(tmp_path, architecture, **options))
     predicted, length = row_flops(config, TensorIndex(model_spec(config))), 48
@@ -34,7 +34,7 @@ def test_torch_counts_the_same(tmp_path, architecture, options):
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
 
-def test_a_mixture_counts_the_experts_that_a_token_meets(tmp_path):
+def test_row_flops_mixture_counts_top_k_experts(tmp_path):
     make_tiny_model(tmp_path, "qwen3_moe", experts=8)
     c = read_config(tmp_path)
     flops = row_flops(c, TensorIndex(model_spec(c)))
@@ -46,7 +46,7 @@ def test_a_mixture_counts_the_experts_that_a_token_meets(tmp_path):
     assert flops.per_pair == 2 * c.layers * c.heads * c.head_dim
 
 
-def test_a_value_head_has_no_vocabulary(tmp_path):
+def test_row_flops_value_head_has_no_vocabulary(tmp_path):
     config = read_config(make_tiny_model(tmp_path, "llama"))
     tables = (weight_table(config, head) for head in ("language", "value"))
     language, value = (row_flops(config, table.tensor_index) for table in tables)

@@ -28,7 +28,7 @@ TEXT = string.printable + "  a .b , 'c' n't \n\n  x"
 
 
 @pytest.mark.parametrize("text", [TEXT, "", " ", "\n\r\n"])
-def test_text_comes_back_a_token_a_character(text: str) -> None:
+def test_character_tokenizer_round_trip_has_one_token_per_character(text: str) -> None:
     tokenizer = character_tokenizer(string.printable)
     tokens = tokenizer.encode(text)
     assert len(tokens) == len(text)
@@ -36,7 +36,7 @@ def test_text_comes_back_a_token_a_character(text: str) -> None:
     assert len(tokenizer) == 6 + len(string.printable)
 
 
-def test_beyond_ascii() -> None:
+def test_character_tokenizer_beyond_ascii_restores_text() -> None:
     tokenizer = character_tokenizer("aé€😀üa")
     text = "é€😀aüaé"
     assert len(tokenizer.encode(text)) == len(text)
@@ -44,7 +44,7 @@ def test_beyond_ascii() -> None:
     assert tokenizer.encode("b") == [tokenizer.unk_token_id]
 
 
-def test_words_are_tokens_too(tmp_path: Path) -> None:
+def test_character_tokenizer_words_are_single_tokens(tmp_path: Path) -> None:
     words = ("<tool_call>", '{"name": "')
     make_tiny_model(tmp_path, "qwen2", characters="ab<", words=words, chat_template="{{ 'ab' }}", layers=1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -55,7 +55,7 @@ def test_words_are_tokens_too(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False) == "ab"
 
 
-def test_special_tokens() -> None:
+def test_character_tokenizer_special_tokens_have_fixed_ids() -> None:
     tokenizer = character_tokenizer("ab")
     assert [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id] == [0, 1, 2]
     assert tokenizer.decode(tokenizer.encode("<user>a<eos>b"), skip_special_tokens=True) == "ab"
@@ -65,7 +65,7 @@ def test_special_tokens() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_model_loads_and_computes(tmp_path: Path, architecture: str) -> None:
+def test_make_tiny_model_loads_and_computes(tmp_path: Path, architecture: str) -> None:
     make_tiny_model(tmp_path, architecture, layers=1, perturb=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode(TEXT) == character_tokenizer(string.printable).encode(TEXT)
@@ -90,7 +90,7 @@ def test_model_loads_and_computes(tmp_path: Path, architecture: str) -> None:
         ("gemma2", {}, (64, 64), (32, 64), set()),
     ],
 )
-def test_shapes(
+def test_make_tiny_model_options_set_shapes(
     tmp_path: Path,
     architecture: str,
     options: dict[str, Any],
@@ -143,7 +143,7 @@ EXPERTS = "model.layers.1.mlp.experts"
         ("gemma2", {}, {"model.layers.1.post_feedforward_layernorm.weight": (64,)}),
     ],
 )
-def test_checkpoints_have_the_names_that_are_published(
+def test_make_tiny_model_has_published_tensor_names(
     tmp_path: Path, architecture: str, options: dict[str, Any], shapes: dict[str, tuple[int, ...] | None]
 ) -> None:
     make_tiny_model(tmp_path, architecture, characters="abc", **options)
@@ -153,7 +153,7 @@ def test_checkpoints_have_the_names_that_are_published(
     assert found == {name: shard.shape for name, shard in expected.items()}
 
 
-def test_options_reach_the_config(tmp_path: Path) -> None:
+def test_make_tiny_model_options_reach_the_config(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "llama", layers=1, tie_embeddings=True, rope_scaling=LLAMA3, init_std=0.5)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["rope_parameters"] == LLAMA3 | {"rope_theta": 10000.0}
@@ -162,7 +162,7 @@ def test_options_reach_the_config(tmp_path: Path) -> None:
     assert tensors["model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.5, rel=0.05)
 
 
-def test_perturbed_norms_and_biases(tmp_path: Path) -> None:
+def test_make_tiny_model_perturb_changes_norms_and_biases(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "still", "qwen2", layers=1)
     make_tiny_model(tmp_path / "moved", "qwen2", layers=1, perturb=True)
     still, moved = (load_file(tmp_path / name / "model.safetensors") for name in ("still", "moved"))
@@ -170,7 +170,7 @@ def test_perturbed_norms_and_biases(tmp_path: Path) -> None:
         assert torch.equal(tensor, moved[name]) is (tensor.dim() > 1), name
 
 
-def test_seed_fixes_the_bytes_and_leaves_the_global_generator(tmp_path: Path) -> None:
+def test_make_tiny_model_seed_fixes_bytes_and_keeps_global_generator(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_tiny_model(tmp_path / name, "qwen3", layers=1, perturb=True, seed=seed)
@@ -183,18 +183,20 @@ def test_seed_fixes_the_bytes_and_leaves_the_global_generator(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("architecture", "options", "reason"),
     [
-        ("lama", {}, "unknown architecture 'lama'; write one of: llama, qwen2, qwen3"),
+        ("lama", {}, "unknown architecture 'lama'. Choose from llama, qwen2, qwen3"),
         ("llama", {"kv_heads": 3}, "heads=4 must be a multiple of kv_heads=3"),
         ("llama", {"hidden": 66}, "hidden=66"),
     ],
 )
-def test_bad_arguments_write_nothing(tmp_path: Path, architecture: str, options: dict[str, Any], reason: str) -> None:
+def test_make_tiny_model_invalid_arguments_write_nothing(
+    tmp_path: Path, architecture: str, options: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UserError, match=reason):
         make_tiny_model(tmp_path / "model", architecture, **options)
     assert not (tmp_path / "model").exists()
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_tiny_model_command_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parents[2] / "tools" / "make_tiny_model.py"
     spec = importlib.util.spec_from_file_location("make_tiny_model_command", path)
     assert spec is not None and spec.loader is not None

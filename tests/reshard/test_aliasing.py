@@ -9,7 +9,7 @@ from verl_mg.reshard.aliasing import Alias, aliased_parameters, aliases
 from verl_mg.sharding.weight_table import weight_table
 
 
-def test_a_module_on_one_rank_shares_all_but_the_interleaved_queries_keys_and_values():
+def test_aliases_module_on_one_rank_shares_all_but_qkv():
     weights = weight_table(config("llama"))
     moved = plan(weights.shard_map_megatron(Placement.on(Layout(), 1)), weights.shard_map_replicated((0,)))
     found = aliases(moved, 0)
@@ -21,7 +21,7 @@ def test_a_module_on_one_rank_shares_all_but_the_interleaved_queries_keys_and_va
     assert found["model.embed_tokens.weight"] == Alias("embedding.word_embeddings.weight", (0, 101))
 
 
-def test_what_is_shared_holds_the_right_elements_and_is_not_written_again():
+def test_aliased_parameters_are_correct_and_not_written_again():
     c = config("llama")
     weights, tensors = weight_table(c), checkpoint(c, torch.float32)
     source, target = weights.shard_map_megatron(Placement.on(Layout(), 1)), weights.shard_map_replicated((0,))
@@ -38,7 +38,7 @@ def test_what_is_shared_holds_the_right_elements_and_is_not_written_again():
                for v in views.values())  # fmt: skip
 
 
-def test_shards_that_differ_or_arrive_are_not_shared():
+def test_aliases_different_or_received_shards_are_not_shared():
     weights = weight_table(config("qwen3_moe"))
     source = weights.shard_map_megatron(Placement.on(Layout.parse("tp2"), 2))
     found = aliases(plan(source, weights.shard_map_sglang(EnginePlacement(EngineLayout(), (0, 1)))), 0)
@@ -46,7 +46,7 @@ def test_shards_that_differ_or_arrive_are_not_shared():
     assert found and all("norm" in name or name.endswith("mlp.gate.weight") for name in found)
 
 
-def test_equal_layouts_share_everything():
+def test_aliases_equal_layouts_share_everything():
     weights = weight_table(config("qwen3"))
     source = weights.shard_map_megatron(Placement.on(Layout.parse("tp2-pp2"), 4))
     for rank in range(4):

@@ -20,16 +20,16 @@ def cut(whole: ExplicitShardMap, elements: int, **options: object) -> list[list[
     return [list(portion.tensors) for portion in split_into_chunks(whole, [0], elements, **options)]
 
 
-def test_portions_are_as_large_as_they_may_be():
+def test_split_into_chunks_fills_chunks_to_the_maximum():
     whole = shard_map(a=("a",), b=("b",), c=("c",))
     assert cut(whole, 20) == [["a", "b"], ["c"]]
     assert cut(whole, 1) == [["a"], ["b"], ["c"]]
 
 
-def test_tensors_of_a_parameter_stay_together():
+def test_split_into_chunks_keeps_tensors_of_a_parameter_together():
     assert cut(shard_map(a=("a",), fused=("q", "k"), b=("b",)), 20) == [["a"], ["q", "k"], ["b"]]
 
 
-def test_tensors_that_are_tied_stay_together():
+def test_split_into_chunks_keep_together_joins_tensors():
     whole = shard_map(a=("a",), b=("b",), c=("c",), d=("d",))
     assert cut(whole, 20, keep_together=[["b", "d"]]) == [["a"], ["b", "d"], ["c"]]

@@ -112,7 +112,7 @@ def move_all(family: str, node: int, bucket_bytes: int) -> list[str]:
 
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize("node,bucket_bytes", [(8, 10**6), (2, 4000)])
-def test_weights_arrive_bit_for_bit_and_the_bytes_are_the_lower_bound(ranks, family, node, bucket_bytes):
+def test_execute_weights_are_bitwise_equal_and_bytes_the_lower_bound(ranks, family, node, bucket_bytes):
     assert len(DENSE + MIXTURE + LATENT) >= 20
     assert ranks.run(RANKS, move_all, family, node, bucket_bytes) == [[]] * RANKS
 
@@ -135,7 +135,7 @@ def cast() -> tuple[int, int, bool, bool]:
     return *received, same, torch.equal(got[bias], expected[bias])
 
 
-def test_values_are_cast_before_they_travel_but_a_router_bias_keeps_its_bits(ranks):
+def test_execute_casts_before_sending_except_float32_router_bias(ranks):
     for full, half, same, exact in ranks.run(RANKS, cast):
         assert full == 2 * half and same and exact  # every rank has the biases: none travels
 
@@ -147,7 +147,7 @@ def test_values_are_cast_before_they_travel_but_a_router_bias_keeps_its_bits(ran
         ("target", (3, 4), r"target: 'lm_head.weight' has shape \(3, 4\), but \(101, 8\) in the plan"),
     ],
 )
-def test_tensors_that_are_not_those_of_the_plan_are_named_and_nothing_is_written(side, shape, message):
+def test_execute_wrong_tensors_are_named_and_nothing_is_written(side, shape, message):
     weights = weight_table(config("llama"))
     source, target = weights.shard_map_megatron(Placement.on(Layout(), 1)), weights.shard_map_replicated((0,))
     tensors = checkpoint(config("llama"), torch.float32)
@@ -205,7 +205,7 @@ def peaks(hidden: int, layers: int, bucket_bytes: int) -> list[tuple[int, int, i
     return found
 
 
-def test_memory_is_two_buckets_whatever_the_model(ranks):
+def test_execute_extra_memory_is_two_buckets_for_any_model(ranks):
     bucket = 12 * 1024
     for hidden, layers in ((64, 4), (256, 8)):
         for found in ranks.run(RANKS, peaks, hidden, layers, bucket):
@@ -215,7 +215,7 @@ def test_memory_is_two_buckets_whatever_the_model(ranks):
                     assert share > 5 * peak
 
 
-def test_the_counter_of_memory_counts():
+def test_allocations_counter_measures_peak_bytes():
     with Allocations() as allocations:
         kept = torch.empty(1000, dtype=torch.uint8)
         for _ in range(3):

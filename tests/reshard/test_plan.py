@@ -43,7 +43,7 @@ def moves(draw: st.DrawFn) -> tuple[ShardMap, ShardMap, int, dict[str, torch.Ten
 
 @given(moves())
 @settings(max_examples=60)
-def test_each_target_element_is_written_once_with_what_the_gather_would_give_it(case):
+def test_plan_writes_each_target_element_once_with_its_value(case):
     source, target, node, tensors = case
     moved = plan(source, target, node)
     plans = {rank: moved.rank_plan(rank) for rank in sorted({*source.ranks, *target.ranks})}
@@ -79,7 +79,7 @@ def test_each_target_element_is_written_once_with_what_the_gather_would_give_it(
 
 @given(moves(), st.sampled_from([2, 4]))
 @settings(max_examples=60)
-def test_a_rank_receives_exactly_what_it_lacks_and_the_totals_say_so(case, itemsize):
+def test_plan_bytes_received_and_traffic_equal_the_lower_bound(case, itemsize):
     source, target, node, tensors = case
     moved = plan(source, target, node)
     traffic = moved.traffic(itemsize)
@@ -105,7 +105,7 @@ def test_a_rank_receives_exactly_what_it_lacks_and_the_totals_say_so(case, items
 
 @given(st.data())
 @settings(max_examples=30)
-def test_all_ranks_together_save_every_element_once(data):
+def test_assign_writes_all_ranks_write_every_element_once(data):
     c = data.draw(configs())
     held, tensors = data.draw(sources(c)), checkpoint(c)
     written: Counter[int] = Counter()
@@ -115,7 +115,7 @@ def test_all_ranks_together_save_every_element_once(data):
     assert written == Counter(range(1, 1 + sum(tensor.numel() for tensor in tensors.values())))
 
 
-def test_replicas_share_the_work_of_saving():
+def test_assign_writes_balances_replicas():
     c = config("llama", num_hidden_layers=64)
     held = weight_table(c).shard_map_megatron(Placement.on(Layout(), RANKS))
     work = [sum((duty.box[0][1] - duty.box[0][0]) for duty in assign_writes(held, rank)) for rank in range(RANKS)]
@@ -132,7 +132,7 @@ def test_replicas_share_the_work_of_saving():
         ("tp8", "tp4", 2, 1 / 8),
     ],
 )
-def test_the_best_stride_moves_what_hybridflow_says(train, rollout, stride, fraction):
+def test_best_stride_moves_the_fraction_of_hybridflow_table_2(train, rollout, stride, fraction):
     c = config("llama", num_key_value_heads=8, vocab_size=512)
     weights = weight_table(c)
     source = weights.shard_map_megatron(Placement.on(Layout.parse(train), RANKS))
@@ -173,12 +173,12 @@ WHOLE = {"q": Shard((3,), (run("t", 0, 3),))}
         ),
     ],
 )
-def test_what_the_source_lacks_or_doubles_is_named_before_anything_moves(source, shapes, message):
+def test_plan_missing_or_duplicate_source_box_is_user_error(source, shapes, message):
     with pytest.raises(UserError, match=message):
         plan(listed(source, shapes), listed(WHOLE, {"t": (3,)}))
 
 
-def test_a_target_that_wants_an_element_in_two_boxes_or_beyond_the_tensor_is_refused():
+def test_plan_overlapping_or_outside_target_box_is_user_error():
     source = listed(WHOLE, {"t": (3,)})
     twice = listed({"q": Shard((2,), (run("t", 0, 2),)), "r": Shard((2,), (run("t", 1, 3),))}, {"t": (3,)})
     with pytest.raises(UserError, match="in the target twice"):
@@ -200,12 +200,12 @@ def test_a_target_that_wants_an_element_in_two_boxes_or_beyond_the_tensor_is_ref
         (Shard((2,), (run("t", 0, 3),)), r"q: the box \(\(0, 3\),\) is outside the shape \(2,\)"),
     ],
 )
-def test_a_listed_shard_that_is_not_put_together_right_is_refused(shard, message):
+def test_explicit_shard_map_inconsistent_shard_is_user_error(shard, message):
     with pytest.raises(UserError, match=message):
         listed({"q": shard}, {"t": (3,)})
 
 
-def test_the_same_box_in_two_parameters_travels_once():
+def test_plan_box_in_two_parameters_is_received_once():
     source = listed(WHOLE, {"t": (3,)})
     target = ExplicitShardMap({1: {"a": WHOLE["q"], "b": WHOLE["q"]}}, source.tensors)
     part = plan(source, target).rank_plan(1)
@@ -213,7 +213,7 @@ def test_the_same_box_in_two_parameters_travels_once():
     assert [(copy.source, copy.target, copy.from_target) for copy in part.copies] == [("a", "b", True)]
 
 
-def test_a_critic_starts_from_an_actor_but_for_its_head():
+def test_plan_keep_excludes_the_value_head():
     c = config("qwen3")
     actor = weight_table(c).shard_map_megatron(Placement.on(Layout(tp=2), 4))
     critic = weight_table(c, head="value").shard_map_megatron(Placement.on(Layout(pp=2), 4))

@@ -11,7 +11,7 @@ ranks = st.sets(st.integers(0, 15), min_size=1, max_size=12).map(lambda found: t
 
 
 @given(ranks, ranks, st.sampled_from([1, 2, 4, 16]), st.integers(0, 10**6))
-def test_senders_and_receivers_agree_and_a_box_enters_a_node_once(holders, needers, node, turn):
+def test_box_routing_senders_and_receivers_agree_and_box_enters_node_once(holders, needers, node, turn):
     relation = BoxRouting(holders, needers, node)
     received = {}
     for rank in needers:
@@ -36,7 +36,7 @@ def test_senders_and_receivers_agree_and_a_box_enters_a_node_once(holders, neede
 
 
 @given(ranks, ranks, st.sampled_from([2, 4, 16]))
-def test_over_many_boxes_all_do_their_share(holders, needers, node):
+def test_box_routing_over_many_boxes_balances_ranks(holders, needers, node):
     relation, turns = BoxRouting(holders, needers, node), range(3, 3 + 7 * 3000, 7)
     sent: Counter[int] = Counter()
     entered: Counter[int] = Counter()

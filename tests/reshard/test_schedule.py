@@ -47,7 +47,7 @@ def simulate(schedules: dict[int, Schedule]) -> list[str]:
 
 @given(st.data(), st.sampled_from([200, 2000, 10**6]), st.sampled_from([2, 4, 8]))
 @settings(max_examples=40)
-def test_every_schedule_comes_to_its_end(data, bucket_bytes, node):
+def test_schedule_has_no_deadlock_and_bounded_buckets(data, bucket_bytes, node):
     c = data.draw(configs())
     moved = plan(data.draw(sources(c)), data.draw(shard_map(c)), node)
     schedules = {rank: schedule(moved, rank, torch.bfloat16, bucket_bytes) for rank in range(8)}
@@ -64,7 +64,7 @@ def test_every_schedule_comes_to_its_end(data, bucket_bytes, node):
 
 @given(st.data(), st.sampled_from([200, 10**6]))
 @settings(max_examples=20)
-def test_both_ends_cut_and_merge_alike(data, bucket_bytes):
+def test_schedule_messages_are_equal_at_both_ends(data, bucket_bytes):
     c = data.draw(configs())
     moved = plan(data.draw(sources(c)), data.draw(shard_map(c)), 4)
     streams: dict[tuple[int, int], dict[bool, list[object]]] = {}
@@ -78,7 +78,7 @@ def test_both_ends_cut_and_merge_alike(data, bucket_bytes):
         assert own[True] == own[False], pair
 
 
-def test_small_tensors_travel_together_and_large_ones_alone():
+def test_schedule_merges_small_tensors_and_sends_large_ones_alone():
 
     weights = weight_table(config("llama", hidden_size=1024, intermediate_size=1024, num_hidden_layers=8))
     moved = plan(
@@ -92,7 +92,7 @@ def test_small_tensors_travel_together_and_large_ones_alone():
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 256])
-def test_a_piece_larger_than_a_message_is_cut(bucket_bytes):
+def test_schedule_cuts_boxes_larger_than_a_message(bucket_bytes):
 
     weights = weight_table(config("llama"))
     moved = plan(weights.shard_map_megatron(Placement(Layout(), (0,))), weights.shard_map_replicated((1,)))

@@ -1,4 +1,4 @@
-"""The weight table against independent readings of each dialect, by gathering everything and cutting it."""
+"""The weight table against independent readings of each runtime, by slicing full tensors."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from verl_mg.sharding.weight_table import weight_table
 
 @given(st.data())
 @settings(max_examples=150)
-def test_every_rank_holds_what_it_says_and_together_they_hold_the_model(data):
+def test_shard_map_shards_of_all_ranks_cover_the_model(data):
     c = data.draw(configs())
     held = data.draw(shard_map(c))
     tensors = checkpoint(c)
@@ -41,7 +41,7 @@ def test_every_rank_holds_what_it_says_and_together_they_hold_the_model(data):
 
 @given(st.data())
 @settings(max_examples=100)
-def test_places_are_the_shards_seen_from_the_tensors(data):
+def test_shard_map_replicas_agree_with_shards(data):
     held = data.draw(shard_map(data.draw(configs())))
     from_shards = {
         (rank, piece.tensor, piece.source, parameter, piece.target)
@@ -64,7 +64,7 @@ def test_places_are_the_shards_seen_from_the_tensors(data):
 
 @given(st.data())
 @settings(max_examples=50)
-def test_tensors_of_one_kind_lie_in_the_same_boxes_on_the_same_ranks(data):
+def test_sharding_key_equal_means_same_boxes_on_same_ranks(data):
     held = data.draw(shard_map(data.draw(configs())))
     kinds: dict[object, list[object]] = {}
     for tensor in held.tensors:
@@ -114,7 +114,7 @@ def expert_reference(c, tensors, layer, expert, etp, rank):
 
 @given(st.data())
 @settings(max_examples=60)
-def test_megatron_shards_equal_the_cut_of_the_gathered_weights(data):
+def test_megatron_table_shards_equal_slices_of_full_tensors(data):
     c = data.draw(configs())
     layout = data.draw(layouts(c))
     tensors = checkpoint(c)
@@ -139,7 +139,7 @@ def test_megatron_shards_equal_the_cut_of_the_gathered_weights(data):
 
 @given(st.data())
 @settings(max_examples=60)
-def test_sglang_shards_equal_the_cut_of_the_gathered_weights(data):
+def test_sglang_table_shards_equal_slices_of_full_tensors(data):
     c = data.draw(configs())
     placement = data.draw(engines(c))
     layout, tensors = placement.layout, checkpoint(c)
@@ -169,7 +169,7 @@ def test_sglang_shards_equal_the_cut_of_the_gathered_weights(data):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("vocab", [5, 64, 101, 150])
-def test_vocabulary_shards_put_together_are_the_vocabulary(tp, vocab):
+def test_vocabulary_shards_concatenated_equal_the_vocabulary(tp, vocab):
     c = config("llama", vocab_size=vocab)
     tensors, model = checkpoint(c), weight_table(c)
     megatron = [model.megatron(Layout(tp=tp), rank)["embedding.word_embeddings.weight"] for rank in range(tp)]
@@ -181,12 +181,12 @@ def test_vocabulary_shards_put_together_are_the_vocabulary(tp, vocab):
         assert len(whole) == rows and rows % (8 * tp) == 0
 
 
-def test_sglang_pads_the_vocabulary_further_where_the_ranks_do_not_divide_it():
+def test_sglang_table_indivisible_vocabulary_is_padded_further():
     c = config("llama", num_attention_heads=6, num_key_value_heads=6, intermediate_size=12, vocab_size=65)
     assert weight_table(c).sglang(EngineLayout(tp=3), 0)["lm_head.weight"].shape[0] == 64
 
 
-def test_biases_follow_the_query_groups():
+def test_megatron_table_qkv_bias_follows_query_groups():
     c = config("qwen2", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
     tensors = checkpoint(c)
     q, k, v = (tensors[f"model.layers.1.self_attn.{x}_proj.bias"] for x in "qkv")
@@ -194,7 +194,7 @@ def test_biases_follow_the_query_groups():
     assert torch.equal(assemble(shard, tensors), torch.cat([q[8:], k[4:], v[4:]]))
 
 
-def test_a_tied_output_layer_is_a_parameter_only_away_from_the_embedding():
+def test_tied_output_layer_is_a_parameter_only_on_another_stage():
     tied = weight_table(config("qwen3", tie_word_embeddings=True))
     assert "lm_head.weight" not in tied.huggingface()
     assert "output_layer.weight" not in tied.megatron(Layout(), 0)
@@ -206,14 +206,14 @@ def test_a_tied_output_layer_is_a_parameter_only_away_from_the_embedding():
         assert last[name].pieces[0].tensor == "model.embed_tokens.weight"
 
 
-def test_interleaved_chunks_hold_their_layers():
+def test_megatron_table_interleaved_chunks_have_their_layers():
     shards = weight_table(config("llama")).megatron(Layout(pp=2, vpp=2), 1)
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     layers = [shards[f"chunk{chunk}.{name}"].pieces[0].tensor for chunk in (0, 1)]
     assert layers == ["model.layers.1.mlp.down_proj.weight", "model.layers.3.mlp.down_proj.weight"]
 
 
-def test_a_value_head_takes_the_place_of_the_output_layer():
+def test_value_head_replaces_the_output_layer():
     critic = weight_table(config("llama"), head="value")
     for rank in range(4):
         output = critic.megatron(Layout(tp=2, pp=2), rank).get("output_layer.weight")
@@ -222,7 +222,7 @@ def test_a_value_head_takes_the_place_of_the_output_layer():
             assert (output.shape, output.pieces[0].tensor) == ((1, 8), "score.weight")
 
 
-def test_transformer_engine_names_fuse_norms_and_group_experts():
+def test_transformer_engine_table_fuses_norms_and_groups_experts():
     moe = weight_table(config("qwen3_moe")).megatron(Layout(ep=2), 1, "transformer_engine")
     last = moe["decoder.layers.0.mlp.experts.linear_fc1.weight3"]
     assert last.pieces[0].tensor.endswith("experts.7.gate_proj.weight")
@@ -234,14 +234,14 @@ def test_transformer_engine_names_fuse_norms_and_group_experts():
     assert latent["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape == (16, 8)
 
 
-def test_only_the_router_bias_stays_float32():
+def test_tensor_index_only_router_bias_is_float32():
     tensors = weight_table(config("deepseek_v3")).tensor_index.tensors
     names = {name for name, info in tensors.items() if info.float32}
     assert names == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("family", LATENT)
-def test_dense_layers_come_first_where_the_configuration_says_so(family):
+def test_parse_config_first_k_dense_replace_sets_dense_layers(family):
     c = config(family, first_k_dense_replace=2)
     assert [c.has_experts(layer) for layer in range(4)] == [False, False, True, True]
 
@@ -255,7 +255,7 @@ def test_dense_layers_come_first_where_the_configuration_says_so(family):
         ("ep3-dp3", "ep3 does not divide the 8 experts"),
     ],
 )
-def test_a_layout_that_cannot_hold_the_model_is_refused(family, layout, message):
+def test_shard_map_megatron_indivisible_layout_is_user_error(family, layout, message):
     fitted = Layout.parse(layout)
     with pytest.raises(UserError, match=message):
         weight_table(config(family)).shard_map_megatron(Placement(fitted, tuple(range(fitted.ranks))))
@@ -272,7 +272,7 @@ def test_a_layout_that_cannot_hold_the_model_is_refused(family, layout, message)
         ("qwen3_moe", {}, "tp4-ep3", "ep must divide tp4"),
     ],
 )
-def test_what_sglang_cannot_do_is_refused(family, changes, layout, message):
+def test_sglang_table_unsupported_layout_is_user_error(family, changes, layout, message):
     with pytest.raises(UserError, match=message):
         weight_table(config(family, **changes)).sglang(EngineLayout.parse(layout), 0)
 
@@ -301,7 +301,7 @@ def test_what_sglang_cannot_do_is_refused(family, changes, layout, message):
         (fields("gemma2", layer_types=["full_attention"]), "layer_types=.* for each of the 4 layers"),
     ],
 )
-def test_a_model_that_is_not_built_is_refused(change, message):
+def test_parse_config_unsupported_model_is_user_error(change, message):
     raw = fields("llama")
     parse_config(raw)
     with pytest.raises(UserError, match=message):
@@ -311,7 +311,7 @@ def test_a_model_that_is_not_built_is_refused(change, message):
         parse_config(raw)
 
 
-def test_a_missing_or_broken_directory_is_named(tmp_path):
+def test_read_config_missing_or_damaged_directory_is_named(tmp_path):
     with pytest.raises(UserError, match="no such model directory"):
         read_config(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"config\.json: missing"):

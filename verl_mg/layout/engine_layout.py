@@ -14,7 +14,7 @@ EXAMPLE = "tp8-ep8"
 
 @dataclass(frozen=True, slots=True)
 class EngineCoordinates:
-    """Coordinates of a rank in its engine: pipeline stage, and indices on the axes that shard tensors."""
+    """Coordinates of a rank: its pipeline stage, and its indices on the axes that shard tensors."""
 
     engine: int
     """Number of the engine in the job."""
@@ -161,7 +161,7 @@ class EnginePlacement:
 
     @property
     def engines(self) -> int:
-        """Number of engines."""
+        """Number of engines in the job."""
         return len(self.ranks) // self.layout.ranks
 
     def coordinates(self, global_rank: int) -> EngineCoordinates:

@@ -57,9 +57,9 @@ class MicroBatchPlan:
     """Micro-batches of every worker slot, and the context-parallel size of every step."""
 
     rows: list[list[list[int]]]
-    """rows[slot][step]: row numbers of a micro-batch, with slot = dp index * cp + cp index."""
+    """Row numbers of the micro-batch rows[slot][step], with slot = dp index * cp + cp index."""
     cp_sizes: list[int]
-    """cp_sizes[step]: number of neighbouring slots that share their rows."""
+    """Number of neighbouring slots that share their rows, for each step."""
 
     def is_output_rank(self, slot: int, step: int) -> bool:
         """Returns whether a slot is the first of those that share its rows.

@@ -1,1 +1,1 @@
-"""What a model consists of: its configuration, its Hugging Face tensors, its FLOPs."""
+"""Descriptions of a model: its configuration, its Hugging Face tensors, its FLOPs."""

@@ -45,16 +45,21 @@ COUNT_OF_EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"} 
 def character_tokenizer(
     characters: str, words: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE
 ) -> "PreTrainedTokenizerFast":
-    """A tokenizer of one token a character, with a chat template; text comes back exactly.
+    """Returns a tokenizer with one token for each character, and a chat template; decoding restores the text exactly.
 
     Token ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, the role markers `<system>` `<user>` `<assistant>` 3 to 5,
-    then the distinct characters in the order given; one beyond ASCII brings the bytes it is merged from.
-    Other characters become `<unk>`. Each of `words` is one token too, behind them.
+    then the distinct characters in the given order; a character beyond ASCII adds the bytes that it is merged from.
+    Other characters become `<unk>`.
+
+    Args:
+        characters: characters of the vocabulary.
+        words: texts that are one token each, behind the characters.
+        chat_template: Jinja template of conversations.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # Byte-level BPE, not a word list: AutoTokenizer reads any tokenizer beside a Qwen2 model as that kind.
+    # Byte-level BPE, not a word list: AutoTokenizer reads any tokenizer in the directory of a Qwen2 model as that kind.
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     markers = [f"<{role}>" for role in ROLES]
     pieces = [PAD, EOS, UNK, *markers]
@@ -105,27 +110,38 @@ def make_tiny_model(
     perturb: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write a randomly initialised causal language model and its character tokenizer into a folder.
+    """Writes a randomly initialised causal language model and its character tokenizer into a folder.
 
-    The folder then holds config.json, generation_config.json, model.safetensors (float32) and the
+    The folder then contains config.json, generation_config.json, model.safetensors (float32) and the
     tokenizer's files; the vocabulary is exactly the tokenizer's, unpadded. The same arguments give the
     same bytes.
 
     Args:
+        folder: folder to write.
         architecture: a key of `ARCHITECTURES`.
-        words: texts that are one token each, beside the `characters`.
-        head_dim: width of one head; `hidden // heads` unless given. Latent attention (DeepSeek) rotates half as
-            many elements beside them, and compresses keys and values to `hidden // 2`; it has no `kv_heads`.
-        experts: experts a layer, of which 2 take a token, where the architecture has any. They are half as wide as
-            `ffn`, those of Mixtral as wide.
-        shared_experts: shared experts a layer (DeepSeek).
-        dense_layers: how many of the first layers have no experts (DeepSeek).
+        characters: characters of the tokenizer.
+        words: texts that are one token each, in addition to the `characters`.
+        chat_template: Jinja template of conversations.
+        hidden: hidden size.
+        layers: transformer layers.
+        heads: query heads.
+        kv_heads: key-value heads.
+        head_dim: width of one head; None: `hidden // heads`. Latent attention (DeepSeek) rotates half as many
+            additional elements, and compresses keys and values to `hidden // 2`; it has no `kv_heads`.
+        ffn: width of a dense feed-forward layer.
+        experts: experts of a layer, of which 2 process a token, where the architecture has any. They are half as wide
+            as `ffn`, those of Mixtral as wide.
+        shared_experts: shared experts of a layer (DeepSeek).
+        dense_layers: number of first layers without experts (DeepSeek).
         q_rank: width to which queries are compressed (DeepSeek); 0: they are not.
-        rope_scaling: `rope_type` and its factors as Hugging Face writes them, for example of "llama3".
-        fields: of config.json, more of them or other values, as Hugging Face names them.
+        tie_embeddings: use the embedding as output layer.
+        rope_scaling: `rope_type` and its factors with Hugging Face's names, for example of "llama3".
+        max_positions: maximum length of a row in tokens.
+        fields: further or other fields of config.json, by Hugging Face's names.
         init_std: standard deviation of the initial matrices.
         perturb: add small noise to norms and biases, which start at one or zero, so that a comparison
-            of two implementations sees them.
+            of two implementations covers them.
+        seed: seed of the initial weights.
 
     Returns:
         The folder.
@@ -136,7 +152,7 @@ def make_tiny_model(
     from transformers import AutoModelForCausalLM
 
     if architecture not in ARCHITECTURES:
-        raise UserError(f"unknown architecture '{architecture}'; write one of: {', '.join(ARCHITECTURES)}")
+        raise UserError(f"unknown architecture '{architecture}'. Choose from {', '.join(ARCHITECTURES)}.")
     if heads % kv_heads or (head_dim is None and hidden % heads):
         raise UserError(
             f"heads={heads} must be a multiple of kv_heads={kv_heads}, and hidden={hidden} of heads "

@@ -34,9 +34,9 @@ class Traffic:
     seconds: float = 0.0
     """Duration of the whole execution."""
     seconds_packing: float = 0.0
-    """Of these, packing, unpacking and copying within the rank."""
+    """Part of `seconds` for packing, unpacking and copying within the rank."""
     seconds_waiting: float = 0.0
-    """Of these, waiting for messages."""
+    """Part of `seconds` for waiting for messages."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Which box goes from which rank to which: the intersection of the boxes of two shard maps.
+"""Plan of the boxes that move from rank to rank: the intersections of the boxes of two shard maps.
 
 - Pure: every rank derives its sends and receives from the two shard maps, without communication.
 - A rank receives exactly the elements that it needs and does not have, each once: the lower bound of bytes.
@@ -61,7 +61,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The moves of one rank."""
+    """All copies, sends and receives of one rank."""
 
     copies: tuple[Copy, ...]
     """Copies within the rank, in the order of the target's parameters."""

@@ -1,4 +1,4 @@
-"""Who sends a box to whom, when some ranks have it and others need it; and which rank writes it to a file.
+"""Routes of a box from ranks that have it to ranks that need it, and the choice of the rank that writes it to a file.
 
 Pure arithmetic on rank numbers, the same on every rank.
 """

@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
+        """Number of elements on the wire."""
         return numel(self.parameter_box)
 
 
@@ -50,7 +50,7 @@ class Message:
     peer: int
     """The other global rank."""
     outgoing: bool
-    """Whether this rank sends the message."""
+    """True if this rank sends the message, False if it receives it."""
     forwarded: bool
     """Whether the sender received the segments for its own target before."""
     dtype: torch.dtype
@@ -60,12 +60,12 @@ class Message:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
+        """Number of elements on the wire."""
         return sum(segment.num_elements for segment in self.segments)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Number of bytes on the wire."""
         return self.num_elements * self.dtype.itemsize
 
 

@@ -1,1 +1,1 @@
-"""Which box of which Hugging Face tensor each parameter shard contains, for each runtime."""
+"""Boxes of the Hugging Face tensors that each parameter shard contains, for each runtime."""

@@ -1,4 +1,4 @@
-"""How Hugging Face tensors form a parameter: the rules that cut and fuse them, and the table rows that use the rules.
+"""Rules that cut and fuse Hugging Face tensors into a parameter, and the table rows that use the rules.
 
 `rows` and `columns` mean the first and the second dimension of a weight (out, in). Megatron's "column parallel"
 layers split rows in this sense.

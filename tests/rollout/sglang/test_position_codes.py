@@ -52,11 +52,11 @@ def whole(name):
 
 
 @pytest.mark.parametrize("name", CODES.names)
-def test_a_whole_tensor_is_one_piece(name):
+def test_decode_whole_tensor_is_one_piece(name):
     assert decoded(lambda w: w[name]) == whole(name)
 
 
-def test_codes_are_exact_in_the_coarsest_type_and_never_zero():
+def test_position_codes_are_exact_in_bfloat16_and_never_zero():
     for number in range(CODES.passes):
         for name in CODES.names:
             codes = CODES.tensor(name, number)
@@ -64,11 +64,11 @@ def test_codes_are_exact_in_the_coarsest_type_and_never_zero():
             assert codes.min() >= 1
 
 
-def test_columns_are_one_piece():
+def test_decode_columns_are_one_piece():
     assert decoded(lambda w: w["q"][:, 2:5]) == Shard((12, 3), (Piece("q", ((0, 12), (2, 5)), ((0, 12), (0, 3))),))
 
 
-def test_rows_of_several_tensors_and_padding_never_written_or_zero():
+def test_decode_rows_of_several_tensors_and_padding():
     shard = decoded(
         lambda w: torch.cat([w["q"][4:8], w["kv"][:2], torch.zeros(2, 6), torch.full((1, 6), UNWRITTEN), w["one"]])
     )
@@ -80,13 +80,13 @@ def test_rows_of_several_tensors_and_padding_never_written_or_zero():
     assert shard.padding == (((6, 9), (0, 6)),)
 
 
-def test_neighbours_in_the_checkpoint_stay_two_pieces():
+def test_decode_adjacent_tensors_are_two_pieces():
     codes = PositionCodes({"a": (4,), "b": (3,)})
     shard = decoded(lambda w: torch.cat([w["a"], w["b"]]), codes)
     assert shard.pieces == (Piece("a", ((0, 4),), ((0, 4),)), Piece("b", ((0, 3),), ((4, 7),)))
 
 
-def test_stacked_experts_are_two_pieces_each():
+def test_decode_stacked_experts_are_two_pieces_each():
     experts, rows, width = 5, 4, 6
     codes = PositionCodes({f"{e}.{kind}": (rows, width) for e in range(experts) for kind in ("gate", "up")})
     shard = decoded(
@@ -100,7 +100,7 @@ def test_stacked_experts_are_two_pieces_each():
     )
 
 
-def test_a_box_of_three_dimensions_is_one_piece():
+def test_decode_box_of_three_dimensions_is_one_piece():
     shard = decoded(lambda w: w["wide"][1:, 10:30, 2:4])
     assert shard.pieces == (Piece("wide", ((1, 3), (10, 30), (2, 4)), ((0, 2), (0, 20), (0, 2))),)
 
@@ -125,7 +125,7 @@ def fused(slab_list, w):
 
 
 @given(slabs())
-def test_any_fusion_is_found_again(slab_list):
+def test_decode_random_fusion_restores_pieces(slab_list):
     shard = decoded(lambda w: fused(slab_list, w))
     whole_numbers = {name: torch.as_tensor(values) for name, values in numbers().items()}
     expected = fused(slab_list, whole_numbers).numpy()
@@ -139,7 +139,7 @@ def test_any_fusion_is_found_again(slab_list):
 
 
 @given(st.lists(slabs(), min_size=1, max_size=3))
-def test_any_stack_of_fusions_is_found_again(stack):
+def test_decode_random_stack_of_fusions_restores_pieces(stack):
     rows = min(sum(stop - start for _, start, stop, _ in one) for one in stack)
     shard = decoded(lambda w: torch.stack([fused(one, w)[:rows] for one in stack]))
     for index, one in enumerate(stack):
@@ -149,7 +149,7 @@ def test_any_stack_of_fusions_is_found_again(stack):
 
 
 @given(st.lists(st.integers(-1, int(CODES.offsets[-1]) - 1), min_size=12, max_size=12))
-def test_any_scatter_of_rows_and_columns_is_exact(chosen):
+def test_decode_random_scatter_is_exact(chosen):
     """Even what no loader does: single elements of one- and two-dimensional tensors anywhere."""
     deep = set(numbers()["wide"].reshape(-1).tolist())
     picked = np.array([-1 if n in deep else n for n in chosen]).reshape(3, 4)
@@ -177,34 +177,34 @@ def test_any_scatter_of_rows_and_columns_is_exact(chosen):
         lambda x: torch.cat([x[:-1], torch.tensor([0.5])]),
     ],
 )
-def test_changed_values_are_refused(change):
+def test_decode_changed_values_are_user_error(change):
     with pytest.raises(UserError, match=r"parameter p: the value at \(\d+,\) is in no tensor"):
         decoded(lambda w: change(w["bias"]))
 
 
-def test_codes_beyond_the_last_tensor_are_refused():
+def test_decode_codes_beyond_the_last_tensor_are_user_error():
     small = PositionCodes({"a": (3,)})
     with pytest.raises(UserError, match="no tensor"):
         decode("p", small, passes(lambda w: w["bias"])[: small.passes])
 
 
-def test_a_tensor_of_more_dimensions_than_the_parameter_is_refused():
+def test_decode_tensor_with_more_dimensions_is_user_error():
     with pytest.raises(UserError, match="parameter p has fewer dimensions than its tensor wide"):
         decoded(lambda w: w["wide"].flatten(0, 1))
 
 
-def test_an_empty_parameter_is_refused():
+def test_decode_empty_parameter_is_user_error():
     with pytest.raises(UserError, match="parameter p has no elements"):
         decoded(lambda w: w["q"][:0])
 
 
-def test_a_large_transposed_tensor_is_refused():
+def test_decode_large_transposed_tensor_is_user_error():
     codes = PositionCodes({"a": (300, 300)})
     with pytest.raises(UserError, match="parameter p consists of 90000 boxes"):
         decoded(lambda w: w["a"].T, codes)
 
 
-def test_what_was_written():
+def test_is_written_includes_zeros():
     blank = torch.full((3,), UNWRITTEN)
     assert not is_written([blank, blank])
     assert is_written([blank, torch.tensor([UNWRITTEN, UNWRITTEN, 3.0])])
@@ -212,7 +212,7 @@ def test_what_was_written():
     assert decode("p", CODES, [torch.zeros(3)] * CODES.passes) == Shard((3,), (), (((0, 3),),))
 
 
-def test_a_large_parameter_takes_about_a_second():
+def test_decode_large_parameter_takes_about_a_second():
     codes = PositionCodes({"a": (2500, 2000), "b": (2500, 2000)})
     seen = passes(lambda w: torch.cat([w["a"][:1250], w["b"][1250:]]), codes)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The dialects of SGLang and of `transformers` against what their own loaders do, element by element."""
+"""The tables of SGLang and of `transformers` against their own loaders, element by element."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from verl_mg.sharding.weight_table import weight_table
 
 
 def comparable(shards: dict[str, Shard]) -> dict[str, object]:
-    """Shapes, pieces and padding; the order of pieces is nobody's business."""
+    """Shapes, pieces and padding; the order of pieces is irrelevant."""
     return {
         name: (
             shard.shape,
@@ -23,13 +23,13 @@ def comparable(shards: dict[str, Shard]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_checkpoint_is_the_one_that_transformers_writes(family):
+def test_huggingface_table_equals_saved_checkpoint(family):
     ours = weight_table(read_config(folder_of(family))).huggingface()
     assert {name: shard.shape for name, shard in ours.items()} == checkpoint_shapes(folder_of(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_dialect_of_transformers_is_what_from_pretrained_does(family):
+def test_transformers_table_equals_from_pretrained(family):
     ours = weight_table(read_config(folder_of(family))).transformers()
     assert comparable(ours) == comparable(trace_transformers(folder_of(family)))
 
@@ -37,7 +37,7 @@ def test_the_dialect_of_transformers_is_what_from_pretrained_does(family):
 @needs_sglang
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_dialect_of_sglang_is_what_its_load_weights_does(family):
+def test_sglang_table_equals_load_weights(family):
     weights, layouts = weight_table(read_config(folder_of(family))), layouts_of(family)
     assert family == "uneven" or {(layout.tp, layout.ep) for layout in layouts} >= {(1, 1), (2, 1), (4, 1)}
     for layout in layouts:

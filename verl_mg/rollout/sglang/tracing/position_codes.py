@@ -33,7 +33,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PositionCodes:
-    """Codes of a checkpoint."""
+    """Position codes of all tensors of a checkpoint."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """{name: shape} of the checkpoint's tensors."""
