@@ -1,10 +1,10 @@
-"""Seconds of a PPO iteration with actor and critic on different ranks: at the same time, and one after the other.
+"""Measures a PPO iteration with actor and critic on different ranks, concurrent and sequential.
 
     python -m tools.bench_disjoint [--hidden 256] [--layers 4] [--prompts 48] [--tokens 48] [--rounds 5]
 
-Two ranks over gloo, a thread each: the actor on rank 0, critic and reference on rank 1, engines on both. Iterations of
-recipes/ppo.py run in turn in the same two processes on the same weights' path; medians are compared. The other way
-differs in one thing: every role is waited for before the next one is asked.
+Two ranks over gloo with one thread each: the actor on rank 0, critic and reference on rank 1, engines on both. Iterations
+of recipes/ppo.py alternate between two modes in the same processes: with `concurrent_roles` blocks, and with every role
+call complete when it returns. The medians are compared.
 """
 
 import argparse
@@ -61,14 +61,14 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
         dist.barrier()
         seconds[at_once].append(time.perf_counter() - started)
     if rank == 0:
-        _tell(statistics.median(seconds[True][1:]), statistics.median(seconds[False][1:]))
+        _print_result(statistics.median(seconds[True][1:]), statistics.median(seconds[False][1:]))
     dist.destroy_process_group()
 
 
-def _tell(at_once: float, in_turn: float) -> None:
+def _print_result(concurrent: float, sequential: float) -> None:
     print(
-        f"one PPO iteration, actor and critic on ranks of their own: at the same time {at_once:.2f} s, "
-        f"one after the other {in_turn:.2f} s, ratio {at_once / in_turn:.2f}"
+        f"one PPO iteration, actor and critic on disjoint ranks: concurrent {concurrent:.2f} s, "
+        f"sequential {sequential:.2f} s, ratio {concurrent / sequential:.2f}"
     )
 
 

@@ -27,8 +27,8 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | truncated | sequence, bool | the response was cut at the length limit |
 | pair, chosen | sequence, int64 and bool | two rows of one prompt to be compared, and which of them is preferred |
 
-Inside a recipe a batch is spread over all ranks of the job: each row lies on exactly one of them. Roles
-fetch the rows that they work on and bring columns back, so a recipe never speaks of ranks.
+Inside a recipe a batch is distributed over all ranks of the job, each row on exactly one of them. Roles
+fetch the rows that they work on and bring columns back, so a recipe never mentions ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch import Tensor
 
 
 class ColumnKind(IntEnum):
-    """What a column has one entry of. UNKNOWN: an unlisted column of a batch without rows."""
+    """Whether a column has an entry per sequence or per token; UNKNOWN in a batch without rows."""
 
     UNKNOWN = 0
     SEQUENCE = 1
@@ -162,7 +162,16 @@ class Batch:
         self.put(name, values, self._guess_kind(name, values))
 
     def put(self, name: str, values: Tensor, kind: ColumnKind) -> None:
-        """Set a column of a given kind; ValueError when its first dimension does not fit."""
+        """Sets a column of a given kind.
+
+        Args:
+            name: the column's name.
+            values: (sum(lengths), ...) for a token column, (n, ...) for a sequence column; or a `PendingColumn`.
+            kind: whether the column has an entry per token or per sequence.
+
+        Raises:
+            ValueError: the first dimension of the values does not fit.
+        """
         expected = {ColumnKind.TOKEN: self.total_tokens, ColumnKind.SEQUENCE: len(self), ColumnKind.UNKNOWN: 0}[kind]
         shape = _shape(values)
         if shape[:1] != (expected,):
@@ -186,18 +195,18 @@ class Batch:
         return ColumnKind.SEQUENCE if _shape(values)[:1] == (len(self),) else ColumnKind.TOKEN
 
     def kind(self, name: str) -> ColumnKind:
-        """What the column has one entry of."""
+        """Returns whether the column has an entry per sequence or per token."""
         return self._kinds[name]
 
     def names(self) -> list[str]:
         """The columns' names, sorted: the same order on every rank."""
         return sorted(self._columns)
 
-    # -- where tokens stand
+    # -- positions of tokens
 
     @property
     def total_tokens(self) -> int:
-        """sum(lengths)"""
+        """Number of tokens of all rows, sum(lengths)."""
         return int(self.lengths.sum())
 
     @property
@@ -225,12 +234,28 @@ class Batch:
         return values[self.sequence_ids]
 
     def row(self, name: str, i: int) -> Tensor:
-        """Row i of a token column, (lengths[i], ...)."""
+        """Returns one row of a token column.
+
+        Args:
+            name: the column's name.
+            i: number of the row.
+
+        Returns:
+            (lengths[i], ...).
+        """
         start, stop = self.offsets[i : i + 2].tolist()
         return self[name][start:stop]
 
     def pad(self, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
-        """A token column as (n, T) with T the longest row, and the (n, T) bool mask of real entries."""
+        """Returns a token column as a padded table.
+
+        Args:
+            name: the column's name.
+            fill: value of the padding.
+
+        Returns:
+            The table (n, T, ...), where T is the length of the longest row, and the bool mask (n, T) of real entries.
+        """
         width = int(self.lengths.max()) if len(self) else 0
         mask = torch.arange(width) < self.lengths[:, None]
         values = self[name]
@@ -239,7 +264,7 @@ class Batch:
         return table, mask
 
     def unpad(self, table: Tensor) -> Tensor:
-        """The way back: (n, T) as a token column (sum(lengths),)."""
+        """Returns a padded table (n, T) as a token column (sum(lengths),); the inverse of `pad`."""
         return table[torch.arange(table.shape[1]) < self.lengths[:, None]]
 
     # -- verbs

@@ -1,4 +1,4 @@
-"""What all ranks know together does not depend on how the rows lie."""
+"""Collectives over batches do not depend on the distribution of the rows."""
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,16 @@ COUNT = 7
 
 
 def mine() -> Batch:
-    """Rows dealt in a strange order; with three ranks the last has none."""
+    """Rows of this rank in an arbitrary order; of three ranks the last has none."""
     batch = Batch([2, 3, 1, 2, 4, 2, 3])
     batch["sample_id"] = torch.tensor([50, 10, 40, 20, 60, 0, 30])
     batch["reward"] = batch["sample_id"].float() / 7
     batch["good"] = batch["sample_id"] > 25
-    holders = max(dist.get_world_size() - 1, 1)
-    return batch.select(range(dist.get_rank(), COUNT, holders) if dist.get_rank() < holders else [])
+    owners = max(dist.get_world_size() - 1, 1)
+    return batch.select(range(dist.get_rank(), COUNT, owners) if dist.get_rank() < owners else [])
 
 
-def told() -> dict[str, object]:
+def collective_results() -> dict[str, object]:
     batch = mine()
     values = batch["reward"].double() ** 2
     twice = reassign_sample_ids(batch.select(torch.arange(len(batch)).repeat_interleave(2)))
@@ -40,8 +40,8 @@ def told() -> dict[str, object]:
     }
 
 
-def test_every_rank_is_told_the_same_whoever_holds_the_rows(ranks):
-    (alone,) = ranks.run(1, told)
+def test_collectives_under_every_distribution_of_rows_agree_on_all_ranks(ranks):
+    (alone,) = ranks.run(1, collective_results)
     ids = torch.arange(COUNT) * 10
     assert alone["ids"].tolist() == ids.tolist() and alone["good"].tolist() == (ids > 25).tolist()
     assert alone["reward"].dtype == torch.float32 and torch.equal(alone["reward"], ids.float() / 7)
@@ -50,7 +50,7 @@ def test_every_rank_is_told_the_same_whoever_holds_the_rows(ranks):
     assert alone["none"] == float("inf") and alone["total"][1] == COUNT
     assert alone["renumbered"].tolist() == list(range(2 * COUNT))
     for count in (2, 3):
-        for result in ranks.run(count, told):
+        for result in ranks.run(count, collective_results):
             assert torch.allclose(result["total"], alone["total"], rtol=1e-15)
             for name in ("reward", "good", "ids"):
                 assert torch.equal(result[name], alone[name]), name

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from tests.rank_pool import job_context
+from tests.roles.updates import classifier, heads, square_loss
 from tests.tiny_models import random_rows, tiny_model
 from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.batch import Batch
@@ -52,17 +53,13 @@ def role_on(kind: type[TrainableRole], model: Path, layout: str, budget: int) ->
         temperature=0.7,
         tokens_per_micro_batch=budget,
         optimizer=OPTIMIZER,
-        name="judge",
+        name="value_model",
     )
 
 
 def mine(batch: Batch) -> Batch:
-    """Scattered over the ranks, so that rows of a pair lie on different ones."""
+    """Rows of this rank; the two rows of a pair are on different ranks."""
     return batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
-
-
-def square_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    return (tokens.values - tokens["returns"]) ** 2, {}
 
 
 def pair_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -81,30 +78,13 @@ def train_critic(model: Path, layout: str, budget: int, folder: Path) -> tuple[l
 def train_reward_model(
     model: Path, layout: str, budget: int, folder: Path
 ) -> tuple[list[int], Tensor, dict[str, float]]:
-    judge = role_on(TrainableRewardModel, model, layout, budget)
+    reward_model = role_on(TrainableRewardModel, model, layout, budget)
     own = mine(rows(model))
-    scores = judge.compute_scores(own)
+    scores = reward_model.compute_scores(own)
     own["loss_mask"] = own.last
-    metrics = judge.update(own, pair_loss, "seq-mean-token-mean", num_minibatches=2)
-    judge.save(folder, model)
+    metrics = reward_model.update(own, pair_loss, "seq-mean-token-mean", num_minibatches=2)
+    reward_model.save(folder, model)
     return own["sample_id"].tolist(), scores, metrics
-
-
-def classifier(model: Path) -> torch.nn.Module:
-    """What `transformers` makes of the directory, with the head that a fresh value head begins with."""
-    net = AutoModelForSequenceClassification.from_pretrained(
-        model, num_labels=1, dtype=torch.float32, attn_implementation="eager"
-    )
-    hidden = net.config.hidden_size
-    with torch.no_grad():
-        fresh = torch.randn(1, hidden, generator=torch.Generator().manual_seed(1)) / (hidden + 1)
-        net.score.weight.copy_(fresh)
-    return net
-
-
-def heads(net: torch.nn.Module, batch: Batch, row: int) -> Tensor:
-    """(length,): the head on each token of a row."""
-    return net.score(net.model(batch.row("tokens", row)[None]).last_hidden_state)[0, :, 0]
 
 
 def compare(folder: Path, net: torch.nn.Module, before: dict[str, Tensor]) -> None:
@@ -133,32 +113,32 @@ def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_a_critic_judges_the_state_before_each_token(ranks, models, tmp_path, layout, count, architecture) -> None:
+def test_critic_under_every_layout_equals_transformers(ranks, models, tmp_path, layout, count, architecture) -> None:
     model = models[architecture]
     batch, net = rows(model), classifier(model)
     before = {name: weight.detach().clone() for name, weight in net.state_dict().items()}
-    judged = [heads(net, batch, row)[:-1][batch.row("loss_mask", row)[1:]] for row in range(COUNT)]
+    expected = [heads(net, batch, row)[:-1][batch.row("loss_mask", row)[1:]] for row in range(COUNT)]
     results = ranks.run(count, train_critic, model, layout, 40, tmp_path / "critic")
     for ids, columns, _ in results:
         for row, column in zip(ids, columns, strict=True):
             mask = batch.row("loss_mask", row)
-            assert torch.allclose(column[mask], judged[row].detach(), atol=1e-5)
+            assert torch.allclose(column[mask], expected[row].detach(), atol=1e-5)
             assert not column[~mask].any()
     returns = [batch.row("returns", row)[batch.row("loss_mask", row)] for row in range(COUNT)]
-    loss = ((torch.cat(judged) - torch.cat(returns)) ** 2).mean()
+    loss = ((torch.cat(expected) - torch.cat(returns)) ** 2).mean()
     norm = step(net, adam(net), loss)
-    assert results[0][2]["judge/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert results[0][2]["judge/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert results[0][2]["value_model/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert results[0][2]["value_model/grad_norm"] == pytest.approx(norm, rel=1e-5)
     compare(tmp_path / "critic", net, before)
 
 
 @pytest.mark.parametrize(("layout", "count", "budget"), [*((*layout, 60) for layout in LAYOUTS), ("tp1", 2, 1)])
-def test_a_reward_model_compares_pairs_at_their_last_tokens(ranks, models, tmp_path, layout, count, budget) -> None:
+def test_reward_model_trained_on_pairs_equals_transformers(ranks, models, tmp_path, layout, count, budget) -> None:
     """Also where rows of a pair lie on two ranks, and no two of them fit a micro-batch."""
     model = models["qwen3"]
     batch, net = rows(model), classifier(model)
     before = {name: weight.detach().clone() for name, weight in net.state_dict().items()}
-    results = ranks.run(count, train_reward_model, model, layout, budget, tmp_path / "judge")
+    results = ranks.run(count, train_reward_model, model, layout, budget, tmp_path / "saved")
     with torch.no_grad():
         first = torch.stack([heads(net, batch, row)[-1] for row in range(COUNT)])
     for ids, scores, _ in results:
@@ -171,12 +151,12 @@ def test_a_reward_model_compares_pairs_at_their_last_tokens(ranks, models, tmp_p
         accuracies.append(sum(margin.item() > 0 for margin in margins) / 3)
         step(net, optimizer, loss)
     told = results[0][2]
-    assert told["judge/loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
-    assert told["judge/accuracy"] == pytest.approx(sum(accuracies) / 2)
-    compare(tmp_path / "judge", net, before)
+    assert told["value_model/loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert told["value_model/accuracy"] == pytest.approx(sum(accuracies) / 2)
+    compare(tmp_path / "saved", net, before)
 
 
-def test_a_saved_head_is_read_again(ranks, models, tmp_path) -> None:
+def test_saved_value_head_is_loaded_unchanged(ranks, models, tmp_path) -> None:
     model = models["qwen3_moe"]
     ranks.run(2, train_critic, model, "tp2", 60, tmp_path / "first")
     assert json.loads((tmp_path / "first" / "config.json").read_text())["architectures"] == [

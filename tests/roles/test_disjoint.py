@@ -1,4 +1,4 @@
-"""An actor on some ranks of a job, alone or beside SGLang engines on the others: the same numbers as by itself."""
+"""An actor on some ranks of a job, with idle ranks or with SGLang engines on the others."""
 
 from functools import partial
 from itertools import chain
@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.roles.test_actor import COUNT, actor_on, rows, settings, with_entropy
 from tests.roles.test_sglang_rollout import checked_answers, inputs, sglang_job, trained_once
+from tests.roles.updates import COUNT, actor_on, rows, settings, with_entropy
 from tests.tiny_models import tiny_model
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
@@ -17,7 +17,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles import weight_sync
 
 # (layout, its ranks, ranks of the job, architecture)
-STANDING = [
+PLACEMENTS = [
     ("tp2", (0, 1), 3, "qwen3"),
     ("pp2", (0, 1), 4, "qwen2"),  # tied embeddings on two stages
     ("tp1", (0, 1), 3, "llama"),  # dp2
@@ -27,9 +27,9 @@ STANDING = [
 STEPS = 2
 
 
-def train(model, layout, standing, folder):
-    """What a rank sees of log-probs, two updates and a checkpoint, its rows scattered over all ranks of the job."""
-    actor = actor_on(model, layout, 40, standing)
+def train(model, layout, placed, folder):
+    """This rank's log-probs, metrics of two updates, and parameters; rows are distributed over all ranks of the job."""
+    actor = actor_on(model, layout, 40, placed)
     batch = rows(model).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
     column = actor.compute_logprobs(batch).split(batch.lengths.tolist())
     metrics = []
@@ -52,18 +52,18 @@ def gathered(results):
     return dict(sorted(chain.from_iterable(result["logprobs"].items() for result in results)))
 
 
-@pytest.mark.parametrize(("layout", "standing", "count", "architecture"), STANDING)
-def test_an_actor_on_some_ranks_is_the_actor_alone(ranks, tmp_path, layout, standing, count, architecture):
+@pytest.mark.parametrize(("layout", "placed", "count", "architecture"), PLACEMENTS)
+def test_actor_on_some_ranks_is_bitwise_identical_to_all(ranks, tmp_path, layout, placed, count, architecture):
     model = tiny_model(tmp_path / "model", architecture)
-    alone = ranks.run(len(standing), train, model, layout, None, tmp_path / "alone")
-    found = ranks.run(count, train, model, layout, standing, tmp_path / "apart")
+    alone = ranks.run(len(placed), train, model, layout, None, tmp_path / "alone")
+    found = ranks.run(count, train, model, layout, placed, tmp_path / "apart")
     expected, got = gathered(alone), gathered(found)
     assert len(got) == COUNT and got.keys() == expected.keys()
     assert all(torch.equal(got[row], expected[row]) for row in got)
     for rank, result in enumerate(found):
         assert result["metrics"] == alone[0]["metrics"] and result["metrics"][0]["actor/grad_norm"] > 0
-        assert result["updates"] == STEPS and result["holders"] == standing
-        own = alone[standing.index(rank)]["parameters"] if rank in standing else {}
+        assert result["updates"] == STEPS and result["holders"] == placed
+        own = alone[placed.index(rank)]["parameters"] if rank in placed else {}
         assert result["parameters"].keys() == own.keys()
         assert all(torch.equal(result["parameters"][name], own[name]) for name in own)
     saved = sorted(file.name for file in (tmp_path / "alone").iterdir())
@@ -72,7 +72,7 @@ def test_an_actor_on_some_ranks_is_the_actor_alone(ranks, tmp_path, layout, stan
 
 
 def grouped(ranks_of_layout):
-    """Whether this rank is there, and what it is told when it asks where it stands."""
+    """Whether this rank is a member, and its coordinates or the error."""
     before = dist.get_world_size, dist.all_gather_object
     groups = ParallelGroups(Placement(Layout(tp=2), ranks_of_layout))
     assert (dist.get_world_size, dist.all_gather_object) == before
@@ -82,13 +82,13 @@ def grouped(ranks_of_layout):
         return groups.is_member, str(error)
 
 
-def test_groups_are_those_of_the_placement(ranks):
+def test_parallel_groups_of_a_placement_contain_its_ranks(ranks):
     outside, first, second = ranks.run(3, grouped, (1, 2))
     assert outside == (False, "rank 0 has no place in layout tp2 on (1, 2)")
     assert (first, second) == ((True, 0, [1, 2]), (True, 1, [1, 2]))
 
 
-def test_ranks_that_do_not_rise_are_refused():
+def test_parallel_groups_with_unsorted_ranks_are_refused():
     with pytest.raises(ValueError, match=r"\(1, 0\) must rise"):
         ParallelGroups(Placement(Layout(tp=2), (1, 0)))
 
@@ -111,12 +111,12 @@ def refused(folder, overrides):
         ),
         (
             ["rollout.num_ranks=2", "actor.ranks=1-2"],
-            "actor.layout=tp1 on actor.ranks=1-2: rank 2 is none of the 2 that hold networks, 0 to 1; write lower ones "
-            "in actor.ranks, or start more",
+            "actor.layout=tp1 on actor.ranks=1-2: rank 2 is out of range, models can be placed on ranks 0 to 1. "
+            "Lower actor.ranks, or start more ranks.",
         ),
         (
             ["rollout.num_ranks=1", "actor.layout=tp2"],
-            "actor.layout=tp2 beside rollout.num_ranks=1: layout tp2 requires a multiple of 2 ranks, not 3. "
+            "actor.layout=tp2 with rollout.num_ranks=1: layout tp2 requires a multiple of 2 ranks, not 3. "
             "Start 2 or 4. Nearest valid layouts on 3 ranks: tp1.",
         ),
         (
@@ -126,12 +126,12 @@ def refused(folder, overrides):
         ),
     ],
 )
-def test_what_cannot_stand_apart_is_refused_in_one_line(ranks, tmp_path, overrides, message):
+def test_job_with_unfit_ranks_is_refused_with_a_remedy(ranks, tmp_path, overrides, message):
     assert ranks.run(4, refused, inputs(tmp_path, "qwen3"), overrides) == [message] * 4
 
 
-def train_beside_engines(folder):
-    """Two iterations, the reference under a layout of its own; what this rank saw and received in each sync."""
+def train_with_engines(folder):
+    """Two iterations with a reference under another layout; this rank's results and bytes received in each transfer."""
     received, execute = [], weight_sync.execute
 
     def counting(*arguments):
@@ -152,9 +152,9 @@ def train_beside_engines(folder):
 
 
 @needs_sglang
-def test_engines_on_ranks_of_their_own_are_the_exported_checkpoint(ranks, tmp_path):
+def test_engines_on_disjoint_ranks_generate_as_the_exported_checkpoint(ranks, tmp_path):
     folder = inputs(tmp_path, "qwen3")
-    results = ranks.run(4, train_beside_engines, folder)
+    results = ranks.run(4, train_with_engines, folder)
     before = None
     for step, told in enumerate(zip(*(told for told, _, _ in results), strict=True)):
         assert told[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in told)

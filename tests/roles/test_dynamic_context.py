@@ -1,4 +1,4 @@
-"""Rows on as few context-parallel ranks as they need: log-probs, gradients and updates are those of one rank."""
+"""Dynamic context parallelism: rows on as few ranks as they need, with the log-probs and updates of one rank."""
 
 from functools import partial
 
@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tests.rank_pool import job_context
-from tests.roles.test_actor import OPTIMIZER, TEMPERATURE, compare, oracle_update, settings, with_entropy
-from tests.roles.test_actor import rows as all_rows
+from tests.roles.updates import OPTIMIZER, TEMPERATURE, compare, oracle_update, settings, with_entropy
+from tests.roles.updates import rows as all_rows
 from tests.tiny_models import oracle, oracle_outputs, tiny_model
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
@@ -16,7 +16,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.row_dispatch import build_row_index
 
 BUDGETS = {4: 32, 2: 20}
-"""By cp, for rows of 3 to 20 tokens: some of them fit a part of it, others do not."""
+"""Tokens of a micro-batch by cp, for rows of 3 to 20 tokens, of which some fit a part of it and others do not."""
 LAYOUTS = [("cp4", 4, [4, 2, 1]), ("cp2", 4, [2, 1]), ("tp2-cp2", 4, [2, 1]), ("cp2-pp2", 4, [2, 1])]
 MODE = "seq-mean-token-mean"
 
@@ -52,7 +52,7 @@ def update(model, layout, folder, budget):
     ("architecture", "layout", "count", "cp_sizes"),
     [*(("qwen3", *layout) for layout in LAYOUTS), ("qwen3_moe", "cp2-ep2", 2, [2, 1])],
 )
-def test_short_rows_stay_whole_and_nothing_changes(ranks, models, tmp_path, architecture, layout, count, cp_sizes):
+def test_dynamic_context_of_short_rows_equals_torch(ranks, models, tmp_path, architecture, layout, count, cp_sizes):
     model = models[architecture]
     results = ranks.run(count, update, model, layout, tmp_path / "saved", BUDGETS[cp_sizes[0]])
     for metrics, _, used in results:

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.rank_pool import job_context
-from tests.roles.test_critic import classifier, heads, square_loss
+from tests.roles.updates import classifier, heads, square_loss
 from tests.tiny_models import oracle, random_rows, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.config import Config, LoraConfig, OptimizerConfig, load_config
@@ -58,7 +58,7 @@ def role_on(
     dtype: torch.dtype = torch.float32,
     ranks: int = 0,
 ) -> TrainableRole:
-    """On the first `ranks`, or all."""
+    """A role on the first `ranks` ranks, all by default."""
     return kind(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), ranks or dist.get_world_size())),
@@ -81,7 +81,7 @@ def policy_loss(tokens) -> tuple[Tensor, dict[str, Tensor]]:
     return -tokens["advantages"] * tokens.logprobs, {}
 
 
-def judged(role: TrainableRole, batch: Batch) -> dict[int, Tensor]:
+def outputs_by_row(role: TrainableRole, batch: Batch) -> dict[int, Tensor]:
     column = role.forward(batch)
     return dict(zip(batch["sample_id"].tolist(), column.split(batch.lengths.tolist()), strict=True))
 
@@ -97,11 +97,11 @@ def trained_and_saved(
         assert torch.equal(before[name], values) or name == "output_layer.weight"
     role.save(folder, model)
     assert role.runner.is_member == (dist.get_rank() < (ranks or dist.get_world_size()))
-    return judged(role, batch)
+    return outputs_by_row(role, batch)
 
 
-def judged_anew(kind: type[TrainableRole], model: Path, layout: str, folder: Path) -> dict[int, Tensor]:
-    return judged(role_on(kind, model, layout, LORA.model_copy(update={"path": folder})), rows(model))
+def logprobs_of_loaded_adapters(kind: type[TrainableRole], model: Path, layout: str, folder: Path) -> dict[int, Tensor]:
+    return outputs_by_row(role_on(kind, model, layout, LORA.model_copy(update={"path": folder})), rows(model))
 
 
 def together(results: list[dict[int, Tensor]]) -> dict[int, Tensor]:
@@ -133,7 +133,7 @@ def merged(base: dict[str, Tensor], adapters: dict[str, Tensor]) -> dict[str, Te
     ("qwen3", "tp2", 3, 2, "pp2"),
     ("qwen3_moe", "tp2-ep2", 4, 4, "ep2"),
 ])  # fmt: skip
-def test_a_saved_model_has_its_adapters_merged_and_beside_it(
+def test_saved_model_contains_merged_weights_and_the_adapters(
     ranks, models, tmp_path, name, layout, count, ranks_of_it, other
 ) -> None:
     model, saved = models[name], tmp_path / "saved"
@@ -143,10 +143,10 @@ def test_a_saved_model_has_its_adapters_merged_and_beside_it(
     assert found.keys() == base.keys()
     assert all(torch.allclose(found[name], whole[name], atol=1e-6) for name in base)
     assert all(torch.equal(found[name], base[name]) for name in base if whole[name] is base[name])
-    assert_close(ranks.run(2, judged_anew, Actor, model, other, saved / "adapter"), expected)
+    assert_close(ranks.run(2, logprobs_of_loaded_adapters, Actor, model, other, saved / "adapter"), expected)
 
 
-def test_peft_reads_what_was_saved(ranks, models, tmp_path) -> None:
+def test_saved_adapters_loaded_by_peft_give_the_same_logits(ranks, models, tmp_path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     for name in NAMES:
         saved = tmp_path / name
@@ -159,7 +159,7 @@ def test_peft_reads_what_was_saved(ranks, models, tmp_path) -> None:
         assert (ours - theirs).abs().max() < 1e-4 < 1e-2 < (ours - before).abs().max()
 
 
-def test_what_peft_saved_is_read(ranks, models, tmp_path) -> None:
+def test_adapters_saved_by_peft_give_the_same_logprobs(ranks, models, tmp_path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     model = models["qwen3"]
     torch.manual_seed(1)
@@ -180,14 +180,14 @@ def test_what_peft_saved_is_read(ranks, models, tmp_path) -> None:
 
 
 def logprobs_with(model: Path, layout: str, lora: LoraConfig) -> dict[int, Tensor]:
-    return judged(role_on(Actor, model, layout, lora), rows(model))
+    return outputs_by_row(role_on(Actor, model, layout, lora), rows(model))
 
 
-def test_a_critic_has_adapters_and_a_head(ranks, models, tmp_path) -> None:
+def test_critic_with_adapters_trains_and_saves_its_head(ranks, models, tmp_path) -> None:
     model, saved = models["qwen3"], tmp_path / "saved"
     expected = together(ranks.run(4, trained_and_saved, Critic, model, "tp2-pp2", saved, 4))
     assert_close(ranks.run(1, trained_and_saved, Critic, model, "tp1", tmp_path / "alone", 1), expected)
-    assert_close(ranks.run(2, judged_anew, Critic, model, "tp2", saved / "adapter"), expected)
+    assert_close(ranks.run(2, logprobs_of_loaded_adapters, Critic, model, "tp2", saved / "adapter"), expected)
     adapters = load_file(saved / "adapter" / "adapter_model.safetensors")
     found = load_file(saved / "model.safetensors")
     assert torch.equal(adapters["base_model.model.score.weight"], found["score.weight"])
@@ -235,7 +235,7 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     ("tp2-pp2", 4, 2**14, torch.float32),
     ("tp2", 2, 2**14, torch.bfloat16),
 ])  # fmt: skip
-def test_the_engine_has_the_merged_weights(ranks, models, layout, count, portion, dtype) -> None:
+def test_engine_after_weight_transfer_has_the_merged_weights(ranks, models, layout, count, portion, dtype) -> None:
     model = models["qwen2"]
     results = ranks.run(count, synced, model, layout, portion, dtype)
     saved = AutoModelForCausalLM.from_pretrained(model.parent / f"synced-{model.name}-{layout}", dtype=dtype)
@@ -247,7 +247,7 @@ def test_the_engine_has_the_merged_weights(ranks, models, layout, count, portion
             assert "model.embed_tokens.weight" in result["shared"]
 
 
-def test_what_cannot_be_adapted_is_named_before_anything_is_built(models, tmp_path) -> None:
+def test_lora_targets_that_do_not_fit_are_named_before_building(models, tmp_path) -> None:
     config = Config.model_validate({
         "model": {"path": models["qwen3_moe"]},
         "data": {"train": tmp_path},

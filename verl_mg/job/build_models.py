@@ -1,4 +1,4 @@
-"""The roles with a network, each under the layout of its section; built by all ranks together."""
+"""Builds the model roles of a job, each with the layout of its configuration section."""
 
 from __future__ import annotations
 
@@ -30,29 +30,44 @@ MODEL_ROLES: dict[str, type[Role]] = {
     "process_reward": Actor,
     "reference": Policy,
 }
-"""What each role is; the section of the configuration has its name, or one of SECTIONS."""
+"""Class of each model role by name; its configuration section has the same name, except those in SECTIONS."""
 SECTIONS = {"frozen_reward_model": "reward_model"}
 
 
 class ModelRoleBuilder:
-    """ranks: how many of the job's ranks, the first ones, hold networks. context: what all roles share."""
+    """Builder of model roles; all ranks of the job call its methods together.
+
+    Args:
+        config: configuration of the job.
+        ranks: number of the job's ranks on which models can be placed, from rank 0 on.
+        context: services that the roles of the job share.
+        learns: build optimizers.
+    """
 
     def __init__(self, config: Config, ranks: int, context: JobContext, learns: bool = True) -> None:
         self._config, self._ranks, self._learns = config, ranks, learns
         self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
         self._context = context
 
-    def check(self, roles: set[str], beside: str = "") -> None:
-        """UserError, before any group or model exists, where a layout fits the ranks or the model not."""
+    def check(self, roles: set[str], remark: str = "") -> None:
+        """Checks the layouts of roles before any process group or model is built.
+
+        Args:
+            roles: requested roles.
+            remark: text about the number of ranks that is added to the message.
+
+        Raises:
+            UserError: a layout does not fit the ranks or the model, or LoRA targets do not fit the model.
+        """
         for role in sorted(roles & MODEL_ROLES.keys()):
             section, model = self._section(role), read_config(self._path(role))
-            own = f" on {config_section_of(role)}.ranks={section.ranks}" if section.ranks else beside
+            where = f" on {config_section_of(role)}.ranks={section.ranks}" if section.ranks else remark
             try:
                 experts = model.experts.count if model.experts else 0
-                layout, ranks = Layout.parse(section.layout), self._standing(role)
+                layout, ranks = Layout.parse(section.layout), self._ranks_of(role)
                 resolve_layout(layout, len(ranks), experts, partial(check_layout, model))
             except UserError as error:
-                raise UserError(f"{config_section_of(role)}.layout={section.layout}{own}: {error}") from None
+                raise UserError(f"{config_section_of(role)}.layout={section.layout}{where}: {error}") from None
             self._check_lora(role)
 
     def _check_lora(self, role: str) -> None:
@@ -64,7 +79,7 @@ class ModelRoleBuilder:
                 raise UserError(f"{role}.{error}") from None
 
     def build(self, role: str) -> Any:
-        """The role, with the weights of its model's directory."""
+        """Returns the role, with the weights of its model directory."""
         section, kind = self._section(role), MODEL_ROLES[role]
         options: dict[str, Any] = {}
         if isinstance(section, TrainableConfig) and issubclass(kind, TrainableRole):
@@ -97,16 +112,16 @@ class ModelRoleBuilder:
         return getattr(self._section(role), "path", None) or self._config.model.path
 
     def _placement(self, role: str) -> Placement:
-        ranks = self._standing(role)
+        ranks = self._ranks_of(role)
         return Placement(Layout.parse(self._section(role).layout).fit(len(ranks)), ranks)
 
-    def _standing(self, role: str) -> tuple[int, ...]:
+    def _ranks_of(self, role: str) -> tuple[int, ...]:
         section = self._section(role)
         ranks = parse_ranks(section.ranks) if section.ranks else tuple(range(self._ranks))
         if ranks[-1] >= self._ranks:
             raise UserError(
-                f"rank {ranks[-1]} is none of the {self._ranks} that hold networks, 0 to {self._ranks - 1}; "
-                f"write lower ones in {config_section_of(role)}.ranks, or start more"
+                f"rank {ranks[-1]} is out of range, models can be placed on ranks 0 to {self._ranks - 1}. "
+                f"Lower {config_section_of(role)}.ranks, or start more ranks."
             )
         return ranks
 
@@ -118,5 +133,5 @@ class ModelRoleBuilder:
 
 
 def config_section_of(role: str) -> str:
-    """Where the configuration describes it."""
+    """Returns the configuration section of a role."""
     return SECTIONS.get(role, role)

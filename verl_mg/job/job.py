@@ -71,7 +71,7 @@ class Job:
         engines = "rollout" in roles and rollout is None
         training = num_training_ranks(config, ranks) if engines else ranks
         builder = ModelRoleBuilder(config, training, self.context, learns)
-        builder.check(roles, f" beside rollout.num_ranks={ranks - training}" if training < ranks else "")
+        builder.check(roles, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
         if engines:
             check_engines(config, weight_table(read_config(config.model.path)), ranks)
         self.tokenizer = _read_tokenizer(config.model.path)

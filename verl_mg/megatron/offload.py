@@ -1,4 +1,4 @@
-"""What a role keeps on the device, moved to the host while others need the room."""
+"""CPU offload: moves weights, optimizer state and gradients of a role between device and host."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from verl_mg.megatron.storages import as_bytes, gradient_buffers, optimizer_stor
 
 
 class CpuOffload:
-    """The storages of a network and of its optimizer, if it has one; tensors and views stay the same ones.
+    """Storages of a model and of its optimizer; tensors and views keep their identity when they are moved.
 
-    Two parts come and go: the weights, and what only training needs, the optimizer's state and the gradient buffers.
-    Gradients are not kept: an update begins by clearing them. Weights that nothing trains are copied once.
+    Weights are moved separately from optimizer state and gradient buffers, which only training needs. Gradients are
+    not preserved, since an update begins by clearing them. Frozen weights are copied to the host only once.
+
+    Args:
+        runner: the model.
+        optimizer: optimizer of the model; None if the model is frozen.
     """
 
     def __init__(self, runner: ModelRunner, optimizer: Any = None) -> None:
@@ -24,7 +28,7 @@ class CpuOffload:
         self._weights, self._state, self._gradients = _Part(), _Part(), _Part()
 
     def to_host(self, weights: bool = True) -> None:
-        """Copy to the host, pinned where there is a GPU, and free the device; nothing where nothing is there."""
+        """Copies to pinned host memory and frees the device memory; does nothing for what is on the host already."""
         if not self._network.is_member:
             return
         trained = self._optimizer is not None
@@ -39,49 +43,49 @@ class CpuOffload:
         torch.cuda.empty_cache()
 
     def to_device(self, training: bool = True) -> None:
-        """Take the device's memory again, with the values of before; gradients are zero."""
+        """Allocates device memory and restores the values; gradients are zero."""
         for part in (self._weights, self._state, self._gradients)[: 3 if training else 1]:
             part.to_device()
         torch.cuda.synchronize()
 
 
 class _Part:
-    """Storages that come and go together. Room on the host is taken once."""
+    """Storages that are moved together; host buffers are allocated once."""
 
     def __init__(self) -> None:
         self._leaving: list[tuple[UntypedStorage, int]] = []
-        self._rooms: list[Tensor | None] = []
+        self._host_buffers: list[Tensor | None] = []
 
     def copy(self, here: Sequence[UntypedStorage], once: bool = False) -> None:
-        """Begin to copy what is here; once: what an earlier copy has is still right."""
+        """Starts the copy to the host; `once`: an earlier copy is still valid."""
         if not here:
             return
-        if not (once and self._rooms):
-            # An optimizer makes its moments in its first step.
-            rooms = self._rooms if len(self._rooms) == len(here) else [None] * len(here)
-            self._rooms = [to_host(storage, room) for storage, room in zip(here, rooms, strict=True)]
+        if not (once and self._host_buffers):
+            # An optimizer allocates its moments in its first step.
+            buffers = self._host_buffers if len(self._host_buffers) == len(here) else [None] * len(here)
+            self._host_buffers = [to_host(storage, buffer) for storage, buffer in zip(here, buffers, strict=True)]
         self._leaving = [(storage, storage.nbytes()) for storage in here]
 
     def forget(self, here: Sequence[UntypedStorage]) -> None:
-        """They come back as zeros."""
+        """Marks storages whose values are not preserved: they are restored as zeros."""
         if here:
-            self._rooms = [None] * len(here)
+            self._host_buffers = [None] * len(here)
             self._leaving = [(storage, storage.nbytes()) for storage in here]
 
     def free(self) -> None:
-        """Give the device's memory back, when the copies are complete."""
+        """Frees the device memory; called when the copies are complete."""
         for storage, _ in self._leaving:
             storage.resize_(0)
 
     def to_device(self) -> None:
-        """Take memory and begin to fill it."""
+        """Allocates device memory and starts to fill it."""
         leaving, self._leaving = self._leaving, []
-        for (storage, size), room in zip(leaving, self._rooms, strict=bool(leaving)):
+        for (storage, size), buffer in zip(leaving, self._host_buffers, strict=bool(leaving)):
             storage.resize_(size)
-            if room is None:
+            if buffer is None:
                 as_bytes(storage).zero_()
             else:
-                as_bytes(storage).copy_(room, non_blocking=True)
+                as_bytes(storage).copy_(buffer, non_blocking=True)
 
 
 class OffloadManager:

@@ -37,7 +37,7 @@ class PendingMetrics(Mapping[str, float]):
         self._values: dict[str, float] | None = None
 
     def fill(self, values: Mapping[str, float]) -> None:
-        """Sets the metrics, once."""
+        """Sets the metrics, at the end of the block."""
         self._values = dict(values)
 
     def _read(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`Role`: a model on some ranks of the job, with a forward pass over a batch whose rows all ranks own."""
+"""`Role`: a model on some ranks of the job, with a forward pass over a batch that is distributed over all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORWARD_COLUMNS = ("tokens", "loss_mask", "sample_id", "routed_experts")
 class Role:
     """Model with its own layout and process groups.
 
-    All ranks of the job call its methods together; ranks outside the placement own rows but compute nothing. In a
+    All ranks of the job call its methods together; ranks outside the placement keep rows but compute nothing. In a
     `concurrent_roles` block a call returns a `PendingColumn` or `PendingMetrics`.
     """
 

@@ -1,4 +1,4 @@
-"""Transfer of rows from the ranks that own them to the ranks of a role, and of computed columns back to the owners.
+"""Transfer of rows from their owners to the ranks of a role, and of computed columns back to the owners.
 
 Each row of a recipe's batch is owned by exactly one rank. A role computes a row on all ranks of one data-parallel
 index. Rows are sent directly from their owner to these ranks as raw bytes; no rank collects all of them.
@@ -33,7 +33,7 @@ class ColumnSchema:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry."""
+        """Number of bytes of one entry."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

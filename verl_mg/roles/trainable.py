@@ -63,7 +63,7 @@ class NoOptimizerError(Exception):
 
 
 class TrainableRole(Role):
-    """Role with an optimizer."""
+    """Role with an optimizer: updates, checkpoints and exports."""
 
     trainer: Trainer
 

@@ -1,0 +1,133 @@
+"""Updates of roles and their oracles in plain torch, for the tests of roles."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.rank_pool import job_context
+from tests.tiny_models import oracle, oracle_outputs, random_rows
+from verl_mg.batch import Batch
+from verl_mg.config import OptimizerConfig
+from verl_mg.job.recipe import load_recipe
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.microbatch import LossInputs
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
+from verl_mg.roles.models import Actor
+
+GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
+TEMPERATURE, COUNT = 0.8, 13
+# A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
+OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
+
+
+def settings(mode):
+    return GRPO.config(kl_coefficient=0.05, aggregation=mode, clip_high=0.3)
+
+
+def rows(model):
+    """All rows, the same on every rank; noise in the old log-probs makes some ratios be clipped."""
+    batch = random_rows(COUNT, read_config(model).vocab)
+    with torch.no_grad():
+        logprobs, _ = oracle_outputs(oracle(model), batch, TEMPERATURE)
+    batch["old_logprobs"] = logprobs + batch["noise"]
+    batch["ref_logprobs"] = logprobs - batch["noise"]
+    return batch
+
+
+def actor_on(model, layout, budget, ranks=None):
+    """An actor on the given ranks, all by default."""
+    ranks = ranks or range(dist.get_world_size())
+    return Actor(
+        model,
+        ParallelGroups(Placement(Layout.parse(layout).fit(len(ranks)), tuple(ranks))),
+        job_context(),
+        dtype=torch.float32,
+        temperature=TEMPERATURE,
+        tokens_per_micro_batch=budget,
+        optimizer=OPTIMIZER,
+    )
+
+
+def with_entropy(cfg, inputs):
+    """Loss of the recipe with an entropy bonus, so that the gradient of the entropy is compared too."""
+    loss, metrics = sys.modules["recipe_grpo"].policy_loss(inputs, cfg)
+    return loss - 0.01 * inputs.entropy, metrics
+
+
+def oracle_update(model, mode, chunks=1):
+    """Loss, gradient norm and weights after the same update in plain torch, without padding."""
+    net = copy.deepcopy(oracle(model))
+    decay = dict(lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, betas=OPTIMIZER.betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(net.parameters(), **decay)
+    batch = rows(model)
+    batch = batch.select(batch["sample_id"].argsort())
+    cfg, losses, norms = settings(mode), [], []
+    for part in torch.arange(len(batch)).tensor_split(chunks):
+        mini = batch.select(part)
+        new, entropy = oracle_outputs(net, mini, TEMPERATURE)
+        total = torch.zeros(())
+        sequences = sum(bool(mini.row("loss_mask", i).any()) for i in range(len(mini)))
+        for i in range(len(mini)):
+            mask = mini.row("loss_mask", i)
+            start = int(mini.offsets[i])
+            lp, h = (x[start : start + len(mask)][mask] for x in (new, entropy))
+            old, ref, adv = (mini.row(n, i)[mask] for n in ("old_logprobs", "ref_logprobs", "advantages"))
+            ratio = (lp - old).exp()
+            policy = -torch.minimum(ratio * adv, ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv)
+            kl = (ref - lp).exp() - (ref - lp) - 1
+            per_token = policy + cfg.kl_coefficient * kl - 0.01 * h
+            if mode == "token-mean":
+                total = total + per_token.sum() / mini["loss_mask"].sum()
+            elif mode == "seq-mean-token-mean":
+                total = total + per_token.mean() / sequences
+            else:
+                total = total + per_token.sum() / (sequences * 16)
+        optimizer.zero_grad()
+        total.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), OPTIMIZER.clip_grad).item())
+        optimizer.step()
+        losses.append(total.item())
+    return sum(losses) / chunks, sum(norms) / chunks, {n: p.detach() for n, p in net.named_parameters()}
+
+
+def compare(metrics, folder, model, expected):
+    loss, norm, weights = expected
+    assert metrics["actor/loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert norm > OPTIMIZER.clip_grad > 0 and metrics["actor/clip_fraction_low"] > 0
+    before = oracle(model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, value in weights.items():
+        moved = (value - before[name]).abs().max()
+        assert moved > 0, f"{name} has no gradient"
+        assert (after[name] - value).abs().max() < 1e-4 * moved + 1e-6, name
+
+
+def classifier(model: Path) -> torch.nn.Module:
+    """Model of `transformers` with the initial weights of a new value head."""
+    net = AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=1, dtype=torch.float32, attn_implementation="eager"
+    )
+    hidden = net.config.hidden_size
+    with torch.no_grad():
+        fresh = torch.randn(1, hidden, generator=torch.Generator().manual_seed(1)) / (hidden + 1)
+        net.score.weight.copy_(fresh)
+    return net
+
+
+def heads(net: torch.nn.Module, batch: Batch, row: int) -> Tensor:
+    """Outputs of the value head for each token of a row, (length,)."""
+    return net.score(net.model(batch.row("tokens", row)[None]).last_hidden_state)[0, :, 0]
+
+
+def square_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    return (tokens.values - tokens["returns"]) ** 2, {}
