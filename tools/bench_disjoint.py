@@ -2,9 +2,9 @@
 
     python -m tools.bench_disjoint [--hidden 256] [--layers 4] [--prompts 48] [--tokens 48] [--rounds 5]
 
-Two ranks over gloo with one thread each: the actor on rank 0, critic and reference on rank 1, engines on both. Iterations
-of recipes/ppo.py alternate between two modes in the same processes: with `concurrent_roles` blocks, and with every role
-call complete when it returns. The medians are compared.
+Two ranks over gloo with one thread each: the actor on rank 0, critic and reference on rank 1, engines on both.
+Iterations of recipes/ppo.py alternate between two modes in the same processes: with `concurrent_roles` blocks, and with
+every role call complete when it returns. The medians are compared.
 """
 
 import argparse

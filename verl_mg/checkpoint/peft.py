@@ -213,9 +213,7 @@ def read_adapters(folder: Path, shapes: Shapes, lora: LoraConfig) -> ReadBox:
     names = set(file.keys())
     for name, shape in shapes.items():
         if name not in names:
-            raise UserError(
-                f"{path}: no tensor {name!r}, which lora.targets require. Change lora.targets."
-            )
+            raise UserError(f"{path}: no tensor {name!r}, which lora.targets require. Change lora.targets.")
         if (stored := tuple(file.get_slice(name).get_shape())) != tuple(shape):
             raise UserError(
                 f"{path}: tensor {name!r} has shape {stored}, but model and lora.rank require {shape}. "

@@ -74,36 +74,38 @@ def make_micro_batch(
 
 
 LossOutput = tuple[Tensor, Metrics]
-"""What a loss returns: the loss of each token (n,) with gradients, and metrics (n,) by name."""
+"""Result of a loss function: the loss of each scored token, (n,) with gradients, and metrics (n,) by name."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss is a function of: the judged tokens of a micro-batch, flat, all (n,).
+    """Scored tokens of a micro-batch as the input of a loss function; all tensors are flat, (n,).
 
-    What the model says of them, with gradients, is `logprobs` and `entropy`, at the sampling temperature, or, with a
-    value head, `values`; `tokens[name]` is any other column (a sequence column is spread over its tokens); `mask` is
-    true everywhere.
+    `inputs["name"]` is a column of the batch; a sequence column is expanded to its tokens.
     """
 
     output: Tensor
+    """Output of the model with gradients: log-probs and entropy (2, n), or values (1, n)."""
     mask: Tensor
+    """True for every token, (n,) bool."""
     sequence_ids: Tensor
+    """Row of each token in the micro-batch, (n,) int64."""
     columns: Mapping[str, Tensor]
+    """Columns of the batch at the scored tokens, (n, ...) by name."""
 
     @property
     def logprobs(self) -> Tensor:
-        """Nats."""
+        """Log-probs of the tokens at the sampling temperature, in nats, with gradients."""
         return self.output[0]
 
     @property
     def entropy(self) -> Tensor:
-        """Of the distribution that the token was drawn from, in nats."""
+        """Entropy of the distribution that each token was sampled from, in nats, with gradients."""
         return self.output[1]
 
     @property
     def values(self) -> Tensor:
-        """Of a value head."""
+        """Outputs of the value head, with gradients; the column of earlier values is `inputs["values"]`."""
         return self.output[0]
 
     @property
@@ -113,7 +115,7 @@ class LossInputs:
 
     @property
     def ref_logprobs(self) -> Tensor:
-        """Log-probs of the reference, in nats."""
+        """Log-probs of the reference policy, in nats."""
         return self.columns["ref_logprobs"]
 
     @property
@@ -129,7 +131,12 @@ class LossInputs:
 
 
 def loss_tokens(micro: MicroBatch, output: Tensor) -> LossInputs:
-    """The loss's view of the model's `output`, (2, n), or (1, n) with a value head."""
+    """Returns the input of a loss function.
+
+    Args:
+        micro: the micro-batch.
+        output: output of the model for its scored tokens, (2, n), or (1, n) with a value head.
+    """
     device = output.device
     columns = {}
     for name in micro.rows.names():
