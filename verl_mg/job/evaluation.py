@@ -1,4 +1,4 @@
-"""How well the policy does on prompts that it is not trained on."""
+"""Evaluation of the policy on test prompts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from verl_mg.roles.rollout import Rollout
 
 @dataclass(frozen=True)
 class PromptResults:
-    """The answers to one prompt: what each scored, and a number for each final answer, None where there is none."""
+    """Samples of one prompt."""
 
     source: str
+    """Data set of the prompt."""
     rewards: list[float]
+    """Reward of each sample."""
     answers: list[str | None]
+    """Key of the final answer of each sample; None where the reward function returned none."""
 
 
 def evaluate(rollout: Rollout, prompts: Prompts, config: EvaluationConfig) -> dict[str, float]:
@@ -43,24 +46,30 @@ def evaluate(rollout: Rollout, prompts: Prompts, config: EvaluationConfig) -> di
 
 
 def _tries(batch: Batch, sources: dict[int, str]) -> list[PromptResults]:
-    """Of all ranks, prompt by prompt in the order of their first samples."""
+    """Gathers the results of all ranks, by prompt in the order of their first samples."""
     columns = [all_gather_column(batch, name).tolist() for name in ("group", "prompt_id", "reward", "answer")]
-    found: dict[int, PromptResults] = {}
+    results: dict[int, PromptResults] = {}
     for group, prompt, reward, answer in zip(*columns, strict=True):
-        one = found.setdefault(group, PromptResults(sources[prompt], [], []))
-        one.rewards.append(reward)
-        one.answers.append(None if answer == NO_ANSWER else str(answer))
-    return list(found.values())
+        result = results.setdefault(group, PromptResults(sources[prompt], [], []))
+        result.rewards.append(reward)
+        result.answers.append(None if answer == NO_ANSWER else str(answer))
+    return list(results.values())
 
 
-def metrics_of(tries: Sequence[PromptResults], prefix: str, passed: float) -> dict[str, float]:
-    """See `evaluate`; a reward of `passed` or more passes."""
-    rewards = torch.tensor([one.rewards for one in tries], dtype=torch.float64)
+def metrics_of(results: Sequence[PromptResults], prefix: str, pass_threshold: float) -> dict[str, float]:
+    """Computes the metrics described at `evaluate`.
+
+    Args:
+        results: samples of each prompt.
+        prefix: prefix of the metrics' names.
+        pass_threshold: minimum reward of a sample that passes.
+    """
+    rewards = torch.tensor([result.rewards for result in results], dtype=torch.float64)
     metrics = {f"{prefix}reward": float(rewards.mean())}
-    answers = [one.answers for one in tries]
+    answers = [result.answers for result in results]
     answered = any(answer is not None for row in answers for answer in row)
     for k in _ks(rewards.shape[1]):
-        metrics[f"{prefix}pass@{k}"] = float(pass_at_k(rewards >= passed, k).mean())
+        metrics[f"{prefix}pass@{k}"] = float(pass_at_k(rewards >= pass_threshold, k).mean())
         if k == rewards.shape[1]:
             metrics[f"{prefix}avg@{k}"] = float(avg_at_k(rewards, k).mean())
         if answered and k > 1:
@@ -69,6 +78,6 @@ def metrics_of(tries: Sequence[PromptResults], prefix: str, passed: float) -> di
 
 
 def _ks(samples: int) -> list[int]:
-    """1, 2, 4, ... and all of them; none for a single one."""
+    """Returns 1, 2, 4, ... and `samples`; nothing for a single sample."""
     powers = [2**i for i in range(samples.bit_length()) if 2**i < samples]
     return [*powers, samples] if samples > 1 else []

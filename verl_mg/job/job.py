@@ -157,13 +157,13 @@ class Job:
 
     @property
     def trained_batches(self) -> list[Batch]:
-        """What the roles were given to learn from in this iteration, each batch once."""
+        """Batches of this iteration's updates, each once."""
         every = [batch for role in self.trained.values() for batch in role.trained_batches]
         return list({id(batch): batch for batch in every}.values())
 
     @property
     def timer(self) -> PhaseTimer:
-        """Of all roles, see `PhaseTimer`."""
+        """Phase timer of the job on this rank."""
         return self.context.timer
 
     # -- around an iteration
@@ -197,33 +197,46 @@ class Job:
             if part is not None:
                 part.close()
 
-    # -- what all ranks know together
+    # -- collectives over all rows of all ranks
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """See `collectives.all_reduce_sum`."""
+        """Returns the sum over all ranks of a small tensor, in float64, bitwise identical on every rank."""
         return collectives.all_reduce_sum(values)
 
     def all_gather_column(self, batch: Batch, name: str) -> Tensor:
-        """See `collectives.all_gather_column`."""
+        """Gathers a sequence column.
+
+        Args:
+            batch: this rank's rows.
+            name: a column with one entry for each row.
+
+        Returns:
+            The entries of all rows of all ranks, in the order of their sample ids.
+        """
         return collectives.all_gather_column(batch, name)
 
     def global_kth_largest(self, values: Tensor, k: int) -> float:
-        """See `collectives.global_kth_largest`."""
+        """Returns the k-th largest of the values of all ranks; the smallest if there are fewer than k.
+
+        Args:
+            values: this rank's values, (m,).
+            k: rank of the result among all values, counted from 1.
+        """
         return collectives.global_kth_largest(values, k)
 
     def reassign_sample_ids(self, batch: Batch) -> Batch:
-        """See `collectives.reassign_sample_ids`."""
+        """Replaces the sample ids by 0, 1, ... over all ranks and returns the batch; see `collectives`."""
         return collectives.reassign_sample_ids(batch)
 
     # -- data
 
     def sft_batch(self, prompts: Sequence[Prompt]) -> Batch:
-        """Prompts with their answers as rows to imitate; this rank's share of them."""
+        """Returns this rank's share of rows that consist of a prompt and its answer, for supervised fine-tuning."""
         first, self.next_row = self.next_row, self.next_row + len(prompts)
         return demonstrations_batch(prompts, self.tokenizer, self._longest, first, *self._place)
 
     def preference_batch(self, prompts: Sequence[Prompt]) -> Batch:
-        """Prompts with a chosen and a rejected answer, two rows each; this rank's share of them."""
+        """Returns this rank's share of rows for preference learning: a chosen and a rejected answer to each prompt."""
         first, self.next_row = self.next_row, self.next_row + len(prompts)
         fields = (self.config.data.chosen_field, self.config.data.rejected_field)
         return pairs_batch(prompts, self.tokenizer, self._longest, first, *fields, *self._place)

@@ -1,4 +1,4 @@
-"""Recipes: plain modules with an `iteration(job, cfg)`, found by their path."""
+"""Loads recipes: Python modules with a function `iteration(job, cfg)`, given by their path."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ ROLES = (*MODEL_ROLES, "rollout", "reward")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe's module says: its name, its configuration section, the roles it uses, one iteration."""
+    """Contents of a recipe's module."""
 
     name: str
+    """Name of the file without its suffix."""
     config: type[RecipeConfig]
+    """Class of the configuration section `algorithm`."""
     roles: Callable[[Any], set[str]]
+    """Returns the names of the requested roles, given the section `algorithm`."""
     iteration: Callable[[Any, Any], dict[str, float]]
+    """Runs one iteration, given the job and the section `algorithm`, and returns its metrics."""
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Import the recipe at `path`; UserError naming it and what it lacks."""
+    """Imports the recipe at `path`; UserError if the file or a required definition is missing."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"{file}: no such recipe; give the path of a Python file such as recipes/grpo.py")
@@ -37,7 +41,7 @@ def load_recipe(path: str | Path) -> Recipe:
         raise UserError(f"{file}: a recipe is a Python file, with the ending .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    # A recipe imports the pieces beside it as it would if the folder above were the working directory.
+    # A recipe imports modules of its folder as if the folder above were the working directory.
     above = str(file.resolve().parents[1])
     if above not in sys.path:
         sys.path.append(above)
@@ -49,7 +53,15 @@ def load_recipe(path: str | Path) -> Recipe:
 
 
 def recipe_from_module(module: ModuleType, name: str) -> Recipe:
-    """The recipe that an imported module is; UserError calling it `name` where it lacks something."""
+    """Returns the recipe of an imported module.
+
+    Args:
+        module: the module.
+        name: name of the recipe in error messages.
+
+    Raises:
+        UserError: a required definition is missing.
+    """
     config = getattr(module, "Config", None)
     if not (isinstance(config, type) and issubclass(config, RecipeConfig)):
         raise UserError(f"{name}: a recipe defines `class Config(RecipeConfig)`, its own section of the configuration")
