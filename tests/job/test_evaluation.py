@@ -90,7 +90,7 @@ def test_a_vote_counts_answers_and_a_pass_counts_rewards():
         PromptResults("", [1.0, 0.0, 0.0, 1.0], ["7", "8", "8", "7"]),
         PromptResults("", [0.0, 0.5, 0.0, 0.0], [None, "3", None, None]),
     ]
-    metrics = metrics_of(tries, "", passed=1.0)
+    metrics = metrics_of(tries, "", pass_threshold=1.0)
     assert metrics["reward"] == metrics["avg@4"] == pytest.approx(2.5 / 8)
     assert metrics["pass@1"] == pytest.approx(0.25)
     # Two of the first problem's four are right: both of two tries are wrong in 1 of 6 draws.
