@@ -1,16 +1,16 @@
-"""How evenly rows are spread over data-parallel ranks, on recorded lengths, for 8 to 512 ranks.
+"""Balance of rows over data-parallel ranks, on recorded lengths, for 8 to 512 ranks.
 
     python tools/bench_packing.py [--model tools/model_configs/qwen3_235b_a22b.json] [--longest 16384]
 
 Three ways with the same rows, the same budget of tokens, and the same predicted FLOPs:
 
-    packed     as training does it: rows are packed first, micro-batches dealt by FLOPs
-    tokens     rows are dealt so that ranks have equally many tokens, and each rank packs its own
-    in order   equally many rows for each rank, in the order in which they come, packed in that order
+    packed     as in training: rows are packed first, then micro-batches are distributed by FLOPs
+    tokens     rows are distributed so that ranks have equally many tokens, then each rank packs its rows
+    in order   equally many rows for each rank, in their order, packed in that order
 
-imbalance: FLOPs of the busiest rank over the mean; floor: that of the costliest row alone, which nobody can cut.
-lockstep: the same where ranks wait for each other after every micro-batch, as they do for their experts.
-padding: tokens that make micro-batches a multiple of tp * cp, as a share of all.
+imbalance: FLOPs of the busiest rank over the mean. bound: the least imbalance possible, that of the costliest row.
+lockstep: imbalance where ranks wait for each other after every micro-batch, as with expert parallelism.
+padding: tokens that make micro-batches a multiple of tp * cp, as a share of all tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Way = Callable[[Sequence[int], Sequence[float], int, int], Shares]
 
 
 def main() -> None:
-    """Print a table."""
+    """Prints the table of all numbers of ranks and ways."""
     options = _options()
     rows = longest_to(read_lengths(options.lengths), options.longest)
     lengths = [row.total for row in rows]
@@ -47,14 +47,14 @@ def main() -> None:
     )
     print(f"micro-batches of up to {budget:,} tokens, tp * cp = {options.parts}")
     print(
-        f"{'ranks':>5} {'way':9} {'imbalance':>9} {'lockstep':>9} {'floor':>7} {'padding':>8} {'micro-batches':>14} s"
+        f"{'ranks':>5} {'way':9} {'imbalance':>9} {'lockstep':>9} {'bound':>7} {'padding':>8} {'micro-batches':>14} s"
     )
     for ranks in (8, 16, 32, 64, 128, 256, 512):
         for name, way in WAYS.items():
             begin = time.perf_counter()
             shares = way(lengths, costs, ranks, budget)
             seconds = time.perf_counter() - begin
-            print(f"{ranks:5} {name:9} {_judged(shares, lengths, costs, options.parts)} {seconds:.2f}")
+            print(f"{ranks:5} {name:9} {_measure(shares, lengths, costs, options.parts)} {seconds:.2f}")
 
 
 def _options() -> argparse.Namespace:
@@ -67,7 +67,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _judged(shares: Shares, lengths: Sequence[int], costs: Sequence[float], parts: int) -> str:
+def _measure(shares: Shares, lengths: Sequence[int], costs: Sequence[float], parts: int) -> str:
     done = sorted(row for share in shares for micro in share for row in micro)
     assert done == list(range(len(lengths))), "every row once"
     mean = sum(costs) / len(shares)
@@ -91,7 +91,7 @@ def _by_tokens(lengths: Sequence[int], costs: Sequence[float], ranks: int, budge
         tokens, rank = heap[0]
         heapq.heapreplace(heap, (tokens + lengths[row], rank))
         rows[rank].append(row)
-    return [_filled(own, lengths, budget) for own in rows]
+    return [_filled(rank_rows, lengths, budget) for rank_rows in rows]
 
 
 def _in_order(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> Shares:
@@ -102,7 +102,7 @@ def _in_order(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget
 
 
 def _filled(rows: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First fit: each row into the first micro-batch with room."""
+    """First fit: puts each row into the first micro-batch with enough free tokens."""
     micro_batches: list[list[int]] = []
     tokens: list[int] = []
     for row in rows:

@@ -1,8 +1,8 @@
-"""How long planning takes on paper: one rank of DeepSeek-V3 on 1,024 ranks, and all ranks of Qwen3-235B on 256.
+"""Seconds of planning without starting ranks: one rank of DeepSeek-V3 on 1,024, all ranks of Qwen3-235B on 256.
 
     python tools/bench_plan.py
 
-Each figure is the median of several runs, everything from reading config.json on included.
+Each figure is the median of several runs, and includes reading config.json.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def make_plan(model: str, train: str, rollout: str, ranks: int) -> Plan:
 def one_rank(rollout: str) -> str:
     """A rank's moves and messages for DeepSeek-V3 on 1,024 ranks."""
     moved = make_plan("deepseek_v3", "tp8-pp16-ep8-etp1", rollout, 1024)
-    own = schedule(moved, 517, torch.bfloat16)
-    return f"{sum(len(bucket.messages) for bucket in own.buckets)} messages, {own.bytes_received / 2**30:.1f} GiB"
+    result = schedule(moved, 517, torch.bfloat16)
+    messages = sum(len(bucket.messages) for bucket in result.buckets)
+    return f"{messages} messages, {result.bytes_received / 2**30:.1f} GiB"
 
 
 def all_ranks() -> str:

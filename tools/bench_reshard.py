@@ -2,15 +2,15 @@
 
     python tools/bench_reshard.py [--cases dense-tp4] [--repeats 5] [--parameters 400] [--bucket-mib 32] [--json FILE]
 
-Eight processes over gloo hold one model in bf16, every element of which is a function of its place in its Hugging
-Face tensor. In turn, after one warm-up that is verified bit for bit, the methods fill the same target from it:
+Eight processes over gloo have one model in bf16, every element of which is a function of its position in its Hugging
+Face tensor. The methods take turns to fill the same target from it, after one warm-up that is verified bitwise:
 
     ours      verl_mg.reshard
     gather    every rank materialises every tensor, as verl and slime do (tools/gather_everything.py)
     megatron  megatron.core.resharding with its gloo service, where both sides are Megatron models
 
-Plans are made before the clock starts, for all of them. Bytes received are counted where they happen: at messages,
-and for a broadcast as the least that it can be done with. Peak memory is the growth of a rank's resident set.
+Plans are made before the clock starts, for all methods. Bytes received are counted at messages, and for a broadcast
+as the least that it needs. Peak memory is the growth of a rank's resident set.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ CASES = {
 
 @dataclass
 class Measured:
-    """What one method took on one rank, or, merged, on all."""
+    """Measurements of one method on one rank, or merged over all ranks."""
 
     seconds: list[float] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ def main() -> None:
     print(HEADER)
     for name in options.cases:
         if answers not in wait([answers, *(process.sentinel for process in ranks)]):
-            raise SystemExit(f"{name}: a rank failed; what it said is above")
+            raise SystemExit(f"{name}: a rank failed; its output is above")
         report[name] = answers.recv()
         for line in _lines(name, report[name]):
             print(line, flush=True)
@@ -123,13 +123,13 @@ def _options() -> argparse.Namespace:
 
 def _lines(case: str, report: dict[str, Any]) -> Iterator[str]:
     ours = report["methods"]["ours"]
-    for method, found in report["methods"].items():
-        received, seconds = found["received"], statistics.median(found["seconds"])
+    for method, measured in report["methods"].items():
+        received, seconds = measured["received"], statistics.median(measured["seconds"])
         bytes_ratio = sum(received) / max(1, sum(ours["received"]))
         time_ratio = seconds / statistics.median(ours["seconds"])
         yield (
             f"{case:<15} {method:<9} {sum(received) / RANKS / MIB:>10.1f} {max(received) / MIB:>9.1f} "
-            f"{report['lower_bound'] / MIB:>9.1f} {max(found['peak']) / MIB:>9.0f} {seconds:>9.3f} "
+            f"{report['lower_bound'] / MIB:>9.1f} {max(measured['peak']) / MIB:>9.0f} {seconds:>9.3f} "
             f"{bytes_ratio:>9.2f}x {time_ratio:>8.2f}x"
         )
     details = ", ".join(f"{what} {seconds:.2f} s" for what, seconds in ours["details"].items())
@@ -191,7 +191,7 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         "parameters": size,
         "plan_seconds": plan_seconds,
         "lower_bound": statistics.mean(bound for _, bound in everyone),
-        "methods": {name: asdict(_merged([found[name] for found, _ in everyone])) for name in methods},
+        "methods": {name: asdict(_merged([measurements[name] for measurements, _ in everyone])) for name in methods},
     }
 
 
@@ -237,7 +237,7 @@ class Ours:
         self._waiting: list[float] = []
 
     def run(self) -> int:
-        """See `Method`."""
+        """Fills the target and returns the bytes received."""
         traffic = execute(*self._arguments)
         self._packing.append(traffic.seconds_packing)
         self._waiting.append(traffic.seconds_waiting)
@@ -245,7 +245,7 @@ class Ours:
 
     @property
     def details(self) -> dict[str, float]:
-        """Medians on this rank."""
+        """Median seconds of packing and waiting on this rank."""
         return {
             "packing": statistics.median(self._packing[1:]),
             "waiting": statistics.median(self._waiting[1:]),
@@ -282,7 +282,7 @@ class Megatron:
         self._source, self._target, self._service = _Grouped(source), _Grouped(target), _Service()
 
     def run(self) -> int:
-        """See `Method`."""
+        """Fills the target and returns the bytes received."""
         self._service.received = 0
         swap_model_weights(self._source, self._target, self._service)
         return self._service.received
@@ -299,7 +299,7 @@ def _race(
                 tensor.detach().fill_(POISON)
             gc.collect()
             LIBC.malloc_trim(0)  # memory that a run before has freed, and that malloc kept, would hide a peak
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
             resident = _status("VmRSS")
             dist.barrier()
             begin = time.perf_counter()
@@ -321,12 +321,12 @@ def _status(field_name: str) -> int:
 
 
 def _merged(ranks: list[Measured]) -> Measured:
-    """Of all ranks: a run takes as long as its slowest rank; bytes and peaks rank by rank."""
+    """Merges the ranks: a run takes as long as its slowest rank; bytes and peaks remain rank by rank."""
     return Measured(
-        seconds=[max(run) for run in zip(*(one.seconds for one in ranks), strict=True)],
-        received=[one.received[-1] for one in ranks],
-        peak=[max(one.peak) for one in ranks],
-        details={key: statistics.mean(one.details[key] for one in ranks) for key in ranks[0].details},
+        seconds=[max(run) for run in zip(*(rank.seconds for rank in ranks), strict=True)],
+        received=[rank.received[-1] for rank in ranks],
+        peak=[max(rank.peak) for rank in ranks],
+        details={key: statistics.mean(rank.details[key] for rank in ranks) for key in ranks[0].details},
     )
 
 
@@ -343,16 +343,16 @@ def _values(tensor: str, box: Box) -> Tensor:
 def _fill(parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
     for name, shard in shards.items():
         for piece in shard.pieces:
-            room = parameters[name].detach()[slices(piece.target)]
-            room.copy_(_values(piece.tensor, piece.source).view(box_shape(piece.target)))
+            target = parameters[name].detach()[slices(piece.target)]
+            target.copy_(_values(piece.tensor, piece.source).view(box_shape(piece.target)))
 
 
 def _verify(method: str, parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
     for name, shard in shards.items():
         for piece in shard.pieces:
-            found = parameters[name].detach()[slices(piece.target)].view(torch.int16)
+            values = parameters[name].detach()[slices(piece.target)].view(torch.int16)
             expected = _values(piece.tensor, piece.source).view(torch.int16).view(box_shape(piece.target))
-            if not torch.equal(found, expected):
+            if not torch.equal(values, expected):
                 raise SystemExit(f"{method}: {name} differs at {piece}")
 
 

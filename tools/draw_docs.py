@@ -1,4 +1,4 @@
-"""The pictures of docs/, drawn out of real weight tables, plans, schedules and placements.
+"""Pictures of docs/, drawn from real weight tables, plans, schedules and placements.
 
 python -m tools.draw_docs [FOLDER]
 """
@@ -32,7 +32,7 @@ QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
 def weights() -> WeightTable:
-    """Of the model that all pictures show: 28 query heads, 4 key-value heads, 28 layers."""
+    """Weight table of the model of all pictures: 28 query heads, 4 key-value heads, 28 layers."""
     return weight_table(read_config(ROOT / "tools" / "model_configs" / f"{MODEL}.json"))
 
 
@@ -182,10 +182,10 @@ def _flows(moves: Plan) -> tuple[Mapping[tuple[int, int], int], Mapping[int, int
     sent: dict[tuple[int, int], int] = defaultdict(int)
     kept: dict[int, int] = defaultdict(int)
     for rank in range(8):
-        own = moves.rank_plan(rank)
-        for move in own.receives:
+        rank_moves = moves.rank_plan(rank)
+        for move in rank_moves.receives:
             sent[move.peer, rank] += numel(move.box) * moves.itemsize(move.tensor, 2)
-        for copy in own.copies:
+        for copy in rank_moves.copies:
             kept[rank] += numel(copy.target_box) * moves.itemsize(copy.tensor, 2)
     return sent, kept
 
@@ -206,14 +206,15 @@ def _held(moves: Plan, rank: int) -> int:
 def buckets() -> Picture:
     """Some buckets of one rank: two buffers, each filled while the other one is on its way."""
     rank, first = 1, 100
-    own = schedule(resharding("tp2"), rank, torch.bfloat16)
-    shown = own.buckets[first : first + 8]
+    rank_schedule = schedule(resharding("tp2"), rank, torch.bfloat16)
+    shown = rank_schedule.buckets[first : first + 8]
     picture = Picture(860, 282, "Buckets of one rank: two in flight, each of messages to and from its peers")
     picture.words(20, 26, f"Rank {rank}, from tp4-pp2 to four engines tp2", "ink large")
-    told = (
-        f"{len(shown)} of its {len(own.buckets)} buckets of at most {BUCKET_BYTES // MIB} MiB, as wide as their bytes"
+    caption = (
+        f"{len(shown)} of its {len(rank_schedule.buckets)} buckets of at most {BUCKET_BYTES // MIB} MiB, "
+        "as wide as their bytes"
     )
-    picture.words(20, 46, f"{told}; {own.bytes_received / GIB:.2f} GiB received in all", "soft small")
+    picture.words(20, 46, f"{caption}; {rank_schedule.bytes_received / GIB:.2f} GiB received in all", "soft small")
     scale = 720 / sum(bucket.nbytes for bucket in shown)
     starts = [80 + scale * before for before in accumulate((b.nbytes for b in shown), initial=0)]
     for lane, name in enumerate(("buffer A", "buffer B")):
@@ -282,7 +283,7 @@ def _quartile(length: int, lengths: list[int]) -> int:
     return min(3, 4 * sorted(lengths).index(length) // len(lengths))
 
 
-# -- where roles stand
+# -- placement of roles
 
 PLACED = {
     "All roles on all ranks": (
@@ -301,8 +302,8 @@ PLACED = {
 
 
 def placements() -> Picture:
-    """Which part of which role a rank holds."""
-    picture = Picture(860, 470, "Where the roles of two jobs stand, rank by rank")
+    """Draws the part of each role on every rank, for two jobs."""
+    picture = Picture(860, 470, "Placement of the roles of two jobs, rank by rank")
     top = 22.0
     for title, roles in PLACED.items():
         count = max(ranks.stop for *_, ranks in roles)
@@ -314,7 +315,7 @@ def placements() -> Picture:
             y = top + 42 + row * 38
             picture.words(110, y + 10, role, anchor="end")
             picture.words(110, y + 23, layout, "soft small", "end")
-            for rank, copy, lines in _seats(role, layout, ranks):
+            for rank, copy, lines in _rank_parts(role, layout, ranks):
                 x = 120 + rank * width
                 picture.box(x, y, width - 3, 33, copy + 4 * (role == "rollout"))
                 for line, text in enumerate(lines):
@@ -326,8 +327,8 @@ def placements() -> Picture:
     return picture
 
 
-def _seats(role: str, layout: str, ranks: range) -> Iterator[tuple[int, int, tuple[str, str]]]:
-    """(rank, copy of the model, what it holds of it in two lines)."""
+def _rank_parts(role: str, layout: str, ranks: range) -> Iterator[tuple[int, int, tuple[str, str]]]:
+    """Yields (rank, copy of the model, its part in two lines of text)."""
     if role == "rollout":
         engines = EnginePlacement(EngineLayout.parse(layout), tuple(ranks))
         for rank in ranks:

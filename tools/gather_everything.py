@@ -67,7 +67,7 @@ class GatherEverything:
         self._at, self._pp, self._ep = groups.coordinates, groups.collection.pp, groups.collection.ep
         self._tp, self._etp = groups.collection.tp, groups.collection.expt_tp
         named = {_global_name(name, groups, config): tensor for name, tensor in source.items()}
-        self._own = {name: tensor.detach() for name, tensor in named.items()}
+        self._local = {name: tensor.detach() for name, tensor in named.items()}
         infos: list[list[Info]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(infos, [self._info(name, tensor) for name, tensor in named.items()])
         unique = {info.name: info for infos_of_rank in infos for info in infos_of_rank}
@@ -85,8 +85,8 @@ class GatherEverything:
             for info, parts in zip(bucket, self._gather(bucket, self._broadcast(bucket)), strict=True):
                 for name, tensor in to_huggingface(info.name, parts, self._config):
                     for box, parameter, at in self._needed[name]:
-                        room = self._target[parameter][at]
-                        room.copy_(tensor[box].view(room.shape))
+                        target = self._target[parameter][at]
+                        target.copy_(tensor[box].view(target.shape))
         return self.bytes_received
 
     def _info(self, name: str, tensor: Tensor) -> Info:
@@ -99,21 +99,21 @@ class GatherEverything:
         bucket: list[Info] = []
         size = 0
         for info in infos:
-            own = torch.Size(info.shape).numel() * info.dtype.itemsize * self._cutters(info).size()
-            if bucket and size + own > limit:
+            nbytes = torch.Size(info.shape).numel() * info.dtype.itemsize * self._shard_group(info).size()
+            if bucket and size + nbytes > limit:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(info)
-            size += own
+            size += nbytes
         yield bucket
 
-    def _cutters(self, info: Info) -> dist.ProcessGroup:
+    def _shard_group(self, info: Info) -> dist.ProcessGroup:
         return self._etp if info.expert else self._tp
 
     def _broadcast(self, bucket: list[Info]) -> list[Tensor]:
         """This rank's tensor-parallel shard of every parameter, wherever it came from."""
         shards = [
-            self._own[info.name] if info.name in self._own else torch.empty(info.shape, dtype=info.dtype)
+            self._local[info.name] if info.name in self._local else torch.empty(info.shape, dtype=info.dtype)
             for info in bucket
         ]
         over_stages = [
@@ -141,7 +141,7 @@ class GatherEverything:
         """(ranks that cut it, *shape of a shard) of every parameter."""
         gathered, works = [], []
         for info, shard in zip(bucket, shards, strict=True):
-            group = self._cutters(info)
+            group = self._shard_group(info)
             if not info.cut or group.size() == 1:
                 gathered.append(shard[None])
                 continue
@@ -154,10 +154,10 @@ class GatherEverything:
 
     def _exchange(self, parts: Tensor, shard: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
         """An all-gather of `shard` into `parts` (n, *shape of a shard)."""
-        own, works = group.rank(), []
-        parts[own].copy_(shard)
+        local, works = group.rank(), []
+        parts[local].copy_(shard)
         for step in range(1, group.size()):
-            to, of = (own + step) % group.size(), (own - step) % group.size()
+            to, of = (local + step) % group.size(), (local - step) % group.size()
             works.append(dist.isend(shard, dist.get_global_rank(group, to), group))
             works.append(dist.irecv(parts[of], dist.get_global_rank(group, of), group))
             self.bytes_received += shard.nbytes
@@ -183,8 +183,8 @@ def to_huggingface(name: str, parts: Tensor, c: HFConfig) -> Iterator[tuple[str,
         yield f"{base}gate_proj.weight", of_gate_and_up[:, 0].reshape(-1, c.hidden)
         yield f"{base}up_proj.weight", of_gate_and_up[:, 1].reshape(-1, c.hidden)
     elif rest in ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"):
-        own = "down_proj.weight" if expert else NAMES[rest]
-        yield prefix + own, torch.cat(tuple(parts), dim=1)
+        leaf = "down_proj.weight" if expert else NAMES[rest]
+        yield prefix + leaf, torch.cat(tuple(parts), dim=1)
     else:
         yield prefix + NAMES[rest], parts[0]
 

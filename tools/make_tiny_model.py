@@ -1,4 +1,4 @@
-"""Write a tiny random model: python tools/make_tiny_model.py --architecture qwen3 --out DIR"""
+"""Writes a tiny random model: python tools/make_tiny_model.py --architecture qwen3 --out DIR"""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from verl_mg.models.tiny_model import ARCHITECTURES, make_tiny_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 for arguments that cannot be."""
+    """Returns the exit code: 0, or 2 for invalid arguments."""
     options = vars(_parser().parse_args(arguments))
     folder = options.pop("out")
     try:

@@ -1,4 +1,4 @@
-"""A picture in SVG that reads well on a light and on a dark page: boxes, ribbons, words, and eight colours."""
+"""Pictures in SVG for light and dark pages: boxes, ribbons, text, and eight colours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _style() -> str:
 
 
 class Picture:
-    """Sizes are in pixels, from the upper left corner. The title is read out in place of the picture."""
+    """SVG picture. Sizes are in pixels, from the upper left corner; screen readers read the title."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self._parts = [
@@ -37,7 +37,7 @@ class Picture:
         ]
 
     def box(self, x: float, y: float, w: float, h: float, kind: str | int, opacity: float = 1.0) -> None:
-        """kind: a colour's number, or the name of a style."""
+        """Draws a box; `kind` is the number of a colour or the name of a style."""
         name = f"box c{kind}" if isinstance(kind, int) else kind
         faded = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
         self._parts.append(
@@ -45,7 +45,7 @@ class Picture:
         )
 
     def ribbon(self, left: tuple[float, float, float], right: tuple[float, float, float], kind: int) -> None:
-        """From (x, top, bottom) to (x, top, bottom)."""
+        """Draws a ribbon from (x, top, bottom) to (x, top, bottom)."""
         (x, a, b), (u, c, d) = left, right
         m = (x + u) / 2
         self._parts.append(
@@ -54,25 +54,25 @@ class Picture:
         )
 
     def rule(self, x: float, y: float, u: float, v: float, dashes: str = "none") -> None:
-        """A thin line."""
+        """Draws a thin line from (x, y) to (u, v)."""
         self._parts.append(f'<path class="rule" stroke-dasharray="{dashes}" d="M{_n(x)} {_n(y)}L{_n(u)} {_n(v)}"/>')
 
     def words(self, x: float, y: float, text: str, style: str = "ink", anchor: str = "start") -> None:
-        """anchor: which part of the text stands at x: start, middle or end; y: the height of its middle."""
+        """Draws text; `anchor` (start, middle or end) is the part of it at x, and y is the height of its middle."""
         self._parts.append(
             f'<text class="{style}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}" dominant-baseline="central">'
             f"{escape(text)}</text>"
         )
 
     def __str__(self) -> str:
-        """The file."""
+        """Returns the content of the file."""
         return "\n".join([*self._parts, "</svg>", ""])
 
     def save(self, path: Path) -> None:
-        """Write the file."""
+        """Writes the picture to a file."""
         path.write_text(str(self), encoding="utf-8")
 
 
 def _n(value: float) -> str:
-    """A tenth of a pixel is enough."""
+    """Formats a number with a tenth of a pixel."""
     return f"{round(value, 1):g}"
