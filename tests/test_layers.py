@@ -14,7 +14,19 @@ PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 LAYERS = {
     **dict.fromkeys(
-        ("errors", "device", "batch", "phase_timer", "config", "layout", "jsonl", "import_function", "http_client"), 0
+        (
+            "errors",
+            "device",
+            "batch",
+            "phase_timer",
+            "config",
+            "layout",
+            "jsonl",
+            "import_function",
+            "http_client",
+            "renamed",
+        ),
+        0,
     ),
     **dict.fromkeys(("models", "algorithms", "sandbox"), 1),
     **dict.fromkeys(("sharding", "distributed", "data", "rewards"), 2),
@@ -27,6 +39,7 @@ LAYERS = {
 }
 SAME_LAYER = {
     ("config", "layout"),
+    ("config", "renamed"),
     ("run", "monitor"),
     ("__main__", "cli"),
     *(("cli", module) for module in ("launch", "quickstart", "view")),

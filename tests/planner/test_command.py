@@ -92,8 +92,11 @@ def test_a_constraint_is_named_with_layouts_that_hold(capsys, arguments, words):
         (["--search", "--ranks", "many"], "many"),
         (["--search", "--model", "nowhere"], "nowhere: no such model directory"),
         (["--search", "--node", "5"], "no whole nodes of 5"),
-        (["--search", "tp2"], "tp2: a recipe is planned with its configuration; add --config FILE"),
-        (["--search", "--config", "recipes/configs/quickstart_grpo.yaml"], "--config is for the job of a recipe"),
+        (["--search", "tp2"], "tp2: no configuration. Add --config FILE."),
+        (
+            ["--search", "--config", "recipes/configs/quickstart_grpo.yaml"],
+            "--config: needs a recipe. Write verl-mg plan RECIPE",
+        ),
         (["--search", "--rollout-ranks", "16"], "--rollout-ranks is 16"),
         (["--search", "--memory-fraction", "1.5"], "--memory-fraction is 1.5"),
         ([*GOOD, "--critic", "tp8"], "critic: layout tp8-dp2: tp8 does not divide the 4 key-value heads"),

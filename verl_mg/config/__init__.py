@@ -34,6 +34,7 @@ from verl_mg.config.tree import (
     TrackingConfig,
     tree_for,
 )
+from verl_mg.renamed import renamed_attribute
 
 __all__ = [
     "CheckpointConfig",
@@ -65,3 +66,7 @@ __all__ = [
     "tree_for",
     "validate_config",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise renamed_attribute(__name__, name)

@@ -133,7 +133,7 @@ class TrainableConfig(RoleSection):
 
 
 class CriticConfig(TrainableConfig):
-    """Trained model with a scalar head, built only if the recipe requests it."""
+    """Further trained model, built only if the recipe requests it. Critic and reward model have a scalar head."""
 
     path: Path | None = None
     """Hugging Face directory to start from. null: `model.path`."""
@@ -145,7 +145,7 @@ class ReferenceConfig(RoleSection):
     path: Path | None = None
     """Hugging Face directory, such as that of a teacher. null: `model.path`, the initial policy."""
     tokens_per_micro_batch: PositiveInt = 16384
-    """Largest number of tokens of a micro-batch per rank. Larger than the actor's, since no activations are stored."""
+    """Largest number of tokens of a micro-batch. Larger than the actor's, since no activations are stored."""
 
 
 class RolloutConfig(ConfigSection):
