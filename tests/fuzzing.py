@@ -1,42 +1,28 @@
-"""What a fuzz of command lines does: damages files, runs each command in a process of its own, judges how it ended.
-
-The processes are forked from one that has imported everything.
-"""
+"""Fuzzing of command lines: damages files, runs each command in its own process, and checks how it ended."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import re
-import resource
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
+from tests import warm_start
 from verl_mg.run.checkpoint_integrity import SUMS
 
+ROOT = Path(__file__).parents[1]
 PATIENCE_S = 90
 """A command that takes longer hangs; the slowest that do not take a few seconds."""
 MEMORY = 32 * 2**30
 """Bytes of address space: the system refuses more before the machine suffers."""
-
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(
-    [
-        "verl_mg.cli",
-        "verl_mg.run.loop",
-        "matplotlib.backends.backend_agg",
-        "pyarrow.parquet",
-        "torch.utils.tensorboard",
-        "transformers.models.qwen2.tokenization_qwen2",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,7 @@ class Ended:
             return f"ended with code {self.code} and a traceback"
         errors = re.findall("^error: .+$", self.err, re.MULTILINE)
         if self.code == 0:
-            return f"ended with code 0, and told {errors[0]!r}" if errors else ""
+            return f"ended with code 0, and reported {errors[0]!r}" if errors else ""
         last = self.err.removesuffix("\n").rpartition("\n")[2]
         if last not in errors or len(errors) != 1:
             return f"ended with code 2, and the last line is no error or not the only one: {last!r}"
@@ -64,31 +50,27 @@ class Ended:
 
 def run_command(arguments: list[str], folder: Path) -> Ended:
     """`verl-mg ARGUMENTS` in a folder, which gets its outputs; whatever it started ends with it."""
-    out, err = folder / "stdout", folder / "stderr"
-    process = _forks.Process(target=_command, args=(arguments, folder, out, err))
-    process.start()
-    process.join(PATIENCE_S)
-    code = process.exitcode
-    if code is None:
-        _end(process)
-    return Ended(code, *(file.read_text(encoding="utf-8", errors="replace") for file in (out, err)))
+    warm = warm_start.shared()
+    command = ["prlimit", f"--as={MEMORY}", warm.python, "-m", "verl_mg", *arguments]
+    variables = os.environ | warm.environment | {"PYTHONPATH": str(ROOT)}
+    streams = [folder / "stdout", folder / "stderr"]
+    with streams[0].open("wb") as out, streams[1].open("wb") as err:
+        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=err)
+        try:
+            code: int | None = process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            code = None
+            _kill(process.pid, warm)
+            process.wait()
+    return Ended(code, *(file.read_text(encoding="utf-8", errors="replace") for file in streams))
 
 
-def _command(arguments: list[str], folder: Path, out: Path, err: Path) -> None:
-    for stream, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    os.chdir(folder)
-    from verl_mg.cli import main
-
-    main(arguments)
-
-
-def _end(process: BaseProcess) -> None:
-    for child in psutil.Process(process.pid).children(recursive=True):
-        child.kill()
-    process.kill()
-    process.join()
+def _kill(pid: int, warm: warm_start.WarmStart) -> None:
+    for parent in filter(None, (pid, warm.program_of(pid))):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(parent)
+            for child in [*process.children(recursive=True), process]:
+                child.kill()
 
 
 @dataclass(frozen=True)
@@ -145,8 +127,8 @@ class Damage:
         return (len(text).to_bytes(8, "little") if tensors else b"") + text + content[end:]
 
 
-def mend_sums(folder: Path) -> None:
-    """Have SHA256SUMS agree with the files as they are, so that whatever reads them meets the damage."""
+def rewrite_sums(folder: Path) -> None:
+    """Makes SHA256SUMS agree with the damaged files, so that their readers meet the damage."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != SUMS]
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (folder / SUMS).write_text("".join(lines))

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
+from tests import warm_start
 from tests.tiny_jobs import files_of, write_sums
 from tests.tiny_models import tiny_model
 
@@ -42,7 +43,7 @@ def train_command(inputs: Path, output: Path, *overrides: str, recipe: str = "re
 
 def watched(code: str = "pass", heartbeat_timeout_s: float = 60, stall_timeout_s: float = 0) -> list[str]:
     """The same of a job of collectives alone, see tests/distributed/watched.py."""
-    return [str(ROOT / "tests" / "job" / "watched.py"), str(heartbeat_timeout_s), str(stall_timeout_s), code]
+    return [str(ROOT / "tests" / "distributed" / "watched.py"), str(heartbeat_timeout_s), str(stall_timeout_s), code]
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
@@ -52,25 +53,34 @@ def torchrun(ranks: int, *options: str) -> list[str]:
 
 @contextmanager
 def started(
-    arguments: Sequence[str], before: Sequence[str] = (), **environment: str
+    arguments: Sequence[str], before: Sequence[str] = (), warm: bool = True, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """`python ARGUMENTS` in the checkout, after the words `before`; whatever is left of it is ended with the test."""
+    """`python ARGUMENTS` in the checkout, after the words `before`; all its processes are ended with the test.
+
+    Args:
+        arguments: of the interpreter.
+        before: a command that starts the interpreter.
+        warm: start it, and ranks of torchrun, as `tests.warm_start` does; otherwise with all its imports.
+        environment: additional variables.
+    """
+    shared = warm_start.shared()
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | (shared.environment if warm else {}) | environment
     process = subprocess.Popen(
-        [*before, sys.executable, *arguments],
+        [*before, shared.python if warm else sys.executable, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        env=variables,
     )
-    ranks: list[psutil.Process] = []
+    descendants: list[psutil.Process] = []
     try:
-        ranks = _descendants(process)
         yield process
+        descendants = _descendants(process.pid)
     finally:
-        for one in [*ranks, *_descendants(process)]:
-            if one.is_running():
-                one.kill()
+        for child in {*descendants, *_descendants(process.pid)}:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         process.kill()
         process.communicate()
 
@@ -98,8 +108,14 @@ def goes_on(launcher: subprocess.Popen[str]) -> None:
 
 def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     """The process of a rank."""
-    (process,) = (one for one in psutil.Process(launcher.pid).children() if one.environ().get("RANK") == str(rank))
-    return process
+    started = psutil.Process(program_of(launcher.pid)).children()
+    (process,) = (child for child in started if child.environ().get("RANK") == str(rank))
+    return psutil.Process(program_of(process.pid))
+
+
+def program_of(pid: int) -> int:
+    """Pid of the process that runs the program of a started process, which is the same without `warm`."""
+    return warm_start.shared().program_of(pid) or pid
 
 
 def error_lines(text: str) -> list[str]:
@@ -107,8 +123,12 @@ def error_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
-def _descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+def _descendants(pid: int) -> list[psutil.Process]:
+    """All processes below one, those that a warm start has forked included."""
+    program = program_of(pid)
+    result = [psutil.Process(program)] if program != pid and psutil.pid_exists(program) else []
+    for parent in {pid, program}:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(parent).children():
+                result += [child, *_descendants(child.pid)]
+    return result

@@ -48,7 +48,7 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
 
 
-def test_a_script_under_torchrun_is_a_job(script, tmp_path):
+def test_script_under_torchrun_trains(script, tmp_path):
     ranks = ["-m", "verl_mg.launch", "--nproc-per-node", 2]
     done = run(*ranks, script, tmp_path, tmp_path / "run", 5)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_a_script_under_torchrun_is_a_job(script, tmp_path):
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
-def test_a_mistake_in_a_script_is_one_line(script, tmp_path):
+def test_script_with_a_mistake_exits_with_one_line(script, tmp_path):
     done = run(script, tmp_path, tmp_path / "run", -5)
     assert done.returncode == 2
     assert done.stderr == "error: Job: rollout.max_new_tokens: -5 is invalid. Write a value greater than 0.\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests import warm_start
 from tests.tiny_jobs import logged
 from tests.tiny_models import tiny_model
 from verl_mg.models.tiny_model import make_tiny_model
@@ -39,21 +40,20 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def start(arguments: list[str], ranks: int) -> subprocess.CompletedProcess[str]:
+def start(arguments: list[str], ranks: int, warm: bool = True) -> subprocess.CompletedProcess[str]:
+    """`verl-mg ARGUMENTS` on some ranks; the launcher is the real one, and `warm` saves the imports of all."""
     launcher = ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "verl_mg", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    python, variables = sys.executable, os.environ | {"OMP_NUM_THREADS": "1"}
+    if warm:
+        shared = warm_start.shared()
+        python, variables = shared.python, variables | shared.environment
+    command = [python, *launcher, "-m", "verl_mg", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=variables)
 
 
-def train(inputs: Path, output: Path, ranks: int, *overrides: str, recipe: str = GRPO):
+def train(inputs: Path, output: Path, ranks: int, *overrides: str, recipe: str = GRPO, warm: bool = True):
     common = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'good.jsonl'}", f"job.output={output}", *SMALL]
-    return start(["train", recipe, *common, *overrides], ranks)
+    return start(["train", recipe, *common, *overrides], ranks, warm)
 
 
 def assert_one_clear_line(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -78,20 +78,20 @@ MISTAKES = {
     "unknown key": (["actor.layuot=tp2"], ["actor.layuot: unknown key", "Did you mean actor.layout?"]),
     "long prompt": (["data.train={inputs}/long.jsonl", "data.max_prompt_tokens=20"], ["long.jsonl:2", "20"]),
     "missing tensor": (["model.path={inputs}/broken"], ["broken", "model.layers.2.mlp.up_proj.weight"]),
-    "no room to answer": (["rollout.max_new_tokens=64"], ["64"]),
+    "prompt fills the positions": (["rollout.max_new_tokens=64"], ["64"]),
     "unknown reward": (["reward.function=verl_mg.rewards.exact:scoer"], ["scoer", "score"]),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_code_2_on_two_ranks(inputs, tmp_path, mistake):
+def test_train_with_a_mistake_on_two_ranks_exits_with_one_line(inputs, tmp_path, mistake):
     overrides, words = MISTAKES[mistake]
     result = train(inputs, tmp_path / "run", 2, *(o.format(inputs=inputs) for o in overrides))
     assert_one_clear_line(result, *words)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_mistake_of_one_rank_alone_ends_the_others_and_can_be_mended(inputs, tmp_path):
+def test_train_with_an_error_on_one_rank_ends_all_and_can_be_repeated(inputs, tmp_path):
     """The reward fails where rank 1 scores: rank 0 waits in a collective and must not hang."""
     (tmp_path / "reward.py").write_text(
         "import os\ndef score(sample):\n    if os.environ['RANK'] == '1': raise OSError('no ruler')\n    return 0\n"
@@ -102,42 +102,45 @@ def test_a_mistake_of_one_rank_alone_ends_the_others_and_can_be_mended(inputs, t
     assert train(inputs, tmp_path / "run", 2, f"reward.function={tmp_path / 'reward.py'}:score").returncode == 0
 
 
-def test_without_torchrun_there_is_one_rank(inputs, tmp_path):
-    assert_one_clear_line(
-        train(inputs, tmp_path / "run", 1, "algorithm.group_size=1"), "algorithm.group_size: 1 is invalid"
-    )
-    assert_one_clear_line(start(["train"], 1), "recipe")
-    assert_one_clear_line(start(["trian"], 1), "trian")
-    result = train(inputs, tmp_path / "run", 1)
+def test_train_without_launcher_runs_on_one_rank(inputs, tmp_path):
+    result = train(inputs, tmp_path / "run", 1, warm=False)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-    result = train(inputs, tmp_path / "run", 1)  # which goes on, and has nothing more to do
+    result = train(inputs, tmp_path / "run", 1)  # which resumes, and has no iteration left
     assert result.returncode == 0 and "goes on after iteration 1" in result.stderr
     assert_one_clear_line(train(inputs, tmp_path / "run", 1, "job.seed=1"), "seed=0, now seed=1")
 
 
-def test_a_bug_keeps_its_traceback(inputs, tmp_path):
+def test_command_line_with_a_mistake_exits_with_one_line(inputs, tmp_path):
+    assert_one_clear_line(
+        train(inputs, tmp_path / "run", 1, "algorithm.group_size=1"), "algorithm.group_size: 1 is invalid"
+    )
+    assert_one_clear_line(start(["train"], 1), "recipe")
+    assert_one_clear_line(start(["trian"], 1, warm=False), "trian")
+
+
+def test_recipe_with_a_bug_keeps_its_traceback(inputs, tmp_path):
     recipe = tmp_path / "mine.py"
     recipe.write_text(
-        "from verl_mg.config import Section\nclass Config(Section):\n    prompts_per_iteration: int = 1\n"
+        "from verl_mg.config import RecipeConfig\nclass Config(RecipeConfig):\n    prompts_per_iteration: int = 1\n"
         "def roles(cfg): return {'actor'}\ndef iteration(job, cfg): raise KeyError('oh')\n"
     )
     result = train(inputs, tmp_path / "run", 1, recipe=str(recipe))
     assert result.returncode == 1 and "KeyError: 'oh'" in result.stderr
 
 
-def test_the_launcher_passes_on_a_signal(tmp_path):
+def test_launcher_with_a_killed_rank_exits_with_its_signal(tmp_path):
     script = tmp_path / "dies.py"
     script.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    result = subprocess.run(
-        [sys.executable, "-m", "verl_mg.launch", "--nproc-per-node", "2", str(script)],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    shared = warm_start.shared()
+    command = [shared.python, "-m", "verl_mg.launch", "--nproc-per-node", "2", str(script)]
+    variables = os.environ | shared.environment
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=variables)
     assert result.returncode == 128 + signal.SIGKILL
     assert "Traceback" not in result.stderr
 
 
-def test_grpo_over_the_real_gsm8k(gsm8k, tmp_path):
+def test_grpo_on_the_real_gsm8k_trains(gsm8k, tmp_path):
     make_tiny_model(tmp_path / "model", "qwen3", max_positions=2048)
     config = "recipes/configs/grpo_gsm8k_tiny.yaml"
     paths = {"data.train": gsm8k / "train.jsonl", "model.path": tmp_path / "model", "job.output": tmp_path / "run"}

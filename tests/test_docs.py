@@ -52,7 +52,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_page_with_links_names_existing_targets(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         if target.startswith(("http://", "https://")):
             continue
@@ -63,13 +63,13 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_files_that_are_named_are_there(name):
+def test_page_with_paths_names_existing_files(name):
     for path in re.findall(r"\b(?:recipes|verl_mg|tools|launch|tests|docs)/[\w./-]*\w", TEXTS[name]):
         if not any(mark in path for mark in ("NAME", "bench_", ".partial")):
             assert (ROOT / path).exists(), f"{name} names {path}"
 
 
-def test_every_page_is_in_the_index():
+def test_index_of_docs_links_every_page():
     index = TEXTS["docs/README.md"]
     assert all(f"]({page.name})" in index for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
 
@@ -101,7 +101,7 @@ def _has(kind: object, names: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_keys_exist(name):
+def test_page_with_configuration_keys_names_existing_keys(name):
     kinds = algorithms()
     text = re.sub(BLOCK, "", TEXTS[name])
     if name == "docs/coming_from_verl.md":
@@ -117,7 +117,7 @@ def _is_of_job(name: str) -> bool:
 
 
 @pytest.mark.skipif(not MEGATRON.exists(), reason="verl is installed by tools/install_peers.sh")
-def test_options_of_verl_exist():
+def test_verl_table_with_options_names_existing_options():
     tree = yaml.safe_load(MEGATRON.read_text(encoding="utf-8"))
     rows = [line.split("|")[1] for line in TEXTS["docs/coming_from_verl.md"].splitlines() if line.count("|") > 3]
     named = [
@@ -134,7 +134,7 @@ def test_options_of_verl_exist():
 # -- commands and messages
 
 
-def test_commands_parse():
+def test_page_with_commands_is_accepted_by_the_parser():
     parser = _parser()
     for name, text in TEXTS.items():
         joined = re.sub(r" *\\\n *", " ", text)
@@ -162,7 +162,7 @@ def patterns() -> list[re.Pattern[str]]:
 MESSAGES = [text.strip().splitlines() for _, text in blocks("docs/troubleshooting.md", "")]
 
 
-def test_messages_are_those_of_the_source(monkeypatch):
+def test_troubleshooting_messages_are_in_the_source(monkeypatch):
     monkeypatch.chdir(ROOT)
     known = patterns()
     assert len(MESSAGES) > 20
@@ -186,7 +186,7 @@ def refusal(command: str) -> str:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_python_parses(name):
+def test_page_with_python_blocks_compiles(name):
     for head, text in blocks(name, "python"):
         try:
             compile(text, f"{name}: {head}", "exec")
@@ -194,7 +194,7 @@ def test_python_parses(name):
             pytest.fail(f"{name}:\n{text}")
 
 
-def test_snippets_hold(monkeypatch):
+def test_page_with_assertions_runs(monkeypatch):
     monkeypatch.chdir(ROOT)
     ran = 0
     for name in ("docs/writing_a_recipe.md", "docs/resharding.md"):
@@ -205,7 +205,7 @@ def test_snippets_hold(monkeypatch):
     assert ran == 2
 
 
-def test_the_first_recipe_learns(ranks, tmp_path):
+def test_first_run_recipe_improves_reward(ranks, tmp_path):
     for name in ("mine.py", "mine.yaml"):
         (tmp_path / name).write_text(shown("docs/first_run.md", name))
     code = [line for line in shown("docs/first_run.md", "mine.py").splitlines() if line]
@@ -231,7 +231,7 @@ def _first_run(folder: Path, snippet: str) -> list[float]:
         return [line["reward/mean"] for line in lines if "reward/mean" in line]
 
 
-def test_the_job_from_python_runs(tmp_path):
+def test_first_run_script_from_python_trains(tmp_path):
     repeat_digit.make(tmp_path / "runs" / "letters")
     text = shown("docs/first_run.md", "my_job.py").replace("iterations=60", "iterations=2")
     (tmp_path / "my_job.py").write_text(text.replace("recipes/grpo.py", str(ROOT / "recipes" / "grpo.py")))
@@ -243,5 +243,5 @@ def test_the_job_from_python_runs(tmp_path):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_pictures_are_what_the_tool_draws(name):
+def test_picture_of_docs_equals_its_drawing(name):
     assert (PICTURES / f"{name}.svg").read_text(encoding="utf-8") == str(DRAWN[name]())

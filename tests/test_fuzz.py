@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from pydantic import BaseModel
 
-from tests.fuzzing import Damage, mend_sums, run_command
+from tests.fuzzing import Damage, rewrite_sums, run_command
 from verl_mg.config import tree_for
 from verl_mg.errors import EXIT_CODE
 from verl_mg.job.recipe import load_recipe
@@ -386,6 +386,11 @@ def damages(files: tuple[str, ...], values: st.SearchStrategy[Any]) -> st.Search
 each_of = partial(settings, suppress_health_check=list(HealthCheck))  # an example is a process
 
 
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    """`examples`: few of them in each run of the suite, many nightly."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.nightly)])
+
+
 @dataclass
 class Runs:
     """Runs jobs in a folder that is made anew for each, and counts how they end."""
@@ -440,8 +445,9 @@ def checkpointing_job(recipe: str) -> dict[str, Any]:
     return tree
 
 
-def test_configurations(runs):
-    @each_of(max_examples=250)
+@few_or_many(50, 250)
+def test_fuzz_of_configurations_ends_well_or_in_one_line(runs, examples):
+    @each_of(max_examples=examples)
     @given(configurations())
     def one(made):
         runs.begin()
@@ -451,8 +457,9 @@ def test_configurations(runs):
     assert runs.some_of_both(0.15), runs.ends
 
 
-def test_data_files(runs):
-    @each_of(max_examples=125)
+@few_or_many(25, 125)
+def test_fuzz_of_data_files_ends_well_or_in_one_line(runs, examples):
+    @each_of(max_examples=examples)
     @given(data_files())
     def one(made):
         recipe, overrides, name, content = made
@@ -463,28 +470,30 @@ def test_data_files(runs):
     assert runs.some_of_both(0.1), runs.ends
 
 
-def test_checkpoints(runs, checkpointed):
+@few_or_many(24, 95)
+def test_fuzz_of_checkpoints_ends_well_or_in_one_line(runs, checkpointed, examples):
     fell_back = 0
 
-    @each_of(max_examples=95)
+    @each_of(max_examples=examples)
     @given(st.sampled_from(sorted(checkpointed)), damages(CHECKPOINT, MODEST | LARGE), st.integers(0, 3).map(bool))
-    def one(recipe, done, mended):
+    def one(recipe, done, new_sums):
         nonlocal fell_back
         last = runs.begin(checkpointed[recipe]) / "run" / "checkpoints" / "000002"
         for damage in done:
             damage.do(last)
-        if mended and not any(damage.file == SUMS for damage in done):
-            mend_sums(last)
-        told = runs.check(recipe, checkpointing_job(recipe), "job.iterations=3")
-        fell_back += "goes on after iteration 1" in told
+        if new_sums and not any(damage.file == SUMS for damage in done):
+            rewrite_sums(last)
+        err = runs.check(recipe, checkpointing_job(recipe), "job.iterations=3")
+        fell_back += "goes on after iteration 1" in err
 
     one()
     assert runs.some_of_both(0.05), runs.ends
-    assert fell_back >= 5
+    assert fell_back >= examples // 20
 
 
-def test_models(runs):
-    @each_of(max_examples=30)
+@few_or_many(8, 30)
+def test_fuzz_of_models_ends_well_or_in_one_line(runs, examples):
+    @each_of(max_examples=examples)
     @given(st.sampled_from(("sft", "grpo")), damages(MODEL, MODEST))  # a billion layers are right, and take for ever
     def one(recipe, done):
         folder = runs.begin()

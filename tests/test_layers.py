@@ -103,16 +103,16 @@ def _foreign(room: str) -> set[str]:
     return {name for name in plain | named if not name.startswith(f"{PACKAGE.name}.")}
 
 
-def test_every_import_leads_downstairs() -> None:
+def test_package_imports_follow_the_layers() -> None:
     assert violations(PACKAGE) == []
 
 
-def test_layout_needs_only_the_standard_library() -> None:
+def test_layout_imports_only_the_standard_library() -> None:
     roots = {name.split(".")[0] for name in _foreign("layout")}
     assert roots and roots <= sys.stdlib_module_names
 
 
-def test_algorithms_know_no_processes() -> None:
+def test_algorithms_import_nothing_of_distributed() -> None:
     names = _foreign("algorithms")
     assert "torch" in names
     assert not [name for name in names if name.startswith(("torch.distributed", "torch.multiprocessing"))]
@@ -142,7 +142,7 @@ def write(file: Path, text: str) -> None:
     file.write_text(text)
 
 
-def test_the_checker_passes_a_sound_package(package: Path) -> None:
+def test_violations_of_sound_package_are_empty(package: Path) -> None:
     assert violations(package) == []
 
 
@@ -173,7 +173,7 @@ def test_the_checker_passes_a_sound_package(package: Path) -> None:
         ("cli.py", "from verl_mg.attic import x", "verl_mg.attic has no floor"),
     ],
 )
-def test_the_checker_catches(package: Path, file: str, text: str, complaint: str) -> None:
+def test_violations_of_changed_package_name_the_import(package: Path, file: str, text: str, complaint: str) -> None:
     write(package / file, text)
     found = violations(package)
     assert len(found) == 1

@@ -34,7 +34,7 @@ def parsed(command: list[str]):
     return load_config(config, [word for word in words if "=" in word], load_recipe(recipe).config)
 
 
-def test_every_sum_is_in_training_or_held_out(tmp_path: Path) -> None:
+def test_sums_of_quickstart_are_split_without_overlap(tmp_path: Path) -> None:
     write_sums(tmp_path)
     train, test = sums(tmp_path / "train.jsonl"), sums(tmp_path / "test.jsonl")
     assert len(test) == 500
@@ -43,13 +43,13 @@ def test_every_sum_is_in_training_or_held_out(tmp_path: Path) -> None:
     assert (train | test)["17+25="] == "42"
 
 
-def test_the_sums_are_the_same_every_time(tmp_path: Path) -> None:
+def test_sums_written_twice_are_identical(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_sums(tmp_path / name)
     assert (tmp_path / "one/test.jsonl").read_bytes() == (tmp_path / "two/test.jsonl").read_bytes()
 
 
-def test_commands_name_files_of_the_folder_and_parse() -> None:
+def test_quickstart_commands_name_files_of_the_folder() -> None:
     folder = Path("some/folder")
     sft, grpo = parsed(sft_command(folder)), parsed(grpo_command(folder, ["job.iterations=7"]))
     assert (sft.model.path, sft.job.output) == (folder / "model", folder / "sft")
@@ -58,7 +58,7 @@ def test_commands_name_files_of_the_folder_and_parse() -> None:
     assert grpo.job.iterations == 7
 
 
-def test_the_learning_rate_of_grpo_falls_over_the_whole_run() -> None:
+def test_grpo_command_decays_learning_rate_over_the_run() -> None:
     grpo = parsed(grpo_command(Path("x")))
     assert grpo.actor.optimizer.decay_steps == grpo.job.iterations * grpo.algorithm.minibatches
 
@@ -67,33 +67,33 @@ def test_the_learning_rate_of_grpo_falls_over_the_whole_run() -> None:
     ("recipe", "config"),
     [("sft", "quickstart_sft"), ("grpo", "quickstart_grpo"), ("grpo", "grpo_gsm8k_tiny")],
 )
-def test_the_configurations_stand_by_themselves(recipe: str, config: str) -> None:
+def test_quickstart_configuration_without_overrides_loads(recipe: str, config: str) -> None:
     read = load_config(CONFIGS / f"{config}.yaml", [], load_recipe(CONFIGS.parent / f"{recipe}.py").config)
     assert read.model.path.parts[:2] == ("runs", "quickstart")
 
 
-def test_accuracies_are_the_first_and_the_last(tmp_path: Path) -> None:
+def test_accuracies_of_a_run_are_first_and_last(tmp_path: Path) -> None:
     steps = [{"eval/reward": 0.25}, {"reward/mean": 0.5}, {"eval/reward": 0.5}, {"eval/reward": 0.75}]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": i} | step) + "\n" for i, step in enumerate(steps)))
     assert accuracies(file) == (0.25, 0.75)
 
 
-def test_without_recipes_one_error_and_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_without_recipes_raises_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECIPES", tmp_path / "recipes")
     with pytest.raises(UserError, match=r"sft\.py: no such file; .* checkout"):
         quickstart(str(tmp_path / "output"))
     assert not (tmp_path / "output").exists()
 
 
-def test_a_failing_job_ends_it_with_its_code(tmp_path: Path) -> None:
+def test_quickstart_with_failing_job_exits_with_its_code(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         quickstart(str(tmp_path), sft_overrides=["job.iterations=none"])
     assert ended.value.code == 2
     assert not (tmp_path / "grpo").exists()
 
 
-def test_a_short_run_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_with_short_jobs_writes_all_outputs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "metrics.jsonl").write_text("of an earlier quickstart\n")
     (tmp_path / "notes.txt").write_text("of the user\n")

@@ -84,7 +84,7 @@ def steps(output: Path) -> list[int]:
     return [line["step"] for line in logged(output)]
 
 
-def test_a_cut_cable_ends_both_hosts_and_the_job_goes_on_after_it(hosts, tmp_path):
+def test_job_on_two_hosts_with_cut_cable_ends_and_resumes(hosts, tmp_path):
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
     command = train_command(
         inputs, output, f"job.heartbeat_timeout_s={LOST_AFTER}", "actor.layout=tp2", "checkpoint.every=2"
@@ -114,7 +114,7 @@ def test_a_cut_cable_ends_both_hosts_and_the_job_goes_on_after_it(hosts, tmp_pat
 
 
 @pytest.mark.nightly
-def test_one_host_is_asked_and_both_leave(hosts, tmp_path):
+def test_job_on_two_hosts_given_a_signal_ends_both(hosts, tmp_path):
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
     with ExitStack() as stack:
         first, second = start(stack, hosts, "first", train_command(inputs, output))

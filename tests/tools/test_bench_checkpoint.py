@@ -18,7 +18,7 @@ TINY = {"hidden": 64, "layers": 2}
 
 
 @pytest.mark.nightly
-def test_every_method_brings_back_what_it_saved() -> None:
+def test_bench_checkpoint_of_all_methods_restores_state() -> None:
     options = (f"--{name}={value}" for name, value in (TINY | {"rounds": 1}).items())
     printed = tool("bench_checkpoint", *options)
     lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if re.match(r"\| \w", line)]
@@ -46,7 +46,7 @@ def compare(folder: Path, spoil: str | None) -> int:
     return sum(part.values.numel() for part in held)
 
 
-def test_one_bit_that_differs_is_told(ranks, tmp_path):
+def test_bench_checkpoint_verify_given_one_flipped_bit_raises(ranks, tmp_path):
     bench_checkpoint._write_inputs(tmp_path, **TINY)
     (compared,) = ranks.run(1, compare, tmp_path, None)
     parameters = weight_table(read_config(tmp_path / "model")).huggingface().values()

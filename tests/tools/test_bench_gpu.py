@@ -15,7 +15,7 @@ from verl_mg.planner.hardware_profile import read_hardware_profile
 from verl_mg.sharding.weight_table import weight_table
 
 
-def test_every_part_has_its_figures(tmp_path: Path) -> None:
+def test_bench_gpu_tiny_reports_every_part(tmp_path: Path) -> None:
     report, measured = tmp_path / "benchmarks" / "cpu.md", tmp_path / "cpu.json"
     tool("bench_gpu", "--tiny", "--repeats", "1", "--output", str(report), "--measured", str(measured))
     text = report.read_text()
@@ -33,9 +33,7 @@ def test_every_part_has_its_figures(tmp_path: Path) -> None:
     assert read_hardware_profile(measured).keys() == {"flops", "memory_bandwidth"}
 
 
-def test_a_part_that_fails_is_told_and_what_came_before_it_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_gpu_with_failing_part_keeps_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(bench_gpu.MODEL.read_text()) | bench_gpu.TINY_SHAPE))
     bench = bench_gpu.Bench(tmp_path, SimpleNamespace(), bench_gpu.TINY, 1, weight_table(read_config(config)))

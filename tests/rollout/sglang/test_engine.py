@@ -63,7 +63,7 @@ def schedulers(engine: SGLangEngine) -> list[psutil.Process]:
     return [child for child in children if "scheduler" in " ".join(child.cmdline())]
 
 
-def test_samples_and_routing_are_those_of_transformers(engine, model):
+def test_engine_samples_match_transformers_logprobs_and_routing(engine, model):
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     asked = requests()
     samples = engine.generate(asked, Sampling(max_new_tokens=12, temperature=0.8))
@@ -79,7 +79,7 @@ def test_samples_and_routing_are_those_of_transformers(engine, model):
         assert torch.equal(sample.routed_experts.long().sort(-1).values, chosen.sort(-1).values)
 
 
-def test_greedy_samples_stop_at_stop_tokens_and_never_without(engine):
+def test_engine_given_stop_tokens_stops_there(engine):
     free = engine.generate(requests(), Sampling(max_new_tokens=30, temperature=0.0))
     stop = free[0].tokens[10]
     stopped = engine.generate(requests(), Sampling(max_new_tokens=30, temperature=0.0, stop_token_ids=(stop,)))
@@ -88,7 +88,7 @@ def test_greedy_samples_stop_at_stop_tokens_and_never_without(engine):
     assert stopped[0].tokens == first and stopped[0].finish == "stop"
 
 
-def test_a_cut_sample_goes_on_where_it_was(engine):
+def test_engine_given_partial_samples_continues_them(engine):
     whole = engine.generate(requests(), Sampling(max_new_tokens=200, temperature=0.0))
     engine.submit(requests(), Sampling(max_new_tokens=200, temperature=0.0))
     engine.collect(0.15)
@@ -103,14 +103,14 @@ def test_a_cut_sample_goes_on_where_it_was(engine):
         assert len(one.policy_versions) == 200 and torch.equal(one.routed_experts, other.routed_experts)
 
 
-def test_a_cut_reaches_requests_that_have_hardly_been_made(engine):
+def test_engine_abort_right_after_submit_cuts_requests(engine):
     engine.submit(requests(), Sampling(max_new_tokens=250))
     engine.abort()
     assert any(sample.finish == "abort" for sample in all_of(engine, 6))
     assert [len(sample.tokens) for sample in engine.generate(requests(), SHORT)] == [5] * 6
 
 
-def test_a_late_request_is_cut_alone(engine, monkeypatch):
+def test_engine_request_over_its_time_is_cut_alone(engine, monkeypatch):
     monkeypatch.setattr(engine, "_request_timeout", 0.05)
     engine.submit([Request(1, (6, 7), 1)], Sampling(max_new_tokens=250))
     monkeypatch.setattr(engine, "_request_timeout", 100.0)
@@ -120,7 +120,7 @@ def test_a_late_request_is_cut_alone(engine, monkeypatch):
     assert other.finish == "length" and len(other.tokens) == 250
 
 
-def test_a_request_without_an_answer_is_given_up(engine, monkeypatch):
+def test_engine_request_without_answer_times_out(engine, monkeypatch):
     monkeypatch.setattr(engine, "_request_timeout", 0.2)
     monkeypatch.setattr("verl_mg.rollout.sglang.request_tracker.ABORT_SECONDS", 0.3)
     (scheduler,) = schedulers(engine)
@@ -135,7 +135,7 @@ def test_a_request_without_an_answer_is_given_up(engine, monkeypatch):
     assert [len(sample.tokens) for sample in engine.generate(requests(), SHORT)] == [5] * 6
 
 
-def test_memory_is_released_and_taken_again(engine, model):
+def test_engine_after_sleep_and_wake_generates_the_same(engine, model):
     before = engine.generate(requests(), Sampling(max_new_tokens=9, temperature=0.0))
     engine.sleep()
     assert not engine.health()
@@ -150,17 +150,17 @@ def test_memory_is_released_and_taken_again(engine, model):
 @pytest.mark.parametrize(
     ("prompt", "words"), [((), "request 5 is empty"), ((6,) * 256, "256 tokens fill the 256 positions")]
 )
-def test_a_prompt_that_cannot_be_answered_is_named(engine, prompt, words):
+def test_engine_given_unanswerable_prompt_raises(engine, prompt, words):
     with pytest.raises(UserError, match=words):
         engine.submit([Request(5, prompt, 0)], SHORT)
 
 
-def test_an_update_outside_a_session_is_refused_aloud(engine):
+def test_engine_load_without_begin_update_raises(engine):
     with pytest.raises(RuntimeError, match="begin_weight_update"):
         engine.loaded(engine.load([payload({"model.norm.weight": torch.ones(32)})], 9))
 
 
-def test_a_killed_engine_starts_anew_and_finishes_what_was_asked(engine, model):
+def test_engine_killed_while_generating_restarts_and_finishes(engine, model):
     asked = requests(12)
     engine.submit(asked, LONG)
     engine.collect(0.2)
@@ -176,7 +176,7 @@ def test_a_killed_engine_starts_anew_and_finishes_what_was_asked(engine, model):
     assert {v for sample in samples for v in sample.policy_versions} == {9}
 
 
-def test_nothing_of_an_engine_outlives_its_rank(engine):
+def test_engine_of_a_dead_rank_leaves_no_process(engine):
     """What the kernel does to the socket of a rank that is killed."""
     processes = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
     engine._host._socket.shutdown(socket.SHUT_RDWR)
@@ -184,7 +184,7 @@ def test_nothing_of_an_engine_outlives_its_rank(engine):
     assert alive == []
 
 
-def test_an_engine_that_cannot_start_says_why(model, tmp_path):
+def test_engine_that_cannot_start_raises_with_its_log(model, tmp_path):
     wrong = dataclasses.replace(SETTINGS, extra={"chunked_prefil_size": 512})
     with pytest.raises(UserError, match=r"could not start; its log .*0\.log ends: .*chunked_prefil_size"):
         SGLangEngine(model, wrong, tmp_path / "0.log")
@@ -200,7 +200,7 @@ def test_an_engine_that_cannot_start_says_why(model, tmp_path):
         ("tp2-ep2", {}, "neither ep nor adp"),
     ],
 )
-def test_models_that_sglang_pads_on_the_cpu_are_refused(layout, sizes, words):
+def test_check_on_cpu_given_padded_model_raises(layout, sizes, words):
     model = ModelDims(**{"attention_heads": 4, "kv_heads": 2, "layers": 2, "ffn": 128, "expert_ffn": 64, **sizes})
     with pytest.raises(UserError, match=words):
         check_on_cpu(model, EngineLayout.parse(layout))

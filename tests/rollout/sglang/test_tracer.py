@@ -69,12 +69,12 @@ def stacked(shape, parts):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied", "gemma2"])
-def test_dense_modules_hold_the_checkpoint_as_it_is(family):
+def test_trace_of_dense_modules_equals_the_checkpoint(family):
     shapes = checkpoint_shapes(folder_of(family))
     assert trace_transformers(folder_of(family)) == {name: whole(name, shape) for name, shape in shapes.items()}
 
 
-def test_the_module_of_qwen3_moe_stacks_its_experts():
+def test_trace_of_qwen3_moe_module_stacks_experts():
     shards = trace_transformers(folder_of("qwen3_moe"))
     prefix = f"{LAYER}mlp.experts."
     assert shards[f"{prefix}gate_up_proj"] == stacked(
@@ -90,7 +90,7 @@ def test_the_module_of_qwen3_moe_stacks_its_experts():
     )
 
 
-def test_the_module_of_mixtral_has_other_names():
+def test_trace_of_mixtral_module_renames_tensors():
     shards = trace_transformers(folder_of("mixtral"))
     ours, theirs = f"{LAYER}mlp.", f"{LAYER}block_sparse_moe."
     assert shards[f"{ours}gate.weight"] == whole(f"{theirs}gate.weight", (8, 64))
@@ -98,12 +98,12 @@ def test_the_module_of_mixtral_has_other_names():
     assert [piece.tensor for piece in first] == [f"{theirs}experts.0.{kind}.weight" for kind in ("w1", "w3")]
 
 
-def test_buffers_that_the_checkpoint_feeds_are_traced():
+def test_trace_of_buffers_in_the_checkpoint_includes_them():
     name = f"{LAYER}mlp.gate.e_score_correction_bias"
     assert trace_transformers(folder_of("deepseek_v3"))[name] == whole(name, (8,))
 
 
-def test_shapes_without_weights_are_those_that_are_saved(tmp_path):
+def test_checkpoint_shapes_without_weights_equal_saved_shapes(tmp_path):
     folder = tiny_model(tmp_path, "qwen2")
     shapes = checkpoint_shapes(folder)
     assert "lm_head.weight" not in shapes  # tied
@@ -111,7 +111,7 @@ def test_shapes_without_weights_are_those_that_are_saved(tmp_path):
     assert checkpoint_shapes(folder) == shapes
 
 
-def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path, monkeypatch):
+def test_trace_with_missing_tensor_names_it(tmp_path, monkeypatch):
     shapes = checkpoint_shapes(folder_of("llama"))
     name = f"{LAYER}mlp.up_proj.weight"
     monkeypatch.setattr(
@@ -121,7 +121,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path, monkeypatch):
         trace_transformers(folder_of("llama"))
 
 
-def test_a_broken_directory_is_named(tmp_path):
+def test_trace_of_broken_directory_names_it(tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path}: transformers cannot load it"):
         trace_transformers(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no")
@@ -132,19 +132,19 @@ def test_a_broken_directory_is_named(tmp_path):
 # -- SGLang ------------------------------------------------------------------------------------------------------
 
 
-def test_without_sglang_the_remedy_is_named(tmp_path, monkeypatch):
+def test_trace_without_sglang_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"SGLang is not installed. Run bash tools/install_sglang_cpu\.sh"):
         trace_sglang(tmp_path, EngineLayout())
 
 
-def test_the_module_that_uses_sglang_imports_without_it():
+def test_tracer_module_imports_without_sglang():
     code = "import sys, verl_mg.rollout.sglang.tracing.tracer; sys.exit('sglang' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @needs_sglang
-def test_qwen3_with_real_weights_and_a_written_dialect(tmp_path):
+def test_trace_of_qwen3_weights_round_trips_through_a_file(tmp_path):
     """hidden 32, 4 heads and 2 key-value heads of 12, feed-forward 56."""
     folder = tiny_model(tmp_path / "model", "qwen3")
     vocab = checkpoint_shapes(folder)["lm_head.weight"][0]
@@ -169,7 +169,7 @@ def test_qwen3_with_real_weights_and_a_written_dialect(tmp_path):
 
 
 @needs_sglang
-def test_the_command_writes_a_dialect_that_a_plan_can_move_to(tmp_path, capsys):
+def test_trace_command_writes_table_that_plan_accepts(tmp_path, capsys):
     main(["trace", str(folder_of("qwen3_moe")), "--rollout", "tp2-ep2", "--output", str(tmp_path / "table.json")])
     assert capsys.readouterr().out == f"sharding table {tmp_path / 'table.json'}\n"
     engines, weights = EnginePlacement(EP2, (0, 1, 2, 3)), weight_table(read_config(folder_of("qwen3_moe")))
@@ -181,7 +181,7 @@ def test_the_command_writes_a_dialect_that_a_plan_can_move_to(tmp_path, capsys):
 
 
 @needs_sglang
-def test_an_architecture_without_a_table_has_a_dialect_all_the_same():
+def test_trace_of_unknown_architecture_gives_a_table():
     with pytest.raises(UserError, match="model_type 'olmo2' is not supported"):
         read_config(folder_of("olmo2"))
     for rank, shards in enumerate(trace_sglang(folder_of("olmo2"), TP2)):
@@ -197,7 +197,7 @@ def test_an_architecture_without_a_table_has_a_dialect_all_the_same():
 
 @needs_sglang
 @pytest.mark.parametrize("layout", [TP2, EP2])
-def test_experts_of_qwen3_moe(layout):
+def test_trace_of_qwen3_moe_experts_equals_hand_written(layout):
     prefix = f"{LAYER}mlp.experts."
     for rank, shards in enumerate(sglang_trace("qwen3_moe", layout)):
         local = range(8) if layout.ep == 1 else range(4 * rank, 4 * rank + 4)
@@ -220,7 +220,7 @@ def test_experts_of_qwen3_moe(layout):
 
 @needs_sglang
 @pytest.mark.parametrize("layout", [TP2, EP2, EngineLayout(tp=2, adp=2)])
-def test_latent_attention_of_deepseek_v2(layout):
+def test_trace_of_deepseek_v2_attention_equals_hand_written(layout):
     attention = f"{LAYER}self_attn."
     for rank, shards in enumerate(sglang_trace("deepseek_v2", layout)):
         q_a, kv_a = f"{attention}q_a_proj.weight", f"{attention}kv_a_proj_with_mqa.weight"
@@ -240,7 +240,7 @@ def test_latent_attention_of_deepseek_v2(layout):
 
 
 @needs_sglang
-def test_few_key_value_heads_are_repeated():
+def test_trace_of_few_kv_heads_repeats_them():
     for rank, shards in enumerate(sglang_trace("llama", EngineLayout(tp=4))):
         q, k, v = (f"{LAYER}self_attn.{kind}_proj.weight" for kind in "qkv")
         one = (8 * (rank // 2), 8 * (rank // 2) + 8)
@@ -249,7 +249,7 @@ def test_few_key_value_heads_are_repeated():
 
 
 @needs_sglang
-def test_stages_hold_their_layers_and_ties_across_them_a_copy():
+def test_trace_of_pipeline_stages_copies_tied_embedding():
     first, last = sglang_trace("qwen2_tied", EngineLayout(pp=2))
     layers = [{int(name.split(".")[2]) for name in stage if ".layers." in name} for stage in (first, last)]
     assert layers == [{0}, {1, 2}]  # what is left over goes to the last
@@ -260,7 +260,7 @@ def test_stages_hold_their_layers_and_ties_across_them_a_copy():
 
 
 @needs_sglang
-def test_all_families_use_every_tensor():
+def test_trace_of_all_families_uses_every_tensor():
     for family in FAMILIES:
         names = checkpoint_shapes(folder_of(family)).keys()
         for layout in layouts_of(family):
@@ -271,12 +271,12 @@ def test_all_families_use_every_tensor():
 
 
 @needs_sglang
-def test_many_jobs_see_what_a_fresh_process_sees():
+def test_trace_of_many_models_equals_a_fresh_process():
     assert trace_sglang(folder_of("deepseek_v3"), EP2) == sglang_trace("deepseek_v3", EP2)
 
 
 @needs_sglang
-def test_vocabularies_that_do_not_divide_leave_a_rank_with_padding_alone():
+def test_trace_of_uneven_vocabulary_pads_the_last_rank():
     assert [rank["lm_head.weight"] for rank in sglang_trace("uneven", EngineLayout(tp=3))] == [
         fused(("lm_head.weight", 0, 128), width=48),
         fused(("lm_head.weight", 128, 200), (None, 72, 128), width=48),
@@ -297,7 +297,7 @@ def test_vocabularies_that_do_not_divide_leave_a_rank_with_padding_alone():
         ("llama", {"num_attention_heads": 9, "num_key_value_heads": 9, "head_dim": 8}, "transformers cannot load it"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, family, fields, complaint):
+def test_trace_of_unloadable_model_raises_one_line(tmp_path, family, fields, complaint):
     folder = change_config(folder_of(family), tmp_path, **fields)
     with pytest.raises(UserError, match=complaint) as error:
         trace_sglang_many([(folder, TP2)])
@@ -306,13 +306,13 @@ def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, family, fields, com
 
 
 @needs_sglang
-def test_a_rank_that_dies_shows_its_last_lines(monkeypatch):
+def test_trace_with_dead_rank_raises_its_last_lines(monkeypatch):
     monkeypatch.setattr(tracer, "jobs_file", lambda folder: folder / "elsewhere.json")
     with pytest.raises(UserError, match=r"rank \d ended with exit code 1. Its last lines: .*FileNotFoundError"):
         trace_sglang(folder_of("llama"), TP2)
 
 
-def test_a_directory_without_architectures_is_named(tmp_path, monkeypatch):
+def test_trace_without_architectures_names_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tracer, "_require_sglang", lambda: None)
     with pytest.raises(UserError, match=r"config\.json: not a readable configuration"):
         trace_sglang(tmp_path, TP2)
@@ -320,7 +320,7 @@ def test_a_directory_without_architectures_is_named(tmp_path, monkeypatch):
         trace_sglang(change_config(folder_of("llama"), tmp_path / "x", architectures=None), TP2)
 
 
-def test_codes_do_not_depend_on_the_default_type():
+def test_codes_under_another_default_dtype_stay_float32():
     shapes = {"a": (3, 4)}
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -29,7 +29,7 @@ def made(folder: Path, architecture: str, **fields: object) -> Path:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_stage_of_a_pipeline_takes_its_own_shards(tmp_path, tied):
+def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
     model = made(tmp_path / "model", "qwen3", tie_embeddings=tied)
     settings = dataclasses.replace(SETTINGS, layout=EngineLayout(pp=2))
     engine = SGLangEngine(model, settings, tmp_path / "0.log")
@@ -48,7 +48,7 @@ def test_each_stage_of_a_pipeline_takes_its_own_shards(tmp_path, tied):
         assert sample.tokens == tuple(expected[0, 4:].tolist()) and set(sample.policy_versions) == {2}
 
 
-def test_derived_weights_follow_the_weights(tmp_path):
+def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path):
     """Attention over latents does not run on the CPU; that its weights are derived anew shows all the same."""
     model = made(tmp_path / "model", "deepseek_v2", kv_heads=4, rope_scaling=YARN)
     config = json.loads((model / "config.json").read_text())

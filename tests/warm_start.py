@@ -1,0 +1,270 @@
+"""Python programs in processes that need not import torch, megatron-core and verl_mg first.
+
+    warm = warm_start.shared()
+    subprocess.run([warm.python, "-m", "verl_mg", "train", ...], env=os.environ | warm.environment)
+
+`warm.python` takes `-m MODULE`, `-c CODE` or a script, each with arguments. A server has imported everything once and
+forks the program: it is a process with its own pid, environment, working directory, standard streams, limits, network
+namespace and exit code, and it gets the signals that are sent to the process that was started. torchrun starts its
+ranks this way too, since the environment names `warm.python` as PYTHON_EXEC. A start takes a tenth
+of a second instead of the ten seconds of the imports. `program_of(pid)` is the pid of the program itself.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+IMPORTED = (
+    "verl_mg.cli",
+    "torch.distributed.run",
+    "verl_mg.run.main",
+    "verl_mg.run.loop",
+    "matplotlib.backends.backend_agg",
+    "pyarrow.parquet",
+    "torch.utils.tensorboard",
+    "transformers.models.qwen2.tokenization_qwen2",
+)
+START_TIMEOUT_S = 300
+
+
+class WarmStart:
+    """A server for the programs of a test session; it starts at the first use of `python`."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        self._server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def python(self) -> str:
+        """Path of an executable that runs Python programs in forks of the server."""
+        path = self._folder / "python"
+        if self._server is None:
+            client = Path(__file__).with_name("warm_client.py")
+            path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{client}" "$@"\n')
+            path.chmod(0o755)
+            # Its standard input ends with this process, and with that the server.
+            command = [sys.executable, "-m", __name__, str(self._folder)]
+            self._server = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE)
+            self._wait()
+        return str(path)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for the started process."""
+        return {"WARM_START_SOCKET": str(self._folder / "socket"), "PYTHON_EXEC": self.python}
+
+    def program_of(self, pid: int) -> int | None:
+        """Pid of the program behind a started process; None if it is no such process."""
+        file = self._folder / str(pid)
+        return int(file.read_text()) if file.exists() else None
+
+    def stop(self) -> None:
+        """Ends the server, and with it all programs."""
+        if self._server:
+            self._server.communicate()
+            self._server = None
+
+    def _wait(self) -> None:
+        until = time.monotonic() + START_TIMEOUT_S
+        while not (self._folder / "ready").exists():
+            assert self._server is not None and self._server.poll() is None, "the server of warm_start ended"
+            assert time.monotonic() < until, "the server of warm_start does not start"
+            time.sleep(0.05)
+
+
+_ROOT = Path(__file__).parents[1]
+
+
+@cache
+def shared() -> WarmStart:
+    """The server of this test session."""
+    warm = WarmStart()
+    atexit.register(warm.stop)
+    return warm
+
+
+class _Server:
+    """Forks a process for each request and reports how it ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "socket"))
+        self._listener.listen(64)
+        self._selector = selectors.DefaultSelector()
+        self._programs: dict[socket.socket, tuple[int, int, Path]] = {}  # connection: pid, pidfd, file with the pid
+
+    def serve(self) -> dict[str, Any]:
+        """Serves requests for ever; returns the request in each forked process."""
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(sys.stdin, selectors.EVENT_READ, "parent")
+        (self._folder / "ready").touch()
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    request = self._fork(self._listener.accept()[0])
+                    if request is not None:
+                        return request
+                elif key.data == "parent":
+                    sys.exit()
+                elif key.data == "client":
+                    self._client_ended(key.fileobj)  # type: ignore[arg-type]
+                else:
+                    self._program_ended(key.data)
+
+    def _fork(self, connection: socket.socket) -> dict[str, Any] | None:
+        received = _receive(connection)
+        if received is None:
+            return None
+        request, streams = received
+        pid = os.fork()
+        if pid == 0:
+            self._close()
+            connection.close()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            return request
+        for stream in streams:
+            os.close(stream)
+        file = self._folder / str(request["client"])
+        file.write_text(str(pid))
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{pid}\n".encode())
+        descriptor = os.pidfd_open(pid)
+        self._programs[connection] = pid, descriptor, file
+        self._selector.register(connection, selectors.EVENT_READ, "client")
+        self._selector.register(descriptor, selectors.EVENT_READ, connection)
+        return None
+
+    def _client_ended(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        os.kill(self._programs[connection][0], signal.SIGKILL)
+
+    def _program_ended(self, connection: socket.socket) -> None:
+        pid, descriptor, file = self._programs.pop(connection)
+        file.unlink()
+        _, status = os.waitpid(pid, 0)
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _close(self) -> None:
+        for connection, (_, descriptor, _) in self._programs.items():
+            connection.close()
+            os.close(descriptor)
+        self._selector.close()
+        self._listener.close()
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    head, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(3 * 4))
+    if len(head) < 8:
+        connection.close()
+        return None
+    streams = array.array("i")
+    for _, _, data in ancillary:
+        streams.frombytes(data)
+    left, parts = int.from_bytes(head, "little"), []
+    while left:
+        parts.append(connection.recv(left))
+        left -= len(parts[-1])
+    return json.loads(b"".join(parts)), list(streams)
+
+
+def _run(request: dict[str, Any]) -> None:
+    """The program, as the interpreter would run it."""
+    _enter_network(request["client"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
+    resource.setrlimit(resource.RLIMIT_AS, tuple(request["address_space"]))
+    first, *rest = request["arguments"]
+    if first == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        first, *rest = rest
+    if first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
+        runpy.run_path(first, run_name="__main__")
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process as the interpreter does, but for taking apart all that was imported, which takes a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _enter_network(client: int) -> None:
+    """Joins the network namespace of the process that was started, where it has another one."""
+    with contextlib.suppress(OSError):
+        other, here = f"/proc/{client}/ns/net", "/proc/self/ns/net"
+        if os.readlink(other) == os.readlink(here):
+            return
+        descriptor = os.open(other, os.O_RDONLY)
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+
+
+def _main(folder: Path) -> None:
+    for module in IMPORTED:
+        importlib.import_module(module)
+    # torchrun asks inspect.stack() for names of its own functions, which goes through all modules each time: seconds.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+    gc.collect()
+    gc.freeze()  # what is imported need not be looked through, and copied, in each process
+    request = _Server(folder).serve()
+    try:
+        _run(request)
+    except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        _end(error.code if isinstance(error.code, int) else int(error.code is not None))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        _end(1)
+    _end(0)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
