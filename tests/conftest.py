@@ -1,4 +1,4 @@
-"""What all tests share: the pool of ranks, tiny models, the real GSM8K."""
+"""Options and fixtures of all tests: the pool of ranks, the sandbox, the real GSM8K."""
 
 from __future__ import annotations
 
@@ -18,20 +18,40 @@ from tests.rank_pool import RankPool
 from verl_mg.sandbox import run_python
 
 torch.set_num_threads(1)
-# A machine under load is slow, not wrong; the same examples every time make a failure one that can be looked at.
+# A machine under load is slow, not wrong; the same examples every time make a failure reproducible.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
 _POOL = pytest.StashKey[RankPool]()
 
 
+QUICK = ("algorithms", "config", "data", "layout", "models", "planner", "reshard", "rewards", "sharding")
+"""Folders, besides the modules at the top, whose tests are pure; `--quick` selects them."""
+SLOW_FIXTURES = {"ranks", "runs", "sandbox", "hosts", "checkpointed"}
+SLOW_MODULES = ("test_api", "test_cli", "test_docs", "test_fuzz", "test_launch", "test_quickstart", "test_two_hosts")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only tests without ranks, engines and processes")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --quick, do not import modules that are not selected."""
+    first = (*collection_path.relative_to(Path(__file__).parent).with_suffix("").parts, "")[0]
+    if not config.option.quick or not first or first in QUICK:
+        return None
+    return True if first in SLOW_MODULES or not first.startswith("test_") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is `nightly` unless -m names it."""
-    if "nightly" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("nightly")]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
+    """Deselect the `nightly` tests unless -m names them, and with --quick those that need processes."""
+    deselected = []
+    if "nightly" not in config.option.markexpr:
+        deselected += [item for item in items if item.get_closest_marker("nightly")]
+    if config.option.quick:
+        deselected += [item for item in items if SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))]
+    items[:] = [item for item in items if item not in deselected]
+    config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -62,7 +82,7 @@ def sandbox() -> None:
 
 @pytest.fixture(scope="session")
 def gsm8k() -> Path:
-    """The folder with the real GSM8K files, beside the checkout."""
+    """The folder with the real GSM8K files, next to the checkout."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
     if not (folder / "train.jsonl").exists():
         pytest.skip(f"the real GSM8K is not at {folder}")

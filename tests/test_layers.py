@@ -1,4 +1,4 @@
-"""Packages stand on floors, and import only from floors below: read from the imports themselves.
+"""Packages form layers, and import only from lower layers: checked by reading the imports.
 
 Imports inside functions and under TYPE_CHECKING count like any other.
 """
@@ -48,7 +48,7 @@ SAME_LAYER = {
 
 
 def violations(package: Path) -> list[str]:
-    """One line for each room without a floor, and for each import that does not lead to a lower floor."""
+    """One line for each package without a layer, and for each import that is not from a lower layer."""
     return [line for file in sorted(package.rglob("*.py")) for line in _of_file(package, file)]
 
 
@@ -56,46 +56,46 @@ def _of_file(package: Path, file: Path) -> Iterator[str]:
     parts = file.relative_to(package).with_suffix("").parts
     here = parts[0]
     if here != "__init__" and here not in LAYERS:
-        yield f"{file}: {here} has no floor; give it one in {Path(__file__).name}"
+        yield f"{file}: {here} has no layer; give it one in {Path(__file__).name}"
         return
     for name, line in imports(file, package):
         there = name.split(".")[1]
         if there not in LAYERS:
-            yield f"{file}:{line}: {name} has no floor; give {there} one in {Path(__file__).name}"
+            yield f"{file}:{line}: {name} has no layer; give {there} one in {Path(__file__).name}"
         elif here != there and not _may_import(here, there):
-            yield f"{file}:{line}: {here} imports {name}, which is not on a lower floor"
+            yield f"{file}:{line}: {here} imports {name}, which is not in a lower layer"
 
 
 def _may_import(here: str, there: str) -> bool:
-    if here == "__init__":  # the package itself comes with every room, so it imports none
+    if here == "__init__":  # imported with each of its parts, so it imports none of them
         return False
     return there == "errors" or LAYERS[there] < LAYERS[here] or (here, there) in SAME_LAYER
 
 
 def imports(file: Path, package: Path) -> Iterator[tuple[str, int]]:
     """Dotted names below `package` that a file imports, each with its line."""
-    own = (package.name, *file.relative_to(package).parent.parts)
+    parents = (package.name, *file.relative_to(package).parent.parts)
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         names = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
-            base = own[: len(own) - node.level + 1] if node.level else ()
+            base = parents[: len(parents) - node.level + 1] if node.level else ()
             source = ".".join([*base, *([node.module] if node.module else [])])
-            rooms = [f"{source}.{name}" for name in names if _is_room(package, name)]
-            names = rooms if source == package.name else [source]
+            parts = [f"{source}.{name}" for name in names if _is_part(package, name)]
+            names = parts if source == package.name else [source]
         for name in names:
             if name.startswith(f"{package.name}."):
                 yield name, node.lineno
 
 
-def _is_room(package: Path, name: str) -> bool:
+def _is_part(package: Path, name: str) -> bool:
     return name in LAYERS or (package / name).is_dir() or (package / f"{name}.py").is_file()
 
 
-def _foreign(room: str) -> set[str]:
-    """Full names of everything a room imports from outside the package."""
-    files = (PACKAGE / room).rglob("*.py")
+def _foreign(part: str) -> set[str]:
+    """Full names of everything that a part of the package imports from outside."""
+    files = (PACKAGE / part).rglob("*.py")
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     sources = [(node.module or "", node.names) for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -168,13 +168,12 @@ def test_violations_of_sound_package_are_empty(package: Path) -> None:
         ("batch.py", "from verl_mg.layout import Layout", "batch imports verl_mg.layout"),
         ("errors.py", "import verl_mg.batch as b", "errors imports verl_mg.batch"),
         ("__init__.py", "from verl_mg.batch import Batch", "__init__ imports verl_mg.batch"),
-        ("attic/old.py", "", "attic has no floor; give it one"),
-        ("attic.py", "", "attic has no floor; give it one"),
-        ("cli.py", "from verl_mg.attic import x", "verl_mg.attic has no floor"),
+        ("attic/old.py", "", "attic has no layer; give it one"),
+        ("attic.py", "", "attic has no layer; give it one"),
+        ("cli.py", "from verl_mg.attic import x", "verl_mg.attic has no layer"),
     ],
 )
 def test_violations_of_changed_package_name_the_import(package: Path, file: str, text: str, complaint: str) -> None:
     write(package / file, text)
-    found = violations(package)
-    assert len(found) == 1
-    assert complaint in found[0]
+    (violation,) = violations(package)
+    assert complaint in violation

@@ -1,13 +1,29 @@
 #!/usr/bin/env bash
-# Linter, type checker and tests, all three whatever fails; arguments go to pytest: tools/test.sh -k resume
+# Linter, type checker and tests, all three whatever fails; the arguments go to pytest: tools/test.sh -k resume
+#   --quick: a first answer in two minutes: the linter, and the tests that start no ranks, engines and processes
+#   --all: the nightly tests too
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 cd "$repository"
-# Rollouts are tested on the real SGLang, algorithms beside those of verl, adapters by PEFT, the page in a browser.
-bash tools/install_sglang_cpu.sh
-bash tools/install_peers.sh
-bash tools/install_browser.sh
-bash tools/install_sandbox.sh
+
+mode=usual
+if [[ ${1:-} == --quick || ${1:-} == --all ]]; then
+    mode=${1#--}
+    shift
+fi
+arguments=(--durations=20 "$@")
+case $mode in
+    quick) arguments+=(--quick) ;;
+    all) arguments+=(-m "nightly or not nightly") ;;
+esac
+
+if [[ $mode != quick ]]; then
+    # Rollouts are tested on the real SGLang, algorithms against those of verl, adapters by PEFT, the page in a browser.
+    bash tools/install_sglang_cpu.sh
+    bash tools/install_peers.sh
+    bash tools/install_browser.sh
+    bash tools/install_sandbox.sh
+fi
 
 failed=()
 # check NAME COMMAND...
@@ -17,8 +33,8 @@ check() {
 }
 
 check ruff ruff check --config tools/ruff.toml .
-check mypy mypy --config-file tools/mypy.ini
-check pytest python -m pytest tests "$@"
+[[ $mode == quick ]] || check mypy mypy --config-file tools/mypy.ini
+check pytest python -m pytest tests "${arguments[@]}"
 
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}" >&2
