@@ -320,13 +320,13 @@ def test_a_server_that_does_not_come_back_is_named(server, monkeypatch):
         all_of(engine, 6)
     assert not engine.health()
     monkeypatch.setattr("verl_mg.rollout.sglang.remote_engine.BACK_SECONDS", 0.0)
-    with pytest.raises(UserError, match=rf"^http://127\.0\.0\.1:{port}: .* not back after 0 s .*start it again"):
+    with pytest.raises(UserError, match=rf"^http://127\.0\.0\.1:{port}: .* does not respond for 0 s .*Start it again"):
         engine.restart()
     engine.close()
 
 
 def test_weights_that_a_server_cannot_take_are_an_error(engine, tmp_path):
-    with pytest.raises(UserError, match=r"takes no weights: /update_weights_from_disk: "):
+    with pytest.raises(UserError, match=r"does not accept the weights \(/update_weights_from_disk: "):
         engine.load_folder(tmp_path / "nothing", 8)
 
 

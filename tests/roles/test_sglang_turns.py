@@ -35,10 +35,10 @@ def iteration(folder: Path) -> dict[str, object]:
     rollout._sampling = replace(rollout._sampling, stop_token_ids=tuple(range(10, 40)))
     conversations = rollout._fleet.engine
     if conversations is not None:
-        conversations._dialogue.calls = lambda tokens: [ToolCall("calculator", EXPRESSION)]
+        conversations._format.calls = lambda tokens: [ToolCall("calculator", EXPRESSION)]
         engine = conversations._engine
         asked: dict[str, list[int]] = {}
-        generate, answered = engine._generate, engine._answered
+        generate, answered = engine._generate, engine._complete
 
         def see(rid: str, fields: dict[str, list[int]]) -> None:
             asked[rid] = list(fields["input_ids"])
@@ -48,7 +48,7 @@ def iteration(folder: Path) -> dict[str, object]:
             select_outputs.append((rid, asked[rid], list(answer["tokens"])))
             answered(rid, answer)
 
-        engine._generate, engine._answered = see, hear
+        engine._generate, engine._complete = see, hear
     recipe.iteration(job, job.config.algorithm)
     (batch,) = rollout.produced
     judged: list[torch.Tensor] = []

@@ -129,6 +129,8 @@ def test_a_server_without_it_is_refused(inputs):
         routed=False,
     )
     check("http://node7", info, ServerRequirements(model, 32))
-    with pytest.raises(UserError, match="job.deterministic needs a server with --enable-deterministic-inference"):
+    with pytest.raises(
+        UserError, match="job.deterministic is not supported. Start the server with --enable-deterministic-inference"
+    ):
         check("http://node7", info, ServerRequirements(model, 32, seeded=True))
     check("http://node7", replace(info, seeded=True), ServerRequirements(model, 32, seeded=True))

@@ -57,7 +57,7 @@ class SharedFolderSync:
         actor.save(written, self._model_dir)
         saved = time.perf_counter()
         if self._engine:
-            self._engine.arrive()
+            self._engine.wait_until_up()
             self._engine.load_folder(written, actor.num_updates)
         dist.barrier()
         if dist.get_rank() == SENDER:
@@ -158,7 +158,7 @@ class ProcessGroupSync:
 
     def _meet(self, engine: RemoteEngine | None, servers: Sequence[int]) -> None:
         """Have a group of the sender and the ranks of `servers`, as they were started last."""
-        told = all_gather_json({"start": engine.arrive(), "ranks": engine.info.tp} if engine else None)
+        told = all_gather_json({"start": engine.wait_until_up(), "ranks": engine.info.tp} if engine else None)
         members = {server: told[self._leaders[server]]["start"] for server in servers}
         if members == self._members:
             return

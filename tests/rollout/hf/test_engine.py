@@ -1,4 +1,4 @@
-"""The embedded engine against `transformers` itself: greedy `generate`, and a forward without a cache."""
+"""HFEngine compared with `transformers`: greedy `generate`, and a forward pass without a cache."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def by_id(samples: list[Sample]) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_equals_generate_one_prompt_at_a_time(name: str, tmp_path: Path) -> None:
+def test_generate_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
     engine = engine_of(save(CONFIGS[name], tmp_path))
     stops = (3, 40, 41, 42, 70, 71)
     sampling = Sampling(max_new_tokens=12, temperature=0, stop_token_ids=stops)
@@ -117,7 +117,7 @@ def test_greedy_equals_generate_one_prompt_at_a_time(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logprobs_equal_a_forward_without_cache(name: str, tmp_path: Path) -> None:
+def test_generate_logprobs_equal_a_forward_without_cache(name: str, tmp_path: Path) -> None:
     engine = engine_of(save(CONFIGS[name], tmp_path))
     sampling = Sampling(max_new_tokens=16, temperature=1.5, top_k=40, stop_token_ids=(1, 2, 3, 4))
     asked = requests()
@@ -128,7 +128,7 @@ def test_logprobs_equal_a_forward_without_cache(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_samples_do_not_depend_on_their_batch(qwen3: Path) -> None:
+def test_generate_samples_do_not_depend_on_their_batch(qwen3: Path) -> None:
     sampling = Sampling(max_new_tokens=20, top_p=0.95, stop_token_ids=(5, 6, 7, 8))
     asked = requests(prompts=7)
     whole = engine_of(qwen3).generate(asked, sampling)
@@ -140,7 +140,7 @@ def test_samples_do_not_depend_on_their_batch(qwen3: Path) -> None:
     assert by_id(small.generate(asked[4:5], sampling)) == by_id(whole[4:5])
 
 
-def test_finish_says_why(qwen3: Path) -> None:
+def test_generate_finish_is_stop_or_length(qwen3: Path) -> None:
     sampling = Sampling(max_new_tokens=10, stop_token_ids=tuple(range(10)))
     samples = engine_of(qwen3).generate(requests(prompts=10), sampling)
     assert {sample.finish for sample in samples} == {"stop", "length"}
@@ -151,7 +151,7 @@ def test_finish_says_why(qwen3: Path) -> None:
         assert stopped[-1] or len(sample.tokens) == 10
 
 
-def test_equal_prompts_share_a_prefill_and_done_rows_leave(qwen3: Path) -> None:
+def test_generate_equal_prompts_share_a_prefill(qwen3: Path) -> None:
     engine = engine_of(qwen3)
     shapes: list[tuple[int, int]] = []
     embedding = engine.module.get_input_embeddings()
@@ -166,7 +166,7 @@ def test_equal_prompts_share_a_prefill_and_done_rows_leave(qwen3: Path) -> None:
     assert rows[-1] < 10
 
 
-def test_writing_the_parameters_changes_the_policy(qwen3: Path, tmp_path: Path) -> None:
+def test_update_written_parameters_change_the_policy(qwen3: Path, tmp_path: Path) -> None:
     other = engine_of(save(CONFIGS["qwen3"], tmp_path, seed=1))
     engine: RolloutEngine = engine_of(qwen3)
     asked, sampling = requests(), Sampling(max_new_tokens=8)
@@ -185,7 +185,7 @@ def test_writing_the_parameters_changes_the_policy(qwen3: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
-def test_an_engine_without_weights_is_filled_by_the_checkpoint(name: str, tmp_path: Path) -> None:
+def test_engine_without_weights_is_filled_by_an_update(name: str, tmp_path: Path) -> None:
     directory = save({**CONFIGS, **MIXTURES}[name], tmp_path)
     engine = engine_of(directory, load_weights=False)
     assert not engine.health()
@@ -196,7 +196,7 @@ def test_an_engine_without_weights_is_filled_by_the_checkpoint(name: str, tmp_pa
     assert by_id(engine.generate(asked, sampling)) == by_id(engine_of(directory).generate(asked, sampling))
 
 
-def test_memory_is_shared_where_it_is_of_the_same_type(qwen3: Path) -> None:
+def test_share_same_dtype_uses_the_same_memory(qwen3: Path) -> None:
     engine = engine_of(qwen3)
     asked, sampling = requests(), Sampling(max_new_tokens=6)
     before = by_id(engine.generate(asked, sampling))
@@ -219,23 +219,7 @@ def fill(engine: HFEngine, directory: Path) -> None:
         load_shards(reader, weight_table(parse_config(fields)).transformers(), engine.parameters())
 
 
-def test_sleep_frees_the_weights_and_an_update_after_wake_restores_them(qwen3: Path) -> None:
-    engine = engine_of(qwen3)
-    asked, sampling = requests(), Sampling(max_new_tokens=6)
-    before = engine.generate(asked, sampling)
-    engine.sleep()
-    assert sum(parameter.untyped_storage().nbytes() for parameter in engine.module.parameters()) == 0
-    with pytest.raises(RuntimeError, match="asleep"):
-        engine.begin_update()
-    engine.wake()
-    assert not engine.health()
-    engine.begin_update()
-    fill(engine, qwen3)
-    engine.end_update(0)
-    assert engine.generate(asked, sampling) == before
-
-
-def test_abort_returns_what_was_written(qwen3: Path) -> None:
+def test_abort_returns_partial_samples(qwen3: Path) -> None:
     engine = engine_of(qwen3, max_running_requests=6)
     asked, sampling = requests(prompts=4), Sampling(max_new_tokens=20)
     whole = engine.generate(asked, sampling)
@@ -256,7 +240,7 @@ def test_abort_returns_what_was_written(qwen3: Path) -> None:
     assert engine.generate(asked, sampling) == whole
 
 
-def test_a_cut_sample_goes_on_as_if_it_had_not_been_cut(qwen3: Path) -> None:
+def test_submit_partial_sample_continues_like_an_uninterrupted_one(qwen3: Path) -> None:
     engine = engine_of(qwen3)
     asked, sampling = requests(), Sampling(max_new_tokens=20)
     whole = engine.generate(asked, sampling)
@@ -273,34 +257,34 @@ def test_a_cut_sample_goes_on_as_if_it_had_not_been_cut(qwen3: Path) -> None:
             assert one.policy_versions == (5,) * length + (0,) * (20 - length) and one.finish == "length"
 
 
-def test_no_requests_no_samples(qwen3: Path) -> None:
+def test_collect_without_requests_returns_nothing(qwen3: Path) -> None:
     assert engine_of(qwen3).generate([], Sampling(max_new_tokens=4)) == []
 
 
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ((), "request 9 is empty"),
+        ((), "request 9: the prompt is empty"),
         ((1,) * 120, "prompt of 120 tokens plus 20 .* 128 positions"),
         ((96,), "outside the 96"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_named(qwen3: Path, prompt: tuple[int, ...], words: str) -> None:
+def test_submit_invalid_request_raises(qwen3: Path, prompt: tuple[int, ...], words: str) -> None:
     good = Request(id=1, prompt=(1,), seed=0)
     with pytest.raises(UserError, match=words):
         bad = dataclasses.replace(good, id=9, prompt=prompt)
         engine_of(qwen3).generate([good, bad], Sampling(max_new_tokens=20))
 
 
-def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
+def test_engine_directory_without_model_raises(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json"):
         engine_of(tmp_path)
     CONFIGS["qwen3"].save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no readable safetensors"):
+    with pytest.raises(UserError, match="safetensors weights cannot be read"):
         engine_of(tmp_path)
 
 
-def test_bfloat16_is_the_dtype_of_the_weights_with_and_without_loading(qwen3: Path) -> None:
+def test_engine_bfloat16_is_the_dtype_of_the_weights(qwen3: Path) -> None:
     for load in (True, False):
         engine = HFEngine(qwen3, "cpu", torch.bfloat16, load_weights=load)
         assert {tensor.dtype for tensor in engine.parameters().values()} == {torch.bfloat16}

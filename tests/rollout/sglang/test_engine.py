@@ -186,7 +186,7 @@ def test_engine_of_a_dead_rank_leaves_no_process(engine):
 
 def test_engine_that_cannot_start_raises_with_its_log(model, tmp_path):
     wrong = dataclasses.replace(SETTINGS, extra={"chunked_prefil_size": 512})
-    with pytest.raises(UserError, match=r"could not start; its log .*0\.log ends: .*chunked_prefil_size"):
+    with pytest.raises(UserError, match=r"cannot start. See its log .*0\.log, which ends: .*chunked_prefil_size"):
         SGLangEngine(model, wrong, tmp_path / "0.log")
 
 

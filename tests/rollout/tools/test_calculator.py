@@ -1,4 +1,4 @@
-"""The calculator: its data, its reward, and a tiny model that learns to call it."""
+"""The calculator task: its data, its reward, and a tiny model that learns to call the tool."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_no_sum_is_shown_before_it_is_asked(folder: Path) -> None:
+def test_calculator_data_shows_no_question_before_its_prompt(folder: Path) -> None:
     def sums(name: str) -> list[str]:
         return [record["prompt"][0]["content"] for record in records(folder / "data" / f"{name}.jsonl")]
 
@@ -43,25 +43,25 @@ def test_no_sum_is_shown_before_it_is_asked(folder: Path) -> None:
     assert {len(text) for text in train + test} == {9}
 
 
-def test_half_of_the_answers_shown_come_without_a_call(folder: Path) -> None:
+def test_calculator_data_half_of_the_answers_have_no_call(folder: Path) -> None:
     first = [record for record in records(folder / "data" / "demonstrations.jsonl") if len(record["prompt"]) == 1]
     called = sum(record["answer"].startswith(CALL[0]) for record in first)
     assert called / len(first) == pytest.approx(0.5, abs=0.01)
 
 
 @needs_sglang
-def test_a_call_is_short_and_what_is_shown_is_what_happens(folder: Path) -> None:
-    """Two turns by the rollout's own parts give the tokens of the two demonstrations."""
+def test_calculator_demonstrations_equal_the_rollout_tokens(folder: Path) -> None:
+    """Two turns of the rollout's components give the tokens of the two demonstrations."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     asked, continued = records(folder / "data" / "demonstrations.jsonl")[1:3]
-    dialogue = ToolCallFormat(tokenizer, load_tools(["verl_mg.rollout.tools.builtin:calculator"]), "qwen25")
+    chat_format = ToolCallFormat(tokenizer, load_tools(["verl_mg.rollout.tools.builtin:calculator"]), "qwen25")
     tokens = tokenizer(continued["prompt"][1]["content"])["input_ids"]
     assert len(tokens) == len(tokenizer(asked["answer"])["input_ids"]) == 15
-    assert dialogue.calls(tokens) == [
+    assert chat_format.calls(tokens) == [
         ToolCall("calculator", json.dumps({"expression": continued["prompt"][0]["content"]}))
     ]  # fmt: skip
     begin = tokenizer.apply_chat_template(continued["prompt"][:1], tokenize=False, add_generation_prompt=True)
-    seen = dialogue.observation(tokenizer.eos_token_id, [ToolResult("calculator", continued["answer"])])
+    seen = chat_format.observation(tokenizer.eos_token_id, [ToolResult("calculator", continued["answer"])])
     whole = tokenizer.apply_chat_template(continued["prompt"], tokenize=False, add_generation_prompt=True)
     assert [*tokenizer(begin)["input_ids"], *tokens, tokenizer.eos_token_id, *seen] == tokenizer(whole)["input_ids"]
 
@@ -76,13 +76,13 @@ def test_a_call_is_short_and_what_is_shown_is_what_happens(folder: Path) -> None
         ("42\n</tool_call>", 0.0),
     ],
 )
-def test_the_answer_is_the_policys_own(response: str, reward: float) -> None:
+def test_calculator_reward_reads_the_answer_of_the_policy(response: str, reward: float) -> None:
     given = score(Sample("", response, "42", {}, "stop"))
     assert (given.value, given.parts["called"]) == (reward, float(CALL[0] in response))
 
 
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
-def test_the_configurations_stand_by_themselves(stage: str) -> None:
+def test_calculator_configurations_are_complete(stage: str) -> None:
     recipe = load_recipe(RECIPES / f"{stage}.py")
     config = load_config(RECIPES / "configs" / f"calculator_{stage}.yaml", [], recipe.config)
     assert config.model.path.parts[:2] == config.data.train.parts[:2] == ("runs", "calculator")
@@ -108,7 +108,7 @@ def train(stage: str, folder: Path, model: str, data: str, *overrides: str) -> N
 
 @needs_sglang
 @pytest.mark.nightly
-def test_a_tiny_model_learns_to_call(folder: Path) -> None:
+def test_calculator_tiny_model_learns_to_call(folder: Path) -> None:
     train("sft", folder, "model", "demonstrations.jsonl")
     train("grpo", folder, "sft/model", "train.jsonl", f"data.test={folder / 'data' / 'test.jsonl'}", "job.save=false")
     before, after = accuracies(folder / "grpo" / "metrics.jsonl")
@@ -119,6 +119,6 @@ def test_a_tiny_model_learns_to_call(folder: Path) -> None:
 
 
 def called(samples: Path) -> list[float]:
-    """Of each sample of an iteration whether it called."""
+    """Returns for each sample of an iteration whether it called a tool."""
     parts = [part for file in samples.iterdir() for part in parquet.read_table(file)["parts"].to_pylist()]
     return [dict(part)["called"] for part in parts]

@@ -1,4 +1,4 @@
-"""Calls as SGLang reads them, and results as a chat template words them."""
+"""Tool calls parsed by SGLang, and results formatted by a chat template."""
 
 import json
 import string
@@ -16,7 +16,7 @@ from verl_mg.rollout.tools.tool import Tool
 
 pytestmark = needs_sglang
 
-TOOLS = [Tool.of(calculator)]
+TOOLS = [Tool.from_function(calculator)]
 
 # As that of Qwen: neighbouring results share a turn of the user, and a turn ends with a line break behind its end.
 TEMPLATE = """\
@@ -51,21 +51,21 @@ def same(calls: list[ToolCall], *expected: tuple[str, dict[str, Any]]) -> bool:
     return [(call.name, json.loads(call.arguments)) for call in calls] == list(expected)
 
 
-def test_text_without_calls() -> None:
+def test_calls_text_without_calls_returns_none() -> None:
     assert calls_in("the answer is 42 {} <tool>") == []
 
 
-def test_calls_come_in_their_order() -> None:
+def test_calls_are_returned_in_order() -> None:
     text = f"think\n{qwen('calculator', expression='1+1')}\n{qwen('calculator', expression='2')}"
     assert same(calls_in(text), ("calculator", {"expression": "1+1"}), ("calculator", {"expression": "2"}))
 
 
-def test_another_format() -> None:
+def test_calls_llama_format_is_parsed() -> None:
     text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "3"}}'
     assert same(calls_in(text, "llama3"), ("calculator", {"expression": "3"}))
 
 
-def test_unknown_tools_are_calls_too() -> None:
+def test_calls_unknown_tools_are_returned() -> None:
     assert same(calls_in(qwen("oracle", question="?")), ("oracle", {"question": "?"}))
 
 
@@ -78,7 +78,7 @@ def test_unknown_tools_are_calls_too() -> None:
         "<tool_call>\n[[]]\n</tool_call>",
     ],
 )
-def test_what_cannot_be_read_is_told(text: str) -> None:
+def test_calls_malformed_text_returns_malformed(text: str) -> None:
     assert calls_in(text) == [MALFORMED]
     good = qwen("calculator", expression="1")
     assert calls_in(f"{good}\n{text}")[-1] is MALFORMED
@@ -90,7 +90,7 @@ def observed(last: str, results: list[ToolResult], template: str | None = TEMPLA
     return str(tokenizer.decode(tokens))
 
 
-def test_results_are_worded_by_the_template_and_the_end_of_the_turn_is_not_repeated() -> None:
+def test_observation_uses_the_template_without_the_end_token() -> None:
     one, two = ToolResult("calculator", "42"), ToolResult("calculator", "error: é")
     worded = "\n<user>\n<tool_response>\n42\n</tool_response><eos>\n<assistant>"
     assert observed("<eos>", [one]) == worded
@@ -101,7 +101,7 @@ def test_results_are_worded_by_the_template_and_the_end_of_the_turn_is_not_repea
     assert "error: " in observed("<eos>", [two])
 
 
-def test_the_tokens_behind_the_turn_are_those_of_the_whole_conversation() -> None:
+def test_observation_equals_the_tokens_of_the_whole_conversation() -> None:
     tokenizer = tokenizer_with()
     prompt = [{"role": "user", "content": "6*7?"}]
     written = qwen("calculator", expression="6*7")
@@ -114,28 +114,28 @@ def test_the_tokens_behind_the_turn_are_those_of_the_whole_conversation() -> Non
     )["input_ids"]  # fmt: skip
 
 
-def test_without_a_template_results_stand_between_line_breaks() -> None:
+def test_observation_without_template_uses_line_breaks() -> None:
     assert observed("<eos>", [ToolResult("a", "1"), ToolResult("b", "2")], template=None) == "\n1\n2\n"
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{- raise_exception('no role tool') -}}", "refuses the role tool .*no role tool"),
-        ("{%- for m in messages if m.role == 'user' -%}{{- m.content -}}{%- endfor -%}", "leaves tool messages out"),
+        ("{{- raise_exception('no role tool') -}}", "rejects the role tool .*no role tool"),
+        ("{%- for m in messages if m.role == 'user' -%}{{- m.content -}}{%- endfor -%}", "omits tool messages"),
     ],
 )
-def test_a_template_that_knows_no_tools_is_named(template: str, reason: str) -> None:
+def test_tool_call_format_template_without_tools_raises(template: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         ToolCallFormat(tokenizer_with(template), TOOLS, "qwen25")
 
 
-def test_an_unknown_format_is_named() -> None:
+def test_tool_call_format_unknown_parser_raises() -> None:
     with pytest.raises(UserError, match=r"rollout.tool_call_parser=qwen35: .*qwen25"):
         ToolCallFormat(tokenizer_with(), TOOLS, "qwen35")
 
 
-def test_without_sglang_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_call_format_without_sglang_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang.srt.function_call.function_call_parser", None)
     with pytest.raises(UserError, match=r"rollout.tools: .*tools/install_sglang_cpu.sh"):
         ToolCallFormat(tokenizer_with(), TOOLS, "qwen25")

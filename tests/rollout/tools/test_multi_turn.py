@@ -1,4 +1,4 @@
-"""Conversations of several turns: what the engine is asked, token by token, and what comes out."""
+"""Multi-turn generation: the requests that the engine receives, token by token, and the samples that result."""
 
 import asyncio
 import json
@@ -123,7 +123,7 @@ async def endless() -> str:
 
 
 def conversations(engine: RolloutEngine, tools: Sequence[Any] = (calculator,), **options: Any) -> MultiTurnEngine:
-    built = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in tools]
+    built = [tool if isinstance(tool, Tool) else Tool.from_function(tool) for tool in tools]
     options = {"max_turns": 3, "tool_timeout": 60} | options
     return MultiTurnEngine(engine, ToolCallFormat(TOKENIZER, built, "qwen25"), built, **options)
 
@@ -132,7 +132,7 @@ def one(engine: Scripted, sampling: Sampling = SAMPLING, **options: Any) -> Samp
     return conversations(engine, **options).generate([Request(7, PROMPT, 0)], sampling)[0]
 
 
-def test_every_context_is_the_prompt_and_every_token_since() -> None:
+def test_collect_context_is_the_prompt_and_all_tokens_since() -> None:
     engine = Scripted(turns_of(f"I ask 42 {CALL}", CALL, "It is 42."))
     sample = one(engine)
     first = (*encode(f"I ask 42 {CALL}"), EOS, *worded("42"))
@@ -145,7 +145,7 @@ def test_every_context_is_the_prompt_and_every_token_since() -> None:
     assert {request.seed for request in engine.asked} == {0}
 
 
-def test_observations_have_no_logprob_and_no_version() -> None:
+def test_collect_observations_have_no_logprob_and_no_version() -> None:
     engine = Scripted(turns_of(CALL, "ok"))
     engine.version = 5
     sample = one(engine)
@@ -158,7 +158,7 @@ def test_observations_have_no_logprob_and_no_version() -> None:
     )  # fmt: skip
 
 
-def test_the_experts_of_a_turn_stay_those_that_wrote_it() -> None:
+def test_collect_experts_of_a_turn_remain_unchanged() -> None:
     engine = Scripted(turns_of(CALL, CALL, "ok"))
     script = engine.script
 
@@ -175,7 +175,7 @@ def test_the_experts_of_a_turn_stay_those_that_wrote_it() -> None:
     assert sample.routed_experts[:, 0].tolist() == [[i, version] for i, version in enumerate(fed)]
 
 
-def test_two_calls_run_side_by_side() -> None:
+def test_collect_calls_of_a_turn_run_concurrently() -> None:
     meet = threading.Barrier(2)
 
     def wait(n: int) -> str:
@@ -199,7 +199,7 @@ def test_two_calls_run_side_by_side() -> None:
         ("<tool_call>\n42\n</tool_call>", UNREADABLE),
     ],
 )
-def test_what_goes_wrong_is_observed(text: str, result: str) -> None:
+def test_collect_failed_call_is_observed_as_an_error(text: str, result: str) -> None:
     engine = Scripted(turns_of(text, "ok"))
     sample = one(engine, tools=[calculator, endless], tool_timeout=0.2)
     assert engine.asked[1].context == (*PROMPT, *encode(text), EOS, *worded(result))
@@ -207,14 +207,14 @@ def test_what_goes_wrong_is_observed(text: str, result: str) -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_program_runs_in_the_sandbox() -> None:
+def test_collect_python_tool_runs_in_the_sandbox() -> None:
     engine = Scripted(turns_of(qwen("python", code="print(6 * 7)"), "ok"))
     one(engine, tools=[python])
     assert engine.asked[1].context[-len(worded("42")) :] == worded("42")
 
 
 @pytest.mark.parametrize("max_turns", [1, 2, 3])
-def test_the_last_turn_may_not_call(max_turns: int) -> None:
+def test_collect_last_turn_makes_no_calls(max_turns: int) -> None:
     engine = Scripted(turns_of(CALL, CALL, CALL))
     sample = one(engine, max_turns=max_turns)
     assert len(engine.asked) == max_turns
@@ -222,7 +222,7 @@ def test_the_last_turn_may_not_call(max_turns: int) -> None:
     assert sample.finish == "stop"
 
 
-def test_the_limit_bounds_everything_behind_the_prompt() -> None:
+def test_collect_token_limit_includes_observations() -> None:
     turn, seen = len(encode(CALL)) + 1, len(worded("42"))
     for limit, length, finish in (
         (turn - 1, turn - 1, "length"),
@@ -236,7 +236,7 @@ def test_the_limit_bounds_everything_behind_the_prompt() -> None:
         assert len(sample.routed_experts) == len(PROMPT) + length - 1
 
 
-def test_others_are_written_while_tools_run() -> None:
+def test_collect_other_samples_continue_while_tools_run() -> None:
     others_done = threading.Event()
 
     def patient() -> str:
@@ -264,7 +264,7 @@ def test_others_are_written_while_tools_run() -> None:
     assert wrapper.collect(timeout=60) == []
 
 
-def test_collect_waits_no_longer_than_it_is_told() -> None:
+def test_collect_respects_its_timeout() -> None:
     wrapper = conversations(Scripted(turns_of(qwen("endless"), "ok")), tools=[endless])
     wrapper.submit([Request(7, PROMPT, 0)], SAMPLING)
     assert wrapper.collect(timeout=0.2) == []
@@ -272,7 +272,7 @@ def test_collect_waits_no_longer_than_it_is_told() -> None:
     assert [sample.finish for sample in wrapper.collect(timeout=60)] == ["abort"]
 
 
-def test_abort_while_a_tool_runs_and_going_on_later() -> None:
+def test_abort_during_a_tool_call_can_be_resumed() -> None:
     release, made = threading.Event(), []
 
     def patient() -> str:
@@ -304,7 +304,7 @@ def test_abort_while_a_tool_runs_and_going_on_later() -> None:
     assert sample.finish == "stop"
 
 
-def test_abort_while_the_engine_writes_and_going_on_later() -> None:
+def test_abort_during_generation_can_be_resumed() -> None:
     engine = Scripted(turns_of(CALL, CALL, "unreached"))
     engine.held = {7}
     wrapper = conversations(engine, max_turns=2)
@@ -332,7 +332,7 @@ def test_abort_while_the_engine_writes_and_going_on_later() -> None:
     assert len(engine.asked) == 1
 
 
-def test_a_turn_that_ends_as_it_is_cut_calls_nothing() -> None:
+def test_abort_at_the_end_of_a_turn_makes_no_calls() -> None:
     made = []
 
     def note() -> str:
@@ -350,7 +350,7 @@ def test_a_turn_that_ends_as_it_is_cut_calls_nothing() -> None:
     assert sample.tokens == (*encode(qwen("note")), EOS)
 
 
-def test_abort_cuts_only_what_is_in_flight() -> None:
+def test_abort_affects_only_requests_in_flight() -> None:
     engine = Scripted(turns_of(CALL, "ok"))
     wrapper = conversations(engine)
     wrapper.abort()
@@ -358,7 +358,7 @@ def test_abort_cuts_only_what_is_in_flight() -> None:
     assert wrapper.generate([Request(7, PROMPT, 0)], SAMPLING)[0].finish == "stop"
 
 
-def test_abort_from_another_thread_ends_a_long_wait() -> None:
+def test_abort_from_another_thread_ends_collect() -> None:
     wrapper = conversations(Scripted(turns_of(qwen("endless"), "ok")), tools=[endless])
     wrapper.submit([Request(7, PROMPT, 0)], SAMPLING)
     threading.Timer(0.3, wrapper.abort).start()
@@ -389,10 +389,10 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_with_the_embedded_engine_logprobs_are_those_of_the_whole_row(tmp_path: Path) -> None:
+def test_collect_with_hf_engine_logprobs_equal_the_whole_row(tmp_path: Path) -> None:
     engine = HFEngine(make_tiny_model(tmp_path, "qwen3", init_std=0.3), "cpu", torch.float32, max_running_requests=8)
     speech: Any = EveryTurnCalls()
-    wrapper = MultiTurnEngine(engine, speech, [Tool.of(add)], max_turns=3, tool_timeout=60)
+    wrapper = MultiTurnEngine(engine, speech, [Tool.from_function(add)], max_turns=3, tool_timeout=60)
     sampling = Sampling(max_new_tokens=40, temperature=0.8, stop_token_ids=tuple(range(6, 16)))
     requests = [Request(i, (3, 20 + i // 4, 4), i) for i in range(24)]
     samples = wrapper.generate(requests, sampling)

@@ -1,4 +1,4 @@
-"""Tools: told as their functions are written, and text whatever happens."""
+"""Tools are described by their functions, and return text in any case."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.tools.builtin import calculator, python
-from verl_mg.rollout.tools.tool import LONGEST_RESULT, Tool, call_tool, load_tools
+from verl_mg.rollout.tools.tool import MAX_RESULT_LENGTH, Tool, call_tool, load_tools
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> dict[str, Any]:
@@ -61,11 +61,11 @@ async def failing_async(how: str) -> str:
 
 
 def call(function: Any, arguments: str, timeout: float = 60) -> str:
-    return asyncio.run(Tool.of(function).call(arguments, timeout))
+    return asyncio.run(Tool.from_function(function).call(arguments, timeout))
 
 
-def test_the_schema_is_that_of_the_signature_and_the_docstring() -> None:
-    assert Tool.of(weather).schema == {
+def test_schema_describes_signature_and_docstring() -> None:
+    assert Tool.from_function(weather).schema == {
         "type": "function",
         "function": {
             "name": "weather",
@@ -85,11 +85,11 @@ def test_the_schema_is_that_of_the_signature_and_the_docstring() -> None:
     }
 
 
-def test_a_parameter_may_be_called_title() -> None:
-    assert Tool.of(slow).parameters["properties"]["title"] == {"type": "string"}
+def test_schema_parameter_named_title_remains() -> None:
+    assert Tool.from_function(slow).parameters["properties"]["title"] == {"type": "string"}
 
 
-def test_results_become_text() -> None:
+def test_call_returns_text() -> None:
     assert json.loads(call(weather, '{"city": "Zürich", "days": "3"}')) == {
         "city": "Zürich",
         "days": 3,
@@ -110,7 +110,7 @@ def test_results_become_text() -> None:
         ("[]", "error: weather: Input should be"),
     ],
 )
-def test_bad_arguments_are_an_error_line(arguments: str, line: str) -> None:
+def test_call_invalid_arguments_return_an_error_line(arguments: str, line: str) -> None:
     result = call(weather, arguments)
     assert result.startswith(line)
     assert "\n" not in result
@@ -118,22 +118,22 @@ def test_bad_arguments_are_an_error_line(arguments: str, line: str) -> None:
 
 @pytest.mark.parametrize("function", [failing, failing_async])
 @pytest.mark.parametrize("how", ["value", "exit", "interrupt", "timeout", "cancelled", "stop"])
-def test_whatever_it_raises_is_an_error_line(function: Any, how: str) -> None:
+def test_call_exception_returns_an_error_line(function: Any, how: str) -> None:
     result = call(function, json.dumps({"how": how}))
     assert result.startswith(f"error: {function.__name__} raised ")
     assert "\n" not in result
 
 
-def test_the_exception_is_told() -> None:
+def test_call_error_line_contains_the_exception() -> None:
     assert call(failing, '{"how": "value"}') == "error: failing raised ValueError: two lines"
 
 
 @pytest.mark.parametrize("function", [slow, sleepy])
-def test_a_time_out_is_an_error_line(function: Any) -> None:
+def test_call_timeout_returns_an_error_line(function: Any) -> None:
     assert call(function, '{"seconds": 3}', timeout=0.1) == f"error: {function.__name__} took longer than 0.1 s"
 
 
-def test_a_thread_that_ends_after_its_loop_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_thread_that_outlives_its_loop_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     before = set(threading.enumerate())
@@ -143,9 +143,9 @@ def test_a_thread_that_ends_after_its_loop_says_nothing(monkeypatch: pytest.Monk
     assert raised == []
 
 
-def test_cancelling_is_no_error_line() -> None:
+def test_call_cancellation_is_raised() -> None:
     async def cancel() -> None:
-        task = asyncio.create_task(Tool.of(slow).call('{"seconds": 600}', 600))
+        task = asyncio.create_task(Tool.from_function(slow).call('{"seconds": 600}', 600))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -154,22 +154,22 @@ def test_cancelling_is_no_error_line() -> None:
     asyncio.run(cancel())
 
 
-def test_an_unknown_tool_is_an_error_line() -> None:
-    tools = {"weather": Tool.of(weather), "slow": Tool.of(slow)}
+def test_call_tool_unknown_name_returns_an_error_line() -> None:
+    tools = {"weather": Tool.from_function(weather), "slow": Tool.from_function(slow)}
     line = asyncio.run(call_tool(tools, "wether", "{}", 60))
-    assert line == "error: there is no tool 'wether'; there are: weather, slow"
+    assert line == "error: there is no tool 'wether'; the tools are: weather, slow"
     assert asyncio.run(call_tool(tools, "slow", '{"seconds": 0}', 60)) == "waited"
 
 
-def test_a_long_result_is_cut() -> None:
+def test_call_long_result_is_cut() -> None:
     def much() -> str:
         """Say much."""
-        return "x" * (LONGEST_RESULT + 1)
+        return "x" * (MAX_RESULT_LENGTH + 1)
 
-    assert call(much, "{}") == "x" * LONGEST_RESULT + "... (cut)"
+    assert call(much, "{}") == "x" * MAX_RESULT_LENGTH + "... (cut)"
 
 
-def test_tools_are_found_by_name(tmp_path: Path) -> None:
+def test_load_tools_loads_by_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         'from __future__ import annotations\ndef twice(n: int) -> int:\n    """Double."""\n    return 2 * n\n'
@@ -189,21 +189,21 @@ def write_and_load(folder: Path, text: str) -> None:
     [
         ("def tol(): pass", "has no function 'tool'; write one of: tol"),
         ("import missing_module", "cannot be imported"),
-        ("def tool(a: int): pass", "tool 'tool': it has no docstring"),
-        ("def tool(a):\n 'Doc.'", "parameter a has no annotation; write a: str"),
+        ("def tool(a: int): pass", "tool 'tool': no docstring"),
+        ("def tool(a):\n 'Doc.'", "parameter a has no annotation. Write a: str"),
         ("def tool(*a: int):\n 'Doc.'", "cannot be named in a call"),
         ("def tool(a: 'Missing'):\n 'Doc.'", "name 'Missing' is not defined"),
-        ("class C: pass\ndef tool(a: C):\n 'Doc.'", "use types that JSON can describe"),
-        ("import functools\ntool = functools.partial(print)", "a tool is a function"),
+        ("class C: pass\ndef tool(a: C):\n 'Doc.'", "Use types that JSON can describe"),
+        ("import functools\ntool = functools.partial(print)", "not a function"),
     ],
 )
-def test_what_is_no_tool_is_named(tmp_path: Path, text: str, reason: str) -> None:
+def test_load_tools_invalid_tool_raises(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         write_and_load(tmp_path, text)
 
 
-def test_names_differ() -> None:
-    with pytest.raises(UserError, match="there is a tool calculator already"):
+def test_load_tools_equal_names_raise() -> None:
+    with pytest.raises(UserError, match="another tool is named calculator"):
         load_tools(["verl_mg.rollout.tools.builtin:calculator"] * 2)
 
 
@@ -220,7 +220,7 @@ def test_names_differ() -> None:
         ("1e3 + 0.5", "1000.5"),
     ],
 )
-def test_the_calculator_computes(expression: str, value: str) -> None:
+def test_calculator_computes(expression: str, value: str) -> None:
     assert calculator(expression) == value
 
 
@@ -245,13 +245,13 @@ def test_the_calculator_computes(expression: str, value: str) -> None:
         "2j",
     ],
 )
-def test_the_calculator_refuses_what_is_no_small_arithmetic(expression: str) -> None:
+def test_calculator_large_or_other_expression_raises(expression: str) -> None:
     result = call(calculator, json.dumps({"expression": expression}))
     assert result.startswith("error: calculator raised ")
 
 
 @pytest.mark.parametrize("expression", ["(" * 400 + "1" + ")" * 400, "-" * 900 + "1"])
-def test_deep_nesting_is_computed_or_refused(expression: str) -> None:
+def test_calculator_deep_nesting_is_computed_or_raises(expression: str) -> None:
     result = call(calculator, json.dumps({"expression": expression}))
     assert result == "1" or result.startswith("error: calculator raised ")
 
@@ -261,7 +261,7 @@ def test_deep_nesting_is_computed_or_refused(expression: str) -> None:
     ("code", "words"),
     [("print(6 * 7)", ["42"]), ("print(1)\n1/0", ["1\n", "ZeroDivisionError"]), ("x = (", ["SyntaxError"])],
 )
-def test_python_tells_what_a_program_prints(code: str, words: list[str]) -> None:
+def test_python_returns_printed_text(code: str, words: list[str]) -> None:
     result = asyncio.run(python(code))
     assert all(word in result for word in words)
     assert result == result.rstrip()

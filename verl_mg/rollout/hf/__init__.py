@@ -1,4 +1,4 @@
-"""The engine without a service: a `transformers` model in the process of the rank, and how it decodes."""
+"""Rollout engine on a `transformers` model inside the process of the rank."""
 
 from verl_mg.rollout.hf.engine import HFEngine
 

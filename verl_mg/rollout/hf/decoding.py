@@ -1,43 +1,45 @@
-"""The decoding loop over a `transformers` module: one batch of prompts, from prefill to last token."""
+"""The decoding loop over a `transformers` module: one batch of prompts, from prefill to the last token.
+
+Three parts: the loop (`decode`), drawing the next token (`draw_tokens`), and a key-value cache that grows in place.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from verl_mg.rollout.engine import Sampling
-from verl_mg.rollout.hf.kv_cache import roomy_cache, take_rows
-from verl_mg.rollout.hf.sampling import choose
 
-# Rows leave the batch once this share of it is done: dropping a row copies the cache of all the others.
 SHARE_DONE_BEFORE_COMPACTION = 0.25
+"""Rows leave the batch once this share of it is done: removing a row copies the cache of all others."""
 
 
 @dataclass(frozen=True)
 class Completions:
-    """What n prompts were continued with: tokens (n, T) int64, logprobs (n, T) float32, lengths (n,) int64.
-
-    Entries of a row past its length mean nothing.
-    """
+    """Continuations of n prompts; entries of a row past its length are undefined."""
 
     tokens: torch.Tensor
+    """(n, T) int64."""
     logprobs: torch.Tensor
+    """(n, T) float32, in nats."""
     lengths: torch.Tensor
+    """(n,) int64, number of tokens of each row."""
 
 
 @dataclass
 class _Rows:
-    """The rows still in the batch: everything that has to follow when some of them leave.
-
-    index: (r,) row of the completions; position: (r,) of the next token; attend: (r, prompt width + T) bool,
-    false on left padding; running: (r,) bool, false once a stop token was drawn.
-    """
+    """State of the r rows that are still in the batch."""
 
     index: torch.Tensor
+    """(r,) row of the completions."""
     position: torch.Tensor
+    """(r,) position of the next token."""
     attend: torch.Tensor
+    """(r, prompt width + T) bool, false on left padding."""
     running: torch.Tensor
+    """(r,) bool, false once a stop token was drawn."""
 
     def select(self, keep: torch.Tensor) -> None:
         self.index, self.position = self.index[keep], self.position[keep]
@@ -51,9 +53,14 @@ def decode(
     sampling: Sampling,
     aborted: Callable[[], bool],
 ) -> Completions:
-    """Continue n prompts by up to T = max_new_tokens tokens each.
+    """Continues n prompts by up to T = max_new_tokens tokens each.
 
-    uniforms: (n, T), entry t of a row draws its t-th token. `aborted` is asked after every token.
+    Args:
+        module: a causal language model.
+        prompts: n sequences of token ids.
+        uniforms: (n, T) numbers in [0, 1); entry t of a row draws its t-th token.
+        sampling: how tokens are drawn.
+        aborted: called after every token; returns whether to end.
     """
     device = module.device
     steps = sampling.max_new_tokens
@@ -64,12 +71,12 @@ def decode(
         logprobs=torch.zeros(len(prompts), steps, device=device),
         lengths=torch.zeros(len(prompts), dtype=torch.int64, device=device),
     )
-    cache = roomy_cache(module.config)
+    cache = preallocated_cache(module.config)
     logits, rows = _prefill(module, cache, prompts, steps)
     width = rows.attend.shape[1] - steps
 
     for step in range(steps):
-        tokens, logprobs = choose(logits, uniforms[rows.index, step], sampling)
+        tokens, logprobs = draw_tokens(logits, uniforms[rows.index, step], sampling)
         out.tokens[rows.index, step] = tokens
         out.logprobs[rows.index, step] = logprobs
         out.lengths[rows.index] += rows.running
@@ -81,7 +88,7 @@ def decode(
         if running <= (1 - SHARE_DONE_BEFORE_COMPACTION) * len(tokens):
             keep = rows.running.nonzero().squeeze(1)
             rows.select(keep)
-            take_rows(cache, keep)
+            select_rows(cache, keep)
             tokens = tokens[keep]
 
         attend = rows.attend[:, : width + step + 1]
@@ -93,23 +100,24 @@ def decode(
 def _prefill(
     module: PreTrainedModel, cache: DynamicCache, prompts: Sequence[tuple[int, ...]], steps: int
 ) -> tuple[torch.Tensor, _Rows]:
-    """Run every distinct prompt once, left-padded, and give its cache row to all who share it.
+    """Runs every distinct prompt once, left-padded, and copies its cache row to all rows with this prompt.
 
-    Returns the logits of the next token (n, V) and the n rows.
+    Returns:
+        The logits of the next token, (n, V), and the n rows.
     """
-    place = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
-    width = max(map(len, place))
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in place])
-    lengths = torch.tensor([len(prompt) for prompt in place])
+    row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
+    width = max(map(len, row_of))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in row_of])
+    lengths = torch.tensor([len(prompt) for prompt in row_of])
     attend = torch.arange(width + steps) >= width - lengths[:, None]
     positions = (torch.arange(width) - (width - lengths[:, None])).clamp(min=0)
 
     device = module.device
     ids, lengths, attend, positions = (each.to(device) for each in (ids, lengths, attend, positions))
     logits = _forward(module, cache, ids, attend[:, :width], positions)
-    if len(place) < len(prompts):
-        shared = torch.tensor([place[prompt] for prompt in prompts], device=device)
-        take_rows(cache, shared)
+    if len(row_of) < len(prompts):
+        shared = torch.tensor([row_of[prompt] for prompt in prompts], device=device)
+        select_rows(cache, shared)
         logits, lengths, attend = logits[shared], lengths[shared], attend[shared]
     return logits, _Rows(
         index=torch.arange(len(prompts), device=device),
@@ -126,7 +134,7 @@ def _forward(
     attend: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits (r, V) after the last of ids (r, t) at positions (r, t); attend: (r, cached + t) bool."""
+    """Returns the logits (r, V) after the last of ids (r, t) at positions (r, t); attend: (r, cached + t) bool."""
     output = module(
         input_ids=ids,
         attention_mask=attend,
@@ -136,3 +144,137 @@ def _forward(
         logits_to_keep=1,
     )
     return output.logits[:, -1]
+
+
+def uniforms(seed: int, n: int) -> torch.Tensor:
+    """Returns n random numbers that depend only on `seed`; entry t draws the t-th token.
+
+    Args:
+        seed: seed of the generator.
+        n: how many numbers.
+
+    Returns:
+        (n,) float32 in [0, 1), on the CPU.
+    """
+    return torch.rand(n, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one token per row by inverting its cumulative distribution at the row's uniform number.
+
+    Args:
+        logits: (n, V), any float dtype.
+        uniforms: (n,) in [0, 1), unused by greedy decoding.
+        sampling: temperature, top-k and top-p.
+
+    Returns:
+        Tokens (n,) int64, and their log-probs (n,) float32 in nats under the full temperature-scaled distribution:
+        top-k and top-p restrict the draw but do not renormalise it.
+    """
+    scores = logits.float()
+    if sampling.temperature > 0:
+        scores = scores / sampling.temperature
+    best_score, best = scores.max(dim=-1, keepdim=True)
+    weights = torch.exp(scores - best_score)
+    total = weights.sum(dim=-1, keepdim=True)
+    tokens = best if sampling.temperature == 0 else _draw(weights, total, best, uniforms[:, None], sampling)
+    logprobs = scores.gather(-1, tokens) - best_score - total.log()
+    return tokens.squeeze(-1), logprobs.squeeze(-1)
+
+
+def _draw(
+    weights: torch.Tensor, total: torch.Tensor, best: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
+) -> torch.Tensor:
+    """Draws tokens (n, 1) from unnormalised weights (n, V); total, best (most probable token), uniforms: (n, 1)."""
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return _invert(weights, best, uniforms)
+    kept, ids = _most_probable(weights, total, sampling)
+    first = torch.zeros_like(best)
+    return ids.gather(-1, _invert(kept, first, uniforms))
+
+
+def _most_probable(weights: torch.Tensor, total: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorts weights in descending order, cut to top-k and 0 outside top-p; returns them and token ids, both (n, k)."""
+    kept, ids = weights.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k > 0:
+        kept, ids = kept[:, : sampling.top_k], ids[:, : sampling.top_k]
+    mass_before = (kept.cumsum(dim=-1) - kept) / total
+    inside = mass_before < sampling.top_p
+    inside[:, 0] = True  # the subtraction above may leave a rounding error where there is no mass
+    return kept * inside, ids
+
+
+def _invert(weights: torch.Tensor, best: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Finds the first column whose cumulative weight exceeds the uniform share of the total, (n, 1)."""
+    cumulative = weights.cumsum(dim=-1)
+    columns = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    columns = columns.clamp(max=weights.shape[-1] - 1)  # the product can round up to the total itself
+    # A parallel cumsum need not be exactly monotonic: a column without weight must never be drawn.
+    return torch.where(weights.gather(-1, columns) > 0, columns, best)
+
+
+class PreallocatedLayer(DynamicLayer):
+    """A cache layer with spare columns; `keys` and `values` (rows, heads, length, dim) are views of its buffers.
+
+    `DynamicLayer` copies the whole cache at every token.
+    """
+
+    key_buffer: torch.Tensor
+    value_buffer: torch.Tensor
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Starts without columns, in the dtype and on the device of the states."""
+        super().lazy_initialization(key_states, value_states)
+        self._keep(key_states[:, :, :0], value_states[:, :, :0], length=0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends states (rows, heads, new, dim), and returns all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if end > self.key_buffer.shape[-2]:
+            self.key_buffer = _grown(self.key_buffer[:, :, :start], end)
+            self.value_buffer = _grown(self.value_buffer[:, :, :start], end)
+        self.key_buffer[:, :, start:end] = key_states
+        self.value_buffer[:, :, start:end] = value_states
+        return self._keep(self.key_buffer, self.value_buffer, length=end)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keeps the given rows, without the spare columns."""
+        length = self.get_seq_length()
+        keys = self.key_buffer[:, :, :length].index_select(0, beam_idx)
+        values = self.value_buffer[:, :, :length].index_select(0, beam_idx)
+        self._keep(keys, values, length)
+
+    def _keep(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.key_buffer, self.value_buffer = keys, values
+        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+        return self.keys, self.values
+
+
+def preallocated_cache(config: PreTrainedConfig) -> DynamicCache:
+    """Returns an empty cache for a model; layers that keep a window or a state instead of all columns are unchanged."""
+    cache = DynamicCache(config=config)
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def select_rows(cache: DynamicCache, rows: torch.Tensor) -> None:
+    """Replaces the rows of a cache by a selection of them.
+
+    Args:
+        cache: the cache to modify.
+        rows: (r,) int64 indices of its rows; they may repeat.
+    """
+    cache.reorder_cache(rows)  # type: ignore[arg-type]  # annotated LongTensor, which no tensor function returns
+
+
+def _grown(states: torch.Tensor, columns: int) -> torch.Tensor:
+    """Copies (rows, heads, length, dim) into a buffer for `columns` columns, half as many again, and 32."""
+    rows, heads, length, dim = states.shape
+    buffer = states.new_empty(rows, heads, columns + columns // 2 + 32, dim)
+    buffer[:, :, :length] = states
+    return buffer

@@ -1,4 +1,4 @@
-"""A layout and a device as SGLang's server arguments."""
+"""Server arguments of SGLang for a layout and a device."""
 
 from __future__ import annotations
 
@@ -15,33 +15,46 @@ from verl_mg.layout import EngineLayout, ModelDims
 from verl_mg.rollout.sglang.pp_weight_loader import LOADER
 
 CPU_TILE = 32
-"""Widths of matrices are padded to multiples of it, on each rank, where SGLang runs on the CPU."""
+"""On the CPU, SGLang pads widths of matrices to multiples of this on each rank."""
 CPU_KEY_VALUE_TOKENS = 2**16
-"""At most so many tokens has the key-value cache of an engine on the CPU."""
+"""Largest key-value cache of an engine on the CPU, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What an engine is started with. `extra`: further server arguments by their own names; they win.
-
-    deterministic: a sample depends on its seed alone, and not on what is answered beside it, on GPUs.
-    """
+    """Settings with which an engine is started."""
 
     layout: EngineLayout
+    """Parallel sizes of the engine."""
     dtype: torch.dtype
+    """Dtype of the weights."""
     max_running: int
+    """Largest number of requests at the same time."""
     max_positions: int
+    """Largest number of tokens of a prompt with its response."""
     memory_fraction: float = 0.6
+    """Share of a GPU's memory for weights and key-value cache."""
     first_gpu: int = 0
+    """Index of the first GPU."""
     gpu_step: int = 1
+    """Distance between the indices of two GPUs of the engine."""
     seed: int = 0
+    """Seed of the engine."""
     routed_experts: bool = False
+    """Whether samples contain the experts of each token."""
     deterministic: bool = False
+    """Whether a sample depends only on its seed, and not on concurrent requests; on GPUs."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further server arguments by SGLang's names; they take precedence."""
 
 
 def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
-    """Keyword arguments of `sglang.Engine`. Weights are not loaded: the first sync brings them."""
+    """Returns the keyword arguments of `sglang.Engine`. It loads no weights: the first weight sync does.
+
+    Args:
+        model: Hugging Face directory.
+        settings: settings of the engine.
+    """
     layout = settings.layout
     common: dict[str, Any] = {
         "model_path": str(model),
@@ -52,9 +65,9 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         "ep_size": layout.ep,
         "max_running_requests": settings.max_running,
         "random_seed": settings.seed,
-        # Tokens in, tokens out: nothing is made text and back.
+        # Requests and samples are token ids; no text is involved.
         "skip_tokenizer_init": True,
-        # A layer of its own, as the weight table has it.
+        # A separate layer, as in the weight table.
         "disable_shared_experts_fusion": True,
         "skip_server_warmup": True,
         "log_level": "warning",
@@ -70,39 +83,47 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
 
 
 def check_on_cpu(model: ModelDims, layout: EngineLayout) -> None:
-    """UserError where SGLang would pad the model on the CPU: the weight table knows the shards of GPUs."""
+    """Checks that SGLang does not pad the model on the CPU, for which the weight table has no shards.
+
+    Args:
+        model: sizes of the model.
+        layout: layout of the engine.
+
+    Raises:
+        UserError: the layout is not supported on the CPU.
+    """
     if torch.cuda.is_available():
         return
     if layout.ep > 1 or layout.adp > 1:
-        raise UserError(f"rollout.layout={layout}: on the CPU SGLang has neither ep nor adp; leave them out")
+        raise UserError(f"rollout.layout={layout}: SGLang does not support ep and adp on the CPU. Remove them.")
     widths = {"columns of the feed-forward layer": model.ffn, "columns of an expert": model.expert_ffn}
     for what, width in widths.items():
         if width % (CPU_TILE * layout.tp):
             raise UserError(
                 f"rollout.layout={layout}: on the CPU SGLang pads the {width} {what} to a multiple of "
-                f"{CPU_TILE} * tp; take rollout.engine=hf, or a model with a multiple of {CPU_TILE * layout.tp}"
+                f"{CPU_TILE} * tp. Set rollout.engine=hf, or use a model with a multiple of {CPU_TILE * layout.tp}."
             )
     if model.kv_heads % layout.tp:
         raise UserError(
-            f"rollout.layout={layout}: on the CPU SGLang pads {model.kv_heads} key-value heads to a multiple of tp; "
-            "write a tp that divides them"
+            f"rollout.layout={layout}: on the CPU SGLang pads {model.kv_heads} key-value heads to a multiple of tp. "
+            "Set a tp that divides them."
         )
 
 
 def environment(layout: EngineLayout) -> dict[str, str]:
-    """The environment of a host process: this one's, without what torchrun says of this rank."""
+    """Returns the environment of an engine process: this one without the variables of the launcher."""
     launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     launcher |= {"MASTER_ADDR", "MASTER_PORT"}
-    own = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in launcher and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
     }
     if torch.cuda.is_available():
-        return own
+        return inherited
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(layout.ranks))
-    return own | {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": binding, "OMP_NUM_THREADS": "1"}
+    return inherited | {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": binding, "OMP_NUM_THREADS": "1"}
 
 
 def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
@@ -112,7 +133,7 @@ def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
         "gpu_id_step": settings.gpu_step,
         "enable_memory_saver": True,
         "mem_fraction_static": settings.memory_fraction,
-        # None of the attention kernels for the CPU is among those that SGLang lets it have.
+        # Not on the CPU: SGLang permits it only with attention kernels for GPUs.
         "enable_deterministic_inference": settings.deterministic,
     }
 
@@ -127,6 +148,6 @@ def _on_cpu(settings: EngineSettings) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "mem_fraction_static": 0.1,
         "max_total_tokens": min(settings.max_running * settings.max_positions, CPU_KEY_VALUE_TOKENS),
-        # Idle engines share the cores with the training.
+        # Idle engines share the cores with training.
         "sleep_on_idle": True,
     }

@@ -1,7 +1,7 @@
-"""Tensors handed to another process of the machine by the handles of their memory; no value is copied into a message.
+"""Passes tensors to another process of the machine as memory handles; messages contain no values.
 
 The handles are what `torch.multiprocessing` pickles: a name in shared memory on the CPU, a CUDA IPC handle on a GPU.
-They go to the engine that this job has started, over its private socket; nothing is unpickled on this side.
+They are sent to the engine that this job has started, over a private socket; this side unpickles nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from verl_mg.sharding.boxes import Shard
 
 
 def staging(shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
-    """Tensors for the shards that can be handed over: in shared memory, if the device is the CPU. Padding is zero."""
+    """Allocates tensors for shards: on the CPU in shared memory; padding is zero.
+
+    Args:
+        shards: shards by name of the parameter.
+        dtypes: dtype of each.
+        device: device of the tensors.
+    """
     tensors = {name: torch.empty(shard.shape, dtype=dtypes[name], device=device) for name, shard in shards.items()}
     if device.type == "cpu":
         with _by_name():
@@ -32,12 +38,12 @@ def staging(shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype], devi
 
 
 def payload(tensors: Mapping[str, Tensor]) -> str:
-    """What SGLang's `update_weights_from_tensor` takes for one of its ranks, in base64; to be unpacked once.
+    """Returns the argument of SGLang's `update_weights_from_tensor` for one of its ranks, in base64.
 
-    The tensors must live until it is.
+    It can be unpacked once, and the tensors must exist until then.
     """
     if any(tensor.is_cuda for tensor in tensors.values()):
-        # GPUs have other numbers in the engine's process: SGLang's reductions name them by what they are.
+        # GPU indices differ in the engine's process: SGLang's reductions identify GPUs by UUID.
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
@@ -49,7 +55,7 @@ def payload(tensors: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def _by_name() -> Iterator[None]:
-    """Inside, shared memory is a named file: an unrelated process can open it, which a file descriptor it cannot."""
+    """Shares memory by file names inside this context: an unrelated process cannot open a file descriptor."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:

@@ -1,6 +1,6 @@
-"""The loader of a pipeline stage, called inside SGLang's schedulers: each takes what is its own.
+"""Weight loader of a pipeline stage, called inside SGLang's schedulers.
 
-SGLang hands all stages the payload of their tensor-parallel rank, and its format "direct" knows no stages.
+SGLang gives all stages the same payload for a tensor-parallel rank, and its format "direct" does not support stages.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ import torch
 from torch import Tensor
 
 LOADER = f"{__name__}.load_stage"
-"""Under which SGLang finds it: the server argument `custom_weight_loader` and the load format."""
+"""Name of the loader, for the server argument `custom_weight_loader` and as load format."""
 
 
 def stage_payload(payloads: Sequence[str]) -> str:
-    """The payloads of one tensor-parallel rank on all stages as one payload, in base64."""
+    """Merges the payloads of one tensor-parallel rank on all stages into one, in base64."""
     text = torch.frombuffer(bytearray(json.dumps(list(payloads)).encode()), dtype=torch.uint8)
-    # By value: all stages read it, and a handle could be opened once.
+    # By value: all stages read it, and a handle can be opened only once.
     return base64.b64encode(pickle.dumps([("payloads of the stages", text)])).decode()
 
 
 def load_stage(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copy this stage's tensors into the parameters of their names."""
+    """Copies this stage's tensors into the parameters of the same names.
+
+    Args:
+        model: SGLang's model of this stage.
+        named_tensors: the merged payload of all stages.
+    """
     from sglang.srt.model_loader.weight_utils import default_weight_loader
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.utils import MultiprocessingSerializer

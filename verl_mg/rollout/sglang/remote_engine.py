@@ -1,4 +1,4 @@
-"""An SGLang server that somebody else has started, `python -m sglang.launch_server`, as a rollout engine over HTTP."""
+"""SGLang server that the user has started with `python -m sglang.launch_server`, as a rollout engine over HTTP."""
 
 from __future__ import annotations
 
@@ -15,137 +15,154 @@ from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.request_tracker import EngineLimits, RequestTracker, parse_response
-from verl_mg.rollout.sglang.server_info import ASK_SECONDS, ServerRequirements, check, describe, probe_server
+from verl_mg.rollout.sglang.server_info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
 
 T = TypeVar("T")
 
-BACK_SECONDS = 600.0
-"""How long a server that went away may take to come back: a large model is loaded in minutes."""
+RESTART_SECONDS = 600.0
+"""Time limit for the restart of a lost server: loading a large model takes minutes."""
 UPDATE_SECONDS = 1800.0
-"""How long a server may take to load weights."""
-AGAIN_SECONDS = 0.5
-"""Between two attempts at something that may be repeated."""
+"""Time limit of a server for loading weights."""
+RETRY_SECONDS = 0.5
+"""Pause between two attempts."""
 
 
 class RemoteEngine(RequestTracker):
-    """The server at `url`, which must be what `demand` asks for; its weights come from here.
+    """Client of a server whose weights this job sends.
 
-    `max_running`: at most so many requests at once, fewer where the server says so.
-    When the server goes away, methods raise `EngineDiedError`; then `restart`, bring the weights, `resume`.
-    Raises UserError naming URL and remedy where no such server answers.
+    When the server is lost, methods raise `EngineDiedError`; then call `restart`, send the weights, and call `resume`.
     """
 
     def __init__(
-        self, url: str, demand: ServerRequirements, *, max_running: int = 256, request_timeout: float = 3600.0
+        self, url: str, requirements: ServerRequirements, *, max_running: int = 256, request_timeout: float = 3600.0
     ) -> None:
-        self.info = probe_server(url, demand)
-        self._client, self._demand = JsonSession(url), demand
+        """Connects to the server and checks it.
+
+        Args:
+            url: address of the server.
+            requirements: properties that the job needs.
+            max_running: largest number of requests at the same time; the server may allow fewer.
+            request_timeout: seconds after which a request is aborted.
+
+        Raises:
+            UserError: no server responds, or it does not meet the requirements.
+        """
+        self.info = probe_server(url, requirements)
+        self._client, self._requirements = JsonSession(url), requirements
         self.url = self._client.url
         limits = EngineLimits(
             max_running=min(max_running, self.info.max_running),
-            max_positions=min(demand.model.max_positions, self.info.context),
+            max_positions=min(requirements.model.max_positions, self.info.context),
             seeded=self.info.seeded,
-            routed=demand.routed,
+            routed=requirements.routed,
         )
         super().__init__(limits, request_timeout)
         self._inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
-        self._open: set[str] = set()  # touched by the client's thread alone
-        self._clear()
-
-    # -- life
+        self._open: set[str] = set()  # used only by the client's thread
+        self._reset()
 
     def restart(self) -> None:
-        """Wait until the server is back; what was unfinished waits for `resume`. UserError if that takes too long."""
-        self.arrive()
+        """Waits until the server is running again; unfinished requests wait for `resume`."""
+        self.wait_until_up()
         self._version = -1
-        self._clear()
+        self._reset()
 
-    def arrive(self) -> str:
-        """Wait until the server answers; which start of it this is. UserError after `BACK_SECONDS`."""
-        until = time.monotonic() + BACK_SECONDS
+    def wait_until_up(self) -> str:
+        """Waits until the server responds, and returns an id of its start; UserError after `RESTART_SECONDS`."""
+        deadline = time.monotonic() + RESTART_SECONDS
         while True:
             try:
-                self.info = self._talk(describe(self._client))
+                self.info = self._run(describe(self._client))
             except UnreachableError as error:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise UserError(
-                        f"{self.url}: the server went away and is not back after {BACK_SECONDS:.0f} s ({error}); "
-                        "start it again, then the job"
+                        f"{self.url}: the server was lost and does not respond for {RESTART_SECONDS:.0f} s ({error}). "
+                        "Start it again, then the job."
                     ) from None
-                time.sleep(AGAIN_SECONDS)
+                time.sleep(RETRY_SECONDS)
                 continue
-            check(self.url, self.info, self._demand)
+            check(self.url, self.info, self._requirements)
             return self.info.start
 
     def close(self) -> None:
-        """Let go of the server, which goes on."""
+        """Disconnects from the server, which keeps running."""
         self._client.close()
 
     def health(self) -> bool:
-        """Whether there are weights."""
+        """Returns whether the weights have been sent."""
         return self._version >= 0
 
-    def _clear(self) -> None:
-        """End what a job before, or this one before the server was lost, has left in it."""
+    def _reset(self) -> None:
+        """Ends requests and updates that were left by an earlier job, or by this one before the server was lost."""
         with contextlib.suppress(RefusedError, UnreachableError):
-            self._talk(self._client.post("/abort_request", {"abort_all": True}, ASK_SECONDS))
-            # Refused if none is open, which is the rule.
-            self._talk(self._client.post("/end_weight_update", {}, UPDATE_SECONDS))
+            self._run(self._client.post("/abort_request", {"abort_all": True}, QUERY_SECONDS))
+            # Refused where no update is open, which is the usual case.
+            self._run(self._client.post("/end_weight_update", {}, UPDATE_SECONDS))
 
-    def _talk(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._client.start(work).result()
-
-    # -- samples
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._client.start(coroutine).result()
 
     def abort(self) -> None:
-        """See `RolloutEngine`."""
+        """Aborts all requests in flight."""
         for rid in list(self._running):
-            self._cut(rid)
+            self._abort_request(rid)
 
     def _generate(self, rid: str, fields: dict[str, Any]) -> None:
-        self._client.start(self._answer(rid, fields))
+        self._client.start(self._post_request(rid, fields))
 
-    async def _answer(self, rid: str, fields: dict[str, Any]) -> None:
+    async def _post_request(self, rid: str, fields: dict[str, Any]) -> None:
         self._open.add(rid)
         try:
-            answer = parse_response(await self._client.post("/generate", fields | {"rid": rid}, timeout=None))
-            if not all(span["version"].isdigit() for span in answer["spans"]):
-                answer = {"lost": "it was started anew, and has not the weights of this job"}
+            result = parse_response(await self._client.post("/generate", fields | {"rid": rid}, timeout=None))
+            if not all(span["version"].isdigit() for span in result["spans"]):
+                result = {"lost": "it was restarted, and does not have the weights of this job"}
         except UnreachableError as error:
-            answer = {"lost": str(error)}
+            result = {"lost": str(error)}
         except RefusedError as error:
-            answer = {"lost" if error.status >= 500 else "error": str(error)}
+            result = {"lost" if error.status >= 500 else "error": str(error)}
         self._open.discard(rid)
-        self._inbox.put((rid, answer))
+        self._inbox.put((rid, result))
 
-    def _cut(self, rid: str) -> None:
-        self._client.start(self._abort(rid))
+    def _abort_request(self, rid: str) -> None:
+        self._client.start(self._repeat_abort(rid))
 
-    async def _abort(self, rid: str) -> None:
-        """Again and again: an abort that overtakes its request finds nothing to abort."""
+    async def _repeat_abort(self, rid: str) -> None:
+        """Repeats the abort: one that overtakes its request has no effect."""
         while rid in self._open:
             with contextlib.suppress(UnreachableError, RefusedError):
-                await self._client.post("/abort_request", {"rid": rid}, ASK_SECONDS)
-            await asyncio.sleep(AGAIN_SECONDS)
+                await self._client.post("/abort_request", {"rid": rid}, QUERY_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _receive(self, timeout: float) -> None:
-        rid, answer = self._inbox.get(timeout=timeout)
-        # What comes of requests that were asked again under another name is of no interest.
-        if "lost" in answer and rid in self._running:
+        rid, result = self._inbox.get(timeout=timeout)
+        # Results of requests that were submitted again under another id are ignored.
+        if "lost" in result and rid in self._running:
             self._version = -1
-            raise EngineDiedError(f"the server {self.url} is lost: {answer['lost']}")
-        self._answered(rid, answer)
-
-    # -- weights
+            raise EngineDiedError(f"the server {self.url} is lost: {result['lost']}")
+        self._complete(rid, result)
 
     def load_folder(self, folder: Path, version: int) -> None:
-        """Have the server load a Hugging Face directory, by a path that both sides see, as weights `version`."""
+        """Makes the server load a Hugging Face directory.
+
+        Args:
+            folder: path that both sides see.
+            version: policy version of the weights.
+        """
         body = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
-        self.wait(self._change("/update_weights_from_disk", body))
+        self.wait(self._post_change("/update_weights_from_disk", body))
         self._version = version
 
     def join_group(self, name: str, address: str, port: int, first: int, ranks: int, backend: str) -> Future[None]:
-        """Begin to make the server's ranks those from `first` on of a process group; `wait` for it."""
+        """Starts to add the server's ranks to a process group; pass the result to `wait`.
+
+        Args:
+            name: name of the group.
+            address: host of its store.
+            port: port of its store.
+            first: rank of the server's first rank in the group.
+            ranks: size of the group.
+            backend: backend of torch.distributed.
+        """
         body = {
             "group_name": name,
             "master_address": address,
@@ -154,15 +171,15 @@ class RemoteEngine(RequestTracker):
             "world_size": ranks,
             "backend": backend,
         }
-        return self._change("/init_weights_update_group", body)
+        return self._post_change("/init_weights_update_group", body)
 
     def leave_group(self, name: str) -> Future[None]:
-        """Begin to let the group go; refused by a server that was started anew since."""
-        return self._change("/destroy_weights_update_group", {"group_name": name})
+        """Starts to remove the group; refused by a server that was restarted since."""
+        return self._post_change("/destroy_weights_update_group", {"group_name": name})
 
     def begin_update(self) -> None:
-        """Open the weights for writing; nothing may be in flight."""
-        self.wait(self._change("/begin_weight_update", {}))
+        """Begins an update of the weights; no requests may be in flight."""
+        self.wait(self._post_change("/begin_weight_update", {}))
 
     def receive(
         self,
@@ -172,9 +189,14 @@ class RemoteEngine(RequestTracker):
         shapes: Iterable[Sequence[int]],
         version: int | None,
     ) -> Future[None]:
-        """Begin to take tensors that follow each other in one broadcast of bytes; `wait` for it.
+        """Starts to receive tensors that are concatenated in one broadcast of bytes; pass the result to `wait`.
 
-        `version` comes with the last ones: the cache of the old weights is flushed with them.
+        Args:
+            group: name of the process group.
+            names: names of the tensors.
+            dtypes: their dtypes, as text.
+            shapes: their shapes.
+            version: policy version, with the last tensors of an update: they flush the cache of the old weights.
         """
         body: dict[str, Any] = {
             "group_name": group,
@@ -186,28 +208,31 @@ class RemoteEngine(RequestTracker):
         }
         if version is not None:
             body["weight_version"] = str(version)
-        return self._change("/update_weights_from_distributed", body)
+        return self._post_change("/update_weights_from_distributed", body)
 
     def end_update(self, version: int) -> None:
-        """Take the weights into use as number `version`."""
-        self.wait(self._change("/end_weight_update", {}))
+        """Ends an update; the weights are policy version `version` from now on."""
+        self.wait(self._post_change("/end_weight_update", {}))
         self._version = version
 
     def wait(self, change: Future[None]) -> None:
-        """Until the server has done it. UserError where it could not."""
+        """Waits for a change of the weights; UserError where the server cannot make it."""
         try:
             change.result()
         except RefusedError as error:
-            raise UserError(f"{self.url}: the server (SGLang {self.info.version}) takes no weights: {error}") from None
+            raise UserError(
+                f"{self.url}: the server (SGLang {self.info.version}) does not accept the weights ({error}). "
+                "See its log."
+            ) from None
         except UnreachableError as error:
             raise UserError(
-                f"{self.url}: the server went away while it took weights ({error}); start it again, then the job"
+                f"{self.url}: the server was lost during a weight sync ({error}). Start it again, then the job."
             ) from None
 
-    def _change(self, path: str, body: dict[str, Any]) -> Future[None]:
-        return self._client.start(self._succeed(path, body))
+    def _post_change(self, path: str, body: dict[str, Any]) -> Future[None]:
+        return self._client.start(self._checked_post(path, body))
 
-    async def _succeed(self, path: str, body: dict[str, Any]) -> None:
+    async def _checked_post(self, path: str, body: dict[str, Any]) -> None:
         content = await self._client.post(path, body, UPDATE_SECONDS)
         if not (isinstance(content, dict) and content.get("success") is True):
             raise RefusedError(200, f"{path}: {content}")

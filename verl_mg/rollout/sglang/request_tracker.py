@@ -1,4 +1,4 @@
-"""Requests as SGLang takes them and its answers as samples: what an engine of this job and a server have in common."""
+"""Requests in flight in SGLang, common to an engine of this job and a server."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from verl_mg.errors import UserError
 from verl_mg.rollout.engine import Finish, Request, RolloutEngine, Sample, Sampling
 
 ABORT_SECONDS = 10.0
-"""How long an aborted request may take to say how far it got."""
+"""Time limit of an aborted request for returning its partial sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What an SGLang can take: requests at once, and tokens of a sample with its prompt.
-
-    seeded: whether a sample's randomness comes from its seed alone. routed: (layers, experts of a token), where the
-    experts that tokens went to are asked for.
-    """
+    """Limits and properties of an SGLang engine."""
 
     max_running: int
+    """Largest number of requests at the same time."""
     max_positions: int
+    """Largest number of tokens of a prompt with its response."""
     seeded: bool = False
+    """Whether a sample depends only on its seed."""
     routed: tuple[int, int] | None = None
+    """(layers, experts per token) where samples contain the experts of each token; None where they do not."""
 
 
 @dataclass
@@ -43,18 +43,28 @@ class _Running:
     """A request in the engine."""
 
     request: Request
+    """The request itself."""
     sampling: Sampling
+    """How its tokens are drawn."""
     deadline: float
+    """Time of `time.monotonic` at which it is aborted."""
     timed_out: bool = False
+    """Whether it has been aborted for its deadline."""
 
 
 class RequestTracker(RolloutEngine):
-    """Keeps what is in flight; how it reaches SGLang and comes back is for those who inherit.
+    """Keeps the requests in flight; subclasses implement the transport to SGLang.
 
-    A request that takes longer than `request_timeout` seconds is cut alone and comes back with finish "timeout".
+    A request that exceeds its time limit is aborted alone, and its sample has the finish "timeout".
     """
 
     def __init__(self, limits: EngineLimits, request_timeout: float) -> None:
+        """Starts without requests.
+
+        Args:
+            limits: limits of the engine.
+            request_timeout: seconds after which a request is aborted.
+        """
         self._limits, self._request_timeout = limits, request_timeout
         self._running: dict[str, _Running] = {}
         self._done: deque[Sample] = deque()
@@ -62,107 +72,108 @@ class RequestTracker(RolloutEngine):
         self._version = -1
 
     def num_free_slots(self) -> int:
-        """See `RolloutEngine`."""
+        """Returns the limit of running requests minus those in flight."""
         return self._limits.max_running - len(self._running)
 
     def num_queue_slots(self) -> int:
-        """See `RolloutEngine`. What is handed over and tokenised by then fills a batch without a gap."""
+        """Returns a quarter of the running requests: enough to fill a batch without a gap."""
         return self._limits.max_running // 4
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """See `RolloutEngine`. UserError for an empty prompt or one that leaves no room to answer."""
+        """Sends requests to SGLang; UserError for a prompt that is empty or fills the context."""
         for request in requests:
             self._check(request)
             if request.remaining_tokens(sampling) <= 0:
                 self._done.append(request.prepend_partial(Sample(request.id, (), (), (), "length")))
                 continue
-            self._ask(_Running(request, sampling, time.monotonic() + self._request_timeout))
+            self._send(_Running(request, sampling, time.monotonic() + self._request_timeout))
 
     def collect(self, timeout: float) -> list[Sample]:
-        """See `RolloutEngine`."""
+        """Returns completed samples, and aborts requests that exceed their time limit."""
         self._drain(time.monotonic() + timeout)
-        self._cut_the_late()
+        self._abort_timed_out()
         samples = list(self._done)
         self._done.clear()
         return samples
 
     def resume(self) -> None:
-        """Ask again for everything that was in flight when SGLang died, under new names."""
+        """Submits all requests again that were in flight when SGLang was lost, with new ids."""
         unfinished, self._running = self._running, {}
         for running in unfinished.values():
-            self._ask(running)
+            self._send(running)
 
     @abstractmethod
     def _generate(self, rid: str, fields: dict[str, Any]) -> None:
-        """Send a request that is called `rid`; no `rid` is the beginning of another one's."""
+        """Sends a request with the id `rid`; no id is the beginning of another."""
 
     @abstractmethod
-    def _cut(self, rid: str) -> None:
-        """Have a request end as far as it got; its answer still comes."""
+    def _abort_request(self, rid: str) -> None:
+        """Aborts a request; its partial result still arrives."""
 
     @abstractmethod
     def _receive(self, timeout: float) -> None:
-        """Take one message, an answer to `_answered`; queue.Empty after `timeout` seconds without."""
+        """Handles one message, a result by `_complete`; queue.Empty after `timeout` seconds without any."""
 
-    def _answered(self, rid: str, answer: dict[str, Any]) -> None:
-        """Make a sample of what `parse_response` tells, or of {"error": TEXT}; nothing if nobody waits for it any
-        more."""
+    def _complete(self, rid: str, result: dict[str, Any]) -> None:
+        """Makes a sample from the result of `parse_response` or {"error": TEXT}; ignores unknown ids."""
         if (running := self._running.pop(rid, None)) is not None:
-            self._done.append(running.request.prepend_partial(self._sample(running, answer)))
+            self._done.append(running.request.prepend_partial(self._sample(running, result)))
 
     def _check(self, request: Request) -> None:
         limit = self._limits.max_positions
         if not request.prompt:
-            raise UserError(f"the prompt of request {request.id} is empty: give at least one token")
+            raise UserError(f"request {request.id}: the prompt is empty. Give at least one token.")
         if len(request.context) >= limit:
             raise UserError(
-                f"request {request.id}: its {len(request.context)} tokens fill the {limit} positions of the model: "
-                "shorten the prompt"
+                f"request {request.id}: its {len(request.context)} tokens fill the {limit} positions of the model. "
+                "Shorten the prompt."
             )
 
-    def _ask(self, running: _Running) -> None:
+    def _send(self, running: _Running) -> None:
         request, sampling = running.request, running.sampling
         context = request.context
-        drawn: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "max_new_tokens": min(request.remaining_tokens(sampling), self._limits.max_positions - len(context)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
             "stop_token_ids": list(sampling.stop_token_ids),
-            # SGLang ends at the model's own end of sequence too, unless it is to end nowhere.
+            # SGLang also stops at the model's end of sequence, unless it is to ignore all stop tokens.
             "ignore_eos": not sampling.stop_token_ids,
             "skip_special_tokens": False,
         }
         if self._limits.seeded:
-            drawn["sampling_seed"] = request.seed
-        fields: dict[str, Any] = {"input_ids": list(context), "sampling_params": drawn, "return_logprob": True}
+            parameters["sampling_seed"] = request.seed
+        fields: dict[str, Any] = {"input_ids": list(context), "sampling_params": parameters, "return_logprob": True}
         if self._limits.routed is not None:
             fields["return_routed_experts"] = True
         rid = f"{request.id}.{next(self._numbers)}"
         self._running[rid] = running
         self._generate(rid, fields)
 
-    def _drain(self, until: float) -> None:
-        """Take messages until there is a sample to give, then those that are there already."""
+    def _drain(self, deadline: float) -> None:
+        """Handles messages until there is a sample, then those that have already arrived."""
         while True:
             try:
-                self._receive(0.0 if self._done else max(0.0, until - time.monotonic()))
+                self._receive(0.0 if self._done else max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return
 
-    def _sample(self, running: _Running, answer: dict[str, Any]) -> Sample:
+    def _sample(self, running: _Running, result: dict[str, Any]) -> Sample:
         request = running.request
-        if "error" in answer:
-            if "abort" not in answer["error"].lower():
-                raise UserError(f"SGLang refuses request {request.id}: {answer['error']}")
+        if "error" in result:
+            if "abort" not in result["error"].lower():
+                raise UserError(
+                    f"request {request.id}: SGLang rejects it ({result['error']}). Shorten it, or see the engine's log."
+                )
             return Sample(request.id, (), (), (), "timeout" if running.timed_out else "abort")
-        tokens = tuple(answer["tokens"])
-        finish: Finish = answer["finish"]
+        tokens = tuple(result["tokens"])
+        finish: Finish = result["finish"]
         if finish == "abort" and running.timed_out:
             finish = "timeout"
-        versions = _versions(answer["spans"], len(tokens), self._version)
-        routed = self._routed(answer["routed_experts"])
-        return Sample(request.id, tokens, tuple(answer["logprobs"]), versions, finish, routed)
+        versions = _versions(result["spans"], len(tokens), self._version)
+        routed = self._routed(result["routed_experts"])
+        return Sample(request.id, tokens, tuple(result["logprobs"]), versions, finish, routed)
 
     def _routed(self, text: str | None) -> Tensor | None:
         if text is None or self._limits.routed is None:
@@ -170,23 +181,23 @@ class RequestTracker(RolloutEngine):
         flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
         return torch.from_numpy(flat.astype(np.int16)).view(-1, *self._limits.routed)
 
-    def _cut_the_late(self) -> None:
+    def _abort_timed_out(self) -> None:
         now = time.monotonic()
         for rid, running in list(self._running.items()):
             if now > running.deadline and not running.timed_out:
                 running.timed_out, running.deadline = True, now + ABORT_SECONDS
-                self._cut(rid)
+                self._abort_request(rid)
             elif now > running.deadline:
-                # It does not even say how far it got.
+                # The partial sample has not arrived either.
                 del self._running[rid]
                 self._done.append(running.request.prepend_partial(Sample(running.request.id, (), (), (), "timeout")))
 
 
-def parse_response(found: dict[str, Any]) -> dict[str, Any]:
-    """What a sample needs of SGLang's answer to a request."""
-    meta = found["meta_info"]
+def parse_response(response: dict[str, Any]) -> dict[str, Any]:
+    """Extracts the fields of a sample from SGLang's response to a request."""
+    meta = response["meta_info"]
     return {
-        "tokens": found["output_ids"],
+        "tokens": response["output_ids"],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
         "finish": meta["finish_reason"]["type"],
         "spans": meta.get("weight_versions") or [],
@@ -195,17 +206,17 @@ def parse_response(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def routed_shape(model: Path) -> tuple[int, int]:
-    """(layers, experts of a token) of what SGLang tells of a token's routing. UserError for a model without experts."""
+    """Returns (layers, experts per token) of SGLang's routing data; UserError for a model without experts."""
     from verl_mg.models.hf_config import read_config
 
     config = read_config(model)
     if config.experts is None:
-        raise UserError(f"{model}: rollout.replay_routing needs a model with experts; set it to false")
+        raise UserError(f"rollout.replay_routing: {model} has no experts. Set it to false.")
     return config.layers, config.experts.top_k
 
 
 def _versions(spans: Sequence[dict[str, Any]], count: int, version: int) -> tuple[int, ...]:
-    """The version of each token, as SGLang tells it in runs."""
+    """Returns the policy version of each token from SGLang's spans."""
     versions = [version] * count
     for span in spans:
         versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])

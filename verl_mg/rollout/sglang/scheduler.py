@@ -1,4 +1,4 @@
-"""`sglang.Engine` with schedulers that know what the CPU lacks; imported in SGLang's processes alone."""
+"""`sglang.Engine` with schedulers adapted to the CPU; imported only in SGLang's processes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sglang.srt.managers.scheduler import run_scheduler_process
 
 
 def run_scheduler(*arguments: Any) -> None:
-    """A scheduler process of SGLang."""
+    """Runs a scheduler process of SGLang."""
     if not torch.cuda.is_available():
-        _leave_host_memory_unregistered()
+        _skip_host_memory_registration()
     run_scheduler_process(*arguments)
 
 
-def _leave_host_memory_unregistered() -> None:
-    """The buffer of routed experts is registered with CUDA, whether there is one or not."""
+def _skip_host_memory_registration() -> None:
+    """SGLang registers the buffer of routed experts with CUDA, also on a machine without."""
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *_, **__: None
 
 
 class Engine(SGLang):
-    """The same, its schedulers started by `run_scheduler`."""
+    """SGLang's engine, whose schedulers run `run_scheduler`."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)

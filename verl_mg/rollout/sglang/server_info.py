@@ -1,4 +1,4 @@
-"""What an SGLang server tells of itself, and whether a job can use it."""
+"""Properties of an SGLang server, and the check that a job can use it."""
 
 from __future__ import annotations
 
@@ -10,131 +10,176 @@ from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.models.hf_config import HFConfig
 
-ASK_SECONDS = 60.0
-"""How long a question may take."""
-NO_TOKEN = 2**31 - 1
+QUERY_SECONDS = 60.0
+"""Time limit of a query."""
+INVALID_TOKEN = 2**31 - 1
+"""Token id outside of every vocabulary."""
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server is. `start` differs whenever it was started anew."""
+    """Properties of a running server."""
 
     start: str
+    """Id of its start; it differs after a restart."""
     version: str
+    """Version of SGLang."""
     device: str
+    """Type of its devices."""
     model: str
+    """Path of its model."""
     architecture: str
+    """Type of its model, as in config.json."""
     vocab: int | None
+    """Size of the vocabulary, where known."""
     context: int
+    """Largest number of tokens of a prompt with its response."""
     tp: int
+    """Tensor-parallel size."""
     dp: int
+    """Data-parallel size."""
     pp: int
+    """Pipeline-parallel size."""
     max_running: int
+    """Largest number of requests at the same time."""
     seeded: bool
+    """Whether samples depend only on their seeds."""
     routed: bool
+    """Whether samples contain the experts of each token."""
 
 
 @dataclass(frozen=True)
 class ServerRequirements:
-    """What a job asks of a server: the same model, room for `max_tokens` of a prompt with its answer.
-
-    routed: (layers, experts of a token), where it must tell which experts tokens went to. group_device: what the
-    job computes on, where the server's ranks join it in a process group. seeded: samples depend on their seeds alone.
-    """
+    """Properties of a server that a job needs."""
 
     model: HFConfig
+    """The model."""
     max_tokens: int
+    """Number of tokens of the longest prompt with its response."""
     routed: tuple[int, int] | None = None
+    """(layers, experts per token) where samples must contain the experts of each token."""
     group_device: str | None = None
+    """Device type of the job, where the server's ranks join a process group with it."""
     seeded: bool = False
+    """Whether samples must depend only on their seeds."""
 
 
-def probe_server(url: str, demand: ServerRequirements) -> ServerInfo:
-    """What the server at `url` is. UserError naming the URL and the remedy where none answers, or not the right one."""
+def probe_server(url: str, requirements: ServerRequirements) -> ServerInfo:
+    """Queries a server and checks it.
+
+    Args:
+        url: address of the server.
+        requirements: properties that the job needs.
+
+    Raises:
+        UserError: no server responds, or it does not meet the requirements.
+    """
     client = JsonSession(url)
     try:
         info = client.start(describe(client)).result()
     except UnreachableError as error:
-        raise UserError(f"{client.url}: no server answers ({error}); start it, or correct rollout.urls") from None
+        raise UserError(f"{client.url}: no server responds ({error}). Start it, or correct rollout.urls.") from None
     finally:
         client.close()
-    check(client.url, info, demand)
+    check(client.url, info, requirements)
     return info
 
 
 async def describe(client: JsonSession) -> ServerInfo:
-    """Ask a server what it is. UserError where it is no SGLang server; UnreachableError, while it starts too."""
+    """Queries the properties of a server.
+
+    Raises:
+        UserError: it is not an SGLang server.
+        UnreachableError: it does not respond, or is still starting.
+    """
     try:
-        told = await client.get("/server_info", ASK_SECONDS)
-        model = await client.get("/model_info", ASK_SECONDS)
-        models = await client.get("/v1/models", ASK_SECONDS)
+        server = await client.get("/server_info", QUERY_SECONDS)
+        model = await client.get("/model_info", QUERY_SECONDS)
+        models = await client.get("/v1/models", QUERY_SECONDS)
         return ServerInfo(
-            start=json.dumps([told["startup_time"], told["random_seed"]]),
-            version=told["version"],
-            device=told["device"],
+            start=json.dumps([server["startup_time"], server["random_seed"]]),
+            version=server["version"],
+            device=server["device"],
             model=model["model_path"],
             architecture=model["model_type"] or "model without a type",
             vocab=await _vocabulary(client),
             context=models["data"][0]["max_model_len"],
-            tp=told["tp_size"],
-            dp=told["dp_size"],
-            pp=told["pp_size"],
-            max_running=told["internal_states"][0]["effective_max_running_requests_per_dp"] * told["dp_size"],
-            seeded=bool(told["enable_deterministic_inference"]),
-            routed=bool(told["enable_return_routed_experts"]),
+            tp=server["tp_size"],
+            dp=server["dp_size"],
+            pp=server["pp_size"],
+            max_running=server["internal_states"][0]["effective_max_running_requests_per_dp"] * server["dp_size"],
+            seeded=bool(server["enable_deterministic_inference"]),
+            routed=bool(server["enable_return_routed_experts"]),
         )
     except RefusedError as error:
         if error.status >= 500:
             raise UnreachableError(str(error)) from None
-        raise UserError(f"{client.url}: not an SGLang server ({error}); correct rollout.urls") from None
+        raise UserError(f"{client.url}: not an SGLang server ({error}). Correct rollout.urls.") from None
     except (KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{client.url}: not a server of SGLang 0.5.23 or newer (no {error}); start one") from None
+        raise UserError(
+            f"{client.url}: not a server of SGLang 0.5.23 or newer ({error} is missing). Start one."
+        ) from None
 
 
-def check(url: str, info: ServerInfo, demand: ServerRequirements) -> None:
-    """UserError naming the URL and the remedy where the server is not what is asked for."""
-    model, same = demand.model, "start the server with --model-path of the same model"
+def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
+    """Checks that a server meets the requirements.
+
+    Args:
+        url: address of the server, for errors.
+        info: properties of the server.
+        requirements: properties that the job needs.
+
+    Raises:
+        UserError: a property differs.
+    """
+    model, same = requirements.model, "Start the server with --model-path of the same model."
     if info.architecture != model.architecture:
-        raise UserError(f"{url}: serves {info.model}, a {info.architecture}, not a {model.architecture}: {same}")
+        raise UserError(f"{url}: serves {info.model}, a {info.architecture} instead of a {model.architecture}. {same}")
     if info.vocab not in (None, model.vocab):
-        raise UserError(f"{url}: serves {info.model} with a vocabulary of {info.vocab}, not of {model.vocab}: {same}")
-    needed = min(demand.max_tokens, model.max_positions)
+        raise UserError(
+            f"{url}: serves {info.model} with a vocabulary of {info.vocab} instead of {model.vocab}. {same}"
+        )
+    needed = min(requirements.max_tokens, model.max_positions)
     if info.context < needed:
         raise UserError(
-            f"{url}: takes {info.context} tokens, a prompt with its answer may have {needed}: start the server with "
-            f"--context-length {needed}, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+            f"{url}: the context length is {info.context}, but a prompt with its response can have {needed} tokens. "
+            f"Start the server with --context-length {needed}, or lower data.max_prompt_tokens or "
+            "rollout.max_new_tokens."
         )
-    if demand.routed and not info.routed:
-        raise UserError(f"{url}: rollout.replay_routing needs a server with --enable-return-routed-experts")
-    if demand.seeded and not info.seeded:
-        raise UserError(f"{url}: job.deterministic needs a server with --enable-deterministic-inference")
-    if demand.group_device is None:
-        return
-    if info.device != demand.group_device:
+    if requirements.routed and not info.routed:
         raise UserError(
-            f"{url}: computes on {info.device}, the job on {demand.group_device}, so no group can hold both: write "
-            "rollout.weight_transfer=disk"
+            f"{url}: rollout.replay_routing is not supported. Start the server with --enable-return-routed-experts."
+        )
+    if requirements.seeded and not info.seeded:
+        raise UserError(
+            f"{url}: job.deterministic is not supported. Start the server with --enable-deterministic-inference."
+        )
+    if requirements.group_device is None:
+        return
+    if info.device != requirements.group_device:
+        raise UserError(
+            f"{url}: runs on {info.device}, the job on {requirements.group_device}: no process group can contain both. "
+            "Set rollout.weight_transfer=disk."
         )
     if max(info.dp, info.pp) > 1:
-        # Their ranks would all have the numbers of the first stage's.
+        # SGLang gives the ranks of all replicas and stages the same rank in the group.
         raise UserError(
-            f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group takes "
-            "only tp; start it with "
-            "--tp-size alone, or write rollout.weight_transfer=disk"
+            f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group "
+            "supports only tp. Start it with --tp-size alone, or set rollout.weight_transfer=disk."
         )
 
 
 async def _vocabulary(client: JsonSession) -> int | None:
-    """The size of the vocabulary, which SGLang tells only when it refuses a token that is not in it."""
-    question = {
+    """Returns the size of the vocabulary, which SGLang reports only when it rejects an unknown token."""
+    query = {
         "input_ids": [0],
         "sampling_params": {"max_new_tokens": 1},
         "return_logprob": True,
-        "token_ids_logprob": [NO_TOKEN],
+        "token_ids_logprob": [INVALID_TOKEN],
     }
     try:
-        await client.post("/generate", question, ASK_SECONDS)
+        await client.post("/generate", query, QUERY_SECONDS)
     except RefusedError as error:
-        if found := re.search(r"valid range is \[0, (\d+)\)", str(error)):
-            return int(found.group(1))
+        if match := re.search(r"valid range is \[0, (\d+)\)", str(error)):
+            return int(match.group(1))
     return None

@@ -1,7 +1,7 @@
-"""Turns with tools around any engine.
+"""Multi-turn generation with tools, around any engine.
 
-tool        a Python function as a tool: its schema, its arguments, its time-out
-ready       tools to name in a configuration
-dialogue    what the policy wrote to calls, results to tokens that it reads
-turns       an engine whose samples call tools between their turns
+tool          a Python function as a tool: schema, arguments, time limit
+builtin       tools that a configuration can name
+chat_format   parses tool calls from tokens, and formats results as tokens
+multi_turn    engine whose samples call tools between their turns
 """

@@ -1,4 +1,4 @@
-"""Tools that are ready for use: `rollout.tools: [verl_mg.rollout.tools.builtin:calculator]`."""
+"""Built-in tools for a configuration: `rollout.tools: [verl_mg.rollout.tools.builtin:calculator]`."""
 
 import ast
 import operator
@@ -8,9 +8,12 @@ from verl_mg.sandbox import run_python_async
 
 Number = int | float
 
-SECONDS = 20  # for a program; what it has printed by then is the result
-LARGEST_BITS = 4096  # of a whole number; Python writes numbers of up to 4300 digits
-LONGEST_EXPRESSION = 1000  # characters
+SECONDS = 20
+"""Time limit of a program; the result is what it has printed until then."""
+MAX_BITS = 4096
+"""Largest size of an integer; Python formats numbers of up to 4300 digits."""
+MAX_EXPRESSION_LENGTH = 1000
+"""Largest number of characters."""
 
 OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -46,8 +49,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: for example (17 + 25) * 3
     """
-    if len(expression) > LONGEST_EXPRESSION:
-        raise ValueError(f"the expression is longer than {LONGEST_EXPRESSION} characters")
+    if len(expression) > MAX_EXPRESSION_LENGTH:
+        raise ValueError(f"the expression is longer than {MAX_EXPRESSION_LENGTH} characters")
     return str(_value(ast.parse(expression.strip(), mode="eval").body))
 
 
@@ -63,15 +66,15 @@ def _value(node: ast.expr) -> Number:
 
 
 def _apply(operation: ast.operator, left: Number, right: Number) -> Number:
-    # Before it is computed: a power of two small numbers can fill the memory.
-    if isinstance(operation, ast.Pow) and _bits(left) * abs(right) > LARGEST_BITS:
-        raise ValueError(f"the power is larger than {LARGEST_BITS} bits")
+    # Checked before the computation: a power of two small numbers can fill the memory.
+    if isinstance(operation, ast.Pow) and _bits(left) * abs(right) > MAX_BITS:
+        raise ValueError(f"the power is larger than {MAX_BITS} bits")
     return _bounded(OPERATIONS[type(operation)](left, right))
 
 
 def _bounded(number: Number) -> Number:
-    if isinstance(number, complex) or _bits(number) > LARGEST_BITS:
-        raise ValueError(f"the result is no real number of up to {LARGEST_BITS} bits")
+    if isinstance(number, complex) or _bits(number) > MAX_BITS:
+        raise ValueError(f"the result is not a real number of up to {MAX_BITS} bits")
     return number
 
 

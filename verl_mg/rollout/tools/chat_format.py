@@ -1,4 +1,4 @@
-"""The language of tool calls: tokens that a policy wrote to calls, and results to tokens that it reads."""
+"""Format of tool calls: parses calls from the policy's tokens, and formats results as tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER, RESULT = "THE-ANSWER-OF-THE-ASSISTANT", "THE-RESULT-OF-THE-TOOL"
-CALL_ID = "call00000"  # some templates demand nine letters and digits
+CALL_ID = "call00000"
+"""Some templates require nine letters and digits."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool to call with arguments in JSON; without a name where what was written cannot be read."""
+    """A call of a tool that the policy has written."""
 
     name: str
+    """Name of the tool; empty where the call cannot be parsed."""
     arguments: str
+    """Arguments as JSON."""
 
 
 MALFORMED = ToolCall("", "")
@@ -31,24 +34,31 @@ MALFORMED = ToolCall("", "")
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What came of a call, as text."""
+    """The result of a call, as text."""
 
     name: str
+    """Name of the tool."""
     text: str
+    """Text that the policy will receive."""
 
 
 class ToolCallFormat:
-    """Reads calls with SGLang's parser for a model's format, and words results as the model's chat template does.
+    """Parses calls with SGLang's parser for a model's format, and formats results with the model's chat template.
 
-    What a template puts between an assistant's turn and the next one for tool messages becomes tokens by itself, so the
-    tokens before stay as they were written. A tokenizer without a template gets the results between line breaks.
+    Only the text that a template puts between an assistant's turn and the next one is tokenized, so the earlier tokens
+    remain as they were generated. For a tokenizer without a template, results are separated by line breaks.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], tool_call_parser: str) -> None:
-        """tool_call_parser: a name that SGLang's `--tool-call-parser` takes, such as "qwen25" or "llama3".
+        """Loads the parser and checks the chat template.
+
+        Args:
+            tokenizer: tokenizer of the policy.
+            tools: tools that may be called.
+            tool_call_parser: a value of SGLang's `--tool-call-parser`, such as "qwen25" or "llama3".
 
         Raises:
-            UserError: SGLang is not installed, it has no such format, or the template knows no tool messages.
+            UserError: SGLang is not installed, it has no such format, or the template does not support tool messages.
         """
         self._tokenizer, self._format = tokenizer, tool_call_parser
         self._schemas = [tool.schema for tool in tools]
@@ -57,19 +67,19 @@ class ToolCallFormat:
         if tool_call_parser not in formats:
             near = difflib.get_close_matches(tool_call_parser, formats, 3) or sorted(formats)
             raise UserError(
-                f"rollout.tool_call_parser={tool_call_parser}: SGLang has no such format; write one of: "
-                f"{', '.join(near)}"
+                f"rollout.tool_call_parser={tool_call_parser}: SGLang has no such format. Write one of: "
+                f"{', '.join(near)}."
             )
         self._tools = [kind.model_validate(schema) for schema in self._schemas]
         self._check_template()
 
     def calls(self, tokens: Sequence[int]) -> list[ToolCall]:
-        """The calls of a turn, whose tokens come without the one that ended it; MALFORMED for what cannot be read."""
+        """Parses the calls of a turn, given without its end token; calls that cannot be parsed give MALFORMED."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        parser = self._parsers(self._tools, self._format, tokenizer=self._tokenizer)  # parsers have a memory
+        parser = self._parsers(self._tools, self._format, tokenizer=self._tokenizer)  # parsers have state
         if not parser.has_tool_call(text):
             return []
-        # Unknown names come out too, to be answered. The parser drops what it cannot read, or raises.
+        # Unknown names are returned too, and get an error message. The parser drops what it cannot parse, or raises.
         with self._environment.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
             calls = _parsed(parser, text)
         begin: str = getattr(parser.detector, "bot_token", "")
@@ -77,12 +87,17 @@ class ToolCallFormat:
         return [*calls, MALFORMED] if unread else calls
 
     def observation(self, last: int, results: Sequence[ToolResult]) -> tuple[int, ...]:
-        """The tokens from behind `last`, the token that ended the assistant's turn, to where it writes the next."""
-        tokens: list[int] = self._tokenizer(self._wording(results), add_special_tokens=False)["input_ids"]
-        # A template ends the turn with the token that the model has written already.
+        """Returns the tokens between the assistant's turn and its next one.
+
+        Args:
+            last: end token of the turn.
+            results: results of the turn's calls.
+        """
+        tokens: list[int] = self._tokenizer(self._format_results(results), add_special_tokens=False)["input_ids"]
+        # The template ends the turn with the token that the model has already generated.
         return tuple(tokens[1:] if tokens[:1] == [last] else tokens)
 
-    def _wording(self, results: Sequence[ToolResult]) -> str:
+    def _format_results(self, results: Sequence[ToolResult]) -> str:
         if self._tokenizer.chat_template is None:
             return "".join(f"\n{result.text}" for result in results) + "\n"
         messages: list[dict[str, str]] = [
@@ -96,33 +111,33 @@ class ToolCallFormat:
 
     def _check_template(self) -> None:
         try:
-            wording = self._wording([ToolResult("tool", RESULT)])
-        except Exception as error:  # a template is a program: it raises what it likes
+            text = self._format_results([ToolResult("tool", RESULT)])
+        except Exception as error:  # a template is a program, which may raise anything
             raise UserError(
-                f"the tokenizer's chat template refuses the role tool ({error}); take a model that knows tools"
+                f"rollout.tools: the chat template rejects the role tool ({error}). Use a model that supports tools."
             ) from error
-        if RESULT not in wording:
-            raise UserError("the tokenizer's chat template leaves tool messages out; take a model that knows tools")
+        if RESULT not in text:
+            raise UserError("rollout.tools: the chat template omits tool messages. Use a model that supports tools.")
 
 
 def _parsed(parser: Any, text: str) -> list[ToolCall]:
     try:
         return [ToolCall(item.name or "", item.parameters) for item in parser.parse_non_stream(text)[1]]
-    except Exception:  # a parser that stumbles over what a policy wrote
+    except Exception:  # parsers fail on some malformed text
         return []
 
 
 def _sglang() -> tuple[Any, Any, Any]:
-    """SGLang's parser, its environment, and its type of a tool."""
+    """Returns SGLang's parser, its environment, and its class of tools."""
     try:
-        from sglang.srt.entrypoints.openai.protocol import Tool as ToolOfSGLang
+        from sglang.srt.entrypoints.openai.protocol import Tool as SGLangTool
         from sglang.srt.environ import envs
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     except ImportError as error:
         raise UserError(
-            f"rollout.tools: calls are read by SGLang's parsers, and it cannot be imported ({error}); install it, "
-            "on a CPU with tools/install_sglang_cpu.sh"
+            f"rollout.tools: SGLang, whose parsers read tool calls, cannot be imported ({error}). Install it, "
+            "on a CPU with tools/install_sglang_cpu.sh."
         ) from error
-    # Its warnings are of calls that cannot be read: the policy is told, and there are many.
+    # Its warnings concern calls that cannot be parsed: the policy gets an error message, and there are many.
     logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)
-    return FunctionCallParser, envs, ToolOfSGLang
+    return FunctionCallParser, envs, SGLangTool

@@ -1,4 +1,4 @@
-"""The sampler against an independent oracle: softmax and allowed sets computed in plain Python."""
+"""Drawing tokens compared with an independent oracle: softmax and allowed sets computed in plain Python."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import Sampling
-from verl_mg.rollout.hf.sampling import choose, uniforms
+from verl_mg.rollout.hf.decoding import draw_tokens, uniforms
 
 
 def grid(n: int) -> torch.Tensor:
@@ -32,14 +32,14 @@ def allowed(probabilities: list[float], top_k: int, top_p: float) -> set[int]:
 
 
 def draw(logits: list[float], n: int, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    return choose(torch.tensor(logits).expand(n, -1), grid(n), sampling)
+    return draw_tokens(torch.tensor(logits).expand(n, -1), grid(n), sampling)
 
 
 LOGITS = [0.3, -1.2, 2.0, 1.1, -0.4, 0.9, -3.0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_frequencies_are_the_softmax_to_one_part(temperature: float) -> None:
+def test_draw_tokens_frequencies_equal_the_softmax(temperature: float) -> None:
     n = 20_000
     tokens, _ = draw(LOGITS, n, Sampling(max_new_tokens=1, temperature=temperature))
     counts = torch.bincount(tokens, minlength=len(LOGITS)).tolist()
@@ -48,7 +48,7 @@ def test_frequencies_are_the_softmax_to_one_part(temperature: float) -> None:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6), (0, 0.95), (4, 0.7), (1, 1.0), (50, 1.0), (0, 1e-9)])
-def test_restricted_draws_fill_the_allowed_set_and_no_more(top_k: int, top_p: float) -> None:
+def test_draw_tokens_top_k_and_top_p_restrict_the_set(top_k: int, top_p: float) -> None:
     n = 20_000
     sampling = Sampling(max_new_tokens=1, temperature=1.3, top_k=top_k, top_p=top_p)
     tokens, _ = draw(LOGITS, n, sampling)
@@ -61,40 +61,40 @@ def test_restricted_draws_fill_the_allowed_set_and_no_more(top_k: int, top_p: fl
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=1, temperature=0.7, top_k=3, top_p=0.9)])
-def test_logprobs_are_of_the_full_distribution(sampling: Sampling) -> None:
+def test_draw_tokens_logprobs_are_of_the_full_distribution(sampling: Sampling) -> None:
     tokens, logprobs = draw(LOGITS, 100, sampling)
     expected = torch.tensor(oracle(LOGITS, 0.7)).log()[tokens]
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_temperature_zero_is_greedy_with_logprobs_at_temperature_one() -> None:
+def test_draw_tokens_temperature_zero_is_greedy() -> None:
     tokens, logprobs = draw(LOGITS, 10, Sampling(max_new_tokens=1, temperature=0))
     assert tokens.tolist() == [2] * 10
     assert logprobs[0].item() == pytest.approx(math.log(oracle(LOGITS, 1.0)[2]), abs=1e-5)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24, 1.0])
-def test_impossible_tokens_are_never_drawn(uniform: float) -> None:
+def test_draw_tokens_impossible_tokens_are_never_drawn(uniform: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 5000, generator=generator)
     logits[:, ::2] = -math.inf
     logits[:, -100:] = -math.inf
     logits[:, 10] = -200.0
-    tokens, logprobs = choose(logits, torch.full((64,), uniform), Sampling(max_new_tokens=1))
+    tokens, logprobs = draw_tokens(logits, torch.full((64,), uniform), Sampling(max_new_tokens=1))
     assert torch.isfinite(logits.gather(1, tokens[:, None])).all()
     assert torch.isfinite(logprobs).all()
     assert not (tokens == 10).any()
 
 
-def test_half_precision_logits_are_computed_in_float32() -> None:
+def test_draw_tokens_half_precision_is_computed_in_float32() -> None:
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
-    tokens, logprobs = choose(logits, grid(4), Sampling(max_new_tokens=1))
+    tokens, logprobs = draw_tokens(logits, grid(4), Sampling(max_new_tokens=1))
     assert logprobs.dtype == torch.float32
     expected = logits.float().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs, expected)
 
 
-def test_uniforms_depend_on_the_seed_alone_and_a_longer_row_continues_a_shorter_one() -> None:
+def test_uniforms_depend_only_on_the_seed() -> None:
     assert torch.equal(uniforms(7, 5), uniforms(7, 100)[:5])
     assert not torch.equal(uniforms(7, 5), uniforms(8, 5))
 
@@ -103,6 +103,6 @@ def test_uniforms_depend_on_the_seed_alone_and_a_longer_row_continues_a_shorter_
     ("name", "value"),
     [("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1)],
 )
-def test_a_value_outside_its_range_is_named(name: str, value: float) -> None:
+def test_sampling_value_out_of_range_raises(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"{name} is {value}"):
         Sampling(**{"max_new_tokens": 1, name: value})  # type: ignore[arg-type]
