@@ -1,15 +1,21 @@
-"""Files of JSON lines, one an iteration: a run appends to them, a resumed one first takes out what it does again."""
+"""Files of JSON lines: appended by a run, shortened by a resumed one, and read while another process writes them.
+
+A last line without a line break is incomplete, and ignored until it is complete.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+MAX_READ_BYTES = 8 * 2**20
+"""Largest number of bytes that `read_new_lines` reads."""
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The object of each line, but for a last one that is half written; [] where there is no file."""
+    """Returns the objects of all complete lines; [] where the file does not exist."""
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -17,9 +23,12 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def keep_before(file: Path, key: str, first: int | None) -> None:
-    """Take out the lines whose `key` is `first` or more, and a last line that a killed run left half written.
+    """Removes lines from `first` on, and an incomplete last line; replaces the file atomically.
 
-    The file is replaced in one piece; every line stays as it was written.
+    Args:
+        file: the file.
+        key: key of the number by which lines are sorted.
+        first: lines with this number or more are removed; None for none of them.
     """
     shorter = file.with_name(file.name + ".new")
     with file.open(encoding="utf-8") as old, shorter.open("w", encoding="utf-8") as new:
@@ -27,3 +36,108 @@ def keep_before(file: Path, key: str, first: int | None) -> None:
             if line.endswith("\n") and (first is None or json.loads(line)[key] < first):
                 new.write(line)
     os.replace(shorter, file)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Parses a line, with None for numbers that are not finite; returns None for a damaged line."""
+    try:
+        value = json.loads(line, parse_constant=lambda _: None)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_new_lines(path: Path, file: str, offset: int) -> dict[str, Any]:
+    """Reads the complete lines of a file from an offset on.
+
+    Args:
+        path: the file.
+        file: id of the file that the last call returned. A resumed run replaces the file, which is then read from its
+            beginning.
+        offset: the `end` of the last call, in bytes.
+
+    Returns:
+        `file`, its id; `begin` and `end`, the bytes that were read; `lines`, their objects; `more`, whether more lines
+        follow.
+    """
+    try:
+        with path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            name = str(status.st_ino)
+            begin = offset if file == name and offset <= status.st_size else 0
+            stream.seek(begin)
+            whole = _whole_lines(stream, MAX_READ_BYTES)
+    except FileNotFoundError:
+        return {"file": "", "begin": 0, "end": 0, "lines": [], "more": False}
+    lines = [value for value in map(parse_line, whole.splitlines()) if value is not None]
+    end = begin + len(whole)
+    return {"file": name, "begin": begin, "end": end, "lines": lines, "more": len(whole) > 0 and end < status.st_size}
+
+
+def _whole_lines(stream: BinaryIO, max_bytes: int) -> bytes:
+    """Reads complete lines, at least one where there is one."""
+    text = stream.read(max_bytes)
+    if b"\n" not in text:
+        text += stream.readline()
+    return text[: text.rfind(b"\n") + 1]
+
+
+def find_line(path: Path, key: str, number: int) -> dict[str, Any] | None:
+    """Finds the line with a number by binary search, in a file whose lines are sorted by it.
+
+    Args:
+        path: the file.
+        key: key of the number.
+        number: the number.
+
+    Returns:
+        The object of the line; None where there is no such line.
+    """
+    try:
+        with path.open("rb") as stream:
+            begin, end = 0, stream.seek(0, os.SEEK_END)
+            while begin < end:  # the line starts in this range
+                middle = (begin + end) // 2
+                start, line = _first_line_from(stream, middle)
+                value = parse_line(line) if start < end and line.endswith(b"\n") else None
+                current = value.get(key) if value else None
+                if not isinstance(current, int) or current > number:
+                    end = middle
+                elif current < number:
+                    begin = start + len(line)
+                else:
+                    return value
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _first_line_from(stream: BinaryIO, offset: int) -> tuple[int, bytes]:
+    """Returns the start of the first line that starts at `offset` or later, and the line."""
+    if offset:
+        stream.seek(offset - 1)
+        stream.readline()
+    else:
+        stream.seek(0)
+    return stream.tell(), stream.readline()
+
+
+def first_and_last(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Returns the first and the last complete line; None where there is none."""
+    try:
+        with path.open("rb") as stream:
+            first = parse_line(stream.readline())
+            size = stream.seek(0, os.SEEK_END)
+            back = 2**12
+            while True:
+                stream.seek(max(0, size - back))
+                lines = stream.read(min(back, size)).split(b"\n")[:-1]
+                # The first piece may be the end of a line.
+                pieces = lines if back >= size else lines[1:]
+                last = next((value for value in map(parse_line, reversed(pieces)) if value), None)
+                if last is not None or back >= size:
+                    break
+                back *= 8
+    except FileNotFoundError:
+        return None
+    return (first, last) if first is not None and last is not None else None

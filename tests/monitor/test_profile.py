@@ -1,4 +1,4 @@
-"""The table of where an iteration's time went."""
+"""The table of the time per phase."""
 
 import contextlib
 import io
@@ -9,17 +9,18 @@ from verl_mg.monitor.profile import INEXACT, Profile, format_table
 from verl_mg.phase_timer import PhaseTimer
 
 
-def test_the_table_of_two_ranks():
+def test_format_table_of_two_ranks_adds_up():
     first = {"generate": 6.0, "update": 2.0, "row_dispatch": 1.0}
-    second = {"generate": 4.0, "update": 2.0, "wait_role_compute": 2.0, "row_dispatch": 3.0}
+    second = {"generate": 4.0, "update": 2.0, "wait_generate": 2.0, "row_dispatch": 3.0}
     assert format_table([first, second]).splitlines() == [
-        "phase                 mean s    most s    share",
-        "generate               5.000     6.000    50.0%",
-        "row_dispatch           2.000     3.000    20.0%",
-        "update                 2.000     2.000    20.0%",
-        "wait_role_compute      1.000     2.000    10.0%",
-        "around generate, forward, update, optimizer, and waiting for ranks that do these: 2.000 of 10.000 s, "
-        "20.0% of an iteration",
+        "phase              mean s     max s    share",
+        "generate            5.000     6.000    50.0%",
+        "row_dispatch        2.000     3.000    20.0%",
+        "update              2.000     2.000    20.0%",
+        "wait_generate       1.000     2.000    10.0%",
+        "total              10.000    11.000   100.0%",
+        "compute (generate, forward, update, optimizer) 70.0%, waiting for other ranks 10.0%, "
+        "overhead 2.000 of 10.000 s, 20.0% of an iteration",
     ]
 
 
@@ -37,36 +38,40 @@ def nothing_done():
     return Profile(PhaseTimer()).table()
 
 
-def test_without_an_iteration_there_is_no_table(ranks):
+def test_table_without_iterations_is_empty(ranks):
     assert ranks.run(2, nothing_done) == ["", ""]
 
 
-def test_the_first_iteration_is_left_out(ranks):
+def test_table_excludes_the_first_iteration(ranks):
     for table in ranks.run(2, means_over_iterations):
         assert re.search(r"^update +2\.000 +2\.000 +80\.0%$", table, re.M)
         assert "0.500 of 2.500 s, 20.0% of an iteration" in table
 
 
-def told_by(*arguments):
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+def output_of(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         job(*arguments)
-    return told.getvalue()
+    return output.getvalue()
 
 
-def test_a_run_tells_where_its_time_went(ranks, inputs, tmp_path):  # noqa: F811
+def test_run_prints_its_phases(ranks, inputs, tmp_path):  # noqa: F811
     placement = ["reference.ranks=1", "actor.ranks=0", "profile.synchronize=true"]
-    told, silent = ranks.run(2, told_by, "grpo", inputs, tmp_path / "run", [*GRPO, *placement])
-    assert "phase" not in silent
+    output, output_of_rank_1 = ranks.run(2, output_of, "grpo", inputs, tmp_path / "run", [*GRPO, *placement])
+    assert "phase" not in output_of_rank_1
     for phase in (
         "generate",
         "forward",
         "update",
         "optimizer",
-        "wait_role_compute",
         "row_dispatch",
         "weight_sync",
         "other",
         "logging",
+        "wait_role_compute",
+        "total",
     ):
-        assert re.search(rf"^{phase} +\d+\.\d+ +\d+\.\d+ +\d+\.\d%$", told, re.M), phase
-    assert told.count("of an iteration") == 1
+        assert re.search(rf"^{phase} +\d+\.\d+ +\d+\.\d+ +\d+\.\d%$", output, re.M), phase
+    assert output.count("of an iteration") == 1
+    phases = set(re.findall(r"^(\w+) +\d+\.\d+ +\d+\.\d+ +\d+\.\d%$", output, re.M))
+    assert any(phase.startswith("wait_") for phase in phases)
+    assert not phases & {"recipe", "rows", "work", "waiting", "sync"}

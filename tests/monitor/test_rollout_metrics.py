@@ -79,7 +79,7 @@ def metrics(shares: list[list[list[int]]]) -> dict[str, float]:
         [[[10]], [], [[*range(10)]]],
     ],
 )
-def test_any_spread_over_ranks_gives_the_metrics_of_all_rows(ranks, shares):
+def test_rollout_metrics_do_not_depend_on_the_distribution_of_rows(ranks, shares):
     expected = by_hand()
     for found in ranks.run(len(shares), metrics, shares):
         assert found.keys() == expected.keys()
@@ -92,7 +92,7 @@ def without(shares: list[list[list[int]]], names: list[str]) -> dict[str, float]
     return rollout_metrics(bare, VERSION) | mismatch_metrics(bare)
 
 
-def test_nothing_generated_nothing_judged_nothing_recomputed(ranks):
+def test_rollout_metrics_without_samples_or_columns(ranks):
     assert ranks.run(2, metrics, [[], [[]]]) == [{}, {}]
     (empty,) = ranks.run(1, metrics, [[[ROWS - 1]]])
     assert empty["response/length"] == 0 and not [name for name in empty if name.startswith("mismatch")]

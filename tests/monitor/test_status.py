@@ -1,4 +1,4 @@
-"""status.json says how far a run is while it goes on, after it ended, and after it was killed."""
+"""status.json and the command that reads it."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ def status_file(folder: Path, rank: int = 0) -> StatusFile:
     return StatusFile(folder, "grpo", iterations=4, rank=rank, ranks=2)
 
 
-def test_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
+def test_status_file_records_a_run_from_start_to_end(tmp_path: Path) -> None:
     with status_file(tmp_path) as status:
         assert read_status(tmp_path).state == "starting"
         saved = [1]
@@ -40,7 +40,7 @@ def test_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_phase_is_told_while_it_lasts(tmp_path: Path) -> None:
+def test_status_file_contains_the_current_phase(tmp_path: Path) -> None:
     timer = PhaseTimer()
     with status_file(tmp_path) as status:
         status.running(timer)
@@ -52,7 +52,7 @@ def test_a_phase_is_told_while_it_lasts(tmp_path: Path) -> None:
     assert read_status(tmp_path).phase == ""
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+def test_status_file_other_ranks_write_nothing(tmp_path: Path) -> None:
     with status_file(tmp_path, rank=1) as status:
         status.running(PhaseTimer())
         status.log(1, {})
@@ -62,13 +62,13 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "message"), [(UserError("no such ruler"), "no such ruler"), (KeyError("a"), "KeyError: 'a'")]
 )
-def test_an_exception_is_told_and_goes_on(tmp_path: Path, error: Exception, message: str) -> None:
+def test_status_file_exception_is_recorded_and_raised(tmp_path: Path, error: Exception, message: str) -> None:
     with pytest.raises(type(error)), status_file(tmp_path):
         raise error
     assert (read_status(tmp_path).state, read_status(tmp_path).message) == ("failed", message)
 
 
-def test_a_run_that_leaves_has_not_finished(tmp_path: Path) -> None:
+def test_status_file_run_that_left_has_not_finished(tmp_path: Path) -> None:
     with status_file(tmp_path) as status:
         status.running(PhaseTimer())
         status.left("SIGTERM")
@@ -76,7 +76,7 @@ def test_a_run_that_leaves_has_not_finished(tmp_path: Path) -> None:
     assert show_status(tmp_path) == 3
 
 
-def test_a_killed_run_leaves_a_whole_file(tmp_path: Path) -> None:
+def test_status_file_of_a_killed_run_is_complete(tmp_path: Path) -> None:
     program = f"""
         from pathlib import Path
         from types import SimpleNamespace
@@ -117,20 +117,20 @@ RUNNING = Status(
 )
 
 
-def test_what_people_read() -> None:
-    metrics = {"step": 12, "reward/mean": 0.25, "actor/loss": None, "critic/loss": 1.5, "time/sync": 3.0}
+def test_format_status_running() -> None:
+    metrics = {"step": 12, "reward/mean": 0.25, "actor/loss": None, "critic/loss": 1.5, "time/weight_sync": 3.0}
     assert format_status(RUNNING, metrics, now=1003.0).splitlines() == [
         "grpo: running",
         "iteration 12 of 100, generate, on 8 ranks",
-        "12346 tokens/s, 1:02:03 to go",
+        "12346 tokens/s, 1:02:03 left",
         "reward/mean 0.25, critic/loss 1.5",
-        "checkpoint of iteration 10, heard of 0:00:03 ago (node7, pid 42)",
+        "checkpoint of iteration 10, updated 0:00:03 ago (node7, pid 42)",
     ]
 
 
-def test_silence_is_told() -> None:
+def test_format_status_silent_run() -> None:
     assert format_status(RUNNING, {}, now=1121.0).splitlines()[:2] == [
-        "grpo: not heard of for 0:02:01",
+        "grpo: no update for 0:02:01",
         "iteration 12 of 100, on 8 ranks",
     ]
     finished = replace(RUNNING, state="finished", phase="", eta_seconds=None, checkpoint=None)
@@ -144,21 +144,21 @@ def command(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_tells_by_its_code_whether_to_go_on(tmp_path: Path) -> None:
+def test_status_command_returns_an_exit_code(tmp_path: Path) -> None:
     with status_file(tmp_path) as status:
         status.running(PhaseTimer())
         status.log(1, {})
         (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rewa')
-        going_on = command(tmp_path)
-    assert (going_on.returncode, going_on.stderr) == (3, "")
-    assert "grpo: running\niteration 1 of 4" in going_on.stdout and "reward/mean 0.5" in going_on.stdout
+        running = command(tmp_path)
+    assert (running.returncode, running.stderr) == (3, "")
+    assert "grpo: running\niteration 1 of 4" in running.stdout and "reward/mean 0.5" in running.stdout
     assert command(tmp_path).returncode == 0
 
 
-def test_no_such_run(tmp_path: Path) -> None:
+def test_read_status_without_run_raises(tmp_path: Path) -> None:
     missing = command(tmp_path)
     assert missing.returncode == 2
-    assert missing.stderr == f"error: {tmp_path}: no run is there (no status.json); give the job.output of a run\n"
+    assert missing.stderr == f"error: {tmp_path}: status.json is missing. Give the job.output of a run.\n"
     (tmp_path / "status.json").write_text(json.dumps({"recipe": "grpo"}))
-    with pytest.raises(UserError, match="no readable status"):
+    with pytest.raises(UserError, match="not the status of a run"):
         read_status(tmp_path)

@@ -29,16 +29,16 @@ from verl_mg.sharding.weight_table import weight_table
         ("NVIDIA GH200 480GB", 989.4),
     ],
 )
-def test_peaks_of_devices(device, teraflops):
+def test_peak_flops_known_devices(device, teraflops):
     assert peak_flops(device) == teraflops * 1e12
 
 
 @pytest.mark.parametrize("device", ["NVIDIA A10G", "NVIDIA L400", "cpu", ""])
-def test_an_unknown_device_has_no_peak(device):
+def test_peak_flops_unknown_device_is_none(device):
     assert peak_flops(device) is None
 
 
-def test_a_backward_pass_is_twice_a_forward_pass_and_half_of_it_is_for_weights():
+def test_model_flops_backward_pass_is_twice_a_forward_pass():
     rows = RowFlops(per_token=10.0, per_pair=2.0)
     forward = (10 * 3 + 2 * 9) + (10 * 5 + 2 * 25)
     assert model_flops(rows, [3, 5], learns=False) == forward
@@ -75,7 +75,7 @@ def counted(inputs, layout):  # noqa: F811
 
 
 @pytest.mark.parametrize(("layout", "ranks_of"), [("tp1", 2), ("tp2-pp2", 4), ("cp2", 4), ("pp2-vpp2", 2)])
-def test_every_token_counts_once_whatever_the_layout(ranks, inputs, layout, ranks_of):  # noqa: F811
+def test_throughput_counts_every_token_once_in_any_layout(ranks, inputs, layout, ranks_of):  # noqa: F811
     told = ranks.run(ranks_of, counted, inputs, layout)
     table = weight_table(read_config(inputs / "model"))
     rows = row_flops(table.config, table.tensor_index)
@@ -89,7 +89,7 @@ def test_every_token_counts_once_whatever_the_layout(ranks, inputs, layout, rank
         assert again["time/tokens_per_second"] == again["time/mfu"] == 0
 
 
-def test_imitation_counts_the_tokens_that_it_trains_on(ranks, inputs, tmp_path):  # noqa: F811
+def test_throughput_of_sft_counts_trained_tokens(ranks, inputs, tmp_path):  # noqa: F811
     overrides = ["algorithm.examples_per_iteration=8", "job.iterations=1", "job.save=false"]
     ranks.run(2, job, "sft", inputs, tmp_path / "run", overrides)
     (line,) = logged(tmp_path / "run")

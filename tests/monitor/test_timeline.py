@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from verl_mg import phase_timer as clock_module
-from verl_mg.monitor import timeline as module
-from verl_mg.monitor.timeline import Timeline
+from verl_mg import phase_timer as timer_module
+from verl_mg.monitor import profile as module
+from verl_mg.monitor.profile import Timeline
 from verl_mg.phase_timer import PhaseTimer
 
 
@@ -14,7 +14,7 @@ from verl_mg.phase_timer import PhaseTimer
 def now(monkeypatch):
     """Time that stands still until told; the wall clock is 1000 seconds ahead."""
     time = [100.0]
-    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: time[0])
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: time[0])
     monkeypatch.setattr(module.time, "time", lambda: time[0] + 1000)
     return time
 
@@ -29,7 +29,7 @@ def iteration_of(now, timer, *phases):
             now[0] += seconds
 
 
-def test_a_line_an_iteration(now, tmp_path):
+def test_timeline_writes_a_line_per_iteration(now, tmp_path):
     timer = PhaseTimer()
     timeline = Timeline(tmp_path / "timeline", 3, timer)
     iteration_of(now, timer, ("generate", 1.25), ("sync", 0.5))
@@ -43,7 +43,7 @@ def test_a_line_an_iteration(now, tmp_path):
     ]
 
 
-def test_a_resumed_run_does_iterations_again(now, tmp_path):
+def test_timeline_resumed_run_replaces_iterations(now, tmp_path):
     timer = PhaseTimer()
     timeline = Timeline(tmp_path, 0, timer)
     for iteration in (1, 2, 3):
@@ -59,7 +59,7 @@ def test_a_resumed_run_does_iterations_again(now, tmp_path):
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
-def test_a_bad_disk_warns_once_and_the_run_goes_on(now, tmp_path, caplog, when):
+def test_timeline_disk_error_warns_once(now, tmp_path, caplog, when):
     folder, timer = tmp_path / "timeline", PhaseTimer()
     if when == "before":
         folder.write_text("a file where the folder should be")

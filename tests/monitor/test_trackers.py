@@ -1,4 +1,4 @@
-"""What is logged can be read back, bit for bit; the console shows it on a terminal and beside one."""
+"""Trackers: logged values can be read back exactly, and the console works with and without a terminal."""
 
 import io
 import json
@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from verl_mg.monitor.eta import EtaEstimator
+from verl_mg.monitor.progress import EtaEstimator
 from verl_mg.monitor.reward_curve import plot_reward_curve
 from verl_mg.monitor.trackers.console import ConsoleTracker
-from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker
-from verl_mg.monitor.trackers.retrying_tracker import RetryingTracker
-from verl_mg.monitor.trackers.tensorboard import TensorBoardTracker
-from verl_mg.monitor.trackers.tracker import Tracker
+from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker, TensorBoardTracker
+from verl_mg.monitor.trackers.tracker import RetryingTracker, Tracker
 from verl_mg.phase_timer import PhaseTimer
 
 
@@ -25,7 +23,7 @@ def read(path: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_jsonl_tracker_floats_are_bitwise_identical(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal(100) * 1e-5
     tracker: Tracker = JsonlTracker(tmp_path / "new" / "metrics.jsonl")
     tracker.log(1, {str(i): value for i, value in enumerate(values)})
@@ -34,7 +32,7 @@ def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert lines == [{"step": 1} | {str(i): float(value) for i, value in enumerate(values)}]
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_jsonl_tracker_non_finite_values_are_null(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     tracker.log(1, {"a": math.nan, "b": -math.inf, "c": np.float32(0.1)})
     tracker.close()
@@ -42,7 +40,7 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first_step", "steps"), [(3, [1, 2, 3]), (None, [1, 2, 3, 4, 3])])
-def test_resumed_file_has_no_torn_and_no_repeated_line(
+def test_jsonl_tracker_resumed_file_has_no_repeated_lines(
     tmp_path: Path, first_step: int | None, steps: list[int]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -57,7 +55,7 @@ def test_resumed_file_has_no_torn_and_no_repeated_line(
 EVALUATION = {"eval/reward": 0.5, "eval/pass@4": 0.75, "reward/mean": 1.0}
 
 
-def test_a_row_for_each_evaluation_and_a_resumed_run_goes_on_under_the_same_columns(tmp_path: Path) -> None:
+def test_evaluation_table_resumed_run_keeps_the_columns(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.md"
     table = EvaluationTable(path)
     for step in (0, 2, 4):
@@ -76,7 +74,7 @@ def test_a_row_for_each_evaluation_and_a_resumed_run_goes_on_under_the_same_colu
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_tensorboard_reads_it_and_what_a_resumed_run_does_again_counts_once(tmp_path: Path) -> None:
+def test_tensorboard_tracker_resumed_run_replaces_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker: Tracker = TensorBoardTracker(tmp_path)
@@ -91,22 +89,20 @@ def test_tensorboard_reads_it_and_what_a_resumed_run_does_again_counts_once(tmp_
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 1.0)]
 
 
-def test_a_tracker_that_fails_is_told_once_and_given_what_it_missed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "not yet there"
-    tracker = RetryingTracker("the table", lambda: EvaluationTable(folder / "evaluation.md"), again_after=0.0)
+def test_retrying_tracker_warns_once_and_logs_missed_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "missing"
+    tracker = RetryingTracker("the table", lambda: EvaluationTable(folder / "evaluation.md"), retry_after=0.0)
     tracker.log(0, EVALUATION)
     tracker.log(1, EVALUATION)
     folder.mkdir()
     tracker.log(2, EVALUATION)
     tracker.close()
     assert len((folder / "evaluation.md").read_text().splitlines()) == 2 + 3
-    (told,) = caplog.messages
-    assert told.startswith("the table fails, training goes on without it: FileNotFoundError")
+    (warning,) = caplog.messages
+    assert warning.startswith("the table fails, training continues without it: FileNotFoundError")
 
 
-def test_a_tracker_that_cannot_be_opened_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_retrying_tracker_that_cannot_be_opened_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     tracker = RetryingTracker("TensorBoard", lambda: TensorBoardTracker(tmp_path / "file" / "folder"))
     for step in range(3):
@@ -116,18 +112,18 @@ def test_a_tracker_that_cannot_be_opened_stops_nothing(tmp_path: Path, caplog: p
     assert caplog.messages[1] == "TensorBoard: 3 steps are missing there"
 
 
-def test_a_line_that_the_disk_has_no_room_for_is_written_later_and_once(
+def test_retrying_tracker_full_disk_line_is_written_once_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    tracker = RetryingTracker("metrics.jsonl", lambda: JsonlTracker(path), again_after=0.0)
+    tracker = RetryingTracker("metrics.jsonl", lambda: JsonlTracker(path), retry_after=0.0)
     tracker.log(1, {"a": 1.0})
-    room, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, most))
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard_limit))
     try:
         tracker.log(2, {"a": 2.0})
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
     assert [line["step"] for line in read(path)] == [1]
     tracker.log(3, {"a": 3.0})
     tracker.close()
@@ -145,39 +141,39 @@ def shown(terminal: bool, timer: PhaseTimer | None = None) -> str:
     return screen.getvalue()
 
 
-def test_plain_lines_beside_a_terminal() -> None:
+def test_console_tracker_without_terminal_prints_lines() -> None:
     first, second = shown(terminal=False).splitlines()
     assert first.startswith("step 11/20  reward 0.1235  eval 0.5  tokens/s 34568  elapsed 0:00:0")
     assert second.startswith("step 12/20  elapsed") and "eta 0:00:0" in second
     assert "\x1b" not in first + second
 
 
-def test_live_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_tracker_on_a_terminal_draws_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     timer = PhaseTimer()
-    with timer("recipe"), timer("generate"):
+    with timer("other"), timer("generate"):
         text = shown(terminal=True, timer=timer)
     assert "\x1b" in text and "12/20" in text and "reward 0.1235  eval 0.5" in text
-    assert "generate" in text and "recipe" not in text
+    assert "generate" in text and "other" not in text
     assert "eta 0:00:00" in text
 
 
-def test_the_rest_takes_as_long_as_the_latest_iterations_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eta_uses_the_median_of_the_latest_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("verl_mg.monitor.eta.time.monotonic", lambda: now[0])
-    pace = EtaEstimator(total=20, done=4)
-    assert pace.left is None
+    monkeypatch.setattr("verl_mg.monitor.progress.time.monotonic", lambda: now[0])
+    eta = EtaEstimator(total=20, done=4)
+    assert eta.seconds_left is None
     for done, seconds in ((5, 500.0), (6, 40.0), (8, 80.0)):  # the first one compiles
         now[0] += seconds
-        pace.reached(done)
-    assert pace.left == 12 * 40.0
+        eta.update(done)
+    assert eta.seconds_left == 12 * 40.0
     now[0] += 30.0
-    assert pace.left == 12 * 40.0 - 30.0
+    assert eta.seconds_left == 12 * 40.0 - 30.0
     now[0] += 9999.0
-    assert pace.left == 0.0
+    assert eta.seconds_left == 0.0
 
 
-def test_curve(tmp_path: Path) -> None:
+def test_plot_reward_curve_writes_an_image(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
@@ -193,13 +189,13 @@ def test_curve(tmp_path: Path) -> None:
     assert picture[..., :3].min() < 0.5 < picture[..., :3].mean()  # ink on a light ground
 
 
-def test_no_curve_without_its_series(tmp_path: Path) -> None:
+def test_plot_reward_curve_without_series_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "reward/mean": null}\n')
     assert plot_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png") is None
     assert not (tmp_path / "curve.png").exists()
 
 
-def test_running_mean_against_a_loop() -> None:
+def test_running_mean_equals_a_loop() -> None:
     from verl_mg.monitor.reward_curve import _running_mean
 
     values = np.random.default_rng(0).standard_normal(35)

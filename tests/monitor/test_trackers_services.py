@@ -35,7 +35,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
         from pathlib import Path
         from verl_mg.phase_timer import PhaseTimer
         from verl_mg.config import Config
-        from verl_mg.monitor.build_trackers import build_trackers
+        from verl_mg.monitor.trackers import build_trackers
 
         config = Config.model_validate({{
             "model": {{"path": "m"}},
@@ -53,7 +53,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
                 tracker.close()
         print("left:", [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()])
     """
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
@@ -61,19 +61,19 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
         cwd=ROOT,
         env=os.environ | ALONE | environment,
     )
-    assert told.returncode == 0, told.stderr
-    assert "left: []" in told.stdout
-    return told.stdout + told.stderr
+    assert output.returncode == 0, output.stderr
+    assert "left: []" in output.stdout
+    return output.stdout + output.stderr
 
 
-def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_services_missing_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="tracking.services: mlflow is not installed. Run pip install mlflow-skinny"):
         check_services(["mlflow"])
 
 
 @needs("wandb")
-def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
+def test_wandb_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     tracked(tmp_path, "wandb")
     identity = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
     written = sorted((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
@@ -84,7 +84,7 @@ def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
 
 
 @needs("mlflow")
-def test_mlflow_keeps_both_parts_in_one_run(tmp_path: Path) -> None:
+def test_mlflow_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     tracked(tmp_path, "mlflow")
     run = json.loads((tmp_path / "trackers.json").read_text())["mlflow"]
     (folder,) = (tmp_path / "mlflow").glob(f"*/{run}")
@@ -95,15 +95,15 @@ def test_mlflow_keeps_both_parts_in_one_run(tmp_path: Path) -> None:
 
 
 @needs("mlflow")
-def test_a_server_that_is_not_there_is_told_once(tmp_path: Path) -> None:
-    told = tracked(tmp_path, "mlflow", MLFLOW_TRACKING_URI="http://127.0.0.1:1", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
-    assert told.count("mlflow fails, training goes on without it") == 2  # once in each of the two
-    assert told.count("mlflow: 2 steps are missing there") == 2
+def test_mlflow_unreachable_server_warns_once(tmp_path: Path) -> None:
+    output = tracked(tmp_path, "mlflow", MLFLOW_TRACKING_URI="http://127.0.0.1:1", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+    assert output.count("mlflow fails, training continues without it") == 2  # once in each of the two
+    assert output.count("mlflow: 2 steps are missing there") == 2
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 @needs("swanlab")
-def test_swanlab_goes_on_under_the_same_id(tmp_path: Path) -> None:
+def test_swanlab_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     tracked(tmp_path, "swanlab")
     identity = json.loads((tmp_path / "trackers.json").read_text())["swanlab"]
     written = sorted((tmp_path / "swanlab").glob(f"run-*-{identity}/run-{identity}.swanlab"))

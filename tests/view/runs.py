@@ -72,7 +72,7 @@ def metrics_of(step: int, draw: random.Random) -> dict[str, float | None]:
         "time/iteration": 6.5 + draw.gauss(0, 0.4),
         "time/phase/generate": 3.1 + draw.gauss(0, 0.3),
         "time/phase/update": 2.0 + draw.gauss(0, 0.1),
-        "time/phase/sync": 0.4,
+        "time/phase/weight_sync": 0.4,
     }
     if step % 4 == 0:
         told["eval/reward"] = gained
@@ -87,7 +87,7 @@ def write_timelines(folder: Path, iterations: int, draw: random.Random, ranks: i
             begin, spans = 0.0, []
             for phase, seconds in (
                 ("generate", 3 + draw.random()),
-                ("wait_role_compute", 0.2),
+                ("wait_generate", 0.2),
                 ("forward", 0.5),
                 ("row_dispatch", 0.05),
                 ("update", 1.2 + 0.2 * draw.random()),

@@ -17,7 +17,7 @@ from verl_mg.view.run import Run
 from verl_mg.view.samples import Query
 
 
-def test_it_tells_where_the_page_is_and_ends_with_ctrl_c(tmp_path):
+def test_view_prints_its_address_and_ends_with_ctrl_c(tmp_path):
     folders = [str(write_run(tmp_path / name, iterations=1)) for name in ("one", "two")]
     command = [sys.executable, "-m", "verl_mg", "view", *folders]
     # Tests may run where interrupts are ignored, as jobs in the background do.
@@ -42,14 +42,14 @@ def test_it_tells_where_the_page_is_and_ends_with_ctrl_c(tmp_path):
     ("arguments", "reason"),
     [
         (["nowhere"], "nowhere: no such folder"),
-        (["empty"], "empty: holds no run"),
-        (["run", "empty"], "empty: holds no run"),
+        (["empty"], "empty: not a run"),
+        (["run", "empty"], "empty: not a run"),
         (["run", "--port", "taken"], "leave --port out"),
         (["run", "--port", "123456"], "leave --port out"),
         (["run", "--host", "203.0.113.1"], "--host 203.0.113.1"),
     ],
 )
-def test_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys, arguments, reason):
+def test_view_invalid_arguments_print_one_line(tmp_path, monkeypatch, capsys, arguments, reason):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     write_run(tmp_path / "run", iterations=1)
@@ -60,11 +60,13 @@ def test_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys, arguments, reas
         with pytest.raises(SystemExit) as ended:
             main(["view", *(taken if word == "taken" else word for word in arguments)])
     assert ended.value.code == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith("error: ") and told.err.count("\n") == 1 and reason in told.err
+    output = capsys.readouterr()
+    assert (
+        output.out == "" and output.err.startswith("error: ") and output.err.count("\n") == 1 and reason in output.err
+    )
 
 
-def test_the_run_of_a_real_job_can_be_viewed(ranks, tmp_path):
+def test_view_run_of_a_real_job(ranks, tmp_path):
     inputs = make_inputs(tmp_path)
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", ["algorithm.kl_coefficient=0.01"])
     run = Run(tmp_path / "run")
@@ -74,7 +76,7 @@ def test_the_run_of_a_real_job_can_be_viewed(ranks, tmp_path):
     assert [line["step"] for line in run.metrics("", 0)["lines"]] == [1, 2, 3]
     for line in run.timeline(2):
         spans = line["spans"]
-        assert {"generate", "update", "optimizer", "sync", "forward"} <= {phase for phase, _, _ in spans}
+        assert {"generate", "update", "optimizer", "weight_sync", "forward"} <= {phase for phase, _, _ in spans}
         assert all(0 <= begin < end for _, begin, end in spans)
         assert all(one[2] <= other[1] for one, other in pairwise(spans))
     found = run.samples.find(Query(first=2, last=2, sort="reward", descending=True))

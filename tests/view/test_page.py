@@ -1,4 +1,4 @@
-"""The page in a real browser, as a person uses it: nothing is told to the page but by pointer and keys."""
+"""The page in a real browser, used only by pointer and keyboard."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def told(page):
+def tooltip(page):
     """The tooltip: its title, and its values by name."""
     tooltip = page.locator("#tooltip")
     expect(tooltip).to_be_visible()
@@ -104,7 +104,7 @@ def card(page, name):
     return page.locator(f"article[data-metric='{name}']")
 
 
-def test_curves_of_two_runs_lie_over_each_other_and_tell_their_values(visit, folders):
+def test_curves_of_two_runs_share_a_chart_with_tooltips(visit, folders):
     page = visit(*folders)
     reward = card(page, "reward/mean")
     for mark in "AB":
@@ -116,7 +116,7 @@ def test_curves_of_two_runs_lie_over_each_other_and_tell_their_values(visit, fol
     slide(page.get_by_label("Smoothing"), "least")
     expect(reward.locator("path.raw")).to_have_count(0)
     reward.locator(".chart").hover(position={"x": 200, "y": 60})
-    title, values = told(page)
+    title, values = tooltip(page)
     step = int(re.fullmatch(r"reward/mean, step (\d+)", title)[1])
     for folder in folders:
         assert float(values[folder.name]) == pytest.approx(metrics(folder)[step]["reward/mean"], rel=1e-3)
@@ -127,12 +127,12 @@ def test_curves_of_two_runs_lie_over_each_other_and_tell_their_values(visit, fol
     loss = card(page, "actor/loss").locator(".chart")
     loss.focus()
     loss.press("ArrowLeft")
-    title, values = told(page)
+    title, values = tooltip(page)
     assert title == "actor/loss, step 12"
     assert float(values["grpo"]) == pytest.approx(metrics(folders[0])[12]["actor/loss"], rel=1e-3)
 
 
-def test_metrics_are_searched_and_pinned(visit, folders):
+def test_curves_can_be_searched_and_pinned(visit, folders):
     page = visit(folders[0])
     page.get_by_label("Search metrics").fill("PHASE gen")
     expect(page.locator("article.card:visible")).to_have_count(1)
@@ -153,7 +153,7 @@ def test_metrics_are_searched_and_pinned(visit, folders):
     assert card(page, "actor/kl").bounding_box()["height"] > 1.5 * small
 
 
-def test_a_run_that_goes_on_is_followed(visit, tmp_path):
+def test_curves_follow_a_running_job(visit, tmp_path):
     folder = write_run(tmp_path / "run", 3)
     page = visit(folder)
     expect(card(page, "reward/mean").locator(".latest")).to_have_text(re.compile("0"))
@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_is_followed(visit, tmp_path):
     assert page.locator(".state").inner_text() == "running"
 
 
-def test_a_run_without_anything_yet_says_so(visit, tmp_path):
+def test_page_of_an_empty_run_has_a_message(visit, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     page = visit(tmp_path / "run")
@@ -180,7 +180,7 @@ def test_a_run_without_anything_yet_says_so(visit, tmp_path):
 # -- time lines
 
 
-def test_the_time_line_of_an_iteration(visit, folders):
+def test_timeline_shows_lanes_and_phases(visit, folders):
     page = visit(*folders)
     turn_to(page, "Time line")
     # The newest iteration that both have.
@@ -193,21 +193,21 @@ def test_the_time_line_of_an_iteration(visit, folders):
     phase, begin, end = line["spans"][0]
     lanes = page.locator("svg.lanes").first
     lanes.locator("rect[data-rank='1'][data-phase=generate]").hover()
-    title, values = told(page)
+    title, values = tooltip(page)
     assert title == phase == "generate" and values["rank"] == "1"
     assert float(values["takes"].removesuffix(" s")) == pytest.approx(end - begin, rel=1e-3)
     rows = page.locator("table.phases").first.locator("tbody th").all_inner_texts()
-    assert rows[:3] == ["generate", "weight_sync", "forward"] and rows[-2:] == ["wait_role_compute", "idle"]
+    assert rows[:3] == ["generate", "weight_sync", "forward"] and rows[-2:] == ["wait_generate", "idle"]
     slide(panel(page).get_by_label("Iteration", exact=True), "least")
     expect(page.get_by_label("Iteration number")).to_have_value("1")
     expect(page.locator("table.phases caption").first).to_contain_text("iteration 1,")
 
 
-def test_a_part_of_a_time_line_is_enlarged(visit, folders):
+def test_timeline_can_be_zoomed(visit, folders):
     page = visit(folders[0])
     turn_to(page, "Time line")
     lanes = page.locator("svg.lanes")
-    sync = lanes.locator("rect[data-rank='0'][data-phase=sync]")
+    sync = lanes.locator("rect[data-rank='0'][data-phase=weight_sync]")
     before, box = sync.bounding_box(), lanes.bounding_box()
     page.mouse.move(before["x"] - 20, box["y"] + 10)
     page.mouse.down()
@@ -239,7 +239,7 @@ def counted(page, text):
     expect(page.locator("#view-samples .count")).to_have_text(re.compile(text))
 
 
-def test_samples_are_filtered_sorted_and_searched(visit, folders):
+def test_samples_can_be_filtered_sorted_and_searched(visit, folders):
     page = visit(folders[0])
     turn_to(page, "Samples")
     counted(page, f"1 to {COUNT} of {COUNT} samples")
@@ -279,7 +279,7 @@ def test_samples_are_filtered_sorted_and_searched(visit, folders):
     expect(page.get_by_text("No such samples.")).to_be_visible()
 
 
-def test_a_sample_token_by_token(visit, folders):
+def test_sample_dialog_shows_tokens(visit, folders):
     page = visit(folders[0])
     turn_to(page, "Samples")
     page.get_by_role("button", name=f"Open sample {11 * COUNT + 1}", exact=True).click()
@@ -296,7 +296,7 @@ def test_a_sample_token_by_token(visit, folders):
     plain = answer.evaluate(background)  # a tool's words have no advantage
     seen = {"plain": plain, "advantages": token.evaluate(background)}
     token.hover()
-    title, values = told(page)
+    title, values = tooltip(page)
     assert title == '"<tool>"' and values["token"] == "1007, at 7" and "rollout_logprobs" in values
     for name in ("old-rollout", "rollout_logprobs", "policy_versions"):
         colour.select_option(name)
@@ -306,7 +306,7 @@ def test_a_sample_token_by_token(visit, folders):
     assert len(set(seen.values())) >= 4
     colour.select_option("old-rollout")
     token.hover()
-    _, values = told(page)
+    _, values = tooltip(page)
     gap = float(values["old_logprobs"]) - float(values["rollout_logprobs"])
     assert float(values["log-prob: old - rollout"]) == pytest.approx(gap, abs=2e-3)
     colour.select_option("plain")
@@ -317,7 +317,7 @@ def test_a_sample_token_by_token(visit, folders):
     expect(sheet).to_be_hidden()
 
 
-def test_what_a_model_wrote_stays_text(visit, folders):
+def test_sample_dialog_escapes_text(visit, folders):
     page = visit(*folders)
     turn_to(page, "Samples")
     expect(shown(page).first.locator("td.response")).to_contain_text("<script>window.injected = 1</script><img")
@@ -325,7 +325,7 @@ def test_what_a_model_wrote_stays_text(visit, folders):
     sheet = page.get_by_role("dialog")
     expect(sheet.locator(".token").first).to_have_text(HOSTILE)
     sheet.locator(".token").first.hover()
-    assert told(page)[0] == json.dumps(HOSTILE)
+    assert tooltip(page)[0] == json.dumps(HOSTILE)
     page.keyboard.press("Escape")
     turn_to(page, "Side by side")
     expect(page.locator("button.answer")).to_have_count(2 * GROUP)
@@ -337,7 +337,7 @@ def test_what_a_model_wrote_stays_text(visit, folders):
 # -- two runs
 
 
-def test_two_runs_side_by_side(visit, folders):
+def test_compare_shows_two_runs(visit, folders):
     page = visit(*folders)
     turn_to(page, "Side by side")
     expect(panel(page).get_by_label("Iteration", exact=True)).to_have_value("10")
@@ -360,7 +360,7 @@ def test_two_runs_side_by_side(visit, folders):
     expect(shown(page).locator("td:first-child")).to_have_text(["10"] * COUNT)
 
 
-def test_a_server_that_has_ended_is_told_of(visit, folders):
+def test_page_reports_a_server_that_has_ended(visit, folders):
     page = visit(folders[0])
     page.route("**/api/**", lambda route: route.abort())
     expect(page.locator("#notice")).to_contain_text("Is verl-mg view still running?")

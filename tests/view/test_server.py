@@ -62,7 +62,7 @@ def ids(found):
     return [row["sample_id"] for row in found["rows"]]
 
 
-def test_a_run_tells_where_it_stands(ask):
+def test_runs_contains_name_and_status(ask):
     (about,) = ask("runs")
     assert about["name"] == "first" and about["status"]["iteration"] == 3
     assert about["samples"] == [1, 2, 3] and about["timeline"] == [1, 3]
@@ -71,7 +71,7 @@ def test_a_run_tells_where_it_stands(ask):
 # -- metrics
 
 
-def test_metrics_are_told_once_and_half_a_line_waits(tmp_path):
+def test_metrics_returns_each_complete_line_once(tmp_path):
     run = write_run(tmp_path / "run", iterations=2)
     file = run / "metrics.jsonl"
     with serving(run) as ask:
@@ -91,8 +91,8 @@ def test_metrics_are_told_once_and_half_a_line_waits(tmp_path):
         assert anew["begin"] == 0 and anew["lines"] == [{"step": 1, "reward/mean": 0.5}]
 
 
-def test_very_long_metrics_come_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl_mg.view.lines.MOST", 1000)
+def test_metrics_long_file_is_returned_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_mg.jsonl.MAX_READ_BYTES", 1000)
     with serving(write_run(tmp_path / "run", iterations=40)) as ask:
         steps, part = [], {"file": "", "end": 0, "more": True}
         while part["more"]:
@@ -101,7 +101,7 @@ def test_very_long_metrics_come_in_parts(tmp_path, monkeypatch):
     assert steps == list(range(41))
 
 
-def test_a_run_that_has_just_begun_has_nothing_yet(tmp_path):
+def test_run_without_files_is_empty(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").touch()
@@ -124,7 +124,7 @@ def test_a_run_that_has_just_begun_has_nothing_yet(tmp_path):
 # -- time lines
 
 
-def test_time_lines_of_an_iteration(ask):
+def test_timeline_returns_the_spans_of_each_rank(ask):
     lines = ask("timeline", iteration=2)
     assert [line["rank"] for line in lines] == [0, 1]
     assert lines[0]["start"] == 1.0e9 + 14 and lines[0]["spans"][0][:2] == ["generate", 0.0]
@@ -132,7 +132,7 @@ def test_time_lines_of_an_iteration(ask):
 
 
 @pytest.mark.parametrize("gaps", [1, 3])
-def test_each_line_is_found_among_many_and_the_half_last_one_is_not(tmp_path, gaps):
+def test_find_line_finds_every_complete_line(tmp_path, gaps):
     run = tmp_path / "run"
     (run / "timeline").mkdir(parents=True)
     draw = random.Random(0)
@@ -150,7 +150,7 @@ def test_each_line_is_found_among_many_and_the_half_last_one_is_not(tmp_path, ga
 # -- samples
 
 
-def test_samples_come_in_pages(ask):
+def test_samples_are_returned_in_pages(ask):
     whole = ask("samples", limit=1000)
     assert whole["total"] == 3 * COUNT and ids(whole) == list(range(3 * COUNT))
     assert set(whole["rows"][0]) >= {"iteration", "reward", "length", "finish", "source", "prompt", "response"}
@@ -167,7 +167,7 @@ def test_samples_are_sorted(ask):
 
 
 @pytest.mark.parametrize(
-    ("asked", "holds"),
+    ("query", "holds"),
     [
         ({"first": 2, "last": 2}, lambda row: row["iteration"] == 2),
         ({"reward_from": 0.25, "reward_to": 0.75}, lambda row: 0.25 <= row["reward"] <= 0.75),
@@ -182,15 +182,15 @@ def test_samples_are_sorted(ask):
         ({"text": "(.*", "first": 1}, lambda row: False),
     ],
 )
-def test_samples_are_filtered(ask, asked, holds):
+def test_samples_are_filtered(ask, query, holds):
     everything = ask("samples", limit=1000)["rows"]
     wanted = [row["sample_id"] for row in everything if holds(row)]
-    found = ask("samples", limit=1000, **asked)
+    found = ask("samples", limit=1000, **query)
     assert ids(found) == wanted and found["total"] == len(wanted) < len(everything)
-    assert wanted or asked.get("text") == "(.*"
+    assert wanted or query.get("text") == "(.*"
 
 
-def test_a_sample_with_all_that_is_known_of_it(ask):
+def test_sample_returns_all_columns(ask):
     whole = ask("sample", iteration=2, call=0, sample_id=COUNT + 1)
     assert [turn["by"] for turn in whole["turns"]] == ["policy", "tool", "policy"]
     assert whole["parts"].keys() == {"exact", "form"} and whole["answer"] == "26"
@@ -202,7 +202,7 @@ def test_a_sample_with_all_that_is_known_of_it(ask):
     assert "no sample" in ask("sample", status=404, iteration=2, call=1, sample_id=COUNT + 1)["error"]
 
 
-def test_facets_and_prompts(ask, run):
+def test_facets_and_prompts_of_an_iteration(ask, run):
     assert ask("facets", first=1, last=1) == {"source": ["carry", "sums"], "finish": ["length", "stop"]}
     prompts = ask("prompts", iteration=2)
     assert [one["prompt_id"] for one in prompts] == list(range(PROMPTS, 2 * PROMPTS))
@@ -211,14 +211,14 @@ def test_facets_and_prompts(ask, run):
     assert prompts[0]["reward"] == pytest.approx(sum(row["reward"] for row in rows) / GROUP)
 
 
-def test_a_spoilt_file_does_not_hide_the_others(tmp_path):
+def test_samples_damaged_file_does_not_hide_others(tmp_path):
     run = write_run(tmp_path / "run", iterations=1)
     (run / "samples" / "000001" / "rank-1.parquet").write_bytes(b"PAR1 and no more")
     with serving(run) as ask:
         assert ids(ask("samples")) == list(range(COUNT // 2))
 
 
-def test_samples_that_come_while_the_page_is_open(tmp_path):
+def test_samples_new_files_appear(tmp_path):
     run = write_run(tmp_path / "run", iterations=1)
     with serving(run) as ask:
         assert ask("runs")[0]["samples"] == [1]
@@ -245,11 +245,11 @@ def test_samples_that_come_while_the_page_is_open(tmp_path):
         ("timeline", {}, 400, "iteration is missing"),
     ],
 )
-def test_improper_requests_are_refused(ask, name, parameters, status, reason):
+def test_request_invalid_parameters_are_rejected(ask, name, parameters, status, reason):
     assert reason in ask(name, status=status, **parameters)["error"]
 
 
-def test_the_page_comes_with_a_policy_and_only_the_page(run):
+def test_page_has_a_content_security_policy(run):
     server = serving(run)
     with server:
         answer, body = fetch(server.viewer, "/")
@@ -261,7 +261,7 @@ def test_the_page_comes_with_a_policy_and_only_the_page(run):
         assert fetch(server.viewer, "/", method="POST")[0].status == 501
 
 
-def test_a_foreign_name_that_leads_here_reads_nothing(run):
+def test_request_foreign_host_name_is_rejected(run):
     server = serving(run)
     with server:
         assert fetch(server.viewer, "/api/runs", Host="evil.example")[0].status == 403
@@ -269,7 +269,7 @@ def test_a_foreign_name_that_leads_here_reads_nothing(run):
         assert fetch(server.viewer, "/api/runs", Host="localhost:1234")[0].status == 200
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_runs_with_equal_names_get_their_folder(tmp_path):
     folders = [write_run(tmp_path / parent / "run", iterations=1) for parent in ("first", "second")]
     with serving(*folders) as ask:
         assert [run["name"] for run in ask("runs")] == ["first/run", "second/run"]

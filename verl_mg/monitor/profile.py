@@ -1,46 +1,57 @@
-"""Where the time of a job's iterations went, over all ranks."""
+"""Time per phase of the iterations: the table over all ranks, and the timeline of each rank for `verl-mg view`."""
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.jsonl import keep_before
 from verl_mg.phase_timer import COMPUTE_PHASES, WAIT, PhaseTimer
 
-INEXACT = "a phase may hold the wait for work of another one: profile.synchronize=true tells them apart"
-FIRST = 1
-"""Iterations that are left out where there are more: what is planned or compiled once falls into them."""
+log = logging.getLogger(__name__)
+
+INEXACT = "A phase can include waiting for the work of another one; profile.synchronize=true separates them."
+WARMUP_ITERATIONS = 1
+"""First iterations, which are excluded where there are more: they include planning and compilation."""
 
 
 class Profile:
-    """The phases of a clock, iteration by iteration."""
+    """Sums the phases of a timer over the iterations."""
 
     def __init__(self, timer: PhaseTimer) -> None:
-        self._clock = timer
+        self._timer = timer
         self._sums: dict[str, float] = {}
         self._iterations = 0
-        self.leave_out()
+        self.discard()
 
     def iteration(self) -> dict[str, float]:
-        """Of the iteration that ends here, on this rank: `time/phase/NAME`."""
-        seconds = self._clock.take()
-        if self._iterations == FIRST:
+        """Returns the metrics `time/phase/NAME` of the iteration that ends now, on this rank."""
+        seconds = self._timer.take()
+        if self._iterations == WARMUP_ITERATIONS:
             self._sums = {}
         for phase, value in seconds.items():
             self._sums[phase] = self._sums.get(phase, 0.0) + value
         self._iterations += 1
         return {f"time/phase/{phase}": value for phase, value in sorted(seconds.items())}
 
-    def leave_out(self) -> None:
-        """What was done since the last iteration is none of the next one's."""
-        self._clock.take()
+    def discard(self) -> None:
+        """Discards the time since the last iteration (evaluation, logging)."""
+        self._timer.take()
 
     def table(self, exact: bool = True) -> str:
-        """A line a phase, and how much of an iteration is around the models' own work; all ranks call it together.
+        """Returns the table of phases over all ranks; collective.
 
-        "" where no iteration was done. exact: whether the clock was; otherwise the table says what that means.
+        Args:
+            exact: whether the timer synchronizes phases; otherwise the table explains what it measures.
+
+        Returns:
+            The table; "" where no iteration was done.
         """
-        counted = self._iterations - FIRST if self._iterations > FIRST else self._iterations
+        counted = self._iterations - WARMUP_ITERATIONS if self._iterations > WARMUP_ITERATIONS else self._iterations
         ranks = all_gather_json({phase: value / counted for phase, value in self._sums.items()})
         if not any(ranks):
             return ""
@@ -48,18 +59,77 @@ class Profile:
 
 
 def format_table(ranks: list[Mapping[str, float]]) -> str:
-    """The table of the mean seconds of an iteration on each rank."""
-    phases = {phase for own in ranks for phase in own}
-    columns = {phase: [own.get(phase, 0.0) for own in ranks] for phase in phases}
-    whole = sum(sum(column) for column in columns.values()) / len(ranks)
-    lines = [f"{'phase':<18}{'mean s':>10}{'most s':>10}{'share':>9}"]
-    for phase in sorted(phases, key=lambda phase: (-sum(columns[phase]), phase)):
-        mean = sum(columns[phase]) / len(ranks)
-        lines.append(f"{phase:<18}{mean:>10.3f}{max(columns[phase]):>10.3f}{mean / whole:>9.1%}")
-    computing = [column for phase, column in columns.items() if phase in COMPUTE_PHASES or phase.startswith(WAIT)]
-    around = whole - sum(map(sum, computing)) / len(ranks)
+    """Formats a table of phases; their means add up to the iteration, and every wait is a phase.
+
+    Args:
+        ranks: for each rank the mean seconds of each phase per iteration.
+    """
+    columns = {phase: [rank.get(phase, 0.0) for rank in ranks] for phase in {phase for rank in ranks for phase in rank}}
+    means = {phase: sum(column) / len(ranks) for phase, column in columns.items()}
+    total = sum(means.values())
+    width = max(map(len, ("total", *columns))) + 2
+    lines = [f"{'phase':<{width}}{'mean s':>10}{'max s':>10}{'share':>9}"]
+    for phase in sorted(means, key=lambda phase: (-means[phase], phase)):
+        lines.append(f"{phase:<{width}}{means[phase]:>10.3f}{max(columns[phase]):>10.3f}{means[phase] / total:>9.1%}")
+    slowest = max(sum(rank.values()) for rank in ranks)
+    lines.append(f"{'total':<{width}}{total:>10.3f}{slowest:>10.3f}{1:>9.1%}")
+    compute = sum(mean for phase, mean in means.items() if phase in COMPUTE_PHASES)
+    waits = sum(mean for phase, mean in means.items() if phase.startswith(WAIT))
+    overhead = total - compute - waits
     lines.append(
-        f"around {', '.join(COMPUTE_PHASES)}, and waiting for ranks that do these: {around:.3f} of {whole:.3f} s, "
-        f"{around / whole:.1%} of an iteration"
+        f"compute ({', '.join(COMPUTE_PHASES)}) {compute / total:.1%}, waiting for other ranks {waits / total:.1%}, "
+        f"overhead {overhead:.3f} of {total:.3f} s, {overhead / total:.1%} of an iteration"
     )
     return "\n".join(lines)
+
+
+class Timeline:
+    """Writes the phases of this rank, one line of JSON per iteration.
+
+    A line is `{"iteration": 3, "start": 1763772193.4, "spans": [["generate", 0.0, 1.25], ...]}`. `start` is in Unix
+    seconds; begin and end of a span are in seconds after it. An iteration starts where the line of the previous one
+    was written, so evaluation and logging belong to it. A disk error ends the timeline but not the run.
+    """
+
+    def __init__(self, folder: str | Path, rank: int, timer: PhaseTimer, first_step: int | None = None) -> None:
+        """Continues the file `folder/rank-{rank}.jsonl`.
+
+        Args:
+            folder: folder of the timelines.
+            rank: this rank.
+            timer: timer of the phases.
+            first_step: the iteration that is written next; lines from there on, written by a run that was killed
+                after its last checkpoint, are removed.
+        """
+        self._path, self._timer, self._failed = Path(folder) / f"rank-{rank}.jsonl", timer, False
+        self._begin()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                keep_before(self._path, "iteration", first_step)
+        except OSError as error:
+            self._disable(error)
+
+    def write(self, iteration: int) -> None:
+        """Writes the line of an iteration that is done."""
+        start, zero = self._start, self._zero
+        spans = [
+            (phase, round(begin - zero, 6), round(end - zero, 6)) for phase, begin, end in self._timer.take_spans()
+        ]
+        self._begin()
+        if self._failed:
+            return
+        line = json.dumps({"iteration": iteration, "start": start, "spans": spans})
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            self._disable(error)
+
+    def _begin(self) -> None:
+        self._start, self._zero = time.time(), time.perf_counter()
+        self._timer.take_spans()
+
+    def _disable(self, error: OSError) -> None:
+        self._failed = True
+        log.warning("%s: the timeline of this rank ends here (%s)", self._path, error.strerror or error)

@@ -1,4 +1,4 @@
-"""A picture of how a run went."""
+"""Plot of the rewards of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +16,16 @@ def plot_reward_curve(
     series: Sequence[str] = SERIES,
     title: str = "",
 ) -> Path | None:
-    """Draw the metrics of that name over the steps, each with its running mean.
+    """Plots metrics over the steps, each with its running mean.
 
     Args:
-        metrics_jsonl_path: what `JsonlTracker` wrote; a half-written last line is passed over.
-        png_path: the picture to write; its folder is made.
-        series: names of metrics; those that no step has are left out.
+        metrics_jsonl_path: file of `JsonlTracker`; an incomplete last line is ignored.
+        png_path: image to write; its folder is created.
+        series: names of metrics; those without values are omitted.
+        title: title of the plot.
 
     Returns:
-        `png_path`, or None where none of the series is present, and nothing is written then.
+        `png_path`; None, without an image, where all series are missing.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -57,13 +58,13 @@ def plot_reward_curve(
 
 
 def _points(lines: list[dict[str, float | None]], name: str) -> np.ndarray:
-    """`(points, 2)`: step and value, in the order of the steps."""
+    """Returns step and value, `(points, 2)`, in the order of the steps."""
     points = {line["step"]: line[name] for line in lines if line.get(name) is not None}
     return np.array(sorted(points.items()), dtype=float)
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """`(n,)`: the mean of each value and those before it, over a tenth of the curve."""
+    """Returns the mean of each value and those before it, over a tenth of the curve, `(n,)`."""
     width = max(1, len(values) // 10)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)

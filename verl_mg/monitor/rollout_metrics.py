@@ -1,4 +1,4 @@
-"""What the rollouts of an iteration were like, in numbers over all ranks."""
+"""Metrics of the rollouts of an iteration, over all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 
 
 def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
-    """Means over all samples of all ranks; empty where nothing was generated.
+    """Computes means over all samples of all ranks.
 
-    version: of the weights that were trained with them; `rollout/staleness` is how many optimizer steps older those
-    were that wrote a token.
+    Args:
+        batches: this rank's rows of the generated samples.
+        version: policy version that is trained with them; `rollout/staleness` is the mean number of optimizer steps
+            between the version that generated a token and this one.
+
+    Returns:
+        Metrics by name; empty where nothing was generated.
     """
     sums = sum_over_ranks([_sums(batch, version) for batch in batches])
     if not sums.get("samples"):
@@ -34,7 +39,7 @@ def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
         metrics["reward/std"] = max(sums["reward_squared"] / samples - mean**2, 0.0) ** 0.5
     for name in sums:
         if name.startswith("reward."):
-            # A reward may lack a part: the mean is over those that have it.
+            # Not every reward has every part: the mean is over those that have it.
             metrics[f"reward/{name.removeprefix('reward.')}"] = sums[name] / max(sums[f"count.{name}"], 1.0)
     return metrics
 
@@ -56,7 +61,7 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
 
 
 def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
-    """How far `old_logprobs` are from `rollout_logprobs` over all ranks, see `mismatch.summarize`."""
+    """Computes the difference of `old_logprobs` and `rollout_logprobs` over all ranks, see `mismatch.summarize`."""
     parts = [
         mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
         for batch in batches

@@ -1,4 +1,4 @@
-"""All that is written down around the iterations of a job."""
+"""Logging around the iterations of a job: metrics, samples, timelines, profiles."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import torch.distributed as dist
 from verl_mg.config import Config
 from verl_mg.job.job import Job
 from verl_mg.jsonl import read_lines
-from verl_mg.monitor.build_trackers import build_trackers
-from verl_mg.monitor.profile import Profile
+from verl_mg.monitor.profile import Profile, Timeline
+from verl_mg.monitor.progress import METRICS, summary
 from verl_mg.monitor.reward_curve import plot_reward_curve
 from verl_mg.monitor.rollout_metrics import rollout_metrics
 from verl_mg.monitor.sample_schema import SAMPLES, FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import SampleWriter
 from verl_mg.monitor.status import StatusFile
-from verl_mg.monitor.summary import METRICS, summary
 from verl_mg.monitor.throughput import Throughput, device_peak
-from verl_mg.monitor.timeline import Timeline
 from verl_mg.monitor.torch_profile import TorchProfile, check_profile
-from verl_mg.monitor.trackers.services import check_services
+from verl_mg.monitor.trackers import build_trackers, check_services
 
 CURVE, TIMELINE = "reward_curve.png", "timeline"
 
@@ -30,22 +28,35 @@ log = logging.getLogger(__name__)
 
 
 def check_trackers_and_profile(config: Config, ranks: int) -> None:
-    """UserError, before anything is built, for a tracker that is not installed or a profile of what is not there."""
+    """Checks trackers and profile before anything is built.
+
+    Args:
+        config: configuration of the job.
+        ranks: number of ranks.
+
+    Raises:
+        UserError: a tracker is not installed, or a profile names a rank or iteration that does not exist.
+    """
     check_services(config.tracking.services)
     check_profile(config.profile, ranks, config.job.iterations)
 
 
 class RunLogger:
-    """Metrics and where they go, samples, time lines, profiles. Every rank has them; files of the job are rank 0's.
-
-    first: the iteration that comes first; what an earlier start wrote of it and later ones is taken out.
-    """
+    """Writes the metrics, samples, timelines and profiles of a job. Every rank has one; rank 0 writes shared files."""
 
     def __init__(self, recipe: str, job: Job, status: StatusFile, first: int) -> None:
+        """Opens all files.
+
+        Args:
+            recipe: name of the recipe.
+            job: the job.
+            status: status file of the run.
+            first: first iteration; entries of an earlier start from there on are removed.
+        """
         config, rank = job.config, dist.get_rank()
         self._job, self._output, self._status = job, config.job.output, status
         if rank == 0:
-            _tell_what_was_left_out(job)
+            _warn_dropped_prompts(job)
         self._trackers = build_trackers(recipe, config, job.timer, first if first > 1 else 0) if rank == 0 else []
         self._samples = _sample_writer(job, recipe) if "rollout" in job.requested else None
         runners = [role.runner for role in job.roles.values()]
@@ -55,13 +66,13 @@ class RunLogger:
         self._started, self._version = 0.0, 0
 
     def traced(self, iteration: int) -> AbstractContextManager[None]:
-        """Around an iteration, which begins."""
+        """Context of an iteration, which starts now."""
         self._started = time.perf_counter()
         self._version = self._job.actor.num_updates if self._samples else 0
         return self._traced(iteration)
 
     def iteration(self, iteration: int) -> dict[str, float]:
-        """Write its samples; the metrics of its rollouts and of its time, which alone differ from rank to rank."""
+        """Writes the samples of an iteration, and returns its metrics; only those of time differ between ranks."""
         metrics: dict[str, float] = {}
         produced = self._job.rollout.produced if self._samples else []
         if self._samples:
@@ -75,8 +86,13 @@ class RunLogger:
         return metrics | {"time/iteration": seconds} | rates | self._profile.iteration()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """The iteration is over; 0 is what was before the first."""
-        self._profile.leave_out()  # the evaluation
+        """Logs the metrics of an iteration that is done.
+
+        Args:
+            step: its number; 0 for the evaluation before the first.
+            metrics: values by name.
+        """
+        self._profile.discard()  # the evaluation
         with self._job.timer("logging"):
             for tracker in self._trackers if metrics else ():
                 tracker.log(step, metrics)
@@ -85,7 +101,7 @@ class RunLogger:
             self._timeline.write(step)
 
     def close(self) -> None:
-        """Tell on rank 0 how it went; all ranks call it together."""
+        """Closes the trackers, and prints the summary on rank 0; collective."""
         phases = self._profile.table(self._job.config.profile.synchronize)
         for tracker in self._trackers:
             tracker.close()
@@ -103,8 +119,8 @@ def _sample_writer(job: Job, recipe: str) -> SampleWriter:
     return SampleWriter(folder, dist.get_rank(), about, job.reward, job.prompts, job.tokenizer, limit)
 
 
-def _tell_what_was_left_out(job: Job) -> None:
+def _warn_dropped_prompts(job: Job) -> None:
     for which, prompts in (("train", job.prompts), ("test", job.test_prompts)):
         if prompts is not None and prompts.dropped:
             limit = job.config.data.max_prompt_tokens
-            log.warning("data.%s: %d prompts of more than %d tokens are left out", which, prompts.dropped, limit)
+            log.warning("data.%s: %d prompts of more than %d tokens are dropped", which, prompts.dropped, limit)

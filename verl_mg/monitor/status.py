@@ -1,4 +1,4 @@
-"""RUN/status.json: how far a run is, for other programs to read while it goes on and after it was killed."""
+"""RUN/status.json: progress of a run, for other programs, while it is running and afterwards."""
 
 from __future__ import annotations
 
@@ -16,68 +16,87 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.errors import UserError
 from verl_mg.jsonl import read_lines
-from verl_mg.monitor.eta import EtaEstimator, format_seconds
-from verl_mg.monitor.summary import METRICS
+from verl_mg.monitor.progress import METRICS, EtaEstimator, format_seconds
 
-if TYPE_CHECKING:  # it brings torch, and the command has to answer at once
+if TYPE_CHECKING:  # it imports torch, and the command must respond at once
     from verl_mg.phase_timer import PhaseTimer
 
 STATUS = "status.json"
 State = Literal["starting", "running", "finished", "left", "failed"]
 
-EVERY = 1.0
-"""Seconds between two looks at the phase; a change is written down then."""
-HEARTBEAT = 10.0
-"""Seconds after which it is written down that nothing has changed."""
-SILENCE = 120.0
-"""Seconds after which a run that does not write is taken for dead."""
+POLL_SECONDS = 1.0
+"""Interval at which the phase is polled; a change is written."""
+HEARTBEAT_SECONDS = 10.0
+"""Interval at which the file is written without a change."""
+SILENCE_SECONDS = 120.0
+"""A run that does not write for this time counts as dead."""
 NOT_FINISHED = 3
-"""Exit code of `verl-mg status`, for scripts that put a job back in the queue."""
+"""Exit code of `verl-mg status`, for scripts that requeue a job."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What the file says. iteration: the last one done; times are unix seconds; checkpoint: after which iteration.
-
-    eta_seconds: to the end of the last iteration. message: why it left or failed.
-    """
+    """Contents of the file."""
 
     recipe: str
+    """Name of the recipe."""
     state: State
+    """State of the run; "left": it ended before its last iteration and can be resumed."""
     iteration: int
+    """The last iteration done."""
     iterations: int
+    """Number of iterations."""
     phase: str
+    """Current phase."""
     started: float
+    """Start, in Unix seconds."""
     updated: float
+    """Last write, in Unix seconds."""
     host: str
+    """Host of rank 0."""
     pid: int
+    """Process id of rank 0."""
     ranks: int
+    """Number of ranks."""
     tokens_per_second: float | None
+    """Throughput of the last iteration."""
     eta_seconds: float | None
+    """Seconds to the end of the last iteration."""
     checkpoint: int | None
+    """Iteration of the last checkpoint."""
     message: str
+    """Reason why the run left or failed."""
 
 
 class StatusFile:
-    """Keeps the file up to date while it is entered, from a thread of its own.
+    """Context manager that keeps the file up to date from a thread.
 
-    A run that ends with an exception has failed; one that ends otherwise has finished, unless it `left`. Where the disk
-    is full the file stays as it was. On all ranks but 0 nothing is written.
+    A run that ends with an exception has failed; otherwise it has finished, unless it `left`. If the disk is full the
+    file remains unchanged. Only rank 0 writes.
     """
 
     def __init__(self, folder: Path, recipe: str, iterations: int, rank: int, ranks: int) -> None:
+        """Starts in the state "starting".
+
+        Args:
+            folder: output folder of the run.
+            recipe: name of the recipe.
+            iterations: number of iterations.
+            rank: this rank.
+            ranks: number of ranks.
+        """
         self._path, self._recipe, self._iterations, self._ranks = folder / STATUS, recipe, iterations, ranks
         self._writes = rank == 0
         self._iteration = 0
         self._checkpoint: Callable[[], int | None] = lambda: None
-        self._pace = EtaEstimator(iterations)
+        self._eta = EtaEstimator(iterations)
         self._phase: Callable[[], str] = lambda: ""
         self._state: State = "starting"
         self._message = ""
         self._tokens_per_second: float | None = None
         self._started = time.time()
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
     def __enter__(self) -> StatusFile:
         self._write()
@@ -88,28 +107,36 @@ class StatusFile:
     def running(
         self, timer: PhaseTimer, iteration: int = 0, checkpoint: Callable[[], int | None] = lambda: None
     ) -> None:
-        """The iteration after `iteration` begins.
+        """Sets the state "running".
 
-        clock: of the phases. checkpoint: says after which iteration the last one was written.
+        Args:
+            timer: timer of the phases.
+            iteration: the last iteration done.
+            checkpoint: returns the iteration of the last checkpoint.
         """
         self._state, self._phase, self._checkpoint = "running", lambda: timer.phase, checkpoint
         self._iteration = iteration
-        self._pace = EtaEstimator(self._iterations, iteration)
+        self._eta = EtaEstimator(self._iterations, iteration)
         self._write()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """An iteration is done."""
+        """Records that an iteration is done.
+
+        Args:
+            step: its number.
+            metrics: its metrics.
+        """
         self._iteration = step
-        self._pace.reached(step)
+        self._eta.update(step)
         self._tokens_per_second = metrics.get("time/tokens_per_second", self._tokens_per_second)
         self._write()
 
     def left(self, why: str) -> None:
-        """The run ends before its last iteration, and can go on from there."""
+        """Records that the run ends before its last iteration, for the reason `why`, and can be resumed."""
         self._state, self._message = "left", why
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._over.set()
+        self._ended.set()
         if self._writes:
             self._thread.join()
         if error is not None:
@@ -120,12 +147,12 @@ class StatusFile:
         self._phase = lambda: ""
         self._write()
 
-    def _keep(self) -> None:
+    def _poll(self) -> None:
         seen: tuple[str, int | None] = ("", None)
         written = time.monotonic()
-        while not self._over.wait(EVERY):
+        while not self._ended.wait(POLL_SECONDS):
             now = (self._phase(), self._checkpoint())
-            if now != seen or time.monotonic() - written >= HEARTBEAT:
+            if now != seen or time.monotonic() - written >= HEARTBEAT_SECONDS:
                 self._write()
                 seen, written = now, time.monotonic()
 
@@ -144,7 +171,7 @@ class StatusFile:
             os.getpid(),
             self._ranks,
             self._tokens_per_second,
-            self._pace.left if self._state == "running" else None,
+            self._eta.seconds_left if self._state == "running" else None,
             self._checkpoint(),
             self._message,
         )
@@ -155,49 +182,57 @@ class StatusFile:
 
 
 def read_status(folder: Path) -> Status:
-    """UserError where there is none."""
+    """Reads the status of a run; UserError where there is none."""
     file = folder / STATUS
     try:
-        format_status = json.loads(file.read_text(encoding="utf-8"))
-        return Status(**{field.name: format_status[field.name] for field in fields(Status)})
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return Status(**{field.name: content[field.name] for field in fields(Status)})
     except FileNotFoundError:
-        raise UserError(f"{folder}: no run is there (no {STATUS}); give the job.output of a run") from None
+        raise UserError(f"{folder}: {STATUS} is missing. Give the job.output of a run.") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file}: no readable status of a run ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"{file}: not the status of a run ({type(error).__name__}: {error}). Give the job.output of another run."
+        ) from None
 
 
 def format_status(status: Status, metrics: dict[str, Any], now: float) -> str:
-    """A few lines for people. metrics: the last that were logged, {} if none were; now: unix seconds."""
+    """Formats a status in a few lines.
+
+    Args:
+        status: the status.
+        metrics: latest value of each metric.
+        now: current time in Unix seconds.
+    """
     silent = now - status.updated
     phase = f", {status.phase}" if status.phase else ""
     state: str = status.state
-    if status.state in ("starting", "running") and silent > SILENCE:
-        state, phase = f"not heard of for {format_seconds(silent)}", ""
+    if status.state in ("starting", "running") and silent > SILENCE_SECONDS:
+        state, phase = f"no update for {format_seconds(silent)}", ""
     message = f": {status.message}" if status.message else ""
     lines = [
         f"{status.recipe}: {state}{message}",
         f"iteration {status.iteration} of {status.iterations}{phase}, on {status.ranks} ranks",
     ]
-    pace = [f"{status.tokens_per_second:.0f} tokens/s"] if status.tokens_per_second is not None else []
+    speed = [f"{status.tokens_per_second:.0f} tokens/s"] if status.tokens_per_second is not None else []
     if status.eta_seconds is not None:
-        pace.append(f"{format_seconds(status.eta_seconds)} to go")
-    lines += [", ".join(pace)] if pace else []
+        speed.append(f"{format_seconds(status.eta_seconds)} left")
+    lines += [", ".join(speed)] if speed else []
     shown = [f"{name} {value:.4g}" for name, value in metrics.items() if _is_headline(name) and value is not None]
     lines += [", ".join(shown)] if shown else []
     checkpoint = "no checkpoint" if status.checkpoint is None else f"checkpoint of iteration {status.checkpoint}"
-    lines.append(f"{checkpoint}, heard of {format_seconds(max(0.0, silent))} ago ({status.host}, pid {status.pid})")
+    lines.append(f"{checkpoint}, updated {format_seconds(max(0.0, silent))} ago ({status.host}, pid {status.pid})")
     return "\n".join(lines)
 
 
 def show_status(folder: Path) -> int:
-    """Print it; 0 for a run that has finished, else NOT_FINISHED."""
+    """Prints the status of a run; returns 0 where it has finished, otherwise NOT_FINISHED."""
     status = read_status(folder)
     print(format_status(status, _last_metrics(folder / METRICS), time.time()))
     return 0 if status.state == "finished" else NOT_FINISHED
 
 
 def _last_metrics(file: Path) -> dict[str, Any]:
-    """The newest value of each."""
+    """Returns the latest value of each metric."""
     return {name: value for line in read_lines(file) for name, value in line.items()}
 
 

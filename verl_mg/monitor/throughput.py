@@ -1,4 +1,4 @@
-"""Tokens a second, and what share of the devices' arithmetic a job makes use of."""
+"""Tokens per second, and the share of the devices' arithmetic that a job uses (MFU)."""
 
 from __future__ import annotations
 
@@ -33,70 +33,79 @@ PEAK_TERAFLOPS = {
     "L4": 121.0,
     "MI300X": 1307.4,
 }
-"""TFLOP/s of dense bf16 matrix products, by a part of the device's name; from the makers' data sheets."""
+"""TFLOP/s of dense bf16 matrix products by words of the device's name, from the vendors' data sheets."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """FLOP/s of bf16 that a device could do at most; None for one that is not in the table."""
+    """Returns the peak bf16 FLOP/s of a device; None where it is not in the table."""
     words = device_name.replace("-", " ").split()
-    found = [name for name in PEAK_TERAFLOPS if _within(name.split(), words)]
-    return PEAK_TERAFLOPS[max(found, key=len)] * 1e12 if found else None
+    matches = [name for name in PEAK_TERAFLOPS if _within(name.split(), words)]
+    return PEAK_TERAFLOPS[max(matches, key=len)] * 1e12 if matches else None
 
 
 def _within(part: Sequence[str], words: Sequence[str]) -> bool:
-    """Whether the words of `part` are among those of the name: H100 NVL is in NVIDIA H100 NVL, H20 not in H200."""
+    """Returns whether all words of `part` occur in a name: H100 NVL in NVIDIA H100 NVL, but not H20 in H200."""
     return set(part) <= set(words)
 
 
 def device_peak() -> float | None:
-    """Of this process's GPU; None on the CPU too."""
+    """Returns the peak FLOP/s of this process's GPU; None on the CPU."""
     return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def model_flops(rows: RowFlops, lengths: Sequence[int], learns: bool, adapters: bool = False) -> float:
-    """FLOPs that the mathematics of rows of these lengths needs; what is recomputed does not count.
+    """Computes the FLOPs of a model on rows, without recomputation.
 
-    A forward pass, and where the network learns a backward pass of twice that, of which the gradients of weights that
-    adapters hold fixed, one half, are never made.
+    Args:
+        rows: FLOPs of a forward pass by length.
+        lengths: lengths of the rows in tokens.
+        learns: whether there is a backward pass, which takes twice the FLOPs of the forward pass.
+        adapters: whether only adapters are trained: weight gradients, half of the backward pass, are not computed.
     """
     passes = 1.0 if not learns else 2.0 if adapters else 3.0
     return passes * sum(map(rows, lengths))
 
 
 class Throughput:
-    """Counts micro-batches where they enter the networks of this rank, and tells the rates of each iteration.
-
-    peak: FLOP/s of one rank's device at most; None: not known.
-    """
+    """Counts the micro-batches that enter the models of this rank, and computes the rates of each iteration."""
 
     def __init__(self, runners: Iterable[ModelRunner], peak: float | None) -> None:
+        """Registers hooks on the models.
+
+        Args:
+            runners: the models of this rank.
+            peak: peak FLOP/s of a rank's device; None where unknown.
+        """
         self._peak = peak
         self._flops = self._trained_tokens = 0.0
         for runner in runners:
-            # Of an interleaved pipeline's chunks each sees every micro-batch; the first one stands for all.
+            # Each chunk of an interleaved pipeline sees every micro-batch: the first one represents all.
             for chunk in runner.chunks[:1]:
                 rows = row_flops(runner.table.config, runner.table.tensor_index)
                 chunk.register_forward_pre_hook(partial(self._enter, runner=runner, rows=rows))
 
     def iteration(self, produced: Sequence[Batch], seconds: float) -> dict[str, float]:
-        """Of the iteration that ends here; all ranks call it together.
+        """Computes the rates of the iteration that ends now; collective.
 
-        produced: this rank's rows of the samples; without any on all ranks, as in imitation, the tokens that were
-        trained on count in their place.
+        Args:
+            produced: this rank's rows of the samples. Where all ranks have none, as in SFT, the trained tokens count
+                instead.
+            seconds: duration of the iteration.
 
-        `time/tokens_per_second`: tokens of prompts and responses, of all ranks, by the seconds of the whole iteration;
-        `time/tokens_per_second_per_rank`; `time/mfu`: FLOPs that training and judging needed, see `model_flops`, by
-        what all devices could have done in these seconds. Generation is in the seconds and not in the FLOPs, so this
-        is less than the MFU of an update alone.
+        Returns:
+            `time/tokens_per_second`: prompt and response tokens of all ranks per second of the whole iteration;
+            `time/tokens_per_second_per_rank`; `time/mfu`: FLOPs of forward and backward passes, see `model_flops`,
+            divided by the peak of all devices. The seconds include generation but the FLOPs do not, so this is less
+            than the MFU of an update alone.
         """
         tokens = float(sum(batch.total_tokens for batch in produced))
-        told = sum_over_ranks([{"tokens": tokens, "trained": self._trained_tokens, "flops": self._flops}])
+        totals = sum_over_ranks([{"tokens": tokens, "trained": self._trained_tokens, "flops": self._flops}])
         self._flops = self._trained_tokens = 0.0
         ranks = dist.get_world_size()
-        rate = (told["tokens"] or told["trained"]) / seconds
+        rate = (totals["tokens"] or totals["trained"]) / seconds
         metrics = {"time/tokens_per_second": rate, "time/tokens_per_second_per_rank": rate / ranks}
         if self._peak is not None:
-            metrics["time/mfu"] = told["flops"] / (seconds * ranks * self._peak)
+            metrics["time/mfu"] = totals["flops"] / (seconds * ranks * self._peak)
         return metrics
 
     def _enter(
@@ -104,7 +113,7 @@ class Throughput:
     ) -> None:
         micro, _ = arguments
         learns, group = torch.is_grad_enabled(), micro.packed.context
-        # All ranks that share a micro-batch see it whole: each counts its share.
+        # All ranks that share a micro-batch see all of it: each counts its share.
         sharing = runner.layout.tp * runner.layout.pp * (dist.get_world_size(group) if group else 1)
         lengths = micro.rows.lengths.tolist()
         self._flops += model_flops(rows, lengths, learns, runner.lora is not None) / sharing

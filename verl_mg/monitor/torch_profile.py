@@ -1,4 +1,4 @@
-"""torch's profiler around chosen iterations: a trace for Perfetto, and what memory was asked for."""
+"""torch's profiler around selected iterations: traces for Perfetto, and memory snapshots."""
 
 from __future__ import annotations
 
@@ -19,35 +19,51 @@ log = logging.getLogger(__name__)
 
 FOLDER = "profile"
 MEMORY_EVENTS = 200_000
-"""Allocations that a snapshot remembers, the latest ones; each with its stack."""
+"""Number of latest allocations in a snapshot, each with its stack."""
 
 
 def check_profile(config: ProfileConfig, ranks: int, iterations: int) -> None:
-    """UserError for a rank or an iteration that the job does not have, or for a snapshot of no GPU's memory."""
+    """Checks the section `profile` of a configuration.
+
+    Args:
+        config: the section.
+        ranks: number of ranks of the job.
+        iterations: number of iterations of the job.
+
+    Raises:
+        UserError: a rank or iteration does not exist, or there is no GPU whose memory could be recorded.
+    """
     try:
         chosen = parse_ranks(config.ranks)
     except UserError as error:
         raise UserError(f"profile.ranks: {error}") from None
     if chosen[-1] >= ranks:
-        raise UserError(f"profile.ranks={config.ranks}: the job's ranks are 0 to {ranks - 1}; write some of these")
+        raise UserError(f"profile.ranks={config.ranks}: the job's ranks are 0 to {ranks - 1}. Set some of these.")
     if beyond := [number for number in config.iterations if number > iterations]:
-        raise UserError(f"profile.iterations: {beyond[0]} is after the last one; write 1 to {iterations}")
+        raise UserError(f"profile.iterations: {beyond[0]} is after the last one. Set 1 to {iterations}.")
     if config.memory and not config.iterations:
-        raise UserError("profile.memory=true: write in which iterations, such as profile.iterations=[3]")
+        raise UserError("profile.memory=true: no iterations are set. Set some, such as profile.iterations=[3].")
     if config.memory and not torch.cuda.is_available():
-        raise UserError("profile.memory=true: only a GPU's memory is recorded, and there is none; leave it out")
+        raise UserError("profile.memory=true: only GPU memory is recorded, and there is no GPU. Remove it.")
 
 
 class TorchProfile:
-    """Traces in RUN/profile of the iterations and on the ranks that are to have one."""
+    """Writes traces of the selected iterations and ranks to RUN/profile."""
 
     def __init__(self, config: ProfileConfig, output: Path, rank: int) -> None:
+        """Selects iterations.
+
+        Args:
+            config: the section `profile`.
+            output: output folder of the run.
+            rank: this rank.
+        """
         self._iterations = set(config.iterations) if rank in parse_ranks(config.ranks) else set()
         self._memory, self._folder, self._rank = config.memory, output / FOLDER, rank
 
     @contextmanager
     def __call__(self, iteration: int) -> Iterator[None]:
-        """Around an iteration, recorded or not."""
+        """Context of an iteration, which is recorded where it is selected."""
         if iteration not in self._iterations:
             yield
             return
@@ -67,12 +83,12 @@ class TorchProfile:
     def _write(self, iteration: int, recorded: profile) -> None:
         try:
             self._export(f"iteration-{iteration:06d}-rank-{self._rank}", recorded)
-        except (OSError, RuntimeError) as error:  # training goes on without the picture
+        except (OSError, RuntimeError) as error:  # training continues without the trace
             log.warning("%s: no trace of iteration %d (%s)", self._folder, iteration, error)
 
     def _export(self, name: str, recorded: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # The exporter packs by the ending, so what is unfinished differs in its beginning.
+        # The exporter compresses by the suffix, so an unfinished file has another prefix.
         trace, partial = self._folder / f"{name}.json.gz", self._folder / f".{name}.json.gz"
         recorded.export_chrome_trace(str(partial))
         os.replace(partial, trace)

@@ -1,4 +1,4 @@
-"""What the folder of a run tells the page. The run may still be going on, and any of its files be missing."""
+"""Data of a run for the page. The run may still be running, and any of its files may be missing."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.view import lines
+from verl_mg.jsonl import find_line, first_and_last, parse_line, read_new_lines
 from verl_mg.view.samples import Samples
 
 METRICS, STATUS, TIMELINE, SAMPLES = "metrics.jsonl", "status.json", "timeline", "samples"
 MARKS = ("config.yaml", METRICS, STATUS, TIMELINE, SAMPLES)
-"""One of these is in the folder of every run."""
+"""Every run has at least one of these."""
 
 
 class Run:
-    """A folder that a job has written. UserError where it is none."""
+    """The output folder of a job; UserError for any other folder."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder; give the one that job.output of a run named")
+            raise UserError(f"{folder}: no such folder. Give the job.output of a run.")
         if not any((folder / mark).exists() for mark in MARKS):
-            raise UserError(f"{folder}: holds no run (no {METRICS}); give the folder that job.output named")
+            raise UserError(f"{folder}: not a run ({METRICS} is missing). Give the job.output of a run.")
         self.folder = folder
         self.name = folder.resolve().name
         self.samples = Samples(folder / SAMPLES)
 
     def about(self) -> dict[str, Any]:
-        """Its name, where it stands, and the iterations of which samples and time lines are there."""
+        """Returns name and status of the run, and the iterations with samples and timelines."""
         try:
-            status = lines.parse((self.folder / STATUS).read_bytes())
+            status = parse_line((self.folder / STATUS).read_bytes())
         except OSError:
             status = None
         return {
@@ -42,24 +42,29 @@ class Run:
         }
 
     def metrics(self, file: str, offset: int) -> dict[str, Any]:
-        """See `lines.news`."""
-        return lines.news(self.folder / METRICS, file, offset)
+        """Reads new metrics, see `read_new_lines`.
+
+        Args:
+            file: id of the file from the last call.
+            offset: end of the last call, in bytes.
+        """
+        return read_new_lines(self.folder / METRICS, file, offset)
 
     def timeline(self, iteration: int) -> list[dict[str, Any]]:
-        """What each rank did in an iteration: `rank`, `start` in Unix seconds, and `spans` of name, begin and end."""
-        found = []
+        """Returns for each rank of an iteration `rank`, `start` in Unix seconds, and `spans` of name, begin and end."""
+        timelines = []
         for rank, path in sorted(self._timelines().items()):
-            line = lines.line_of(path, "iteration", iteration)
+            line = find_line(path, "iteration", iteration)
             if line is not None:
-                found.append({"rank": rank, "start": line.get("start", 0.0), "spans": line.get("spans", [])})
-        return found
+                timelines.append({"rank": rank, "start": line.get("start", 0.0), "spans": line.get("spans", [])})
+        return timelines
 
     def _timeline_ends(self) -> list[int]:
-        """The first and the last iteration, or nothing."""
+        """Returns the first and the last iteration; [] without timelines."""
         timelines = self._timelines()
-        ends = lines.ends(timelines[min(timelines)]) if timelines else None
+        ends = first_and_last(timelines[min(timelines)]) if timelines else None
         return [line.get("iteration", 0) for line in ends] if ends else []
 
     def _timelines(self) -> dict[int, Path]:
         files = (self.folder / TIMELINE).glob("rank-*.jsonl")
-        return {int(found[1]): file for file in files if (found := re.fullmatch(r"rank-(\d+)\.jsonl", file.name))}
+        return {int(match[1]): file for file in files if (match := re.fullmatch(r"rank-(\d+)\.jsonl", file.name))}

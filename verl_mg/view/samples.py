@@ -1,4 +1,4 @@
-"""Samples of a run, from the Parquet files of its ranks: filters are pushed down to the files, text is read last."""
+"""Samples of a run, from the Parquet files of its ranks. Filters are pushed down; texts are read last."""
 
 from __future__ import annotations
 
@@ -30,61 +30,73 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
     ]
 )
-"""The columns that searches look at; a sample has more, see `Samples.one`."""
+"""Columns used by searches; a sample has more, see `Samples.get`."""
 IDENTITY = ("iteration", "call", "sample_id")
 BRIEF = (*IDENTITY, "group", "prompt_id", "policy_version", "source", "finish", "reward", "length")
 EXCERPT = 240
-"""Characters of a text that a list shows."""
+"""Number of characters of a text in a list."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """Which samples, in which order; what is None is any.
-
-    first, last: iterations. length_from, length_to: tokens of the response. text: stands in prompt or response, in
-    upper or lower case.
-    """
+    """Selection and order of samples; a field that is None matches all."""
 
     first: int | None = None
+    """First iteration."""
     last: int | None = None
+    """Last iteration."""
     call: int | None = None
+    """Call of the rollout within the iteration."""
     group: int | None = None
+    """Group of the sample."""
     prompt_id: int | None = None
+    """Id of the prompt."""
     reward_from: float | None = None
+    """Smallest reward."""
     reward_to: float | None = None
+    """Largest reward."""
     length_from: int | None = None
+    """Smallest number of response tokens."""
     length_to: int | None = None
+    """Largest number of response tokens."""
     finish: str | None = None
+    """Finish reason."""
     source: str | None = None
+    """Source of the prompt."""
     text: str | None = None
+    """Text in prompt or response; upper and lower case are equal."""
     sort: str = "sample_id"
+    """Column to sort by."""
     descending: bool = False
+    """Whether to sort in descending order."""
     offset: int = 0
+    """Number of rows to skip."""
     limit: int = 50
+    """Largest number of rows."""
 
     def filter(self) -> pc.Expression | None:
-        """What is asked of a row, its iteration left out: folders answer that."""
+        """Returns the filter of rows, without iterations, which are selected by folder."""
         field, length = pc.field, _length()
-        asked: list[pc.Expression] = [
+        conditions: list[pc.Expression] = [
             field(name) == value
             for name in ("call", "group", "prompt_id", "finish", "source")
             if (value := getattr(self, name)) is not None
         ]
         for bound, column in (("reward", field("reward")), ("length", length)):
             if (low := getattr(self, f"{bound}_from")) is not None:
-                asked.append(column >= low)
+                conditions.append(column >= low)
             if (high := getattr(self, f"{bound}_to")) is not None:
-                asked.append(column <= high)
+                conditions.append(column <= high)
         if self.text:
-            asked.append(_holds("prompt", self.text) | _holds("response", self.text))
+            conditions.append(_holds("prompt", self.text) | _holds("response", self.text))
         whole = None
-        for one in asked:
-            whole = one if whole is None else whole & one
+        for condition in conditions:
+            whole = condition if whole is None else whole & condition
         return whole
 
 
 def _length() -> pc.Expression:
-    # The mask is the smallest of the columns that have an entry a token.
+    # The mask is the smallest column with one entry per token.
     return pc.list_value_length(pc.field("loss_mask")) - pc.field("prompt_length")
 
 
@@ -101,70 +113,84 @@ def _holds(column: str, text: str) -> pc.Expression:
 
 
 class Samples:
-    """`folder`: samples/ of a run, which need not be there yet."""
+    """Samples in a folder `samples/`, which may not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def iterations(self) -> list[int]:
-        """Those of which samples are there, in order."""
+        """Returns the iterations with samples, in order."""
         try:
             return sorted(int(entry.name) for entry in self._folder.iterdir() if entry.name.isdecimal())
         except FileNotFoundError:
             return []
 
     def facets(self, first: int | None, last: int | None) -> dict[str, list[str]]:
-        """The sources and the finish reasons that occur in these iterations."""
-        found = self._scan(first, last, _columns(("source", "finish")), None)
-        return {name: sorted(filter(None, found[name].unique().to_pylist())) for name in ("source", "finish")}
+        """Returns the sources and finish reasons that occur in a range of iterations.
+
+        Args:
+            first: first iteration; None for the first of all.
+            last: last iteration; None for the last of all.
+        """
+        table = self._scan(first, last, _columns(("source", "finish")), None)
+        return {name: sorted(filter(None, table[name].unique().to_pylist())) for name in ("source", "finish")}
 
     def find(self, query: Query) -> dict[str, Any]:
-        """`total`, how many samples there are, and `rows`, those of the page that was asked for, texts cut short."""
-        found = self._scan(query.first, query.last, _columns(dict.fromkeys((*IDENTITY, query.sort))), query.filter())
+        """Returns `total`, the number of matching samples, and `rows`, the requested page with excerpts of texts."""
+        table = self._scan(query.first, query.last, _columns(dict.fromkeys((*IDENTITY, query.sort))), query.filter())
         order = "descending" if query.descending else "ascending"
         keys = [(query.sort, order), *((name, order) for name in IDENTITY if name != query.sort)]
-        page = found.sort_by(keys).slice(query.offset, query.limit).to_pylist()
-        told = self._told(page)
-        return {"total": found.num_rows, "rows": [told[_identity(row)] for row in page if _identity(row) in told]}
+        page = table.sort_by(keys).slice(query.offset, query.limit).to_pylist()
+        excerpts = self._excerpts(page)
+        return {
+            "total": table.num_rows,
+            "rows": [excerpts[_identity(row)] for row in page if _identity(row) in excerpts],
+        }
 
     def prompts(self, iteration: int) -> list[dict[str, Any]]:
-        """Each prompt of an iteration: its number and text, how many samples, mean reward, mean length."""
+        """Returns the prompts of an iteration: id and text, number of samples, mean reward, mean length."""
         columns = _columns(("prompt_id", "reward", "length")) | {"prompt": _excerpt("prompt")}
-        found = self._scan(iteration, iteration, columns, None)
-        grouped = found.group_by("prompt_id", use_threads=False).aggregate(
+        table = self._scan(iteration, iteration, columns, None)
+        grouped = table.group_by("prompt_id", use_threads=False).aggregate(
             [("prompt", "first"), ("prompt", "count"), ("reward", "mean"), ("length", "mean")]
         )
         names = {"prompt_first": "prompt", "prompt_count": "samples", "reward_mean": "reward", "length_mean": "length"}
         renamed = grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
         return [_finite(row) for row in renamed.sort_by("prompt_id").to_pylist()]
 
-    def one(self, iteration: int, call: int, sample_id: int) -> dict[str, Any] | None:
-        """A sample with all that is known of it and its tokens; None where there is no such sample."""
-        wanted = (pc.field("call") == call) & (pc.field("sample_id") == sample_id)
+    def get(self, iteration: int, call: int, sample_id: int) -> dict[str, Any] | None:
+        """Returns a sample with all columns; None where there is no such sample.
+
+        Args:
+            iteration: its iteration.
+            call: its call of the rollout in the iteration.
+            sample_id: its id.
+        """
+        selected = (pc.field("call") == call) & (pc.field("sample_id") == sample_id)
         for file in filter(_readable, self._files(iteration, iteration)):
-            for row in pq.read_table(file, filters=wanted).to_pylist():
+            for row in pq.read_table(file, filters=selected).to_pylist():
                 return _finite(row | {"parts": dict(row.get("parts") or ())})
         return None
 
-    def _told(self, page: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], dict[str, Any]]:
-        """What a list tells of these samples, by iteration, call and number."""
+    def _excerpts(self, page: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], dict[str, Any]]:
+        """Returns the list entries of samples by iteration, call and id."""
         columns = _columns(BRIEF) | {name: _excerpt(name) for name in ("prompt", "response")}
-        told: dict[tuple[int, ...], dict[str, Any]] = {}
+        entries: dict[tuple[int, ...], dict[str, Any]] = {}
         for iteration in {row["iteration"] for row in page}:
             ids = [row["sample_id"] for row in page if row["iteration"] == iteration]
-            found = self._scan(iteration, iteration, columns, pc.field("sample_id").isin(ids))
-            told |= {_identity(row): _finite(row) for row in found.to_pylist()}
-        return told
+            table = self._scan(iteration, iteration, columns, pc.field("sample_id").isin(ids))
+            entries |= {_identity(row): _finite(row) for row in table.to_pylist()}
+        return entries
 
     def _scan(
-        self, first: int | None, last: int | None, columns: dict[str, pc.Expression], wanted: pc.Expression | None
+        self, first: int | None, last: int | None, columns: dict[str, pc.Expression], condition: pc.Expression | None
     ) -> pa.Table:
         files = list(self._files(first, last))
         try:
-            return _read(files, columns, wanted)
+            return _read(files, columns, condition)
         except (OSError, pa.ArrowException):
-            # A run that is resumed replaces its files; one that a disk has spoilt should not hide the others.
-            return _read([file for file in files if _readable(file)], columns, wanted)
+            # A resumed run replaces its files; a damaged file must not hide the others.
+            return _read([file for file in files if _readable(file)], columns, condition)
 
     def _files(self, first: int | None, last: int | None) -> Iterator[Path]:
         for iteration in self.iterations():
@@ -172,11 +198,11 @@ class Samples:
                 yield from sorted((self._folder / f"{iteration:06d}").glob("rank-*.parquet"))
 
 
-def _read(files: Sequence[Path], columns: dict[str, pc.Expression], wanted: pc.Expression | None) -> pa.Table:
+def _read(files: Sequence[Path], columns: dict[str, pc.Expression], condition: pc.Expression | None) -> pa.Table:
     if not files:
         return ds.dataset(SCHEMA.empty_table()).to_table(columns=columns)
     dataset = ds.dataset([str(file) for file in files], schema=SCHEMA, format="parquet")
-    return dataset.to_table(columns=columns, filter=wanted)
+    return dataset.to_table(columns=columns, filter=condition)
 
 
 def _readable(file: Path) -> bool:
@@ -192,9 +218,9 @@ def _identity(row: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _finite(value: Any) -> Any:
-    """With None for numbers that JSON cannot tell."""
+    """Replaces numbers that JSON does not have by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list) else value
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""The server of the page: files that come with the package, and JSON read from the folders of one run or two.
+"""HTTP server of the page: files of the package, and JSON read from the folders of runs.
 
-A request names a run by its place on the command line and an iteration by its number, never a path.
+A request names a run by its position on the command line and an iteration by its number, never by a path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = {
     ".svg": "image/svg+xml",
 }
 HEADERS = {
-    # Samples are what a model wrote: nothing in them may run, load or leave.
+    # Samples are text of a model: nothing in them may run, load resources or send data.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -39,32 +39,50 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 JSON = "application/json"
-MOST_ROWS = 1000
-"""Of a page of samples."""
+MAX_PAGE_ROWS = 1000
+"""Largest number of samples in a page."""
 
 Parameters = Mapping[str, str]
 
 
 class _RequestError(Exception):
-    """A request that cannot be answered: HTTP status, and what is wrong with it."""
+    """An invalid request; its arguments are the HTTP status and a message."""
 
 
 def view(folders: list[Path], host: str, port: int) -> None:
-    """Serve the page until Ctrl-C, at a free port where `port` is 0; UserError where a folder or the port is bad."""
+    """Serves the page until Ctrl-C.
+
+    Args:
+        folders: output folders of runs.
+        host: address to listen on.
+        port: port; 0 for a free one.
+
+    Raises:
+        UserError: a folder is not a run, or the port is not available.
+    """
     with Viewer([Run(folder) for folder in folders], host, port) as viewer:
         if not _is_loopback(host):
-            print(f"warning: {host} can be reached from outside: whoever does so reads the samples", file=sys.stderr)
+            print(
+                f"warning: {host} is reachable from other machines: their users can read the samples", file=sys.stderr
+            )
         print(f"view {viewer.url}  (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             viewer.serve_forever()
 
 
 class Viewer(ThreadingHTTPServer):
-    """Listening when built; `serve_forever` answers."""
+    """The HTTP server; it listens when it is constructed, and `serve_forever` handles requests."""
 
     daemon_threads = True
 
     def __init__(self, runs: list[Run], host: str = "127.0.0.1", port: int = 0) -> None:
+        """Opens the port.
+
+        Args:
+            runs: the runs.
+            host: address to listen on.
+            port: port; 0 for a free one.
+        """
         self.runs = runs
         if len({run.name for run in runs}) < len(runs):
             for run in runs:
@@ -80,16 +98,21 @@ class Viewer(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise UserError(f"--host {host} --port {port}: {reason}; leave --port out for a free one") from None
+            raise UserError(f"--host {host} --port {port}: {reason}. Omit --port to use a free one.") from None
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """Returns the address of the page."""
         host, port = self.server_address[:2]
         return f"http://[{host!s}]:{port}/" if ":" in str(host) else f"http://{host!s}:{port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Ignores a browser that disconnects during a response.
+
+        Args:
+            request: the connection.
+            client_address: address of the browser.
+        """
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -108,12 +131,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         try:
-            status, kind, body = 200, *self._asked()
+            status, kind, body = 200, *self._respond()
         except _RequestError as refused:
             status, reason = refused.args
             kind, body = JSON, json.dumps({"error": reason}).encode()
         except (OSError, pa.ArrowException) as error:
-            # What a run that goes on has just replaced; the page asks again.
+            # A running job has just replaced the file; the page repeats the request.
             status, kind, body = 503, JSON, json.dumps({"error": str(error)}).encode()
         self.send_response(status)
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
@@ -121,26 +144,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _asked(self) -> tuple[str, bytes]:
-        """The kind and the bytes of what was asked for."""
+    def _respond(self) -> tuple[str, bytes]:
+        """Returns the content type and the content of the requested path."""
         self._check_host()
-        asked = _split(self.path)
-        if asked.path.startswith("/api/"):
-            told = _answer(self.server.runs, asked.path.removeprefix("/api/"), dict(parse_qsl(asked.query)))
-            return JSON, json.dumps(told, allow_nan=False).encode()
-        name = asked.path.removeprefix("/") or "index.html"
+        url = _split(self.path)
+        if url.path.startswith("/api/"):
+            content = _api(self.server.runs, url.path.removeprefix("/api/"), dict(parse_qsl(url.query)))
+            return JSON, json.dumps(content, allow_nan=False).encode()
+        name = url.path.removeprefix("/") or "index.html"
         if name not in self.server.page:
             raise _RequestError(404, f"no {name}")
         return KINDS[Path(name).suffix], self.server.page[name]
 
     def _check_host(self) -> None:
-        """A foreign page must not read samples through a name of its own that leads to this machine."""
+        """Rejects foreign host names, with which another page could read samples by DNS rebinding."""
         name = _split(f"//{self.headers.get('Host', '')}").hostname or ""
         if not self.server.open_to_all and not _is_loopback(name):
             raise _RequestError(403, f"{name}: not a name of this machine; use {self.server.url}")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The terminal stays quiet."""
+        """Prints nothing for a request."""
 
 
 def _split(address: str) -> SplitResult:
@@ -150,15 +173,15 @@ def _split(address: str) -> SplitResult:
         raise _RequestError(400, f"{address}: not an address") from None
 
 
-def _answer(runs: list[Run], name: str, parameters: Parameters) -> Any:
+def _api(runs: list[Run], name: str, parameters: Parameters) -> Any:
     if name == "runs":
         return [run.about() for run in runs]
-    if name not in _ANSWERS:
-        raise _RequestError(404, f"no {name}; there are runs, {', '.join(_ANSWERS)}")
+    if name not in _ENDPOINTS:
+        raise _RequestError(404, f"no {name}; there are runs, {', '.join(_ENDPOINTS)}")
     number = _number(parameters, "run", int, 0)
     if not 0 <= number < len(runs):
         raise _RequestError(404, f"run={number}: there are {len(runs)}, from 0")
-    return _ANSWERS[name](runs[number], parameters)
+    return _ENDPOINTS[name](runs[number], parameters)
 
 
 def _number(parameters: Parameters, name: str, kind: type, default: Any = None) -> Any:
@@ -192,18 +215,18 @@ def _facets(run: Run, parameters: Parameters) -> Any:
 
 def _samples(run: Run, parameters: Parameters) -> Any:
     kinds = {"int": int, "float": float, "str": str}
-    asked: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for field in fields(Query):
         kind = kinds.get(str(field.type).split(" ")[0])
         if kind and field.name in parameters:
-            asked[field.name] = _number(parameters, field.name, kind)
-    asked["descending"] = parameters.get("descending") == "true"
-    query = Query(**asked)
+            arguments[field.name] = _number(parameters, field.name, kind)
+    arguments["descending"] = parameters.get("descending") == "true"
+    query = Query(**arguments)
     if query.sort not in BRIEF:
         raise _RequestError(400, f"sort={query.sort}: not one of {', '.join(BRIEF)}")
-    if query.offset < 0 or not 0 <= query.limit <= MOST_ROWS:
+    if query.offset < 0 or not 0 <= query.limit <= MAX_PAGE_ROWS:
         bounds = f"offset={query.offset} limit={query.limit}"
-        raise _RequestError(400, f"{bounds}: write 0 or more, and at most {MOST_ROWS} rows")
+        raise _RequestError(400, f"{bounds}: write 0 or more, and at most {MAX_PAGE_ROWS} rows")
     return run.samples.find(query)
 
 
@@ -213,13 +236,13 @@ def _prompts(run: Run, parameters: Parameters) -> Any:
 
 def _sample(run: Run, parameters: Parameters) -> Any:
     iteration, call, number = (_needed(parameters, name) for name in ("iteration", "call", "sample_id"))
-    found = run.samples.one(iteration, call, number)
-    if found is None:
+    sample = run.samples.get(iteration, call, number)
+    if sample is None:
         raise _RequestError(404, f"iteration {iteration} has no sample {number} of call {call}")
-    return found
+    return sample
 
 
-_ANSWERS: dict[str, Callable[[Run, Parameters], Any]] = {
+_ENDPOINTS: dict[str, Callable[[Run, Parameters], Any]] = {
     "metrics": _metrics,
     "timeline": _timeline,
     "facets": _facets,

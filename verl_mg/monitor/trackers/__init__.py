@@ -1,18 +1,46 @@
-"""Where the metrics of each iteration go: files, TensorBoard, the console, and the services of others."""
+"""Trackers: destinations of the metrics of each iteration (files, TensorBoard, the console, services)."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from verl_mg.config import Config
+from verl_mg.monitor.progress import METRICS
 from verl_mg.monitor.trackers.console import ConsoleTracker
-from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker
-from verl_mg.monitor.trackers.retrying_tracker import RetryingTracker
-from verl_mg.monitor.trackers.services import check_services
-from verl_mg.monitor.trackers.tensorboard import TensorBoardTracker
-from verl_mg.monitor.trackers.tracker import Tracker
+from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker, TensorBoardTracker
+from verl_mg.monitor.trackers.services import SERVICES, RunInfo, check_services
+from verl_mg.monitor.trackers.tracker import RetryingTracker, Tracker
+from verl_mg.phase_timer import PhaseTimer
 
-__all__ = [
-    "ConsoleTracker",
-    "EvaluationTable",
-    "JsonlTracker",
-    "RetryingTracker",
-    "TensorBoardTracker",
-    "Tracker",
-    "check_services",
-]
+__all__ = ["Tracker", "build_trackers", "check_services"]
+
+EVALUATIONS = "evaluation.md"
+
+
+def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: int = 0) -> list[Tracker]:
+    """Opens the trackers of a job; called on one rank.
+
+    Args:
+        title: title of the progress bar.
+        config: configuration of the job.
+        timer: timer of the phases, which the console shows.
+        first_step: see `Tracker`; 0 in a new run, for the evaluation before training.
+    """
+    output = config.job.output
+    run = RunInfo(
+        folder=output,
+        project=config.tracking.project,
+        name=config.tracking.name or output.absolute().name,
+        tree=config.model_dump(mode="json"),
+    )
+    openers: dict[str, Callable[[], Tracker]] = {
+        METRICS: partial(JsonlTracker, output / METRICS, first_step),
+        "TensorBoard": partial(TensorBoardTracker, output / "tensorboard", first_step),
+        EVALUATIONS: partial(EvaluationTable, output / EVALUATIONS, first_step),
+        **{name: partial(SERVICES[name][1], run) for name in config.tracking.services},
+    }
+    if config.job.console:
+        steps, first = config.job.iterations, max(first_step, 1)
+        openers["the console"] = partial(ConsoleTracker, steps, title, first_step=first, timer=timer)
+    return [RetryingTracker(name, opener) for name, opener in openers.items()]

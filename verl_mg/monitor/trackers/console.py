@@ -1,4 +1,4 @@
-"""The line that people look at while a job runs."""
+"""Progress of a job on the console."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from verl_mg.monitor.eta import EtaEstimator, format_seconds
+from verl_mg.monitor.progress import EtaEstimator, format_seconds
 from verl_mg.phase_timer import PhaseTimer
 
-# Label on the console -> the metrics that may stand behind it; the first one present is shown.
 HEADLINES: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/mean",),
     "loss": ("actor/loss", "reward_model/loss"),
@@ -20,12 +19,13 @@ HEADLINES: Mapping[str, tuple[str, ...]] = {
     "eval": ("eval/reward",),
     "tokens/s": ("time/tokens_per_second",),
 }
-PHASE_WIDTH = 10
-"""Characters: what stands behind a phase does not jump when it changes."""
+"""Label on the console -> metrics; the first one present is shown."""
+PHASE_WIDTH = 17
+"""Characters, so that the text after a phase does not move when it changes."""
 
 
 class ConsoleTracker:
-    """A live bar with the phase and the headline metrics, or one plain line a step where there is no terminal."""
+    """Shows a progress bar with the phase and headline metrics, or one plain line per step without a terminal."""
 
     def __init__(
         self,
@@ -37,19 +37,20 @@ class ConsoleTracker:
         console: Console | None = None,
         timer: PhaseTimer | None = None,
     ) -> None:
-        """
+        """Starts the progress bar.
+
         Args:
             total_steps: the last step of the run.
-            title: stands before the bar.
+            title: text before the bar.
             headlines: label -> names of metrics; the first one present is shown.
             first_step: the step that is logged next; more than 1 in a resumed run.
-            console: the one of stdout unless given.
-            clock: what this rank does now is asked of it.
+            console: console to write to; None for stdout.
+            timer: timer whose current phase is shown.
         """
         self._console = console or Console()
         self._headlines = headlines
         self._latest: dict[str, float] = {}
-        self._total, self._pace = total_steps, EtaEstimator(total_steps, first_step - 1)
+        self._total, self._eta = total_steps, EtaEstimator(total_steps, first_step - 1)
         self._start_time = time.monotonic()
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._progress = Progress(
@@ -57,7 +58,7 @@ class ConsoleTracker:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            _Left(self._pace),
+            _SecondsLeft(self._eta),
             _Phase(timer or PhaseTimer()),
             TextColumn("{task.fields[headline]}", markup=False),
             console=self._console,
@@ -68,9 +69,9 @@ class ConsoleTracker:
             self._progress.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._pace.reached(step)
+        self._eta.update(step)
         if self._live:
-            # The bar keeps the last value of what is not measured every step.
+            # The bar keeps the last value of metrics that are not measured in every step.
             self._latest |= metrics
             headline = self._headline(self._latest)
             self._progress.update(self._task, completed=step, headline=headline, refresh=True)
@@ -90,36 +91,36 @@ class ConsoleTracker:
         return "  ".join(f"{label} {_short(metrics[name])}" for label, name in present.items() if name is not None)
 
     def _times(self) -> str:
-        text, left = f"elapsed {format_seconds(time.monotonic() - self._start_time)}", self._pace.left
+        text, left = f"elapsed {format_seconds(time.monotonic() - self._start_time)}", self._eta.seconds_left
         return text if left is None else f"{text}  eta {format_seconds(left)}"
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class _Left(ProgressColumn):
-    """Seconds to the end; rich's own column forgets iterations that take longer than half a minute."""
+class _SecondsLeft(ProgressColumn):
+    """Remaining time; rich's column does not handle iterations of more than half a minute."""
 
-    def __init__(self, pace: EtaEstimator) -> None:
+    def __init__(self, eta: EtaEstimator) -> None:
         super().__init__()
-        self._pace = pace
+        self._eta = eta
 
     def render(self, task: Task) -> Text:
-        left = self._pace.left
+        left = self._eta.seconds_left
         return Text("" if left is None else f"eta {format_seconds(left)}", style="progress.remaining")
 
 
 class _Phase(ProgressColumn):
-    """Drawn by rich's own thread, so that it moves within an iteration."""
+    """Current phase; rich's thread draws it, so it changes within an iteration."""
 
     def __init__(self, timer: PhaseTimer) -> None:
         super().__init__()
-        self._clock = timer
+        self._timer = timer
 
     def render(self, task: Task) -> Text:
-        return Text(f"{self._clock.phase:<{PHASE_WIDTH}}", style="cyan")
+        return Text(f"{self._timer.phase:<{PHASE_WIDTH}}", style="cyan")
 
 
 def _short(value: float) -> str:
-    """Four digits, and no exponent where a number is merely large."""
+    """Formats four digits, without an exponent for large numbers."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"

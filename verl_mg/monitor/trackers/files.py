@@ -1,4 +1,4 @@
-"""Files of our own: metrics.jsonl and the table of evaluations."""
+"""Trackers that write files: metrics.jsonl, TensorBoard events, and the table of evaluations."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from verl_mg.jsonl import keep_before
 
 
 class JsonlTracker:
-    """One line a step: `{"step": 3, "reward/mean": 0.25, ...}`.
+    """Writes one line per step: `{"step": 3, "reward/mean": 0.25, ...}`.
 
-    Floats are written with all their digits, so two files compare bit for bit; what is not finite is null.
+    Floats are written with all digits, so files can be compared bitwise; values that are not finite are null.
     """
 
     def __init__(self, path: str | Path, first_step: int | None = None) -> None:
-        """Goes on after what the file holds, without a last line that a killed run left half written.
+        """Opens a file to append, without an incomplete last line of a killed run.
 
-        path: the file; its folder is made.
+        Args:
+            path: the file; its folder is created.
+            first_step: see `Tracker`.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             keep_before(path, "step", first_step)
-        # Without a buffer, a line that the disk has no room for is not written a second time later on.
+        # Without a buffer, a line that does not fit on the disk is not written a second time later.
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -34,17 +36,45 @@ class JsonlTracker:
         written = self._file.write(data)
         if written < len(data):
             self._file.truncate(self._file.tell() - written)
-            raise OSError("no room left for a line")
+            raise OSError("no space left for a line")
 
     def close(self) -> None:
         self._file.close()
 
 
+class TensorBoardTracker:
+    """Writes event files for `tensorboard --logdir FOLDER`."""
+
+    def __init__(self, folder: str | Path, first_step: int | None = None) -> None:
+        """Opens a folder.
+
+        Args:
+            folder: folder of the event files.
+            first_step: existing later steps are hidden.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class EvaluationTable:
-    """`| iteration | reward | pass@4 | ...`: a row for each evaluation, with the columns of the first one."""
+    """Writes a Markdown table with a row per evaluation, and the columns of the first one."""
 
     def __init__(self, path: str | Path, first_step: int | None = None) -> None:
-        """Begins anew where the file is there and no `first_step` says that the run goes on."""
+        """Opens a file.
+
+        Args:
+            path: the file.
+            first_step: see `Tracker`; None to replace an existing file.
+        """
         self._path = Path(path)
         self._columns: list[str] = []
         if first_step is not None and self._path.exists():
@@ -56,11 +86,11 @@ class EvaluationTable:
             os.replace(shorter, self._path)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        told = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
-        if not told:
+        values = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+        if not values:
             return
-        columns = self._columns or list(told)
-        row = [str(step), *(f"{told[name]:.4f}" if name in told else "" for name in columns)]
+        columns = self._columns or list(values)
+        row = [str(step), *(f"{values[name]:.4f}" if name in values else "" for name in columns)]
         head = [] if self._columns else [["iteration", *columns], ["---:"] * (len(columns) + 1)]
         with self._path.open("w" if head else "a", encoding="utf-8") as file:
             file.writelines(f"| {' | '.join(cells)} |\n" for cells in [*head, row])

@@ -1,8 +1,8 @@
-"""Services and their libraries: Weights & Biases, MLflow, SwanLab.
+"""Trackers for services: Weights & Biases, MLflow, SwanLab.
 
-Each asks the environment where it writes to, as its own documentation says (WANDB_MODE, MLFLOW_TRACKING_URI,
-SWANLAB_MODE, ...). A run keeps the id that a service knows it by in trackers.json, so that it goes on in the same run
-there after a kill. A step may then be there twice: a service takes nothing back, and the second value is the same.
+Each reads its destination from environment variables, as its documentation describes (WANDB_MODE, MLFLOW_TRACKING_URI,
+SWANLAB_MODE, ...). The id of a run in a service is kept in trackers.json, so that a resumed run continues there. A step
+can then occur twice, since services remove nothing; the second value is the same.
 """
 
 from __future__ import annotations
@@ -22,26 +22,35 @@ from verl_mg.errors import UserError
 from verl_mg.monitor.trackers.tracker import Tracker
 
 IDS = "trackers.json"
-PARAMS_AT_ONCE = 100
-"""What a server of MLflow takes in one request."""
+MAX_PARAMS_PER_REQUEST = 100
+"""Limit of an MLflow server."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a service is told of a run. folder: where the run goes; tree: its whole configuration."""
+    """Description of a run for a service."""
 
     folder: Path
+    """Output folder of the run."""
     project: str
+    """Name of the project."""
     name: str
+    """Name of the run."""
     tree: dict[str, Any]
+    """Complete configuration."""
 
     def known_id(self, service: str) -> str | None:
-        """By which the service knows this run, if it does."""
+        """Returns the id of this run in a service; None where it has none yet."""
         file = self.folder / IDS
         return json.loads(file.read_text(encoding="utf-8")).get(service) if file.exists() else None
 
     def keep_id(self, service: str, identity: str) -> str:
-        """Write it down for when the run goes on; returns it."""
+        """Saves the id of this run in a service, and returns it.
+
+        Args:
+            service: name of the service.
+            identity: id of the run.
+        """
         file = self.folder / IDS
         ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         partial = file.with_name(file.name + ".new")
@@ -51,13 +60,13 @@ class RunInfo:
 
 
 class WandbTracker:
-    """Weights & Biases; with WANDB_MODE=offline, files in RUN/wandb for `wandb sync`."""
+    """Logs to Weights & Biases; with WANDB_MODE=offline, to files in RUN/wandb for `wandb sync`."""
 
     def __init__(self, run: RunInfo) -> None:
         import wandb
 
         identity = run.known_id("wandb") or run.keep_id("wandb", secrets.token_hex(4))
-        settings = wandb.Settings(console="off")  # the bar draws over itself: nothing to keep
+        settings = wandb.Settings(console="off")  # the progress bar redraws itself, and is not worth keeping
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -67,7 +76,7 @@ class WandbTracker:
             resume="allow",
             settings=settings,
         )
-        # An axis of our own: W&B's one would refuse the steps that a resumed run does again.
+        # A custom axis: W&B's default one would reject the repeated steps of a resumed run.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -78,10 +87,10 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow at MLFLOW_TRACKING_URI, or in RUN/mlflow."""
+    """Logs to MLflow at MLFLOW_TRACKING_URI, or in RUN/mlflow."""
 
     def __init__(self, run: RunInfo) -> None:
-        # Of a server that does not answer: its own defaults wait for minutes, and a step with them.
+        # For a server that does not respond: the defaults would block a step for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         if "MLFLOW_TRACKING_URI" not in os.environ:
@@ -96,24 +105,24 @@ class MlflowTracker:
             self._run = known
             self._client.update_run(known, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         self._run = run.keep_id("mlflow", self._client.create_run(experiment, run_name=run.name).info.run_id)
         params = [Param(*pair) for pair in _flat(run.tree)]
-        for start in range(0, len(params), PARAMS_AT_ONCE):
-            self._client.log_batch(self._run, params=params[start : start + PARAMS_AT_ONCE])
+        for start in range(0, len(params), MAX_PARAMS_PER_REQUEST):
+            self._client.log_batch(self._run, params=params[start : start + MAX_PARAMS_PER_REQUEST])
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         now = time.time_ns() // 1_000_000
-        told = [self._metric(_plain(name), value, now, step) for name, value in metrics.items()]
-        self._client.log_batch(self._run, metrics=told)
+        values = [self._metric(_plain(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run, metrics=values)
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
 
 
 class SwanlabTracker:
-    """SwanLab; with SWANLAB_MODE=offline, files in RUN/swanlab for `swanlab sync`."""
+    """Logs to SwanLab; with SWANLAB_MODE=offline, to files in RUN/swanlab for `swanlab sync`."""
 
     def __init__(self, run: RunInfo) -> None:
         import swanlab
@@ -140,18 +149,18 @@ SERVICES: dict[str, tuple[str, Callable[[RunInfo], Tracker]]] = {
     "mlflow": ("mlflow-skinny", MlflowTracker),
     "swanlab": ("swanlab", SwanlabTracker),
 }
-"""By the name in tracking.services, which is that of the module too: what pip calls it, and the tracker."""
+"""Name in the configuration, which is also that of the module -> name for pip, and the tracker."""
 
 
 def check_services(names: Sequence[str]) -> None:
-    """UserError for one whose library is not installed."""
+    """Checks that the libraries of services are installed; UserError otherwise."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"tracking.services: {name} is not installed. Run pip install {SERVICES[name][0]}.")
 
 
 def _flat(tree: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """(key, value) of all leaves, a.b.c, cut to what MLflow takes."""
+    """Returns (key, value) of all leaves, with keys a.b.c, cut to MLflow's limits."""
     pairs = []
     for key, value in tree.items():
         below = isinstance(value, dict) and value
@@ -160,5 +169,5 @@ def _flat(tree: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
 
 
 def _plain(name: str) -> str:
-    """MLflow takes no other characters in a name: pass@4 is pass_4 there."""
+    """Replaces characters that MLflow does not accept in a name: pass@4 becomes pass_4."""
     return re.sub(r"[^\w\-. /]", "_", name)

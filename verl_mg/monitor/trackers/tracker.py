@@ -1,19 +1,94 @@
-"""What every tracker promises."""
+"""The interface of trackers, and the wrapper that keeps a failing tracker from stopping the training."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 60.0
+"""Pause after a failure."""
+PAUSE_FACTOR = 10
+"""The pause is at least this many times the duration of the failed call."""
 
 
 class Tracker(Protocol):
-    """Takes the metrics of iterations. `step` counts iterations done, so the first one logs step 1.
+    """Receives the metrics of iterations. `step` counts the iterations done, so the first one logs step 1.
 
-    first_step, where a tracker is opened with it, is the step that is logged next: in a run that goes on after a kill,
-    what later steps have left is taken out, where that can be done.
+    Trackers that are opened with `first_step`, the step that is logged next, remove entries of later steps where that
+    is possible: a run that was killed leaves some.
     """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write down the metrics of one iteration, at once."""
+        """Writes the metrics of one iteration immediately.
+
+        Args:
+            step: number of iterations done.
+            metrics: values by name.
+        """
 
     def close(self) -> None:
-        """Nothing is logged after this."""
+        """Closes the tracker; nothing is logged afterwards."""
+
+
+class RetryingTracker:
+    """Wrapper of a tracker that can fail: warns once, and logs the missed steps when the tracker works again.
+
+    Not by tenacity: it would block training during the pauses, and has no queue of missed steps.
+    """
+
+    def __init__(self, name: str, opener: Callable[[], Tracker], retry_after: float = RETRY_SECONDS) -> None:
+        """Opens the tracker.
+
+        Args:
+            name: name for warnings.
+            opener: opens the tracker, and may raise.
+            retry_after: seconds until the next attempt after a failure.
+        """
+        self._name, self._opener, self._retry_after = name, opener, retry_after
+        self._tracker: Tracker | None = None
+        self._missed: deque[tuple[int, dict[str, float]]] = deque()
+        self._warned = False
+        self._not_before = 0.0
+        self._flush()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Logs the step, and missed ones, unless a failure was recent."""
+        self._missed.append((step, dict(metrics)))
+        if time.monotonic() >= self._not_before:
+            self._flush()
+
+    def close(self) -> None:
+        """Closes the tracker after a last attempt to log missed steps."""
+        if self._missed:
+            self._flush()
+        if self._missed:
+            log.warning("%s: %d steps are missing there", self._name, len(self._missed))
+        if self._tracker is not None:
+            try:
+                self._tracker.close()
+            except Exception as error:
+                self._warn(error)
+
+    def _flush(self) -> None:
+        started = time.monotonic()
+        try:
+            if self._tracker is None:
+                self._tracker = self._opener()
+            while self._missed:
+                self._tracker.log(*self._missed[0])
+                self._missed.popleft()
+        except Exception as error:
+            self._warn(error)
+            now = time.monotonic()
+            self._not_before = now + max(self._retry_after, PAUSE_FACTOR * (now - started))
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            reason = (str(error).splitlines() or [""])[0]
+            log.warning("%s fails, training continues without it: %s: %s", self._name, type(error).__name__, reason)
+        self._warned = True

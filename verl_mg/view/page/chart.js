@@ -1,4 +1,4 @@
-// One metric over the steps, a line for each run: drawn when it is looked at, its values told where the pointer is.
+// One metric over the steps, a line for each run: drawn when it is visible; a tooltip shows the values at the pointer.
 
 import { placeOf } from "./data.js";
 import { el, hideTooltip, showTooltip, svg } from "./dom.js";
@@ -9,7 +9,7 @@ const LEFT = 46,
   TOP = 8,
   BOTTOM = 20;
 
-/** The running mean in which a step counts `weight` as much as the one after it; what is missing stays so. */
+/** The running mean in which a step counts `weight` times the next one; missing values remain missing. */
 export function smoothed(values, weight) {
   let [sum, count] = [0, 0];
   return values.map((value) => {
@@ -95,13 +95,13 @@ class Chart {
     this.picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.picture.replaceChildren(
       ...this.grid(width, height),
-      ...this.series.flatMap((one) => this.lines(one)),
+      ...this.series.flatMap((item) => this.lines(item)),
       this.cursor,
     );
   }
 
   measure(width, height) {
-    const steps = this.series.flatMap((one) => [one.steps[0], one.steps.at(-1)]);
+    const steps = this.series.flatMap((item) => [item.steps[0], item.steps.at(-1)]);
     let [low, high] = [Infinity, -Infinity];
     for (const { values } of this.series) {
       for (const value of values) {
@@ -111,8 +111,8 @@ class Chart {
       }
     }
     if (!(high > low)) [low, high] = [low - (Math.abs(low) * 0.1 || 1), high + (Math.abs(high) * 0.1 || 1)];
-    const room = (high - low) * 0.06;
-    [this.low, this.high] = [low - room, high + room];
+    const margin = (high - low) * 0.06;
+    [this.low, this.high] = [low - margin, high + margin];
     [this.first, this.last] = [Math.min(...steps), Math.max(...steps)];
     const [wide, tall] = [width - LEFT - RIGHT, height - TOP - BOTTOM];
     this.x = (step) => LEFT + (this.last > this.first ? (step - this.first) / (this.last - this.first) : 0.5) * wide;
@@ -193,13 +193,13 @@ class Chart {
 
   tell(step, x, y) {
     this.pointAll(step);
-    const rows = this.nearest(step).flatMap(({ one, i }) => {
-      const value = number(one.values[i]);
-      const told = one.smooth === one.values ? value : `${number(one.smooth[i])}  (${value})`;
-      return [[one.name, told, `run-${one.mark}`]];
+    const rows = this.nearest(step).flatMap(({ item, i }) => {
+      const value = number(item.values[i]);
+      const report = item.smooth === item.values ? value : `${number(item.smooth[i])}  (${value})`;
+      return [[item.name, report, `run-${item.mark}`]];
     });
     const near = this.nearest(step)[0];
-    showTooltip(x, y, `${this.name}, step ${near ? near.one.steps[near.i] : step}`, rows);
+    showTooltip(x, y, `${this.name}, step ${near ? near.item.steps[near.i] : step}`, rows);
   }
 
   left() {
@@ -209,10 +209,10 @@ class Chart {
 
   /** Of each run, the place of the step that is nearest. */
   nearest(step) {
-    return this.series.map((one) => {
-      const i = placeOf(one.steps, step);
-      const after = i + 1 < one.steps.length && one.steps[i + 1] - step < step - one.steps[i];
-      return { one, i: after ? i + 1 : i };
+    return this.series.map((item) => {
+      const i = placeOf(item.steps, step);
+      const after = i + 1 < item.steps.length && item.steps[i + 1] - step < step - item.steps[i];
+      return { item, i: after ? i + 1 : i };
     });
   }
 
@@ -224,9 +224,9 @@ class Chart {
     }
     const { height } = this.node.getBoundingClientRect();
     const dots = this.nearest(step)
-      .filter(({ one, i }) => one.smooth[i] !== null)
-      .map(({ one, i }) =>
-        svg("circle", { class: `dot run-${one.mark}`, cx: this.x(one.steps[i]), cy: this.y(one.smooth[i]), r: 3.5 }),
+      .filter(({ item, i }) => item.smooth[i] !== null)
+      .map(({ item, i }) =>
+        svg("circle", { class: `dot run-${item.mark}`, cx: this.x(item.steps[i]), cy: this.y(item.smooth[i]), r: 3.5 }),
       );
     const x = this.x(step);
     this.cursor.replaceChildren(svg("line", { x1: x, x2: x, y1: TOP, y2: height - BOTTOM }), ...dots);

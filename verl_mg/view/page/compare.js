@@ -18,47 +18,47 @@ export function compareView(app) {
     ["gap", "difference of rewards"],
     ["prompt_id", "number"],
   ]);
-  const told = el("p", { class: "count", role: "status" });
+  const report = el("p", { class: "count", role: "status" });
   const prompts = el("ul", { class: "prompts", "aria-label": "Prompts in both runs" });
   const answers = el("div", { class: "answers" });
   const node = el(
     "section",
     {},
-    el("div", { class: "toolbar" }, el("label", {}, "Iteration", iteration), el("label", {}, "Sort by", order), told),
+    el("div", { class: "toolbar" }, el("label", {}, "Iteration", iteration), el("label", {}, "Sort by", order), report),
     el("div", { class: "split" }, prompts, answers),
   );
-  let [shared, chosen, asked] = [[], null, 0];
+  let [shared, chosen, latest] = [[], null, 0];
 
-  const inBoth = () => first.about.samples.filter((one) => second.about.samples.includes(one)).reverse();
+  const inBoth = () => first.about.samples.filter((item) => second.about.samples.includes(item)).reverse();
 
   async function show({ iteration: wanted, prompt }) {
     const both = inBoth();
     fill(
       iteration,
-      both.map((one) => [one, one]),
+      both.map((item) => [item, item]),
     );
     if (!both.length) {
-      told.textContent = "The runs have no iteration with samples in common yet.";
+      report.textContent = "The runs have no iteration with samples in common yet.";
       return;
     }
     iteration.value = both.includes(Number(wanted)) ? wanted : both[0];
-    const own = (asked += 1);
-    const found = await Promise.all(
+    const request = (latest += 1);
+    const matches = await Promise.all(
       app.runs.map((run) => ask("prompts", { run: run.number, iteration: iteration.value })),
     );
-    if (own !== asked) return;
-    const others = new Map(found[1].map((one) => [one.prompt_id, one]));
-    shared = found[0]
-      .filter((one) => others.has(one.prompt_id))
-      .map((one) => ({
-        ...one,
-        rewards: [one.reward, others.get(one.prompt_id).reward],
-        same: one.prompt === others.get(one.prompt_id).prompt,
+    if (request !== latest) return;
+    const others = new Map(matches[1].map((item) => [item.prompt_id, item]));
+    shared = matches[0]
+      .filter((item) => others.has(item.prompt_id))
+      .map((item) => ({
+        ...item,
+        rewards: [item.reward, others.get(item.prompt_id).reward],
+        same: item.prompt === others.get(item.prompt_id).prompt,
       }));
-    told.textContent = `${shared.length} prompts in both runs`;
+    report.textContent = `${shared.length} prompts in both runs`;
     chosen = prompt === undefined ? null : Number(prompt);
     list();
-    await open(own);
+    await open(request);
   }
 
   function list() {
@@ -68,22 +68,22 @@ export function compareView(app) {
     );
     chosen ??= sorted[0]?.prompt_id ?? null;
     prompts.replaceChildren(
-      ...sorted.map((one) => {
+      ...sorted.map((item) => {
         const link = el(
           "button",
           {
             type: "button",
-            "aria-current": one.prompt_id === chosen ? "true" : null,
-            "data-prompt": one.prompt_id,
-            onclick: () => app.go("compare", { iteration: iteration.value, prompt: one.prompt_id }),
+            "aria-current": item.prompt_id === chosen ? "true" : null,
+            "data-prompt": item.prompt_id,
+            onclick: () => app.go("compare", { iteration: iteration.value, prompt: item.prompt_id }),
           },
-          el("span", { class: "excerpt", text: one.prompt }),
+          el("span", { class: "excerpt", text: item.prompt }),
           el(
             "span",
             { class: "rewards" },
-            el("span", { class: "run-A", text: number(one.rewards[0]) }),
-            el("span", { class: "run-B", text: number(one.rewards[1]) }),
-            el("span", { class: "gap", text: signed(gap(one)) }),
+            el("span", { class: "run-A", text: number(item.rewards[0]) }),
+            el("span", { class: "run-B", text: number(item.rewards[1]) }),
+            el("span", { class: "gap", text: signed(gap(item)) }),
           ),
         );
         return el("li", {}, link);
@@ -91,27 +91,27 @@ export function compareView(app) {
     );
   }
 
-  async function open(own) {
+  async function open(request) {
     if (chosen === null) {
       answers.replaceChildren();
       return;
     }
     const range = { first: iteration.value, last: iteration.value, prompt_id: chosen, limit: MOST };
-    const found = await Promise.all(app.runs.map((run) => ask("samples", { run: run.number, ...range })));
-    if (own !== asked) return;
-    const one = shared.find(({ prompt_id }) => prompt_id === chosen);
+    const matches = await Promise.all(app.runs.map((run) => ask("samples", { run: run.number, ...range })));
+    if (request !== latest) return;
+    const item = shared.find(({ prompt_id }) => prompt_id === chosen);
     const differ =
-      one && !one.same && el("p", { class: "empty", text: "The prompt of this number is another text in run B." });
+      item && !item.same && el("p", { class: "empty", text: "The prompt of this number is another text in run B." });
     const columns = app.runs.map((run, i) =>
       el(
         "section",
         { "aria-label": `Run ${run.mark}` },
         el("h3", { class: `run-${run.mark}`, text: `${run.mark}: ${run.about.name}` }),
-        ...found[i].rows.map((row) => answer(run, row, found[i].rows)),
+        ...matches[i].rows.map((row) => answer(run, row, matches[i].rows)),
       ),
     );
     answers.replaceChildren(
-      el("div", { class: "text prompt", text: one?.prompt ?? "" }),
+      el("div", { class: "text prompt", text: item?.prompt ?? "" }),
       ...(differ ? [differ] : []),
       el("div", { class: "columns" }, ...columns),
     );
@@ -138,7 +138,7 @@ export function compareView(app) {
     news: () =>
       fill(
         iteration,
-        inBoth().map((one) => [one, one]),
+        inBoth().map((item) => [item, item]),
       ),
   };
 }

@@ -1,4 +1,4 @@
-// Curves of metrics, grouped by what stands before the slash; those of interest can be pinned to the top.
+// Curves of metrics, grouped by the part before the slash; they can be pinned to the top.
 
 import { Charts, smoothed } from "./chart.js";
 import { el } from "./dom.js";
@@ -81,7 +81,7 @@ export function curvesView(app) {
   function arrange() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const members = new Map();
-    let found = 0;
+    let matches = 0;
     for (const name of [...cards.keys()].sort()) {
       const { box, pin } = cards.get(name);
       const on = pinned.has(name);
@@ -90,7 +90,7 @@ export function curvesView(app) {
       pin.setAttribute("aria-label", `Pin ${name}`);
       box.hidden = !words.every((word) => name.toLowerCase().includes(word));
       if (box.hidden) continue;
-      found += 1;
+      matches += 1;
       const group = on ? PINNED : groupOf(name);
       members.set(group, [...(members.get(group) ?? []), box]);
     }
@@ -114,7 +114,7 @@ export function curvesView(app) {
     nothing.textContent = cards.size
       ? `No metric is called ${search.value}.`
       : "No metrics yet: they come with the first iteration.";
-    nothing.hidden = found > 0;
+    nothing.hidden = matches > 0;
   }
 
   function refresh() {

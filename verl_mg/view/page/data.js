@@ -4,9 +4,9 @@
 export async function ask(name, parameters = {}) {
   const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const answer = await fetch(`/api/${name}?${new URLSearchParams(given)}`);
-  const told = await answer.json();
-  if (!answer.ok) throw new Error(told.error);
-  return told;
+  const report = await answer.json();
+  if (!answer.ok) throw new Error(report.error);
+  return report;
 }
 
 /** One of the runs on the command line. `mark` is A or B, which the page's colours go by. */
@@ -23,15 +23,15 @@ export class Run {
   async readMetrics() {
     let changed = false;
     for (let more = true; more;) {
-      const told = await ask("metrics", { run: this.number, file: this.place.file, offset: this.place.end });
-      if (told.begin === 0 && this.place.end > 0) {
+      const report = await ask("metrics", { run: this.number, file: this.place.file, offset: this.place.end });
+      if (report.begin === 0 && this.place.end > 0) {
         this.curves = new Map();
         changed = true;
       }
-      for (const line of told.lines) this.add(line);
-      changed ||= told.lines.length > 0;
-      this.place = told;
-      more = told.more;
+      for (const line of report.lines) this.add(line);
+      changed ||= report.lines.length > 0;
+      this.place = report;
+      more = report.more;
     }
     return changed;
   }

@@ -1,4 +1,4 @@
-// One sample, over the page: what was asked, what was answered turn by turn, and what it was worth.
+// One sample in a dialog: prompt, response turn by turn, and rewards.
 
 import { ask } from "./data.js";
 import { el, select } from "./dom.js";
@@ -6,8 +6,8 @@ import { extent, number, plain } from "./format.js";
 import { coloured, colourings } from "./tokens.js";
 
 const PLAIN = "plain";
-/** Numbers of a sample that have a place of their own. */
-const TOLD = new Set("iteration call sample_id group prompt_id version reward prompt_length".split(" "));
+/** Numbers of a sample with a separate place in the dialog. */
+const SHOWN = new Set("iteration call sample_id group prompt_id policy_version reward prompt_length".split(" "));
 
 /** `open(run, row, rows)` shows a sample of a list; the arrow keys go on to the next ones of it. */
 export function detailSheet() {
@@ -31,7 +31,7 @@ export function detailSheet() {
     body,
   );
   let [run, rows, place, colour] = [null, [], 0, "advantages"];
-  let asked = 0;
+  let latest = 0;
 
   function open(ofRun, row, list) {
     [run, rows, place] = [ofRun, list, list.indexOf(row)];
@@ -47,7 +47,7 @@ export function detailSheet() {
   }
 
   async function load({ iteration, call, sample_id }) {
-    const own = (asked += 1);
+    const request = (latest += 1);
     [back.disabled, on.disabled] = [place <= 0, place < 0 || place >= rows.length - 1];
     title.textContent = `Sample ${sample_id}`;
     try {
@@ -60,9 +60,9 @@ export function detailSheet() {
         group: sample.group,
         limit: 200,
       });
-      if (own === asked) draw(sample, group.rows);
+      if (request === latest) draw(sample, group.rows);
     } catch (error) {
-      if (own === asked) body.replaceChildren(el("p", { class: "empty", text: error.message }));
+      if (request === latest) body.replaceChildren(el("p", { class: "empty", text: error.message }));
     }
   }
 
@@ -103,7 +103,7 @@ export function detailSheet() {
   function facts(sample) {
     const versions = (sample.policy_versions ?? []).filter((_, i) => sample.loss_mask[i]);
     const [oldest, newest] = extent(versions);
-    const told = [
+    const report = [
       ["reward", sample.reward],
       ...Object.entries(sample.parts ?? {}),
       ["iteration", sample.iteration],
@@ -115,17 +115,17 @@ export function detailSheet() {
       ["version", versions.length && oldest !== newest ? `${oldest} to ${newest}` : sample.policy_version],
       ["call", sample.call],
       ...Object.entries(sample).filter(
-        ([name, value]) => !TOLD.has(name) && typeof value === "number" && Math.abs(value) <= Number.MAX_SAFE_INTEGER,
+        ([name, value]) => !SHOWN.has(name) && typeof value === "number" && Math.abs(value) <= Number.MAX_SAFE_INTEGER,
       ),
     ];
     return el(
       "dl",
       { class: "facts" },
-      ...told.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: plain(value) }))),
+      ...report.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: plain(value) }))),
     );
   }
 
-  /** The rewards of all answers to this prompt, to go from one to another. */
+  /** The rewards of all responses to this prompt, to switch between them. */
   function siblings(sample, group) {
     const chips = group.map((row) =>
       el("button", {

@@ -51,14 +51,14 @@ export function patiently(action, milliseconds = 250) {
 
 const box = document.getElementById("tooltip");
 
-/** Show rows of [name, value, class] beside a point of the window. */
+/** Shows rows of [name, value, class] next to a point of the window. */
 export function showTooltip(x, y, title, rows) {
   const cells = rows.flatMap(([name, value, kind]) => [
     el("dt", { text: name, class: kind }),
     el("dd", { text: value }),
   ]);
   box.replaceChildren(el("strong", { text: title }), el("dl", {}, ...cells));
-  // Shown anew, so that it lies above a dialog too.
+  // Shown again, so that it is above a dialog too.
   hideTooltip();
   box.showPopover();
   const { width, height } = box.getBoundingClientRect();

@@ -51,8 +51,8 @@ export function ticks(low, high, count) {
   if (!(rough > 0) || !Number.isFinite(rough)) return [low];
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough * 0.999);
-  const found = [];
+  const matches = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++)
-    found.push(Number((i * step).toPrecision(12)));
-  return found;
+    matches.push(Number((i * step).toPrecision(12)));
+  return matches;
 }

@@ -4,22 +4,22 @@ import { el, hideTooltip, showTooltip, svg } from "./dom.js";
 import { seconds, ticks } from "./format.js";
 
 const MEANING = {
-  generate: "rollout: engines generate",
-  weight_sync: "weights travel to the engines (reshard)",
-  forward: "passes that judge: log-probs, values",
+  generate: "engines generate samples",
+  weight_sync: "weights are sent to the engines (reshard)",
+  forward: "forward passes: log-probs, values",
   update: "forward and backward passes of training",
-  optimizer: "clears and checks gradients, Adam's step",
-  row_dispatch: "rows travel between ranks",
-  other: "the recipe's computations between role calls",
-  role_compute: "roles prepare and finish their computations",
+  optimizer: "gradients are cleared and checked, Adam's step",
+  row_dispatch: "rows are sent between ranks",
+  role_compute: "a role's work around its models",
+  other: "the recipe's computations",
   evaluation: "around the generation of an evaluation",
   checkpoint: "weights and optimizer are copied for a checkpoint",
   logging: "metrics and samples are written",
-  wait_generate: "for engines of other ranks",
-  wait_reward: "for rewards",
-  wait_role_compute: "for roles on other ranks",
-  wait_update: "for gradients of other ranks",
-  wait_weight_sync: "for weights on other ranks",
+  wait_generate: "waiting for engines of other ranks",
+  wait_reward: "waiting for rewards",
+  wait_update: "waiting for gradients of other ranks",
+  wait_role_compute: "waiting for the work of a role on other ranks",
+  wait_weight_sync: "waiting for the weight sync of other ranks",
   idle: "in no phase",
 };
 const KNOWN = Object.keys(MEANING);
@@ -27,7 +27,7 @@ const [LEFT, RIGHT, ROW, GAP, AXIS] = [66, 4, 24, 6, 24];
 
 /** The class that gives a phase its colour. */
 export const kind = (phase) =>
-  phase.startsWith("wait_") ? "phase-wait" : `phase-${KNOWN.includes(phase) ? phase : "other"}`;
+  phase.startsWith("wait_") ? "phase-wait" : `phase-${KNOWN.includes(phase) ? phase : "unknown"}`;
 
 /** As the table lists them. */
 export const inOrder = (a, b) =>
@@ -35,14 +35,14 @@ export const inOrder = (a, b) =>
 
 /** Spans later by `late`, and between them those in which the rank was in no phase. */
 export function withIdle(spans, late) {
-  const found = [];
+  const matches = [];
   let reached = 0;
   for (const [phase, begin, end] of spans) {
-    if (begin + late - reached > 1e-4) found.push({ phase: "idle", begin: reached, end: begin + late });
-    found.push({ phase, begin: begin + late, end: end + late });
+    if (begin + late - reached > 1e-4) matches.push({ phase: "idle", begin: reached, end: begin + late });
+    matches.push({ phase, begin: begin + late, end: end + late });
     reached = end + late;
   }
-  return found;
+  return matches;
 }
 
 /**

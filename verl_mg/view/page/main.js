@@ -20,7 +20,7 @@ const app = {
     );
     const text = new URLSearchParams(given).toString();
     const link = text ? `#${view}?${text}` : `#${view}`;
-    // "Back" leads to the view before, not through all that was chosen in this one.
+    // "Back" leads to the previous view, not through all selections of this one.
     if (location.hash.slice(1).split("?")[0] !== view) location.hash = link;
     else {
       history.replaceState(null, "", link);
@@ -54,8 +54,8 @@ async function start() {
 }
 
 function show() {
-  const [asked, text] = location.hash.slice(1).split("?");
-  const name = asked in views ? asked : "curves";
+  const [latest, text] = location.hash.slice(1).split("?");
+  const name = latest in views ? latest : "curves";
   for (const [other, view] of Object.entries(views)) {
     view.node.hidden = other !== name;
     if (other === name) view.link.setAttribute("aria-current", "page");
@@ -68,8 +68,8 @@ function show() {
 async function news() {
   try {
     if (!document.hidden) {
-      const told = await ask("runs");
-      app.runs.forEach((run, i) => (run.about = told[i]));
+      const report = await ask("runs");
+      app.runs.forEach((run, i) => (run.about = report[i]));
       const changed = await Promise.all(app.runs.map((run) => run.readMetrics()));
       tellRuns();
       await shown.news(changed.some(Boolean));

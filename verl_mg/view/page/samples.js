@@ -105,7 +105,7 @@ export function samplesView(app) {
     el("div", { class: "scroll" }, table),
   );
 
-  let [sort, descending, page, asked] = ["sample_id", false, 0, 0];
+  let [sort, descending, page, latest] = ["sample_id", false, 0, 0];
 
   function head(name, label, numeric) {
     const inside = UNSORTED.includes(name)
@@ -124,18 +124,18 @@ export function samplesView(app) {
 
   /** Make a link of what the form says, which then is shown. */
   function go(change) {
-    const told = Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value]));
-    if (told.run === "0") delete told.run;
+    const report = Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value]));
+    if (report.run === "0") delete report.run;
     const order = sort === "sample_id" && !descending ? {} : { sort, descending };
-    app.go("samples", { ...told, ...order, page: change.page || null });
+    app.go("samples", { ...report, ...order, page: change.page || null });
   }
 
   function fillIterations() {
-    const found = (app.runs[Number(filters.run?.value ?? 0)].about.samples ?? []).map(String).reverse();
+    const matches = (app.runs[Number(filters.run?.value ?? 0)].about.samples ?? []).map(String).reverse();
     fill(filters.iteration, [
-      ["", found.length ? `newest (${found[0]})` : "none yet"],
+      ["", matches.length ? `newest (${matches[0]})` : "none yet"],
       ["all", "all"],
-      ...found.map((one) => [one, one]),
+      ...matches.map((item) => [item, item]),
     ]);
   }
 
@@ -157,25 +157,25 @@ export function samplesView(app) {
   }
 
   async function load({ iteration, page: _, ...rest }) {
-    const own = (asked += 1);
+    const request = (latest += 1);
     const run = app.runs[Number(rest.run ?? 0)] ?? app.runs[0];
     const newest = run.about.samples.at(-1);
-    const one = iteration === "all" ? null : iteration || newest;
-    const range = { run: run.number, first: one, last: one };
+    const item = iteration === "all" ? null : iteration || newest;
+    const range = { run: run.number, first: item, last: item };
     try {
-      const [found, facets] = await Promise.all([
+      const [matches, facets] = await Promise.all([
         ask("samples", { ...rest, ...range, sort, descending, offset: page * PAGE, limit: PAGE }),
         ask("facets", range),
       ]);
-      if (own === asked) draw(run, found, facets);
+      if (request === latest) draw(run, matches, facets);
     } catch (error) {
-      if (own === asked) count.textContent = error.message;
+      if (request === latest) count.textContent = error.message;
     }
   }
 
-  function draw(run, { total, rows: found }, facets) {
+  function draw(run, { total, rows: matches }, facets) {
     for (const name of ["finish", "source"])
-      fill(filters[name], [["", "any"], ...facets[name].map((one) => [one, one])]);
+      fill(filters[name], [["", "any"], ...facets[name].map((item) => [item, item])]);
     node.classList.toggle("no-source", !facets.source.length); // the data names none
     const last = Math.min(total, (page + 1) * PAGE);
     count.textContent = total ? `${page * PAGE + 1} to ${last} of ${total} samples` : "No such samples.";
@@ -185,7 +185,7 @@ export function samplesView(app) {
       else cell.removeAttribute("aria-sort");
     }
     table.hidden = !total;
-    rows.replaceChildren(...found.map((row) => line(run, row, found)));
+    rows.replaceChildren(...matches.map((row) => line(run, row, matches)));
   }
 
   function line(run, row, list) {

@@ -1,4 +1,4 @@
-// The seconds of all iterations, each a bar that is cut into its phases: to see which one to look at.
+// The seconds of all iterations, each a bar divided into its phases: an overview to choose from.
 
 import { hideTooltip, showTooltip, svg } from "./dom.js";
 import { extent, seconds } from "./format.js";
@@ -7,7 +7,7 @@ import { inOrder, kind } from "./lanes.js";
 const HEIGHT = 64;
 const PHASE = "time/phase/";
 
-/** Of the iterations `first` to `last` in the metrics of a run; `choose` is called with the one that is clicked. */
+/** Bars of the iterations `first` to `last` in the metrics of a run; `choose` receives the clicked iteration. */
 export function stripOf(curves, first, last, chosen, width, choose) {
   const total = curves.get("time/iteration") ?? { steps: [], values: [] };
   const slot = width / (last - first + 1);

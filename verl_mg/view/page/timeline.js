@@ -1,4 +1,4 @@
-// What each rank did in an iteration. Above: the seconds of all iterations, to choose one.
+// What each rank did in an iteration. Above: the seconds of all iterations, to choose from.
 
 import { ask } from "./data.js";
 import { el } from "./dom.js";
@@ -48,9 +48,9 @@ export function timelineView(app) {
   );
   let chosen = null;
   let range = null; // seconds that are shown; null: all
-  let told = []; // of each run, the ranks' lines
+  let report = []; // of each run, the ranks' lines
   let everyRank = false;
-  let asked = 0;
+  let latest = 0;
 
   function limits() {
     const ends = app.runs.map((run) => run.about.timeline).filter((pair) => pair.length);
@@ -78,17 +78,17 @@ export function timelineView(app) {
     Object.assign(slider, { min: first, max: last });
     [slider.value, exact.value] = [chosen, chosen];
     drawStrip();
-    const own = (asked += 1);
+    const request = (latest += 1);
     const answers = await Promise.all(app.runs.map((run) => ask("timeline", { run: run.number, iteration: chosen })));
-    if (own !== asked) return; // the slider has moved on
-    told = answers;
+    if (request !== latest) return; // the slider has moved on
+    report = answers;
     draw();
   }
 
   function news(changed) {
     const bounds = limits();
     if (!bounds || (!changed && Number(slider.max) === bounds[1])) return;
-    // Who looks at the newest one goes on doing so.
+    // A view of the newest iteration follows the run.
     const follows = chosen === null || chosen === Number(slider.max);
     if (follows && chosen !== bounds[1]) return choose(bounds[1]);
     return show({ iteration: chosen });
@@ -111,11 +111,11 @@ export function timelineView(app) {
   /** All runs on one scale of seconds. */
   function draw() {
     whole.disabled = range === null;
-    const rows = told.map((ranks) => {
+    const rows = report.map((ranks) => {
       const start = Math.min(...ranks.map((line) => line.start));
       return ranks.map((line) => ({ rank: line.rank, spans: withIdle(line.spans, line.start - start) }));
     });
-    const lengths = rows.map((own) => Math.max(...own.map(({ spans }) => spans.at(-1)?.end ?? 0), 1e-6));
+    const lengths = rows.map((request) => Math.max(...request.map(({ spans }) => spans.at(-1)?.end ?? 0), 1e-6));
     const scale = range ?? [0, Math.max(...lengths)];
     lanes.replaceChildren(...app.runs.flatMap((run, i) => ofRun(run, rows[i], lengths[i], scale)));
   }
@@ -141,7 +141,7 @@ export function timelineView(app) {
   }
 
   window.addEventListener("resize", () => {
-    if (!node.hidden && told.length) {
+    if (!node.hidden && report.length) {
       drawStrip();
       draw();
     }

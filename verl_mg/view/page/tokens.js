@@ -12,11 +12,11 @@ const DEEPEST = 0.55;
 /** What tokens can be coloured by: label and value of token i, null where it has none; `sides`: may it be negative? */
 export function colourings(sample) {
   const columns = Object.keys(sample).filter((name) => !TEXTUAL.has(name) && isColumn(sample, name));
-  const own = (name) => (i) => sample[name][i];
+  const request = (name) => (i) => sample[name][i];
   const gap = (a, b) => (i) => (sample[a][i] === null || sample[b][i] === null ? null : sample[a][i] - sample[b][i]);
-  const found = {};
-  const add = (key, label, value, sides = true) => (found[key] = { label, value, sides });
-  if (columns.includes("advantages")) add("advantages", "advantages", own("advantages"));
+  const matches = {};
+  const add = (key, label, value, sides = true) => (matches[key] = { label, value, sides });
+  if (columns.includes("advantages")) add("advantages", "advantages", request("advantages"));
   const pairs = [
     ["old", "rollout"],
     ["ref", "rollout"],
@@ -26,9 +26,9 @@ export function colourings(sample) {
     const names = [`${a}_logprobs`, `${b}_logprobs`];
     if (names.every((name) => columns.includes(name))) add(`${a}-${b}`, `log-prob: ${a} - ${b}`, gap(...names));
   }
-  for (const name of columns) if (name !== "advantages") add(name, name, own(name));
-  if (sample.policy_versions) add("policy_versions", "version of the weights", own("policy_versions"), false);
-  return found;
+  for (const name of columns) if (name !== "advantages") add(name, name, request(name));
+  if (sample.policy_versions) add("policy_versions", "version of the weights", request("policy_versions"), false);
+  return matches;
 }
 
 function isColumn(sample, name) {
@@ -36,23 +36,23 @@ function isColumn(sample, name) {
   return (
     Array.isArray(value) &&
     value.length === sample.tokens.length &&
-    value.every((one) => one === null || typeof one === "number")
+    value.every((item) => item === null || typeof item === "number")
   );
 }
 
 /** The scale of a colouring over the tokens that the policy wrote: all but the 2 % that stick out most. */
 function scaleOf(sample, { value, sides }) {
-  const found = [];
+  const matches = [];
   for (let i = sample.prompt_length; i < sample.tokens.length; i++) {
-    const one = sample.loss_mask[i] ? value(i) : null;
-    if (one !== null) found.push(one);
+    const item = sample.loss_mask[i] ? value(i) : null;
+    if (item !== null) matches.push(item);
   }
-  if (!found.length) return { low: 0, high: 0 };
+  if (!matches.length) return { low: 0, high: 0 };
   if (!sides) {
-    const [low, high] = extent(found);
+    const [low, high] = extent(matches);
     return { low, high };
   }
-  const sizes = found.map(Math.abs).sort((a, b) => a - b);
+  const sizes = matches.map(Math.abs).sort((a, b) => a - b);
   const high = sizes[Math.min(sizes.length - 1, Math.floor(sizes.length * 0.98))] || sizes.at(-1);
   return { low: -high, high };
 }
@@ -85,7 +85,7 @@ export function coloured(sample, colouring) {
     "div",
     {
       class: "turns",
-      onpointermove: (event) => told(event, sample, colouring),
+      onpointermove: (event) => report(event, sample, colouring),
       onpointerleave: hideTooltip,
     },
     ...blocks,
@@ -94,7 +94,7 @@ export function coloured(sample, colouring) {
 }
 
 function legend({ label, sides }, { low, high }) {
-  const told = sides ? signed : number;
+  const report = sides ? signed : number;
   const bar = el("span", { class: "gradient" });
   const [from, middle, to] = sides
     ? [`rgb(${NEGATIVE} / ${DEEPEST})`, "transparent", `rgb(${POSITIVE} / ${DEEPEST})`]
@@ -104,13 +104,13 @@ function legend({ label, sides }, { low, high }) {
     "p",
     { class: "legend" },
     `${label}: `,
-    el("span", { class: "number", text: told(low) }),
+    el("span", { class: "number", text: report(low) }),
     bar,
-    el("span", { class: "number", text: told(high) }),
+    el("span", { class: "number", text: report(high) }),
   );
 }
 
-function told(event, sample, colouring) {
+function report(event, sample, colouring) {
   const place = event.target.dataset?.token;
   if (place === undefined) {
     hideTooltip();

@@ -1,10 +1,10 @@
-"""What a run tells at its end, from its metrics."""
+"""The summary at the end of a run, from its metrics."""
 
 from verl_mg.jsonl import read_lines
-from verl_mg.monitor.summary import summary
+from verl_mg.monitor.progress import summary
 
 
-def test_a_run_in_four_lines():
+def test_summary_of_a_run_has_four_lines():
     lines = [
         {"step": 0, "eval/reward": 0.125},
         {"step": 1, "time/iteration": 30.0, "time/tokens_per_second": 100.0, "reward/mean": 0.25},
@@ -14,18 +14,18 @@ def test_a_run_in_four_lines():
     ]
     assert summary(lines).splitlines() == [
         "4 iterations in 0:03:00",
-        "tokens/s  267 in the mean",
-        "reward    0.25 at 1, 0.5 at 4; best 0.75 at 2",
-        "eval      0.125 at 0 -> 0.5 at 2",
+        "tokens/s  267 on average",
+        "reward    0.25 in iteration 1, 0.5 in 4; best 0.75 in 2",
+        "eval      0.125 in iteration 0 -> 0.5 in 2",
     ]
 
 
-def test_what_was_not_measured_is_not_told():
+def test_summary_without_metrics_omits_lines():
     assert summary([{"step": 1, "time/iteration": 1.0, "actor/loss": 2.0}]) == "1 iteration in 0:00:01"
     assert summary([]) == "0 iterations in 0:00:00"
 
 
-def test_a_half_written_line_is_passed_over(tmp_path):
+def test_read_lines_incomplete_line_is_ignored(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
     assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
     assert read_lines(tmp_path / "none.jsonl") == []
