@@ -1,9 +1,9 @@
-"""Tokens a second of the embedded engine against `generate` of transformers, on the same requests.
+"""Compares tokens per second of the `hf` engine with `generate` of transformers, on the same requests.
 
     python tools/bench_embedded_rollout.py [--hidden 64] [--layers 2] [--rows 128] [--tokens 48] [--rounds 5]
 
 Both run in turn in one process on one thread; medians are compared. Four cases: distinct or grouped prompts
-(8 samples each), and lengths all equal or heavy-tailed (a stop token that is drawn now and then).
+(8 samples each), and equal or heavy-tailed lengths (stop tokens are drawn at random).
 """
 
 import argparse
@@ -23,7 +23,7 @@ GROUP = 8
 
 
 def main() -> None:
-    """Print one line a case: both rates and their ratio."""
+    """Prints one line per case: both rates and their ratio."""
     options = _options()
     torch.set_num_threads(1)
     engine = _engine(options.hidden, options.layers)
@@ -35,7 +35,7 @@ def main() -> None:
             sampling = Sampling(max_new_tokens=options.tokens, stop_token_ids=stop)
             ours, theirs = _race(engine, requests, sampling, options.rounds)
             print(
-                f"{name}, groups of {group}: embedded {ours:.0f} tokens/s, generate {theirs:.0f} tokens/s, "
+                f"{name}, groups of {group}: hf engine {ours:.0f} tokens/s, generate {theirs:.0f} tokens/s, "
                 f"ratio {ours / theirs:.2f}"
             )
 
@@ -50,7 +50,7 @@ def _options() -> argparse.Namespace:
 
 
 def _engine(hidden: int, layers: int) -> HFEngine:
-    """An engine with small random weights, so that every token is about equally likely."""
+    """Builds an engine with small random weights, so that all tokens are about equally likely."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
@@ -71,7 +71,7 @@ def _engine(hidden: int, layers: int) -> HFEngine:
 
 
 def _requests(rows: int, group: int, longest: int) -> list[Request]:
-    """Prompts of half to all of `longest` tokens, each asked `group` times."""
+    """Builds prompts of half to all of `longest` tokens, with `group` samples each."""
     generator = torch.Generator().manual_seed(1)
     requests = []
     for index in range(rows):
@@ -83,7 +83,7 @@ def _requests(rows: int, group: int, longest: int) -> list[Request]:
 
 
 def _race(engine: HFEngine, requests: list[Request], sampling: Sampling, rounds: int) -> tuple[float, float]:
-    """Median tokens a second of the engine and of `generate`, run in turn after one warm-up of each."""
+    """Returns median tokens per second of the engine and of `generate`, run alternately after a warm-up."""
 
     def ours() -> int:
         return sum(len(sample.tokens) for sample in engine.generate(requests, sampling))
@@ -93,15 +93,15 @@ def _race(engine: HFEngine, requests: list[Request], sampling: Sampling, rounds:
 
     rates: dict[Callable[[], int], list[float]] = {ours: [], theirs: []}
     for _ in range(rounds + 1):
-        for run, seen in rates.items():
+        for run, measured in rates.items():
             start = time.perf_counter()
             tokens = run()
-            seen.append(tokens / (time.perf_counter() - start))
+            measured.append(tokens / (time.perf_counter() - start))
     return statistics.median(rates[ours][1:]), statistics.median(rates[theirs][1:])
 
 
 def _generate(module: PreTrainedModel, requests: list[Request], sampling: Sampling) -> int:
-    """Tokens written by `generate`, which also has to hand back what training needs of the logits."""
+    """Counts the tokens of `generate`, which also computes the log-probs that training needs."""
     width = max(len(request.prompt) for request in requests)
     ids = torch.tensor([[0] * (width - len(request.prompt)) + list(request.prompt) for request in requests])
     attend = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in requests])

@@ -1,10 +1,10 @@
-"""What our layers over SGLang cost: tokens/s against `sglang.Engine.generate` called directly, in turn, in one run.
+"""Measures the overhead over SGLang: tokens/s compared with direct calls of `sglang.Engine.generate`.
 
     python tools/bench_sglang_rollout.py [--requests 256] [--tokens 64] [--running 64] [--rounds 5] [--hidden 256]
 
-The same requests three ways, on engines started with the same arguments: handed to `sglang.Engine.generate` as one
-list in its own process; handed to `SGLangEngine` as one list; dealt to `SGLangEngine` as it finds room, as in a
-rollout of a job. Every request has `--tokens` tokens. Medians over the rounds, after one that is not counted.
+The same requests are generated in three ways, on engines with the same arguments: by `sglang.Engine.generate` with one
+list, in a separate process; by `SGLangEngine` with one list; and by `SGLangEngine` with a work queue, as in a job.
+Every sample has `--tokens` tokens. Prints medians over the rounds, after a warm-up round.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def requests_of(chosen: argparse.Namespace) -> list[Request]:
 
 
 def direct(chosen: argparse.Namespace) -> None:
-    """The other side: a plain `sglang.Engine`; a line in, a line with the seconds out."""
+    """Runs a plain `sglang.Engine`: for each input line, prints a line with the seconds."""
     import sglang
 
     engine = sglang.Engine(**engine_arguments(Path(chosen.direct), settings_of(chosen)) | {"load_format": "auto"})
@@ -68,34 +68,34 @@ def direct(chosen: argparse.Namespace) -> None:
     print(json.dumps("ready"), flush=True)
     for _ in sys.stdin:
         started = time.perf_counter()
-        found: Any = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+        result: Any = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
         seconds = time.perf_counter() - started
-        assert sum(len(one["output_ids"]) for one in found) == chosen.requests * chosen.tokens
+        assert sum(len(sample["output_ids"]) for sample in result) == chosen.requests * chosen.tokens
         print(json.dumps(seconds), flush=True)
     engine.shutdown()
 
 
-class Nobody:
-    """No engine dies here."""
+class NoRecovery:
+    """Placeholder for the recovery of engines, none of which fails here."""
 
     def revive(self) -> None: ...
 
     def serve(self) -> None: ...
 
 
-def listed(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
+def by_list(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
     return sum(len(sample.tokens) for sample in engine.generate(requests, sampling))
 
 
-def dealt(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
+def by_queue(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
     store, ids = HashStore(), [request.id for request in requests]
     groups = [Group(tuple(ids[start : start + GROUP])) for start in range(0, len(ids), GROUP)]
-    deal = DynamicWorkQueue(store, key, groups, len(groups))
-    work = EngineLoop(engine, 1, deal, store, key, Nobody()).run([], requests.__getitem__, sampling)
+    queue = DynamicWorkQueue(store, key, groups, len(groups))
+    work = EngineLoop(engine, 1, queue, store, key, NoRecovery()).run([], requests.__getitem__, sampling)
     return sum(len(sample.tokens) for sample in work.done.values())
 
 
-def bring_weights(engine: SGLangEngine, model: Path) -> None:
+def load_weights(engine: SGLangEngine, model: Path) -> None:
     shards = weight_table(read_config(model)).sglang(EngineLayout(), 0)
     tensors = staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
     with CheckpointReader(model) as reader:
@@ -123,14 +123,14 @@ def main() -> None:
     while (line := other.stdout.readline()) and line.strip() != '"ready"':
         pass
     engine = SGLangEngine(model, settings_of(chosen), folder / "engine.log")
-    bring_weights(engine, model)
+    load_weights(engine, model)
     requests, sampling = requests_of(chosen), Sampling(max_new_tokens=chosen.tokens)
-    seconds: dict[str, list[float]] = {"sglang.Engine.generate": [], "as one list": [], "dealt by room": []}
+    seconds: dict[str, list[float]] = {"sglang.Engine.generate": [], "as one list": [], "from a work queue": []}
     for number in range(chosen.rounds + 1):
         other.stdin.write("go\n")
         other.stdin.flush()
         seconds["sglang.Engine.generate"].append(float(other.stdout.readline()))
-        for name, way in (("as one list", listed), ("dealt by room", dealt)):
+        for name, way in (("as one list", by_list), ("from a work queue", by_queue)):
             started = time.perf_counter()
             assert way(engine, requests, sampling, str(number)) == chosen.requests * chosen.tokens
             seconds[name].append(time.perf_counter() - started)

@@ -28,7 +28,7 @@ def keep_before(file: Path, key: str, first: int | None) -> None:
     Args:
         file: the file.
         key: key of the number by which lines are sorted.
-        first: lines with this number or more are removed; None for none of them.
+        first: lines with this number or more are removed; None to remove only an incomplete line.
     """
     shorter = file.with_name(file.name + ".new")
     with file.open(encoding="utf-8") as old, shorter.open("w", encoding="utf-8") as new:

@@ -1,13 +1,13 @@
-"""Lets the published torchvision be imported beside a torch for the CPU.
+"""Makes the published torchvision importable together with torch for the CPU.
 
 Its compiled operators need CUDA and are not loaded, but its Python part registers shapes for two of them at import.
-Those two are declared here, as soon as somebody looks for torchvision.
+These two are declared here when torchvision is imported.
 """
 
 import importlib.abc
 import sys
 
-_declared: list[object] = []  # a library that nobody holds takes its operators with it
+_declared: list[object] = []  # a library that is garbage-collected removes its operators
 
 
 class _Declare(importlib.abc.MetaPathFinder):

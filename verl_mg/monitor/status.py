@@ -36,7 +36,7 @@ NOT_FINISHED = 3
 
 @dataclass(frozen=True)
 class Status:
-    """Contents of the file."""
+    """Contents of the status file."""
 
     recipe: str
     """Name of the recipe."""

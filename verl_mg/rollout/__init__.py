@@ -1,9 +1,10 @@
-"""Generation: the engine interface and the engines behind it.
+"""Rollout: the engine interface and its implementations.
 
-engine              requests in, samples out
-embedded/  sglang/  the two engines
-tools/              turns with tools, around either
-dealing  shift      who works on which sample, and one rank's part of that
+engine                   interface: accepts requests, returns samples
+hf/  sglang/             engines on transformers and on SGLang
+tools/                   multi-turn generation with tools, around any engine
+work_queue  engine_loop  distribution of requests over engines, and the loop of one engine
+llm_judge                reward by a language model
 """
 
 from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling

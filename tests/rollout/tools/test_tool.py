@@ -220,7 +220,7 @@ def test_load_tools_equal_names_raise() -> None:
         ("1e3 + 0.5", "1000.5"),
     ],
 )
-def test_calculator_computes(expression: str, value: str) -> None:
+def test_calculator_expression_returns_its_value(expression: str, value: str) -> None:
     assert calculator(expression) == value
 
 

@@ -1,4 +1,4 @@
-"""Stands in for SGLang's compiled kernels on a CPU without AMX: every name can be imported, none called."""
+"""Stub of SGLang's compiled kernels for a CPU without AMX: every name can be imported, but not called."""
 
 from collections.abc import Callable
 from typing import Any

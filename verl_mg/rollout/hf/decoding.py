@@ -223,14 +223,26 @@ class PreallocatedLayer(DynamicLayer):
     value_buffer: torch.Tensor
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Starts without columns, in the dtype and on the device of the states."""
+        """Starts without columns, in the dtype and on the device of the states.
+
+        Args:
+            key_states: (rows, heads, new, dim).
+            value_states: (rows, heads, new, dim).
+        """
         super().lazy_initialization(key_states, value_states)
         self._keep(key_states[:, :, :0], value_states[:, :, :0], length=0)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends states (rows, heads, new, dim), and returns all keys and values."""
+        """Appends states, and returns all keys and values.
+
+        Args:
+            key_states: (rows, heads, new, dim).
+            value_states: (rows, heads, new, dim).
+            args: ignored.
+            kwargs: ignored.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()

@@ -134,7 +134,7 @@ class SGLangEngine(RequestTracker):
         self._version = version
 
     def sleep(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Releases memory.
+        """Releases memory of the engine.
 
         Args:
             weights: whether to release the weights, whose values are lost.

@@ -45,7 +45,7 @@ class _Running:
     request: Request
     """The request itself."""
     sampling: Sampling
-    """How its tokens are drawn."""
+    """Sampling parameters of the request."""
     deadline: float
     """Time of `time.monotonic` at which it is aborted."""
     timed_out: bool = False

@@ -9,7 +9,7 @@ from verl_mg.sandbox import run_python_async
 Number = int | float
 
 SECONDS = 20
-"""Time limit of a program; the result is what it has printed until then."""
+"""Time limit of a program; the result is its output until then."""
 MAX_BITS = 4096
 """Largest size of an integer; Python formats numbers of up to 4300 digits."""
 MAX_EXPRESSION_LENGTH = 1000

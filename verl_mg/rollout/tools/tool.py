@@ -99,7 +99,7 @@ class Tool:
 
 
 async def call_tool(tools: Mapping[str, Tool], name: str, arguments: str, timeout: float) -> str:
-    """Calls a tool by name.
+    """Calls the tool with a given name.
 
     Args:
         tools: tools by name.

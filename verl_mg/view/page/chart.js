@@ -176,7 +176,7 @@ class Chart {
   pointed(event) {
     if (!this.x || !this.series.length) return;
     const { left } = this.node.getBoundingClientRect();
-    this.tell(Math.round(this.stepAt(event.clientX - left)), event.clientX, event.clientY);
+    this.showValues(Math.round(this.stepAt(event.clientX - left)), event.clientX, event.clientY);
   }
 
   keyed(event) {
@@ -188,10 +188,10 @@ class Chart {
       this.last,
       Math.max(this.first, (this.step ?? (move < 0 ? this.last + 1 : this.first - 1)) + move),
     );
-    this.tell(step, left + this.x(step), top + TOP);
+    this.showValues(step, left + this.x(step), top + TOP);
   }
 
-  tell(step, x, y) {
+  showValues(step, x, y) {
     this.pointAll(step);
     const rows = this.nearest(step).flatMap(({ item, i }) => {
       const value = number(item.values[i]);

@@ -1,4 +1,4 @@
-// What the server tells, and what of it the page remembers.
+// Data of the server, and the part that the page keeps.
 
 /** The JSON of an answer; an Error with the server's reason otherwise. */
 export async function ask(name, parameters = {}) {

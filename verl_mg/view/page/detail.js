@@ -9,7 +9,7 @@ const PLAIN = "plain";
 /** Numbers of a sample with a separate place in the dialog. */
 const SHOWN = new Set("iteration call sample_id group prompt_id policy_version reward prompt_length".split(" "));
 
-/** `open(run, row, rows)` shows a sample of a list; the arrow keys go on to the next ones of it. */
+/** `open(run, row, rows)` shows a sample of a list; the arrow keys switch to the next ones. */
 export function detailSheet() {
   const title = el("h2");
   const body = el("div", { class: "body" });

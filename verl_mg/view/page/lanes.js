@@ -114,7 +114,7 @@ function letChoose(picture, chosenPart, x, secondAt, zoom) {
 }
 
 function rectangle(rank, { phase, begin, end }, left, right, y) {
-  const tell = (event) =>
+  const showValues = (event) =>
     showTooltip(event.clientX, event.clientY, phase, [
       ["takes", seconds(end - begin)],
       ["from", seconds(begin)],
@@ -132,7 +132,7 @@ function rectangle(rank, { phase, begin, end }, left, right, y) {
     width,
     height: ROW,
     rx: Math.min(3, width / 4),
-    onpointermove: tell,
+    onpointermove: showValues,
     onpointerleave: hideTooltip,
   });
 }

@@ -30,7 +30,7 @@ export function stripOf(curves, first, last, chosen, width, choose) {
   total.steps.forEach((step, i) => add(step, total.values[i] - (reached.get(step) ?? 0), kind("idle")));
   const mark = { x: (chosen - first) * slot - 1, y: 0.5, width: slot + 1, height: HEIGHT - 1 };
   const under = (event) => first + Math.floor((event.clientX - picture.getBoundingClientRect().left) / slot);
-  const tell = (event) => {
+  const showValues = (event) => {
     const place = total.steps.indexOf(under(event));
     const rows = [["took", seconds(total.values[place])]];
     if (place >= 0) showTooltip(event.clientX, event.clientY, `iteration ${under(event)}`, rows);
@@ -43,7 +43,7 @@ export function stripOf(curves, first, last, chosen, width, choose) {
       "aria-label": "Seconds of each iteration",
       viewBox: `0 0 ${width} ${HEIGHT}`,
       onclick: (event) => choose(under(event)),
-      onpointermove: tell,
+      onpointermove: showValues,
       onpointerleave: hideTooltip,
     },
     ...bars,

@@ -57,7 +57,7 @@ export function timelineView(app) {
     return ends.length ? [Math.min(...ends.map(([first]) => first)), Math.max(...ends.map(([, last]) => last))] : null;
   }
 
-  /** The newest iteration of which all runs tell something. */
+  /** The newest iteration that all runs have. */
   function newest() {
     return Math.min(...app.runs.map((run) => run.about.timeline[1] ?? Infinity));
   }
