@@ -125,8 +125,8 @@ class JsonService:
             problem = f"status {response.status_code}: {response.text[:200]!r}"
             raise _TransientError(problem, self._retry_after(response))
         result = self._parse(response)
-        if problem := problem_of(result):
-            raise _TransientError(problem)
+        if (reason := problem_of(result)) is not None:
+            raise _TransientError(reason)
         return result
 
     def _parse(self, response: httpx.Response) -> Any:
