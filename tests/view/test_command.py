@@ -44,8 +44,8 @@ def test_view_prints_its_address_and_ends_with_ctrl_c(tmp_path):
         (["nowhere"], "nowhere: no such folder"),
         (["empty"], "empty: not a run"),
         (["run", "empty"], "empty: not a run"),
-        (["run", "--port", "taken"], "leave --port out"),
-        (["run", "--port", "123456"], "leave --port out"),
+        (["run", "--port", "taken"], "Omit --port"),
+        (["run", "--port", "123456"], "Omit --port"),
         (["run", "--host", "203.0.113.1"], "--host 203.0.113.1"),
     ],
 )
@@ -81,7 +81,7 @@ def test_view_run_of_a_real_job(ranks, tmp_path):
         assert all(one[2] <= other[1] for one, other in pairwise(spans))
     found = run.samples.find(Query(first=2, last=2, sort="reward", descending=True))
     assert found["total"] == 10
-    whole = run.samples.one(2, found["rows"][0]["call"], found["rows"][0]["sample_id"])
+    whole = run.samples.get(2, found["rows"][0]["call"], found["rows"][0]["sample_id"])
     (turn,) = whole["turns"]
     assert turn == {"by": "policy", "start": whole["prompt_length"], "end": len(whole["tokens"])}
     for name in (

@@ -97,7 +97,7 @@ class Viewer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
+            reason = str(getattr(error, "strerror", None) or error).rstrip(".")
             raise UserError(f"--host {host} --port {port}: {reason}. Omit --port to use a free one.") from None
 
     @property

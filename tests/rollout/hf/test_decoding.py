@@ -104,5 +104,5 @@ def test_uniforms_depend_only_on_the_seed() -> None:
     [("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1)],
 )
 def test_sampling_value_out_of_range_raises(name: str, value: float) -> None:
-    with pytest.raises(UserError, match=f"{name} is {value}"):
+    with pytest.raises(UserError, match=f"{name}: it is {value}"):
         Sampling(**{"max_new_tokens": 1, name: value})  # type: ignore[arg-type]

@@ -266,7 +266,7 @@ def test_collect_without_requests_returns_nothing(qwen3: Path) -> None:
     [
         ((), "request 9: the prompt is empty"),
         ((1,) * 120, "prompt of 120 tokens plus 20 .* 128 positions"),
-        ((96,), "outside the 96"),
+        ((96,), "outside the vocabulary of 96"),
     ],
 )
 def test_submit_invalid_request_raises(qwen3: Path, prompt: tuple[int, ...], words: str) -> None:

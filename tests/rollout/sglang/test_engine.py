@@ -148,7 +148,7 @@ def test_engine_after_sleep_and_wake_generates_the_same(engine, model):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"), [((), "request 5 is empty"), ((6,) * 256, "256 tokens fill the 256 positions")]
+    ("prompt", "words"), [((), "request 5: the prompt is empty"), ((6,) * 256, "256 tokens fill the 256 positions")]
 )
 def test_engine_given_unanswerable_prompt_raises(engine, prompt, words):
     with pytest.raises(UserError, match=words):
@@ -197,7 +197,7 @@ def test_engine_that_cannot_start_raises_with_its_log(model, tmp_path):
         ("tp2", {"ffn": 96}, "pads the 96 columns of the feed-forward layer"),
         ("tp2", {"expert_ffn": 32}, "pads the 32 columns of an expert"),
         ("tp2", {"kv_heads": 1}, "pads 1 key-value heads"),
-        ("tp2-ep2", {}, "neither ep nor adp"),
+        ("tp2-ep2", {}, "does not support ep and adp"),
     ],
 )
 def test_check_on_cpu_given_padded_model_raises(layout, sizes, words):

@@ -191,7 +191,7 @@ def test_collect_calls_of_a_turn_run_concurrently() -> None:
 @pytest.mark.parametrize(
     ("text", "result"),
     [
-        (qwen("oracle", question="?"), "error: there is no tool 'oracle'; there are: calculator, endless"),
+        (qwen("oracle", question="?"), "error: there is no tool 'oracle'; the tools are: calculator, endless"),
         (qwen("calculator"), "error: calculator: expression: Field required"),
         (qwen("calculator", expression="1/0"), "error: calculator raised ZeroDivisionError: division by zero"),
         (qwen("endless"), "error: endless took longer than 0.2 s"),
