@@ -69,4 +69,4 @@ def test_timeline_disk_error_warns_once(now, tmp_path, caplog, when):
     for iteration in (1, 2):
         iteration_of(now, timer, ("work", 1.0))
         timeline.write(iteration)
-    assert len(caplog.records) == 1 and "no time line" in caplog.text
+    assert len(caplog.records) == 1 and "the timeline of this rank ends here" in caplog.text
