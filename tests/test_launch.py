@@ -26,7 +26,7 @@ from tests.launched import (
     write_inputs,
 )
 from tests.tiny_jobs import metrics_of
-from verl_mg.distributed import mpi
+from verl_mg.distributed import rendezvous
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
 MPIRUN = ["mpirun", "--bind-to", "none", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
@@ -124,7 +124,7 @@ def test_join_with_another_mpi_names_it(tmp_path):
     with started(train_command(tmp_path, tmp_path), OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0") as process:
         code, _, err = ended(process)
     pytest.importorskip("mpi4py")
-    assert code == 2 and len(error_lines(err)) == 1 and "mpi4py sees one rank" in err and "Traceback" not in err
+    assert code == 2 and len(error_lines(err)) == 1 and "mpi4py: it sees one rank" in err and "Traceback" not in err
 
 
 def test_join_without_mpi4py_names_the_package(tmp_path):
@@ -146,21 +146,21 @@ def test_join_without_mpi4py_names_the_package(tmp_path):
         ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "16"}, True),
     ],
 )
-def test_among_others_given_launcher_variables_detects_mpi(monkeypatch, environment, expected):
-    for name in (*mpi.SIZES, "PMIX_RANK", "SLURM_STEP_NUM_TASKS"):
+def test_started_by_mpi_given_launcher_variables_detects_mpi(monkeypatch, environment, expected):
+    for name in (*rendezvous.SIZE_VARIABLES, "PMIX_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert mpi.among_others() is expected
+    assert rendezvous.started_by_mpi() is expected
 
 
-def test_serve_with_master_addr_listens_there(monkeypatch):
+def test_start_store_with_master_addr_listens_there(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    store = mpi._serve(2, one_host=False)
+    store = rendezvous._start_store(2, one_host=False)
     assert store.host == "localhost" and store.port > 0
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
-    with pytest.raises(mpi.UserError, match=r"192\.0\.2\.1: rank 0 cannot listen there .*; set MASTER_ADDR"):
-        mpi._serve(2, one_host=False)
+    with pytest.raises(rendezvous.UserError, match=r"192\.0\.2\.1: rank 0 cannot listen there .*Set MASTER_ADDR"):
+        rendezvous._start_store(2, one_host=False)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

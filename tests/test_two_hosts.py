@@ -96,7 +96,7 @@ def test_job_on_two_hosts_with_cut_cable_ends_and_resumes(hosts, tmp_path):
         (code, _, err), (other_code, _, other_err) = ended(first), ended(second)
     assert code == EXIT_RANK_LOST, err
     (line,) = error_lines(err)
-    told = re.match(r"error: rank (\d) \(host .*\) has not been heard of for \d+ s, nor have rank (\d); it was", line)
+    told = re.match(r"error: rank (\d) \(host .*\): no heartbeat for \d+ s, nor from rank (\d). It was", line)
     assert told and set(told.groups()) == {"2", "3"}, line
     assert other_code == EXIT_RANK_LOST, other_err
     line = error_lines(other_err)[0]

@@ -326,7 +326,7 @@ def _held(role: TrainableRole) -> Iterator[StoredBox]:
 def _keep(role: TrainableRole, folder: Path) -> None:
     """Write weights and moments of the whole network, whatever any method does, in files that all ranks map."""
     folder.mkdir(exist_ok=True)
-    for part in role.trainer.parts():
+    for part in role.trainer.stored_boxes():
         _whole(role, folder, part)[slices(part.box)] = part.values
     dist.barrier()
 

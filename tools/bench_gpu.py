@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
             _tidy()
         if options.measured and bench.figures:
             options.measured.write_text(json.dumps(bench.figures, indent=2) + "\n", encoding="utf-8")
-    world.leave()
+    world.shut_down()
     return 1 if report.failed else 0
 
 

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import read_config
-from verl_mg.planner.hardware_profile import read_hardware_profile
-from verl_mg.planner.inputs import PlanInputs
+from verl_mg.planner.inputs import PlanInputs, read_hardware_profile
 from verl_mg.planner.lengths import Length, longest_to, read_lengths
 from verl_mg.planner.search import search
 from verl_mg.planner.simulate import Iteration, repeated, simulate

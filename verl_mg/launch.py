@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from verl_mg.distributed.signals import HEEDED, LEFT
+from verl_mg.distributed.signals import HANDLED_SIGNALS, STOP_SIGNAL_FILE
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
 UNSEEN_SECONDS = 10
@@ -40,13 +40,13 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Of those that torchrun would answer by ending the ranks, without the ones that are handed on.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT")
-    for number in HEEDED:
+    for number in HANDLED_SIGNALS:
         signal.signal(number, _hand_on)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="verl_mg-") as folder:
         threading.Thread(target=_follow_the_ranks, args=(folder,), daemon=True).start()
         left = Path(folder) / "left"
-        os.environ[LEFT] = str(left)
+        os.environ[STOP_SIGNAL_FILE] = str(left)
         try:
             run.main(arguments)
         except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""A signal is noted and agreed upon; a second SIGTERM ends a process in whatever it is doing."""
+"""Stop requests by signals: recorded, agreed on by all ranks, and a second SIGTERM that ends a process at once."""
 
 import multiprocessing
 import os
@@ -9,31 +9,31 @@ import time
 
 import torch.distributed as dist
 
-from verl_mg.distributed.signals import LEFT, REPEATED_AFTER, Signals
+from verl_mg.distributed.signals import REPEATED_SIGTERM_SECONDS, STOP_SIGNAL_FILE, Signals
 
 STUCK = """
 from torch.distributed import HashStore
 from verl_mg.distributed.signals import Signals
-with Signals().heeded():
+with Signals().handled():
     print("ready", flush=True)
-    HashStore().get("never set")  # lets no handler of Python run until it returns
+    HashStore().get("never set")  # no Python handler runs until it returns
 """
 
 
-def test_a_signal_is_noted_and_handlers_are_given_back():
+def test_handled_with_a_signal_records_it_and_restores_handlers():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signals = Signals()
-        with signals.heeded():
-            assert not signals.asked
+        with signals.handled():
+            assert not signals.stop_requested
             os.kill(os.getpid(), number)
-            assert signals.asked
+            assert signals.stop_requested
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
-def test_a_forked_worker_can_be_terminated():
+def test_handled_in_a_forked_worker_lets_sigterm_end_it():
     signals = Signals()
-    with signals.heeded():
+    with signals.handled():
         fork = multiprocessing.get_context("fork")
         ready = fork.Event()
         worker = fork.Process(target=lambda: (ready.set(), time.sleep(60)), daemon=True)
@@ -41,35 +41,35 @@ def test_a_forked_worker_can_be_terminated():
         assert ready.wait(30)
         worker.terminate()
         worker.join(30)
-        assert worker.exitcode == -signal.SIGTERM and not signals.asked
+        assert worker.exitcode == -signal.SIGTERM and not signals.stop_requested
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert signals.asked
+        assert signals.stop_requested
 
 
-def agreed(path):
+def stop_answers(path):
     answers, signals = [], Signals()
-    with signals.heeded():
-        answers.append(signals.asked_to_leave())
+    with signals.handled():
+        answers.append(signals.any_rank_stop_requested())
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-            os.environ[LEFT] = path
-        answers.append(signals.asked_to_leave())
-    os.environ.pop(LEFT, None)
+            os.environ[STOP_SIGNAL_FILE] = path
+        answers.append(signals.any_rank_stop_requested())
+    os.environ.pop(STOP_SIGNAL_FILE, None)
     return answers
 
 
-def test_one_rank_is_asked_and_all_leave(ranks, tmp_path):
-    assert ranks.run(3, agreed, str(tmp_path / "left")) == [[False, True]] * 3
+def test_stop_request_on_one_rank_is_seen_by_all_ranks(ranks, tmp_path):
+    assert ranks.run(3, stop_answers, str(tmp_path / "left")) == [[False, True]] * 3
     assert (tmp_path / "left").read_text() == str(int(signal.SIGUSR1))
 
 
-def test_the_second_sigterm_ends_at_once():
+def test_second_sigterm_ends_a_blocked_process():
     process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "ready\n"
         process.terminate()
-        process.terminate()  # the same order, by two ways
-        time.sleep(REPEATED_AFTER + 0.5)
+        process.terminate()  # the same request, delivered twice
+        time.sleep(REPEATED_SIGTERM_SECONDS + 0.5)
         assert process.poll() is None
         process.terminate()
         assert process.wait(30) == 128 + signal.SIGTERM

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.linear import NormedRowParallelLinear
+from verl_mg.megatron.layers import NormedRowParallelLinear
 from verl_mg.megatron.process_groups import ParallelGroups
 
 EPSILON = 0.3  # large, so that it shows

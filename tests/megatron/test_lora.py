@@ -24,7 +24,7 @@ from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.snapshot import Snapshot
+from verl_mg.megatron.storages import Snapshot
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import full_box, slices

@@ -102,29 +102,33 @@ def test_a_layout_changes_nothing(ranks, models, single, name, layout, recompute
     assert_equal(ranks.run(RANKS, train, models[name], layout, rows(models[name]), recompute), single[name], 1e-5)
 
 
-def judged_rows(model, behind):
+def judged_rows(model, hidden_offset):
     """A reward model reads a row at its last token."""
     batch = rows(model)
-    if not behind:
+    if not hidden_offset:
         batch["loss_mask"] = batch.last
     return batch
 
 
 @pytest.fixture(scope="module")
 def judges(ranks, models):
-    """{model, behind: what one rank computes}"""
+    """{model, hidden_offset: what one rank computes}"""
     return {
-        (name, behind): one_rank(
-            ranks.run(1, train, models[name], "tp1", judged_rows(models[name], behind), False, "value", behind)[0]
+        (name, hidden_offset): one_rank(
+            ranks.run(
+                1, train, models[name], "tp1", judged_rows(models[name], hidden_offset), False, "value", hidden_offset
+            )[0]
         )
         for name in dict.fromkeys(name for name, _, _ in JUDGED)
-        for behind, _ in JUDGES
+        for hidden_offset, _ in JUDGES
     }
 
 
 @pytest.mark.parametrize(("name", "layout", "recompute"), JUDGED)
-@pytest.mark.parametrize("behind", [pytest.param(behind, id=of) for behind, of in JUDGES])
-def test_nor_what_a_value_head_learns(ranks, models, judges, behind, name, layout, recompute):
-    expected, batch = judges[name, behind], judged_rows(models[name], behind)
+@pytest.mark.parametrize("hidden_offset", [pytest.param(hidden_offset, id=of) for hidden_offset, of in JUDGES])
+def test_nor_what_a_value_head_learns(ranks, models, judges, hidden_offset, name, layout, recompute):
+    expected, batch = judges[name, hidden_offset], judged_rows(models[name], hidden_offset)
     assert not expected.idle()
-    assert_equal(ranks.run(RANKS, train, models[name], layout, batch, recompute, "value", behind), expected, 1e-5)
+    assert_equal(
+        ranks.run(RANKS, train, models[name], layout, batch, recompute, "value", hidden_offset), expected, 1e-5
+    )

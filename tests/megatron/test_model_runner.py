@@ -12,7 +12,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.microbatch import make_micro_batch
 from verl_mg.megatron.model_runner import ModelRunner, check_layout
-from verl_mg.megatron.process_groups import Cut, ParallelGroups
+from verl_mg.megatron.process_groups import ParallelGroups, TokenShard
 from verl_mg.models.hf_config import read_config
 
 LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp3", 3), ("cp2", 2), ("tp2-pp2", 4)]
@@ -97,7 +97,7 @@ def logprobs_and_entropy(model, layout, recompute):
         reports = net.run(
             rows.split([4, 2]),
             0.7,
-            lambda micro, out: (out.sum(), {"entries": micro.entries, "out": out}),
+            lambda micro, out: (out.sum(), {"entries": micro.token_index, "out": out}),
             forward_only=True,
         )
     return [(r["entries"], r["out"]) for r in reports] if net.is_output_rank else None
@@ -152,7 +152,7 @@ def empty_micro_batch(model):
     rows = random_rows(3, net.table.config.vocab).select([])
     reports = net.run([rows], 1.0, lambda micro, out: (out.sum(), {"n": out.shape[1]}), forward_only=True)
     odd = random_rows(1, 9, longest=3)
-    micro = make_micro_batch(odd, torch.ones(4), 1.0, torch.float32, Cut(tp=2, context=1))
+    micro = make_micro_batch(odd, torch.ones(4), 1.0, torch.float32, TokenShard(tp=2, context=1))
     return reports, micro.input_ids.shape[1]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.tiny_models import tiny_model
 from verl_mg.layout import Layout
-from verl_mg.megatron.transformer_config import adds_gradients_in_kernel, transformer_config
+from verl_mg.megatron.transformer_config import has_gradient_accumulation_kernel, transformer_config
 from verl_mg.models.hf_config import read_config
 
 KERNEL = "fused_weight_gradient_mlp_cuda"
@@ -15,13 +15,13 @@ KERNEL = "fused_weight_gradient_mlp_cuda"
 def test_gradients_are_added_in_the_kernel_only_where_it_and_a_gpu_are(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, KERNEL, None)  # cannot be imported
-    assert not adds_gradients_in_kernel()
+    assert not has_gradient_accumulation_kernel()
     monkeypatch.delitem(sys.modules, KERNEL)
     (tmp_path / f"{KERNEL}.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert adds_gradients_in_kernel()
+    assert has_gradient_accumulation_kernel()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not adds_gradients_in_kernel()
+    assert not has_gradient_accumulation_kernel()
     monkeypatch.delitem(sys.modules, KERNEL)
 
 

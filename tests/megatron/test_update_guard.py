@@ -13,7 +13,7 @@ from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.update_guard import BROKEN, UpdateGuard
+from verl_mg.megatron.update_guard import NON_FINITE_BUFFERS, UpdateGuard
 from verl_mg.roles.models import Actor
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2)
@@ -91,7 +91,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_many_end_the_run(ranks, model
     for told, kept, moved, message in ranks.run(count, poisoned, model, layout, poison):
         assert [metrics["actor/skipped"] for metrics in told] == [0, 1, 1, 0, 1, 1]
         assert kept and moved
-        assert "actor: loss or gradient not finite in 3 steps in a row; lower actor.optimizer.lr" in message
+        assert "actor: loss or gradient not finite in 3 steps in a row. Lower actor.optimizer.lr" in message
         # The learning rate did not move on in the steps that were left out.
         assert [metrics["actor/lr"] for metrics in told] == pytest.approx([5e-3, 5e-3, 5e-3, 1e-2, 1e-2, 1e-2])
 
@@ -161,18 +161,18 @@ def test_a_rollback_restores_optimizer_and_main_weights_to_the_bit(ranks, model)
 
 
 def test_a_limit_on_what_is_not_measured_is_refused():
-    with pytest.raises(UserError, match=r"actor\.guard\.max_kl: the recipe's loss measures no approx_kl"):
-        UpdateGuard(GuardConfig(max_kl=0.1), "actor").judge({BROKEN: 0.0, "loss": 1.0})
+    with pytest.raises(UserError, match=r"actor\.guard\.max_kl: the recipe's loss reports no approx_kl"):
+        UpdateGuard(GuardConfig(max_kl=0.1), "actor").check({NON_FINITE_BUFFERS: 0.0, "loss": 1.0})
 
 
 def test_the_log_says_what_was_done(caplog):
     guard = UpdateGuard(GuardConfig(max_kl=0.1, action="rollback"), "actor")
     with caplog.at_level(logging.WARNING):
-        assert guard.judge({BROKEN: 0.0, "loss": 1.0, "approx_kl": 0.25})[0] == "rollback"
-        assert guard.judge({BROKEN: 2.0, "loss": 1.0})[0] == "skip"
-        assert guard.judge({BROKEN: 0.0, "loss": float("inf")})[0] == "skip"
+        assert guard.check({NON_FINITE_BUFFERS: 0.0, "loss": 1.0, "approx_kl": 0.25})[0] == "rollback"
+        assert guard.check({NON_FINITE_BUFFERS: 2.0, "loss": 1.0})[0] == "skip"
+        assert guard.check({NON_FINITE_BUFFERS: 0.0, "loss": float("inf")})[0] == "skip"
     assert [record.getMessage() for record in caplog.records] == [
         "actor: approx_kl 0.25 is above guard.max_kl=0.1: weights and learning rate rolled back",
-        "actor: gradient is not finite: step left out (1 in a row)",
-        "actor: loss is not finite: step left out (2 in a row)",
+        "actor: gradient is not finite: step skipped (1 in a row)",
+        "actor: loss is not finite: step skipped (2 in a row)",
     ]

@@ -78,11 +78,11 @@ def _loss(logprobs: Tensor, entropy: Tensor, whole: Tensor, advantages: Tensor) 
 
 
 def train(
-    model: Path, layout: str, rows: Batch, recompute: bool = False, head: Head = "language", behind: int = 1
+    model: Path, layout: str, rows: Batch, recompute: bool = False, head: Head = "language", hidden_offset: int = 1
 ) -> Trained:
     """On this rank; every rank is given all rows."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    runner = ModelRunner(model, groups, torch.float32, recompute, head, behind)
+    runner = ModelRunner(model, groups, torch.float32, recompute, head, hidden_offset)
     assert_built(runner, Layout.parse(layout).fit(dist.get_world_size()), recompute)
     share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
     micro_batches = [rows.select(numbers) for numbers in share]
@@ -145,16 +145,16 @@ def _outputs(runner: ModelRunner, micro_batches: list[Batch], share: list[list[i
 def _watch_logits(runner: ModelRunner) -> list[Tensor]:
     """A list that holds, after the last stage's forward pass, the (vocab, n) logits of the judged tokens."""
     chunk, groups, found = runner.chunks[-1], runner.groups.collection, []
-    if not chunk.post_process or chunk.judges_by_value:
+    if not chunk.post_process or chunk.has_value_head:
         return found
     logprobs = chunk._logprobs
 
     def watched(hidden: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
-        shard = chunk.output_weight() @ chunk.gather_sequence(hidden)[micro.where].T
+        shard = chunk.output_weight() @ chunk.gather_sequence(hidden)[micro.hidden_index].T
         parts = [torch.empty_like(shard) for _ in range(groups.tp.size())]
         dist.all_gather(parts, shard, group=groups.tp)
         own = torch.cat(parts)[: runner.table.config.vocab]
-        whole = own.new_zeros(len(own), len(micro.entries)).index_copy(1, micro.own, own)
+        whole = own.new_zeros(len(own), len(micro.token_index)).index_copy(1, micro.local_index, own)
         dist.all_reduce(whole, group=groups.cp)
         found[:] = [whole]
         return logprobs(hidden, micro, temperature)
@@ -165,7 +165,7 @@ def _watch_logits(runner: ModelRunner) -> list[Tensor]:
 
 def gradients_here(runner: ModelRunner) -> Parts:
     """Whole, as the optimizer will take them: the distributed one has left each rank a shard of every buffer."""
-    for model in runner.runnable:
+    for model in runner.model_chunks:
         for bucket_group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
             group = bucket_group.intra_distributed_optimizer_instance_group
             for bucket in bucket_group.buckets:

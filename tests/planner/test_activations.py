@@ -5,7 +5,7 @@ import pytest
 from tests.planner.tiny_settings import DENSE, LATENT, MIXTURE, tiny
 from verl_mg.layout import Layout
 from verl_mg.models.hf_config import parse_config
-from verl_mg.planner.activations import activation_bytes, chunks_in_flight, kept_elements
+from verl_mg.planner.memory import activation_bytes, chunks_in_flight, kept_elements
 
 
 def test_a_layer_of_korthikanti():

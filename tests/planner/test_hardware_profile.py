@@ -7,7 +7,7 @@ import pytest
 from tests.planner.tiny_settings import CONFIGS
 from verl_mg.cli import main
 from verl_mg.errors import UserError
-from verl_mg.planner.hardware_profile import FIGURES, read_hardware_profile
+from verl_mg.planner.inputs import FIGURES, read_hardware_profile
 
 
 def test_figures_are_read(tmp_path):

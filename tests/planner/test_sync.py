@@ -4,8 +4,8 @@ import pytest
 
 from tests.planner.tiny_settings import DENSE, MIXTURE, tiny
 from verl_mg.layout import EngineLayout, Layout
+from verl_mg.planner.iteration_time import gathered_bytes, sync_seconds, weight_sync
 from verl_mg.planner.memory import train_memory
-from verl_mg.planner.sync import gathered_bytes, sync_seconds, weight_sync
 from verl_mg.reshard import RankTraffic
 
 

@@ -82,7 +82,7 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
             other = ModelRoleBuilder(job.config.model_copy(update={"actor": section}), 2, job.context)
             job.roles = {**job.roles, "actor": other.build("actor")}
             job.rollout.sync(job.actor)
-            assert (str(job.actor.runner.layout), bool(job.actor.runner.adapted)) == (
+            assert (str(job.actor.runner.layout), bool(job.actor.runner.adapted_parameters)) == (
                 str(Layout.parse(section.layout).fit(2)),
                 name == "tp2-lora",
             )

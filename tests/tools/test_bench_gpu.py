@@ -11,7 +11,7 @@ import pytest
 from tests.tools.tool import tool
 from tools import bench_gpu
 from verl_mg.models.hf_config import read_config
-from verl_mg.planner.hardware_profile import read_hardware_profile
+from verl_mg.planner.inputs import read_hardware_profile
 from verl_mg.sharding.weight_table import weight_table
 
 

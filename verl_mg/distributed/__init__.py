@@ -1,1 +1,1 @@
-"""Ranks of a job: rendezvous, collectives, watchdog and signals."""
+"""Processes of a job: rendezvous, collectives of small messages, watchdog and signals."""

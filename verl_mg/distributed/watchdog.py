@@ -1,16 +1,18 @@
-"""Watching over the ranks of a job: one that dies or hangs is named with its stack, and the others end.
+"""Watchdog over the ranks of a job: a rank that dies or hangs is named with its stack, and all ranks exit.
 
-every rank, each second    its beat  ──▶  store        a thread with a connection of its own
-rank 0                     beats of all others ──▶  a rank is lost, or no rank goes on
-the others                 the beat of rank 0  ──▶  rank 0 is lost
-whoever finds out first    says so, once; its verdict ──▶ store ──▶ all others end too
-a second thread            the store is silent ──▶ this host is cut off, or the store's host is gone
+every rank, each second    writes its heartbeat  ──▶  store     a thread with its own connection
+rank 0                     reads all heartbeats  ──▶  a rank is lost, or no rank makes progress
+other ranks                read rank 0's         ──▶  rank 0 is lost
+first rank to detect it    prints why, once; exit code ──▶ store ──▶ all other ranks exit with it
+a second thread            store does not answer ──▶ this host is disconnected, or the store's host is down
 """
 
 from __future__ import annotations
 
 import json
+import linecache
 import os
+import re
 import socket
 import sys
 import threading
@@ -20,238 +22,330 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from verl_mg.distributed.stacks import main_stack, main_waits, place
-
 EXIT_RANK_LOST = 3
-"""With which every rank leaves when one is lost or hangs."""
+"""Exit code of every rank when one is lost or hangs."""
 HEARTBEAT_SECONDS = 1.0
-SUSPICIOUS_AFTER = 10.0
-"""Seconds of silence that are enough where a connection broke or ranks are told to end: something has happened."""
+"""Interval between heartbeats, in seconds."""
+SUSPICIOUS_TIMEOUT_SECONDS = 10.0
+"""Heartbeat timeout in seconds where a connection broke or a stop is requested: a rank has probably died."""
 ACK_SECONDS = 3.0
-"""For which the rank that ends a job waits for the others to hear of it."""
-ANSWER = timedelta(seconds=30)
+"""Seconds for which the rank that ends a job waits for acknowledgements of the others."""
+STORE_TIMEOUT = timedelta(seconds=30)
+"""Timeout of one request to the store."""
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
-"""Until the configuration is known."""
-PEERS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""In what is raised on a rank because another one has gone."""
+"""Heartbeat timeout in seconds until the configuration is known."""
+PEER_FAILURE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Words in the message of an exception that was raised because another rank has exited."""
+STACK_DEPTH = 12
+"""Number of innermost frames that are reported, library frames included."""
+WAITING_LINE = re.compile(r"\.(wait|barrier|synchronize)\(|\bstore\.|IDLE_SECONDS")
+"""Pattern of a source line on which a rank waits for other ranks."""
+WORKING_DIR = os.getcwd() + os.sep
+LIBRARIES = re.compile(r"(site|dist)-packages/|lib/python3|<frozen ")
+"""Pattern of the paths of library files."""
 
 
 @dataclass
 class Heartbeat:
-    """What a rank says of itself.
-
-    suspects: something has happened to another rank; waits: for others; gone: it has left, as it should.
-    """
+    """State of a rank as it reports it in the store."""
 
     count: int = 0
+    """Number of heartbeats so far."""
     progress: int = 0
+    """Counter that grows while the rank makes progress."""
     host: str = ""
+    """Host name."""
     pid: int = 0
+    """Process id."""
     suspicious: bool = False
+    """Whether a connection to another rank broke or a stop is requested."""
     waits: bool = False
-    gone: bool = False
+    """Whether the main thread waits for other ranks."""
+    exited: bool = False
+    """Whether the rank has ended regularly."""
     stack: list[str] = field(default_factory=list)
+    """Frames of the main thread, see `main_stack`."""
 
 
 @dataclass
-class _Heard:
-    beat: Heartbeat
-    at: float
+class _LastHeartbeat:
+    heartbeat: Heartbeat
+    received_at: float
+    """Time of `time.monotonic` at which its count last changed."""
 
 
 class RankWatchdog:
-    """Of one rank among several, from when it knows the store until `stop`."""
+    """Watchdog of one rank in a job of several, running from its construction until `stop`."""
 
-    def __init__(self, rank: int, size: int, store: Store, asked: Callable[[], bool] = lambda: False) -> None:
-        """Start to watch. store: the job's; asked: whether this rank was told to end, see `Signals`."""
-        # The main thread's own connection is taken while it waits for something.
+    def __init__(self, rank: int, size: int, store: Store, stop_requested: Callable[[], bool] = lambda: False) -> None:
+        """Starts the threads.
+
+        Args:
+            rank: this rank.
+            size: number of ranks of the job.
+            store: the store that all ranks share.
+            stop_requested: whether this rank received a stop request, see `Signals`.
+        """
+        # The main thread's connection is blocked while that thread waits for a key.
         clone = store.clone()  # type: ignore[attr-defined]
-        clone.set_timeout(ANSWER)
-        self._rank, self._size, self._asked = rank, size, asked
+        clone.set_timeout(STORE_TIMEOUT)
+        self._rank, self._size, self._stop_requested = rank, size, stop_requested
         self._address = _address(clone)
         self._store = PrefixStore("watch", clone)
-        self._others = [r for r in range(size) if r != rank] if rank == 0 else [0]
-        self._heard: dict[int, _Heard] = {}
-        self._beats = self._silent = 0
-        self._broken = False
-        self._moved = time.monotonic()
-        self._lost_after, self._stalled_after = HEARTBEAT_TIMEOUT_SECONDS, 0.0
-        self._ticks: Callable[[], int] = lambda: 0
-        self._ticks_seen: list[int] = []
+        self._watched_ranks = [r for r in range(size) if r != rank] if rank == 0 else [0]
+        self._last_heartbeats: dict[int, _LastHeartbeat] = {}
+        self._num_heartbeats = self._unanswered_checks = 0
+        self._peer_failed = False
+        self._last_progress_at = time.monotonic()
+        self._heartbeat_timeout, self._stall_timeout = HEARTBEAT_TIMEOUT_SECONDS, 0.0
+        self._progress: Callable[[], int] = lambda: 0
+        self._last_progress: list[int] = []
         self._stopping = threading.Event()
-        self._leaving = threading.Lock()  # for good: one thread ends the process, the other one waits for that
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._guard)]
+        self._exiting = threading.Lock()  # never released: one thread ends the process, the other waits for that
+        targets = (self._heartbeat_loop, self._store_guard_loop)
+        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
 
-    def limit(self, heartbeat_timeout_s: float, stall_timeout_s: float) -> None:
-        """Seconds after which a silent rank is lost, and after which a job that does not go on is ended (0: never)."""
-        self._lost_after, self._stalled_after = heartbeat_timeout_s, stall_timeout_s
-        self._moved = time.monotonic()
+    def set_timeouts(self, heartbeat_timeout_s: float, stall_timeout_s: float) -> None:
+        """Sets both timeouts and restarts the count of the stall timeout.
+
+        Args:
+            heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as lost.
+            stall_timeout_s: seconds without progress on any rank after which the job is ended; 0: never.
+        """
+        self._heartbeat_timeout, self._stall_timeout = heartbeat_timeout_s, stall_timeout_s
+        self._last_progress_at = time.monotonic()
 
     def watch_progress(self, progress: Callable[[], int]) -> None:
-        """ticks: a number that grows as long as this rank goes on."""
-        self._ticks = progress
+        """Sets the function whose result changes as long as this rank makes progress."""
+        self._progress = progress
 
     def stop(self) -> None:
-        """The regular end: nobody waits for this rank any more."""
+        """Ends the watchdog regularly: other ranks do not expect heartbeats of this rank any more."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(ACK_SECONDS)
-        with suppress(RuntimeError):  # the rank that holds the store may have left already
-            self._publish(gone=True)
+        with suppress(RuntimeError):  # the rank that hosts the store may have exited already
+            self._publish(exited=True)
 
-    def fail(self, error: Exception) -> NoReturn:
-        """End the job for an error of this rank, with its traceback, unless it is but the echo of another's end."""
+    def abort(self, error: Exception) -> NoReturn:
+        """Ends the job for an error of this rank, with its traceback.
+
+        An error that only follows from the loss of another rank is not printed: this rank waits for the verdict.
+        """
         if is_peer_failure(error):
-            self._broken = True
-            deadline = time.monotonic() + min(self._lost_after, SUSPICIOUS_AFTER) + 5 * HEARTBEAT_SECONDS
-            while time.monotonic() < deadline or self._silent:
-                time.sleep(HEARTBEAT_SECONDS)  # a thread ends this process when it hears why
+            self._peer_failed = True
+            timeout = min(self._heartbeat_timeout, SUSPICIOUS_TIMEOUT_SECONDS) + 5 * HEARTBEAT_SECONDS
+            deadline = time.monotonic() + timeout
+            while time.monotonic() < deadline or self._unanswered_checks:
+                time.sleep(HEARTBEAT_SECONDS)  # a thread ends this process when it receives the verdict
         self.end(1, "".join(traceback.format_exception(error)).rstrip())
 
-    def end(self, code: int, text: str) -> NoReturn:
-        """End all ranks with `code`; the first to come here says why, and the others say nothing."""
-        self._leaving.acquire()
-        first = True  # without a store nobody else could say it
+    def end(self, exit_code: int, message: str) -> NoReturn:
+        """Ends all ranks; only the message of the first rank to call it is printed.
+
+        Args:
+            exit_code: exit code of all ranks.
+            message: text for standard error.
+        """
+        self._exiting.acquire()
+        first = True  # without a store no other rank can print it
         with suppress(RuntimeError):
             first = self._store.add("ends", 1) == 1
         if first:
-            print(text, file=sys.stderr, flush=True)
+            print(message, file=sys.stderr, flush=True)
         with suppress(RuntimeError):
             if first:
-                self._store.set("verdict", str(code))
-                self._bid_farewell()
+                self._store.set("verdict", str(exit_code))
+                self._wait_for_acks()
             else:
-                code = self._verdict()
-        _leave(code)
+                exit_code = self._read_verdict()
+        _exit(exit_code)
 
-    # -- the thread that beats and judges
+    # -- thread that sends and checks heartbeats
 
-    def _beat(self) -> None:
+    def _heartbeat_loop(self) -> None:
         while True:
-            with suppress(RuntimeError):  # without an answer from the store; the guard counts how long
+            with suppress(RuntimeError):  # the store did not answer; the other thread counts for how long
                 self._publish()
-                self._beats += 1
-                self._listen()
-                self._judge()
+                self._num_heartbeats += 1
+                self._read_heartbeats()
+                self._check_ranks()
             if self._stopping.wait(HEARTBEAT_SECONDS):
                 return
 
-    def _publish(self, gone: bool = False) -> None:
-        beat = Heartbeat(
-            count=self._beats,
-            progress=self._ticks(),
+    def _publish(self, exited: bool = False) -> None:
+        heartbeat = Heartbeat(
+            count=self._num_heartbeats,
+            progress=self._progress(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            suspicious=self._broken or self._asked(),
+            suspicious=self._peer_failed or self._stop_requested(),
             waits=main_waits(),
-            gone=gone,
+            exited=exited,
             stack=main_stack(),
         )
-        self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
+        self._store.set(f"heartbeat/{self._rank}", json.dumps(asdict(heartbeat)))
 
-    def _listen(self) -> None:
+    def _read_heartbeats(self) -> None:
         if self._store.check(["verdict"]):
-            self._leaving.acquire()
-            _leave(self._verdict())
-        keys = [f"beat/{rank}" for rank in self._others]
-        if not self._heard and not self._store.check(keys):
-            return  # somebody has yet to come
+            self._exiting.acquire()
+            _exit(self._read_verdict())
+        keys = [f"heartbeat/{rank}" for rank in self._watched_ranks]
+        if not self._last_heartbeats and not self._store.check(keys):
+            return  # some ranks have not started their watchdog yet
         now = time.monotonic()
-        for rank, text in zip(self._others, self._store.multi_get(keys), strict=True):
-            beat, heard = Heartbeat(**json.loads(text)), self._heard.get(rank)
-            if heard is None or beat.count != heard.beat.count or beat.gone:
-                self._heard[rank] = _Heard(beat, now)
+        for rank, text in zip(self._watched_ranks, self._store.multi_get(keys), strict=True):
+            heartbeat, last = Heartbeat(**json.loads(text)), self._last_heartbeats.get(rank)
+            if last is None or heartbeat.count != last.heartbeat.count or heartbeat.exited:
+                self._last_heartbeats[rank] = _LastHeartbeat(heartbeat, now)
 
-    def _judge(self) -> None:
+    def _check_ranks(self) -> None:
         now = time.monotonic()
-        suspicious = self._broken or self._asked() or any(heard.beat.suspicious for heard in self._heard.values())
-        limit = min(self._lost_after, SUSPICIOUS_AFTER) if suspicious else self._lost_after
-        silent = {rank: now - heard.at for rank, heard in self._heard.items() if not heard.beat.gone}
-        if any(seconds > limit for seconds in silent.values()):
-            # With one rank of a host others fall silent, not all in the same moment.
-            lost = sorted((rank for rank in silent if silent[rank] > limit / 2), key=lambda rank: -silent[rank])
-            self.end(EXIT_RANK_LOST, self._loss(lost, silent[lost[0]]))
-        progress = [self._ticks(), *(heard.beat.progress for heard in self._heard.values())]
-        if progress != self._ticks_seen:
-            self._ticks_seen, self._moved = progress, now
-        if self._rank == 0 and self._stalled_after and now - self._moved > self._stalled_after:
-            self.end(EXIT_RANK_LOST, self._stall(now - self._moved))
+        others = self._last_heartbeats
+        suspicious = self._peer_failed or self._stop_requested()
+        suspicious = suspicious or any(last.heartbeat.suspicious for last in others.values())
+        timeout = min(self._heartbeat_timeout, SUSPICIOUS_TIMEOUT_SECONDS) if suspicious else self._heartbeat_timeout
+        silent = {rank: now - last.received_at for rank, last in others.items() if not last.heartbeat.exited}
+        if any(seconds > timeout for seconds in silent.values()):
+            # The ranks of a lost host become silent together, but not all at the same moment.
+            lost = sorted((rank for rank in silent if silent[rank] > timeout / 2), key=lambda rank: -silent[rank])
+            self.end(EXIT_RANK_LOST, self._loss_message(lost, silent[lost[0]]))
+        progress = [self._progress(), *(last.heartbeat.progress for last in others.values())]
+        if progress != self._last_progress:
+            self._last_progress, self._last_progress_at = progress, now
+        if self._rank == 0 and self._stall_timeout and now - self._last_progress_at > self._stall_timeout:
+            self.end(EXIT_RANK_LOST, self._stall_message(now - self._last_progress_at))
 
-    # -- the thread that notices when the other one is stuck
+    # -- thread that detects when the other one is blocked
 
-    def _guard(self) -> None:
+    def _store_guard_loop(self) -> None:
         seen = -1
-        # Counted in wakings: a host that slept has not been silent.
+        # Counted in wake-ups, not in time: a suspended host does not count as a store that does not answer.
         while not self._stopping.wait(HEARTBEAT_SECONDS):
-            seen, self._silent = self._beats, (self._silent + 1 if seen == self._beats else 0)
-            if self._silent * HEARTBEAT_SECONDS > self._lost_after:
+            unanswered = self._unanswered_checks + 1 if seen == self._num_heartbeats else 0
+            seen, self._unanswered_checks = self._num_heartbeats, unanswered
+            if self._unanswered_checks * HEARTBEAT_SECONDS > self._heartbeat_timeout:
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     print(
                         f"error: rank {self._rank}: the job's store at {self._address} has not answered for "
-                        f"{self._silent * HEARTBEAT_SECONDS:.0f} s: this host is cut off, or the store's host is gone",
+                        f"{self._unanswered_checks * HEARTBEAT_SECONDS:.0f} s. This host is disconnected, or the "
+                        "store's host is down.",
                         file=sys.stderr,
                     )
-                _leave(EXIT_RANK_LOST)
+                _exit(EXIT_RANK_LOST)
 
-    # -- how it ends
+    # -- exit of all ranks
 
-    def _verdict(self) -> int:
-        code = int(self._store.get("verdict"))
-        self._store.add("followers", 1)
-        return code
+    def _read_verdict(self) -> int:
+        exit_code = int(self._store.get("verdict"))
+        self._store.add("acks", 1)
+        return exit_code
 
-    def _bid_farewell(self) -> None:
+    def _wait_for_acks(self) -> None:
         deadline = time.monotonic() + ACK_SECONDS
-        while self._store.add("followers", 0) < self._size - 1 and time.monotonic() < deadline:
+        while self._store.add("acks", 0) < self._size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    # -- what is said
+    # -- messages
 
-    def _loss(self, lost: list[int], seconds: float) -> str:
+    def _loss_message(self, lost: list[int], seconds: float) -> str:
         first, *more = lost
-        beat = self._heard[first].beat
-        told = f"error: rank {first} (host {beat.host}, pid {beat.pid}) has not been heard of for {seconds:.0f} s"
-        told += f", nor have {_listed(more)}" if more else ""
-        return f"{told}; it was last at {place(beat.stack)}\n{_indented(beat.stack)}"
+        last = self._last_heartbeats[first].heartbeat
+        others = f", nor from {_format_ranks(more)}" if more else ""
+        return (
+            f"error: rank {first} (host {last.host}, pid {last.pid}): no heartbeat for {seconds:.0f} s{others}. "
+            f"It was last at {innermost_user_frame(last.stack)}.\n{_indented(last.stack)}"
+        )
 
-    def _stall(self, seconds: float) -> str:
-        beats = {rank: heard.beat for rank, heard in self._heard.items()}
-        beats[0] = Heartbeat(host=socket.gethostname(), pid=os.getpid(), waits=main_waits(), stack=main_stack())
-        late = sorted(rank for rank, beat in beats.items() if not beat.waits)
-        told = f"error: no rank has gone on for {seconds:.0f} s; "
+    def _stall_message(self, seconds: float) -> str:
+        heartbeats = {rank: last.heartbeat for rank, last in self._last_heartbeats.items()}
+        heartbeats[0] = Heartbeat(host=socket.gethostname(), pid=os.getpid(), waits=main_waits(), stack=main_stack())
+        late = sorted(rank for rank, heartbeat in heartbeats.items() if not heartbeat.waits)
+        message = f"error: no progress on any rank for {seconds:.0f} s. "
         if late and len(late) < self._size:
-            beat = beats[late[0]]
-            told += f"the others wait for {_listed(late)} (host {beat.host}, pid {beat.pid}), at {place(beat.stack)}"
+            first = heartbeats[late[0]]
+            single = len(late) == 1
+            message += (
+                f"{_format_ranks(late).capitalize()} ({'' if single else 'the first: '}host {first.host}, "
+                f"pid {first.pid}) {'is' if single else 'are'} not in a collective while the others are; "
+                f"{'it' if single else 'the first'} is at {innermost_user_frame(first.stack)}."
+            )
         else:
-            told += "all of them wait" if not late else "none of them waits for others"
-        standing: dict[str, list[int]] = {}
-        for rank in sorted(beats):
-            standing.setdefault(_indented(beats[rank].stack), []).append(rank)
-        return "\n".join([told, *(f"{_listed(ranks)}:\n{stack}" for stack, ranks in standing.items())])
+            message += "All ranks are in a collective." if not late else "No rank is in a collective."
+        ranks_by_stack: dict[str, list[int]] = {}
+        for rank in sorted(heartbeats):
+            ranks_by_stack.setdefault(_indented(heartbeats[rank].stack), []).append(rank)
+        stacks = (f"{_format_ranks(ranks)}:\n{stack}" for stack, ranks in ranks_by_stack.items())
+        return "\n".join([message, *stacks])
 
 
 def is_peer_failure(error: BaseException | None) -> bool:
-    """Whether it was raised because another rank has gone."""
+    """Returns whether an exception was raised because another rank has exited."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
-        if isinstance(error, RuntimeError | OSError) and any(word in str(error) for word in PEERS):
+        if isinstance(error, RuntimeError | OSError) and any(word in str(error) for word in PEER_FAILURE_WORDS):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def _leave(code: int) -> NoReturn:
+def main_stack() -> list[str]:
+    """Returns the main thread's frames as `file:line function`, innermost first.
+
+    Library frames are included only among the innermost `STACK_DEPTH`.
+    """
+    frame = _main_frame()
+    lines: list[str] = []
+    while frame is not None:
+        code = frame.f_code
+        if len(lines) < STACK_DEPTH or not LIBRARIES.search(code.co_filename):
+            lines.append(f"{_short_path(code.co_filename)}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return lines
+
+
+def main_waits() -> bool:
+    """Returns whether the main thread waits for other ranks, as far as its innermost frame shows."""
+    frame = _main_frame()
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    return "/torch/distributed/" in file or bool(WAITING_LINE.search(linecache.getline(file, frame.f_lineno or 0)))
+
+
+def innermost_user_frame(stack: list[str]) -> str:
+    """Returns `file:line in function` of the innermost frame of a stack that is outside of libraries."""
+    user_frames = [line for line in stack if not LIBRARIES.search(line)]
+    return " in ".join((user_frames or stack)[0].rsplit(" ", 1)) if stack else "an unknown line"
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _short_path(file: str) -> str:
+    if file.startswith(WORKING_DIR) and not LIBRARIES.search(file):
+        return file.removeprefix(WORKING_DIR)
+    # For an installed file, the path from its site-packages or lib folder on.
+    parts = Path(file).parts
+    start = next((i for i, part in enumerate(parts) if part.endswith("-packages") or part == "lib"), 0)
+    return os.path.join(*parts[start:])
+
+
+def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of the process groups may wait for ranks that have left.
+    # Threads of the process groups may wait for ranks that have exited.
     os._exit(code)
 
 
@@ -261,7 +355,7 @@ def _address(store: Any) -> str:
     return f"{store.host}:{store.port}"
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def _format_ranks(ranks: Iterable[int]) -> str:
     numbers = [str(rank) for rank in ranks]
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 

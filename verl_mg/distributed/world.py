@@ -1,4 +1,4 @@
-"""Joining the ranks of the job, and leaving together, at its end or because of an error."""
+"""The ranks of a job: joining them, and ending all of them together, regularly or because of an error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.distributed import HashStore, PrefixStore, Store, rendezvous
 
 from verl_mg import device
 from verl_mg.config import JobConfig
-from verl_mg.distributed import mpi
-from verl_mg.distributed.rendezvous import wait_for_fresh_store
+from verl_mg.distributed.rendezvous import join_mpi, started_by_mpi, wait_for_fresh_store
 from verl_mg.distributed.signals import Signals
 from verl_mg.distributed.watchdog import RankWatchdog
 from verl_mg.errors import EXIT_CODE, UserError
@@ -23,64 +22,72 @@ from verl_mg.phase_timer import PhaseTimer
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks. watch: over the other ranks, where there are any."""
+    """This process as one of the ranks of a job."""
 
     rank: int
+    """Global rank of this process."""
     size: int
+    """Number of ranks of the job."""
     store: Store
+    """Key-value store that all ranks share."""
     signals: Signals = field(default_factory=Signals)
-    watch: RankWatchdog | None = None
+    """Stop requests that this process received."""
+    watchdog: RankWatchdog | None = None
+    """Watchdog over the other ranks; None in a job of one rank."""
 
     @classmethod
     def join(cls) -> World:
-        """Meet the ranks that torchrun or MPI started, or be the only one; the default process group exists afterwards.
+        """Joins the ranks that torchrun or MPI started, and initializes the default process group.
+
+        Returns:
+            The joined world; of size 1 where no launcher started this process.
 
         Raises:
-            UserError: MPI started the ranks and cannot be asked, see `mpi.join`.
+            UserError: MPI started the ranks and mpi4py cannot be used, see `rendezvous.join_mpi`.
         """
         signals = Signals()
         if "RANK" in os.environ:
             store, rank, size = next(rendezvous("env://"))
             store = wait_for_fresh_store(store, rank, size)
-        elif mpi.among_others():
-            store, rank, size = mpi.join()
+        elif started_by_mpi():
+            store, rank, size = join_mpi()
         else:
             store, rank, size = HashStore(), 0, 1
-        watch = RankWatchdog(rank, size, store, lambda: signals.asked) if size > 1 else None
+        watchdog = RankWatchdog(rank, size, store, lambda: signals.stop_requested) if size > 1 else None
         if torch.cuda.is_available():
             torch.cuda.set_device(device.current_device())
         else:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
         dist.init_process_group(device.backend(), store=PrefixStore("job", store), rank=rank, world_size=size)
-        return cls(rank, size, store, signals, watch)
+        return cls(rank, size, store, signals, watchdog)
 
-    def limit(self, job: JobConfig) -> None:
-        """How long ranks may be silent and stand still, from here on."""
-        if self.watch:
-            self.watch.limit(job.heartbeat_timeout_s, job.stall_timeout_s)
+    def set_timeouts(self, job: JobConfig) -> None:
+        """Sets the watchdog's timeouts to those of the configuration."""
+        if self.watchdog:
+            self.watchdog.set_timeouts(job.heartbeat_timeout_s, job.stall_timeout_s)
 
     def watch_progress(self, timer: PhaseTimer) -> None:
-        """A rank goes on as long as its clock ticks."""
-        if self.watch:
-            self.watch.watch_progress(lambda: timer.progress)
+        """Makes switches of the timer's phases count as progress of this rank."""
+        if self.watchdog:
+            self.watchdog.watch_progress(lambda: timer.progress)
 
-    def leave(self) -> None:
-        """The regular end: all ranks together."""
+    def shut_down(self) -> None:
+        """Ends the job regularly, all ranks together."""
         dist.barrier()
-        if self.watch:
-            self.watch.stop()
+        if self.watchdog:
+            self.watchdog.stop()
         dist.destroy_process_group()
 
-    def leave_with(self, error: UserError) -> NoReturn:
-        """End all ranks with code 2; the first rank to come here prints the error."""
-        if self.watch:
-            self.watch.end(EXIT_CODE, f"error: {error}")
+    def exit_with_user_error(self, error: UserError) -> NoReturn:
+        """Ends all ranks with exit code 2; the first rank to call it prints the error."""
+        if self.watchdog:
+            self.watchdog.end(EXIT_CODE, f"error: {error}")
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_CODE)
 
-    def fail(self, error: Exception) -> NoReturn:
-        """End all ranks with code 1 and the traceback of the one that failed, or as a lost rank wants it."""
-        if self.watch:
-            self.watch.fail(error)
+    def abort(self, error: Exception) -> NoReturn:
+        """Ends all ranks with exit code 1 and this rank's traceback, or with the verdict on a lost rank."""
+        if self.watchdog:
+            self.watchdog.abort(error)
         raise error

@@ -1,4 +1,4 @@
-"""megatron-core as the roles use it: models, process groups, the packed step, the optimizer.
+"""Megatron training backend: model, process groups, packed forward and backward passes, optimizer.
 
 Without a GPU, importing this package first installs the CPU platform, on which megatron-core runs unchanged.
 """
@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-# Both libraries tell every rank what they would rather have installed; the README says what is optional.
+# Both libraries warn every rank about optional packages that are not installed; the README lists these.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
 if not torch.cuda.is_available():

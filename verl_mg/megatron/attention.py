@@ -1,55 +1,75 @@
-"""Packed sequences: their description, computed once a micro-batch, and the attention over them."""
+"""Attention over packed sequences: their description, context parallelism, grouped and multi-head latent attention.
+
+Shapes: T tokens of a micro-batch, all sequences one after the other on one axis without padding; a context-parallel
+rank has T / cp of them outside attention, and a tensor-parallel rank T / (cp * tp) outside the projections.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    all_to_all,
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from verl_mg.megatron.ulysses import to_heads, to_tokens
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms of latents: the checkpoints' modules use it whatever rms_norm_eps is."""
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Sequences side by side on one token axis of T, with what every layer's attention needs to know of them.
-
-    cos, sin: (T, 1, rotary width), the rotary tables at each token's position in its own sequence.
-    experts: (T / (cp * tp), layers, k) int16, which experts this rank's own tokens are to take, see `routing`.
-    context: the ranks that have a run of T / cp tokens each.
-    """
+    """Description of packed sequences, computed once for a micro-batch and read by the attention of every layer."""
 
     cos: Tensor | None = None
+    """(T, 1, rotary width), cosines of the rotary embedding at each token's position in its sequence."""
     sin: Tensor | None = None
+    """(T, 1, rotary width), sines of the rotary embedding."""
     experts: Tensor | None = None
-    context: dist.ProcessGroup | None = None
+    """(T / (cp * tp), layers, k) int16, prescribed experts of this rank's tokens, see `routing`."""
+    cp_group: dist.ProcessGroup | None = None
+    """Ranks that share the micro-batch, each with T / cp neighbouring tokens."""
 
     @cached_property
     def by_length(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """For each length L that occurs, the token indices (n, L) of its n sequences, and back (T,).
+        """Token indices grouped by sequence length, and the permutation that restores the packed order.
 
-        Where no kernel for ragged sequences does, equal lengths are computed together, so that nothing is padded.
-        back: where each token stands in the concatenation of the indices.
+        Without a kernel for ragged sequences, sequences of equal length are computed together, so that nothing is
+        padded.
+
+        Returns:
+            For each length L that occurs, the token indices (n, L) of its n sequences; and (T,), the index of each
+            token in the concatenation of these.
         """
         ends = self.cu_seqlens_q.long()
-        groups, back = _group_by_length(ends[:-1].cpu(), ends.diff().cpu())
-        return tuple(group.to(ends.device) for group in groups), back.to(ends.device)
+        groups, restore = _group_by_length(ends[:-1].cpu(), ends.diff().cpu())
+        return tuple(group.to(ends.device) for group in groups), restore.to(ends.device)
 
 
-def describe(
+def describe_sequences(
     lengths: Tensor, inverse_frequencies: Tensor, attention_scaling: float, dtype: torch.dtype
 ) -> PackedSequences:
-    """The description of sequences of the given lengths (n,) int64, on the device of `inverse_frequencies`.
+    """Describes packed sequences, on the device of `inverse_frequencies`.
 
-    inverse_frequencies: (rotary width / 2,) float32, as `transformers` computes them.
+    Args:
+        lengths: (n,) int64 on the CPU, tokens of each sequence.
+        inverse_frequencies: (rotary width / 2,) float32, as `transformers` computes them.
+        attention_scaling: factor of cosines and sines, as `transformers` computes it.
+        dtype: dtype of the model.
     """
     device = inverse_frequencies.device
     ends = lengths.cumsum(0)
@@ -71,26 +91,68 @@ def describe(
 
 
 def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has a kernel for sequences of different lengths side by side."""
+    """Returns whether torch has a kernel for packed sequences of different lengths."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 def _group_by_length(starts: Tensor, lengths: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     groups = tuple(starts[lengths == length][:, None] + torch.arange(length) for length in lengths.unique().tolist())
     order = torch.cat([group.reshape(-1) for group in groups])
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order))
-    return groups, back
+    restore = torch.empty_like(order)
+    restore[order] = torch.arange(len(order))
+    return groups, restore
+
+
+def to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchanges tokens for heads: from all heads of a token shard to a head shard of all tokens.
+
+    Context parallelism of DeepSpeed Ulysses (arXiv:2309.14509): outside attention a rank has neighbouring tokens and
+    all heads, inside it has all tokens and a part of the heads. Key-value heads that cp does not divide are repeated
+    until it does. The three tensors may differ in width d, keys and values in their number of heads.
+
+    Args:
+        query: (T / cp, heads, d); cp divides the heads.
+        key: (T / cp, kv_heads, d).
+        value: (T / cp, kv_heads, d).
+        group: the cp ranks that share the sequences.
+
+    Returns:
+        Query (T, heads / cp, d), and key and value (T, n, d), where n is lcm(kv_heads, cp) / cp and divides
+        heads / cp.
+    """
+    size = group.size()
+    if size == 1:
+        return query, key, value
+    parts = [part.repeat_interleave(size // gcd(part.shape[1], size), dim=1) for part in (query, key, value)]
+    by_rank = [part.unflatten(1, (size, -1)) for part in parts]  # (T / cp, cp, n, d)
+    exchanged: Tensor = all_to_all(group, torch.cat([part.flatten(2) for part in by_rank], dim=2).transpose(0, 1))
+    local = exchanged.flatten(0, 1).split([part.shape[2] * part.shape[3] for part in by_rank], dim=1)
+    query, key, value = (part.unflatten(1, like.shape[2:]) for part, like in zip(local, by_rank, strict=True))
+    return query, key, value
+
+
+def to_tokens(context: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchanges heads for tokens, the inverse of `to_heads`.
+
+    Args:
+        context: (T, heads / cp, d), output of attention.
+        group: the cp ranks that share the sequences.
+
+    Returns:
+        (T / cp, heads, d), all heads of this rank's tokens.
+    """
+    if group.size() == 1:
+        return context
+    exchanged: Tensor = all_to_all(group, context.unflatten(0, (group.size(), -1)))
+    return exchanged.transpose(0, 1).flatten(1, 2)
 
 
 class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence, rotary embedding included.
 
-    The heads are those of this tensor-parallel rank, and the context-parallel ranks share them out among each other.
-
-    torch's variable-length kernel where it exists (CUDA, half precision) and can, else its scaled-dot-product
-    attention, once for each length that occurs; plain products where they are bent by a `softcap`.
-    window: how many tokens a token attends to at most, itself included.
+    The heads are those of this tensor-parallel rank; context-parallel ranks divide them among themselves. Uses torch's
+    variable-length kernel where it exists (CUDA, half precision) and no softcap is set, otherwise scaled-dot-product
+    attention once for each length that occurs, and plain matrix products with a softcap.
     """
 
     def __init__(
@@ -101,6 +163,13 @@ class PackedAttention(MegatronModule):
         softcap: float | None = None,
         **__: Any,
     ) -> None:
+        """Creates the module, which has no parameters.
+
+        Args:
+            config: megatron-core's configuration.
+            window: number of tokens that a token attends to at most, itself included; None for all.
+            softcap: bound c of attention scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none.
+        """
         super().__init__(config=config)
         self.window, self.softcap = window, softcap
         self.scale = config.softmax_scale
@@ -115,62 +184,193 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """query (T / cp, heads, d), key and value (T / cp, kv_heads, d) -> (T / cp, heads * d)."""
+        """Computes attention over packed sequences.
+
+        Args:
+            query: (T / cp, heads, d).
+            key: (T / cp, kv_heads, d).
+            value: (T / cp, kv_heads, d).
+            attention_mask: not read.
+            attn_mask_type: not read; attention is causal.
+            attention_bias: not read.
+            packed_seq_params: description of the sequences.
+
+        Returns:
+            (T / cp, heads * d).
+        """
         packed = packed_seq_params
-        assert packed and packed.context and packed.cos is not None and packed.sin is not None
-        query, key, value = self.with_positions(*to_heads(query, key, value, packed.context), packed.cos, packed.sin)
+        assert packed and packed.cp_group and packed.cos is not None and packed.sin is not None
+        heads = to_heads(query, key, value, packed.cp_group)
+        query, key, value = self.with_positions(*heads, packed.cos, packed.sin)
         if has_ragged_kernel(query.device, query.dtype) and self.softcap is None:
-            context = self._ragged_kernel(query, key, value, packed)
+            context = self._with_ragged_kernel(query, key, value, packed)
         else:
             context = self._length_by_length(query, key, value, packed)
-        return to_tokens(context, packed.context).flatten(1)
+        return to_tokens(context, packed.cp_group).flatten(1)
 
     def with_positions(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the whole token axis, (T, heads, d) and twice (T, kv_heads, d) -> the same, with rotary embeddings."""
+        """Applies rotary embeddings.
+
+        Args:
+            query: (T, heads, d).
+            key: (T, kv_heads, d).
+            value: (T, kv_heads, d), returned as it is.
+            cos: (T, 1, d).
+            sin: (T, 1, d).
+
+        Returns:
+            Query, key and value of the same shapes.
+        """
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
-    def _ragged_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+    def _with_ragged_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         repeat, width = query.shape[1] // key.shape[1], value.shape[2]
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-        value = F.pad(value, (0, query.shape[2] - width))  # the kernel knows one width for all
+        value = F.pad(value, (0, query.shape[2] - width))  # the kernel takes one width for all three
         cumulative, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        before = -1 if self.window is None else self.window - 1
-        options: dict[str, Any] = {"scale": self.scale, "window_size": (before, 0)}
+        left_window = -1 if self.window is None else self.window - 1
+        options: dict[str, Any] = {"scale": self.scale, "window_size": (left_window, 0)}
         context = varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **options)
         assert isinstance(context, Tensor)
         return context[..., :width]
 
     def _length_by_length(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        groups, back = packed.by_length
+        groups, restore = packed.by_length
         repeat = query.shape[1] // key.shape[1]
         outputs = []
         for tokens in groups:
             q, k, v = (part[tokens].transpose(1, 2) for part in (query, key, value))  # (n, heads, L, d)
             k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
             outputs.append(self._attend(q, k, v).transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs)[back]
+        return torch.cat(outputs)[restore]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query, key (n, heads, L, d), value (n, heads, L, d_v) -> (n, heads, L, d_v)."""
+        """Attends over sequences of equal length.
+
+        Args:
+            query: (n, heads, L, d).
+            key: (n, heads, L, d).
+            value: (n, heads, L, d_v).
+
+        Returns:
+            (n, heads, L, d_v).
+        """
         length = query.shape[2]
         unbounded = self.window is None or self.window >= length
         if self.softcap is None and unbounded:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
-        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
         if self.window is not None:
-            seen = seen.triu(1 - self.window)
+            visible = visible.triu(1 - self.window)
         if self.softcap is None:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=self.scale)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=self.scale)
         scores = self.softcap * torch.tanh(query @ key.mT * (self.scale / self.softcap))
-        return scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+        return scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding in the half-split form of Llama (arXiv:2104.09864)."""
+    """Applies a rotary position embedding in the half-split form of Llama (arXiv:2104.09864).
+
+    Args:
+        x: (T, heads, d).
+        cos: (T, 1, d).
+        sin: (T, 1, d).
+
+    Returns:
+        (T, heads, d).
+    """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class MultiLatentAttention(MLASelfAttention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), with megatron-core's projections.
+
+    Keys and values are computed from one narrow vector for each token, the latent; one rotary key serves all heads.
+    On a tensor-parallel rank:
+
+        (T / tp, h) -> down projection, sharded by rows -> gathered (T, rank) -> local tokens (T / tp, rank) -> norm
+                    -> up projection, sharded by heads -> (T, heads / tp, ...)
+
+    Rotary embeddings are left to `PackedMLA`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.kv_layernorm.eps = LATENT_NORM_EPS
+        if self.config.q_lora_rank is not None:
+            self.q_layernorm.eps = LATENT_NORM_EPS
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Projects hidden states (T / tp, 1, h) to the inputs of `PackedMLA`.
+
+        Returns:
+            Query (T, heads, nope + rope); rotary key (T, 1, rope); keys and values (T, heads, nope + v); the latents
+            of queries and of keys.
+        """
+        c = self.config
+        q_latent = hidden_states
+        if c.q_lora_rank is not None:
+            q_latent = self.q_layernorm(self._local_tokens(self._full_rows(self.linear_q_down_proj, hidden_states)))
+        kv_and_rotary = self._full_rows(self.linear_kv_down_proj, hidden_states)
+        kv_latent, rotary_key = kv_and_rotary.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], dim=-1)
+        kv_latent = self.kv_layernorm(self._local_tokens(kv_latent))
+        # Each rank has the gradient from its heads only; this sums them in the backward pass.
+        rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self.pg_collection.tp)
+        to_query = self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj
+        query, kv = to_query(q_latent)[0], self.linear_kv_up_proj(kv_latent)[0]
+        heads = self.num_attention_heads_per_partition
+        return (
+            query.unflatten(-1, (heads, -1)).squeeze(1),
+            rotary_key,
+            kv.unflatten(-1, (heads, -1)).squeeze(1),
+            q_latent,
+            kv_latent,
+        )
+
+    def _full_rows(self, down_projection: Any, hidden_states: Tensor) -> Tensor:
+        """Projects (T / tp, 1, h) to (T, 1, rank), the same on every tensor-parallel rank."""
+        part, _ = down_projection(hidden_states)
+        full: Tensor = gather_from_tensor_model_parallel_region(part, group=self.pg_collection.tp)
+        return full
+
+    def _local_tokens(self, x: Tensor) -> Tensor:
+        """Selects this tensor-parallel rank's tokens: (T, 1, rank) -> (T / tp, 1, rank)."""
+        local: Tensor = scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
+        return local
+
+
+class PackedMLA(PackedAttention):
+    """Packed attention whose queries and keys have a part without positions and a rotary part."""
+
+    def __init__(self, *arguments: Any, interleaved: bool, **options: Any) -> None:
+        """Creates the module; `interleaved`: whether rotary pairs are neighbouring elements, see `LatentConfig`."""
+        super().__init__(*arguments, **options)
+        self._interleaved = interleaved
+
+    def with_positions(
+        self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Builds queries and keys from the projections of `MultiLatentAttention`.
+
+        Returns:
+            Query and key (T, heads, nope + rope), value (T, heads, v).
+        """
+        nope = self.config.qk_head_dim
+        key_nope, value = value.split([nope, self.config.v_head_dim], dim=-1)
+        rotary_key = self._rotated(key, cos, sin).expand(-1, query.shape[1], -1)
+        query = torch.cat([query[..., :nope], self._rotated(query[..., nope:], cos, sin)], dim=-1)
+        return query, torch.cat([key_nope, rotary_key], dim=-1), value
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # Queries and keys are permuted in the same way, which leaves their products unchanged.
+        if self._interleaved:
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+        return rotate(x, cos, sin)

@@ -1,9 +1,8 @@
-"""The CPU platform: what megatron-core asks of CUDA, answered by the CPU.
+"""The CPU platform: replacements of the CUDA calls of megatron-core, so that it runs unchanged over gloo.
 
-megatron-core names CUDA devices, streams and generators unconditionally. `install` answers those calls so
-that its code runs as it is, over gloo. Every patch replaces something that would raise without a GPU, except
-`tensor_types_named_cuda`, which is therefore held only around an optimizer's own calls. With CUDA present this
-module is never imported.
+megatron-core uses CUDA devices, streams and generators unconditionally. `install` replaces those calls by CPU ones.
+Every patch replaces something that would raise without a GPU, except `tensor_types_named_cuda`, which is therefore
+active only during an optimizer's calls. With CUDA present this module is never imported.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _FACTORIES = (
 
 
 class _Stream:
-    """A stream or event on which everything has already happened."""
+    """Stream or event whose work is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def _nothing(self, *_: Any, **__: Any) -> None: ...
+    def _do_nothing(self, *_: Any, **__: Any) -> None: ...
 
-    wait_stream = wait_event = wait = synchronize = record = _nothing
+    wait_stream = wait_event = wait = synchronize = record = _do_nothing
 
     def record_event(self, *_: Any) -> _Stream:
         return self
@@ -47,7 +46,7 @@ class _Stream:
 
 
 def install() -> None:
-    """Patch torch and megatron-core, once for the process."""
+    """Patches torch and megatron-core, once per process."""
     _patch_torch()
     _patch_megatron()
 
@@ -62,9 +61,9 @@ def _patch_torch() -> None:
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     cuda._lazy_call = lambda call, **_: call()
-    stay: Any = lambda self, *_, **__: self  # noqa: E731
-    torch.Tensor.cuda = torch.nn.Module.cuda = stay  # type: ignore[method-assign]
-    # `with torch.device(...)` knows the factories by identity: it must see the originals, which ours call.
+    return_self: Any = lambda self, *_, **__: self  # noqa: E731
+    torch.Tensor.cuda = torch.nn.Module.cuda = return_self  # type: ignore[method-assign]
+    # `with torch.device(...)` identifies the factories by object: it must register the originals, which ours call.
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -89,44 +88,44 @@ def _patch_megatron() -> None:
     rng: Any = megatron_random
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # It warns when the CPU generator moves inside a CUDA region; here they are the same generator.
+    # It warns when the CPU generator advances inside a CUDA region; here they are the same generator.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     moe: Any = moe_utils
     if not hasattr(moe, "te_general_gemm"):
         moe.te_general_gemm = None
     dispatcher: Any = token_dispatcher
-    dispatcher.maybe_move_tensor_to_cpu = _as_on_arrival
+    dispatcher.maybe_move_tensor_to_cpu = _maybe_as_numpy
     regions: Any = mappings
-    regions._gather_along_first_dim = _also_uneven(regions._gather_along_first_dim)
+    regions._gather_along_first_dim = _with_uneven_sizes(regions._gather_along_first_dim)
 
 
-def _as_on_arrival(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Split sizes reach the CPU as numpy, which gloo takes; those that are there already megatron leaves tensors."""
+def _maybe_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Converts split sizes to numpy, as gloo needs: megatron-core converts only tensors that it moves to the CPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _also_uneven(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """gloo gathers equal parts alone; its all-to-all takes any."""
+def _with_uneven_sizes(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gathers parts of different sizes by all-to-all, because gloo's all-gather needs equal sizes."""
 
     @functools.wraps(gather)
     def gathered(part: torch.Tensor, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:
         if sizes is None or len(sizes) == 1:
             return gather(part, group, sizes, *buffer)
-        whole = part.new_empty(sum(sizes), *part.shape[1:])
-        dist.all_to_all_single(whole, torch.cat([part] * len(sizes)), sizes, [len(part)] * len(sizes), group=group)
-        return whole
+        result = part.new_empty(sum(sizes), *part.shape[1:])
+        dist.all_to_all_single(result, torch.cat([part] * len(sizes)), sizes, [len(part)] * len(sizes), group=group)
+        return result
 
     return gathered
 
 
 @contextmanager
 def tensor_types_named_cuda() -> Iterator[None]:
-    """Inside, `Tensor.type()` says `torch.cuda.FloatTensor`: megatron's optimizers sort parameters by that string."""
+    """Context manager: `Tensor.type()` returns `torch.cuda.FloatTensor`, by which megatron-core sorts parameters."""
     original = torch.Tensor.type
 
     def named_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     torch.Tensor.type = named_cuda  # type: ignore[method-assign,assignment]
     try:

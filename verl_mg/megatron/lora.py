@@ -1,12 +1,12 @@
-"""Low-rank adapters in Megatron's linear layers: their way through the forward pass, and merged into the weights.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of Megatron's linear layers, in the forward pass and merged into weights.
 
-Of T tokens, with r numbers a token between the two factors; B's rows and A's columns are those of the layer's shard:
+T tokens, rank r; B's rows and A's columns are sharded like the layer:
 
-    column-parallel   (T / tp, in) -> A -> (T / tp, r)   gathered over tokens   -> (T, r) -> rows of B -> (T, out / tp)
-    row-parallel      (T, in / tp) -> columns of A -> (T, r)   summed and dealt   -> (T / tp, r) -> B -> (T / tp, out)
+    column-parallel   (T / tp, in) -> A -> (T / tp, r)   all-gather   -> (T, r) -> rows of B -> (T, out / tp)
+    row-parallel      (T, in / tp) -> columns of A -> (T, r)   reduce-scatter   -> (T / tp, r) -> B -> (T / tp, out)
 
-A whole factor sees a part of the tokens on each tensor-parallel rank, so its gradient is summed over them like a norm's
-(`sequence_parallel`). The weights themselves are frozen: they have no gradients and no optimizer state.
+An unsharded factor processes a part of the tokens on each tensor-parallel rank, so its gradient is summed over them
+like that of a norm (`sequence_parallel`). The weights themselves are frozen: no gradients and no optimizer state.
 """
 
 from __future__ import annotations
@@ -40,13 +40,20 @@ from verl_mg.sharding.boxes import Box, Shard, full_box, slices
 from verl_mg.sharding.weight_table import WeightTable
 
 ADAPTER = "adapter"
-"""The name of an `Adapter` in its linear layer."""
+"""Attribute name of an `Adapter` in its linear layer."""
 
 
 class Adapter(Module):
-    """The adapters of all tensors of one linear layer, by the last parts of their names: `a` (r, in), `b` (out, r)."""
+    """Adapters of the tensors of one linear layer, by the last part of their names: `a` (r, in), `b` (out, r)."""
 
     def __init__(self, linear: Any, shards: Sequence[AdapterShard], scale: float) -> None:
+        """Creates uninitialized adapters.
+
+        Args:
+            linear: the linear layer of megatron-core.
+            shards: shards of both factors, one entry for each tensor of the layer.
+            scale: factor of the product B A, alpha / r.
+        """
         super().__init__()
         self._row_parallel = isinstance(linear, RowParallelLinear)
         self._sequence_parallel, self._group = linear.sequence_parallel, linear.tp_group
@@ -54,34 +61,42 @@ class Adapter(Module):
         self.a, self.b = ParameterDict(), ParameterDict()
         for shard in shards:
             name = module_name(shard.tensor)
-            self.a[name] = self._parameter(linear.weight, shard.a, cut=1 if self._row_parallel else None)
-            self.b[name] = self._parameter(linear.weight, shard.b, cut=None if self._row_parallel else 0)
+            self.a[name] = self._parameter(linear.weight, shard.a, sharded_dim=1 if self._row_parallel else None)
+            self.b[name] = self._parameter(linear.weight, shard.b, sharded_dim=None if self._row_parallel else 0)
             rows = torch.tensor(shard.rows, device=linear.weight.device)
             self.register_buffer(_rows(name), rows, persistent=False)
 
-    def _parameter(self, weight: Tensor, shard: Shard, cut: int | None) -> Parameter:
-        """cut: along which dimension tensor-parallel ranks have parts."""
+    def _parameter(self, weight: Tensor, shard: Shard, sharded_dim: int | None) -> Parameter:
+        """Creates a parameter that is sharded over tensor-parallel ranks along a dimension, or replicated."""
         parameter = Parameter(weight.new_empty(shard.shape))
-        if cut is None:
+        if sharded_dim is None:
             parameter.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
         else:
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=cut, stride=1)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=sharded_dim, stride=1)
         return parameter
 
     def forward(self, hidden: Tensor, output: Tensor) -> Tensor:
-        """What goes into the linear layer and what comes out of it, (tokens, 1, width) -> the latter, adapted."""
-        low = hidden @ torch.cat(list(self.a.values())).T * self._scale
+        """Adds the adapters to the output of the linear layer.
+
+        Args:
+            hidden: (tokens, 1, in), input of the linear layer.
+            output: (tokens, 1, out), its output.
+
+        Returns:
+            (tokens, 1, out).
+        """
+        low_rank = hidden @ torch.cat(list(self.a.values())).T * self._scale
         if self._sequence_parallel:
             exchange = (
                 reduce_scatter_to_sequence_parallel_region
                 if self._row_parallel
                 else gather_from_sequence_parallel_region
             )
-            low = exchange(low, group=self._group)
-        return output + low @ self._up().T
+            low_rank = exchange(low_rank, group=self._group)
+        return output + low_rank @ self._block_b().T
 
-    def _up(self) -> Tensor:
-        """(rows of the layer, r * tensors): each tensor's B in its own rows and columns, so that one product does."""
+    def _block_b(self) -> Tensor:
+        """Arranges all B in one matrix (rows of the layer, r * tensors), so that one product applies them."""
         blocks = []
         for name, b in self.b.items():
             blocks.append(b.new_zeros(self._height, b.shape[1]).index_copy(0, getattr(self, _rows(name)), b))
@@ -89,13 +104,13 @@ class Adapter(Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """A copy of the layer's weight with the adapters in it, summed in fp32 and rounded to its dtype."""
-        whole = weight.detach().clone()
+        """Returns a copy of the layer's weight plus the adapters, summed in float32 and rounded to its dtype."""
+        result = weight.detach().clone()
         for name, b in self.b.items():
             rows = getattr(self, _rows(name))
-            own, a = whole[rows].float(), self.a[name].float()
-            whole[rows] = torch.addmm(own, b.float(), a, alpha=self._scale).to(whole.dtype)
-        return whole
+            base, a = result[rows].float(), self.a[name].float()
+            result[rows] = torch.addmm(base, b.float(), a, alpha=self._scale).to(result.dtype)
+        return result
 
 
 def _rows(name: str) -> str:
@@ -103,66 +118,84 @@ def _rows(name: str) -> str:
 
 
 class Adapters:
-    """The adapters of a network on one rank, put into its model chunks; all else there is frozen, but a value head.
+    """Adapters of a model on one rank, installed in its chunks; all other weights but a value head are frozen.
 
-    chunks: {beginning of the names of a chunk's parameters: chunk}. shards: the rank's, by the weight table.
-    parameters: what is trained, by name. shards: what of which tensor of PEFT's file each of them holds.
-    shapes: the tensors of that file. adapted: the tensors of the checkpoint with an adapter.
+    Attributes:
+        config: LoRA settings.
+        parameters: trained parameters by name.
+        shards: for each trained parameter, its boxes of the tensors of PEFT's file.
+        shapes: shapes of the tensors of PEFT's file by name.
+        adapted: names of the checkpoint's tensors that have an adapter.
     """
 
     def __init__(
         self, table: WeightTable, chunks: Mapping[str, Module], shards: Mapping[str, Shard], lora: LoraConfig
     ) -> None:
+        """Installs and initializes the adapters.
+
+        Args:
+            table: weight table of the model.
+            chunks: this rank's pipeline chunks by the prefix of their parameters' names.
+            shards: this rank's shards by the weight table.
+            lora: LoRA settings.
+
+        Raises:
+            UserError: a target that has no adapters, or a folder with other adapters.
+        """
         self.config = lora
         self.adapted = adapted_tensors(table, lora.targets)
         self.shapes = adapter_shapes(table, self.adapted, lora.rank)
         self.parameters: dict[str, Parameter] = {}
         self.shards: dict[str, Shard] = {}
-        self._of: dict[str, Adapter] = {}
-        modules = {begin + name: module for begin, chunk in chunks.items() for name, module in chunk.named_modules()}
+        self._adapters: dict[str, Adapter] = {}
+        modules = {prefix + name: module for prefix, chunk in chunks.items() for name, module in chunk.named_modules()}
         for chunk in chunks.values():
             _freeze(chunk)
         for name, shard in shards.items():
             module: Any = modules.get(name.removesuffix(".weight"))
-            if own := adapter_shards(shard, self.adapted, lora.rank):
-                self._put_into(module, name, own)
+            if local := adapter_shards(shard, self.adapted, lora.rank):
+                self._install(module, name, local)
             elif head := head_shard(shard):
                 self.parameters[name], self.shards[name] = module.weight.requires_grad_(True), head
-        self._fill()
+        self._initialize()
 
-    def _put_into(self, linear: Any, name: str, shards: Sequence[AdapterShard]) -> None:
-        adapter = linear.adapter = self._of[name] = Adapter(linear, shards, self.config.alpha / self.config.rank)
-        linear.register_forward_hook(_adapted)
-        begin = f"{name.removesuffix('.weight')}.{ADAPTER}"
+    def _install(self, linear: Any, name: str, shards: Sequence[AdapterShard]) -> None:
+        adapter = linear.adapter = self._adapters[name] = Adapter(linear, shards, self.config.alpha / self.config.rank)
+        linear.register_forward_hook(_add_adapter)
+        prefix = f"{name.removesuffix('.weight')}.{ADAPTER}"
         for shard in shards:
-            of = module_name(shard.tensor)
-            self.parameters |= {f"{begin}.a.{of}": adapter.a[of], f"{begin}.b.{of}": adapter.b[of]}
-            self.shards |= {f"{begin}.a.{of}": shard.a, f"{begin}.b.{of}": shard.b}
+            tensor = module_name(shard.tensor)
+            self.parameters |= {f"{prefix}.a.{tensor}": adapter.a[tensor], f"{prefix}.b.{tensor}": adapter.b[tensor]}
+            self.shards |= {f"{prefix}.a.{tensor}": shard.a, f"{prefix}.b.{tensor}": shard.b}
 
-    def _fill(self) -> None:
-        fresh = self.config.path is None
+    def _initialize(self) -> None:
+        is_fresh = self.config.path is None
         read = (
             initial_adapters(self.shapes, self.config.seed)
             if self.config.path is None
             else read_adapters(self.config.path, self.shapes, self.config)
         )
         for name, shard in self.shards.items():
-            if fresh and ADAPTER not in name.split("."):
-                continue  # a head comes with the model
+            if is_fresh and ADAPTER not in name.split("."):
+                continue  # a head is loaded with the model
             for piece in shard.pieces:
                 self.parameters[name].detach()[slices(piece.target)] = read(piece.tensor, piece.source)
 
-    def served(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `Network.served_parameters`."""
-        return _Served(parameters, self._of)
+    def merge_into(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns the parameters with their adapters merged into them, see `ModelRunner.merged_parameters`."""
+        return _MergedParameters(parameters, self._adapters)
 
     @property
-    def of(self) -> frozenset[str]:
-        """The parameters of the weight table that have adapters on this rank."""
-        return frozenset(self._of)
+    def adapted_parameters(self) -> frozenset[str]:
+        """Names of the parameters of the weight table that have adapters on this rank."""
+        return frozenset(self._adapters)
 
-    def own(self, at: Coordinates) -> Iterator[tuple[str, Box, Tensor]]:
-        """(tensor of PEFT's file, box in it, values) that this rank writes: of all ranks together each box once."""
+    def local_boxes(self, at: Coordinates) -> Iterator[tuple[str, Box, Tensor]]:
+        """Yields (tensor of PEFT's file, box in it, values) that this rank writes; all ranks write each box once.
+
+        Args:
+            at: this rank's coordinates.
+        """
         if at.dp or at.cp:
             return
         for name, shard in self.shards.items():
@@ -172,8 +205,8 @@ class Adapters:
                     yield piece.tensor, piece.source, values[slices(piece.target)]
 
 
-class _Served(Mapping[str, Tensor]):
-    """Parameters with their adapters merged into them, each made when it is asked for and kept by nobody."""
+class _MergedParameters(Mapping[str, Tensor]):
+    """Parameters with their adapters merged into them, each computed on access and not cached."""
 
     def __init__(self, parameters: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
         self._parameters, self._adapters = parameters, adapters
@@ -192,14 +225,16 @@ class _Served(Mapping[str, Tensor]):
 def _freeze(chunk: Any) -> None:
     chunk.requires_grad_(False)
     if chunk.pre_process and chunk.config.recompute_granularity is not None:
-        # A layer is recomputed in the backward pass only where a gradient of what went into it is asked for.
-        chunk.embedding.register_forward_hook(_with_gradient)
+        # A layer is recomputed in the backward pass only where its input requires a gradient.
+        chunk.embedding.register_forward_hook(_require_gradient)
 
 
-def _adapted(linear: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    own, bias = output
-    return linear.adapter(inputs[0], own), bias
+def _add_adapter(
+    linear: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    base, bias = output
+    return linear.adapter(inputs[0], base), bias
 
 
-def _with_gradient(_: Module, inputs: Any, output: Tensor) -> Tensor:
+def _require_gradient(_: Module, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output

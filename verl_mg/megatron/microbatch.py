@@ -1,4 +1,4 @@
-"""Rows of a `Batch` as the input of one forward pass, and what a loss sees of its output."""
+"""Rows of a `Batch` as the input of one forward pass, and the inputs of losses from its output."""
 
 from __future__ import annotations
 
@@ -10,30 +10,35 @@ from torch import Tensor
 
 from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.megatron.attention import PackedSequences, describe
-from verl_mg.megatron.process_groups import Cut
+from verl_mg.megatron.attention import PackedSequences, describe_sequences
+from verl_mg.megatron.process_groups import TokenShard
 from verl_mg.megatron.routing import routed_experts
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed rows on the device. Only the n tokens under the loss mask (never a row's first) are judged.
+    """Packed rows on the device of a context-parallel rank.
 
-    entries (n,) on the CPU: their places in the token columns of `rows`; sequence_ids (n,): their row.
-    T is the rows' tokens and fewer than tp * cp more, which make it a multiple of that. A context-parallel rank
-    computes a run of T / cp tokens, and judges the m tokens that are judged by what is in it, their predecessors or
-    themselves: input_ids (1, T / cp): the run; where (m,): the places of these in it; targets (m,): the judged tokens;
-    own (m,): which of the n they are.
+    T is the number of tokens of the rows, padded up to a multiple of tp * cp; this rank has T / cp neighbouring ones.
+    Of the n scored tokens (those under the loss mask, except a row's first) it scores the m whose hidden states it has.
     """
 
     rows: Batch
+    """Rows of the micro-batch."""
     input_ids: Tensor
+    """(1, T / cp) int64, this rank's tokens."""
     packed: PackedSequences
-    where: Tensor
+    """Description of the sequences."""
+    hidden_index: Tensor
+    """(m,) indices in this rank's tokens of the hidden states that score."""
     targets: Tensor
-    own: Tensor
-    entries: Tensor
+    """(m,) int64 token ids that are scored on this rank."""
+    local_index: Tensor
+    """(m,) indices of these among the n scored tokens."""
+    token_index: Tensor
+    """(n,) int64 on the CPU, indices of the scored tokens in the token columns of `rows`."""
     sequence_ids: Tensor
+    """(n,) index of the row of each scored token."""
 
 
 def make_micro_batch(
@@ -41,35 +46,42 @@ def make_micro_batch(
     inverse_frequencies: Tensor,
     attention_scaling: float,
     dtype: torch.dtype,
-    cut: Cut,
-    behind: int = 1,
+    shard: TokenShard,
+    hidden_offset: int = 1,
 ) -> MicroBatch:
-    """Put rows side by side, for the rank that has its part of the cut.
+    """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
 
-    A token is judged by the hidden state `behind` places before it: 1, that it was drawn from, or 0, its own.
+    Args:
+        rows: rows of the micro-batch; may be empty.
+        inverse_frequencies: (rotary width / 2,) float32 on the device, see `describe_sequences`.
+        attention_scaling: factor of cosines and sines of rotary embeddings.
+        dtype: data type of the model.
+        shard: this rank's part of the tokens.
+        hidden_offset: offset from a token to the hidden state that scores it: 1 for language-model heads, whose hidden
+            state predicts the next token; 0 for reward heads.
     """
     device = inverse_frequencies.device
-    total, parts = rows.total_tokens, cut.tp * cut.context
+    total, parts = rows.total_tokens, shard.tp * shard.cp
     filler = -total % parts if total else parts
     lengths = torch.cat([rows.lengths, torch.tensor([filler] if filler else [], dtype=torch.int64)])
     tokens = torch.cat([rows["tokens"], torch.zeros(filler, dtype=torch.int64)])
-    entries = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
-    run = len(tokens) // cut.context
-    start = cut.context_index * run
-    own = ((entries - behind) // run == cut.context_index).nonzero().flatten()
-    packed = describe(lengths, inverse_frequencies, attention_scaling, dtype)
-    experts = routed_experts(rows, filler, cut)
+    token_index = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
+    shard_size = len(tokens) // shard.cp
+    start = shard.cp_index * shard_size
+    local_index = ((token_index - hidden_offset) // shard_size == shard.cp_index).nonzero().flatten()
+    packed = describe_sequences(lengths, inverse_frequencies, attention_scaling, dtype)
+    experts = routed_experts(rows, filler, shard)
     packed.experts = None if experts is None else experts.to(device)
-    packed.context = cut.group
+    packed.cp_group = shard.group
     return MicroBatch(
         rows=rows,
-        input_ids=tokens[start : start + run][None].to(device),
+        input_ids=tokens[start : start + shard_size][None].to(device),
         packed=packed,
-        where=(entries[own] - behind - start).to(device),
-        targets=tokens[entries[own]].to(device),
-        own=own.to(device),
-        entries=entries,
-        sequence_ids=rows.sequence_ids[entries].to(device),
+        hidden_index=(token_index[local_index] - hidden_offset - start).to(device),
+        targets=tokens[token_index[local_index]].to(device),
+        local_index=local_index.to(device),
+        token_index=token_index,
+        sequence_ids=rows.sequence_ids[token_index].to(device),
     )
 
 
@@ -143,7 +155,7 @@ def loss_tokens(micro: MicroBatch, output: Tensor) -> LossInputs:
         column = micro.rows[name]
         if micro.rows.kind(name) is ColumnKind.SEQUENCE:
             column = micro.rows.expand_to_tokens(column)
-        columns[name] = column[micro.entries].to(device)
+        columns[name] = column[micro.token_index].to(device)
     return LossInputs(
         output=output,
         mask=torch.ones_like(output[0], dtype=torch.bool),

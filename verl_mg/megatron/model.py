@@ -1,4 +1,4 @@
-"""A Hugging Face configuration as a megatron-core GPT model that works on packed sequences."""
+"""megatron-core GPT model over packed sequences, built from a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -29,38 +29,54 @@ from verl_mg.megatron.transformer_config import block_spec, transformer_config
 from verl_mg.sharding.weight_table import WeightTable
 
 ROUTER_BIAS = "router.expert_bias"
+"""End of the name of a router's bias, which is a buffer."""
 
 
 class PackedModel(GPTModel):
-    """One pipeline chunk. The last one answers values, or log-probabilities; logits never stand whole."""
+    """One pipeline chunk. The last one returns log-probabilities or values; logits are never materialized whole."""
 
     def __init__(self, weights: WeightTable, groups: ParallelGroups, **arguments: Any) -> None:
+        """Creates the chunk.
+
+        Args:
+            weights: weight table of the model.
+            groups: process groups of the placement.
+            arguments: further arguments of `GPTModel`.
+        """
         super().__init__(pg_collection=groups.collection, position_embedding_type="none", **arguments)
-        self.judges_by_value = weights.head == "value"
+        self.has_value_head = weights.head == "value"
         self.logit_softcap = weights.config.logit_softcap
         if weights.config.scaled_embedding and self.pre_process:
             self.embedding.register_forward_hook(_scaled)
-        if self.judges_by_value and self.post_process:
+        if self.has_value_head and self.post_process:
             self.output_layer = torch.nn.Linear(weights.config.hidden, 1, bias=False, dtype=self.config.params_dtype)
         self.first_token = groups.coordinates.tp * self.vocab_size // groups.layout.tp
         rows = self.vocab_size // groups.layout.tp
         self.real_rows = max(0, min(rows, weights.config.vocab - self.first_token))
 
     def forward(self, micro: MicroBatch, temperature: float) -> Tensor:  # type: ignore[override]
-        """(2, n) float32, log-probabilities and entropies of the n judged tokens, or (1, n), their values, on the last
-        stage, the same on every context-parallel rank; elsewhere the hidden states.
+        """Runs the chunk over a micro-batch.
+
+        Args:
+            micro: packed rows.
+            temperature: sampling temperature, above 0.
+
+        Returns:
+            On the last stage (2, n) float32 log-probabilities and entropies (nats) of the n scored tokens, or (1, n)
+            values, the same on every context-parallel rank; on other stages the hidden states.
         """
         hidden = super().forward(micro.input_ids, None, None, packed_seq_params=micro.packed)
         if not self.post_process:
             return hidden
-        own = self._values(hidden, micro) if self.judges_by_value else self._logprobs(hidden, micro, temperature)
-        judged_here = own.new_zeros(len(own), len(micro.entries)).index_copy(1, micro.own, own)
-        # The sum passes each rank the gradient of all n, of which it takes its own m: each is counted once.
-        return reduce_from_tensor_model_parallel_region(judged_here, group=micro.packed.context)
+        local = self._values(hidden, micro) if self.has_value_head else self._logprobs(hidden, micro, temperature)
+        outputs = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
+        # The backward pass of the sum gives each rank the gradients of all n tokens; it uses those of its m tokens, so
+        # that each is counted once.
+        return reduce_from_tensor_model_parallel_region(outputs, group=micro.packed.cp_group)
 
     def _logprobs(self, hidden: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
         logprobs, entropy = vocab_parallel_logprobs(
-            self.gather_sequence(hidden)[micro.where],
+            self.gather_sequence(hidden)[micro.hidden_index],
             self.output_weight(),
             micro.targets,
             temperature,
@@ -72,20 +88,28 @@ class PackedModel(GPTModel):
         return torch.stack([logprobs, entropy])
 
     def _values(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        # Every tensor-parallel rank has the whole head, and so the whole gradient.
-        states = self.gather_sequence(hidden, summed=False)[micro.where]
+        # Every tensor-parallel rank has the whole head, and therefore the whole gradient.
+        states = self.gather_sequence(hidden, sum_gradients=False)[micro.hidden_index]
         return (states.float() @ self.output_layer.weight.float().T).T
 
-    def gather_sequence(self, hidden: Tensor, summed: bool = True) -> Tensor:
-        """Hidden states of a run of t tokens (t or t / tp, 1, h) -> (t, h); whether ranks' gradients are summed."""
+    def gather_sequence(self, hidden: Tensor, sum_gradients: bool = True) -> Tensor:
+        """Gathers hidden states over the tensor-parallel ranks.
+
+        Args:
+            hidden: (t / tp, 1, h) with sequence parallelism, otherwise (t, 1, h); t tokens of this cp rank.
+            sum_gradients: whether the backward pass sums the ranks' gradients.
+
+        Returns:
+            (t, h).
+        """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=summed, group=self.pg_collection.tp
+                hidden, tensor_parallel_output_grad=sum_gradients, group=self.pg_collection.tp
             )
         return hidden.squeeze(1)
 
     def output_weight(self) -> Tensor:
-        """The (rows, h) shard of the output projection, the embedding's where they are tied."""
+        """Returns the (rows, h) shard of the output projection, the embedding's where they are tied."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -95,14 +119,21 @@ class PackedModel(GPTModel):
 
 
 def _scaled(_: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
-    """By the root of the width, which Gemma rounds to the type of the embedding first."""
+    """Scales by the square root of the width, which Gemma rounds to the dtype of the embedding first."""
     return embedded * torch.tensor(embedded.shape[-1] ** 0.5, dtype=embedded.dtype)
 
 
 def build_chunks(
     weights: WeightTable, groups: ParallelGroups, dtype: torch.dtype, recompute: bool = False
 ) -> list[PackedModel]:
-    """This rank's model chunks, with uninitialised weights, on this rank's device; `groups` must be active."""
+    """Builds this rank's pipeline chunks on its device, with uninitialized weights; `groups` must be active.
+
+    Args:
+        weights: weight table of the model.
+        groups: process groups of the placement.
+        dtype: dtype of the weights.
+        recompute: recompute all activations of a layer in the backward pass.
+    """
     layout = groups.layout
     config = transformer_config(weights.config, layout, dtype, recompute)
     chunks = []
@@ -145,25 +176,32 @@ def _mark_tensor_parallel(model: PackedModel) -> None:
 
 
 def chunks_by_prefix(chunks: list[PackedModel]) -> dict[str, PackedModel]:
-    """The chunks, by how the names of their parameters begin in the weight table."""
+    """Returns the chunks by the prefix of their parameters' names in the weight table."""
     return {f"chunk{number}." if len(chunks) > 1 else "": chunk for number, chunk in enumerate(chunks)}
 
 
 def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:
-    """This rank's parameters under the names of the weight table, and the biases of routers, which are buffers.
+    """Returns this rank's parameters by their names in the weight table, router biases (buffers) included.
 
-    Adapters are not the table's.
+    Adapters are not in the table.
     """
     named: dict[str, Tensor] = {}
     for prefix, chunk in chunks_by_prefix(chunks).items():
-        own = {name: parameter for name, parameter in chunk.named_parameters() if ADAPTER not in name.split(".")}
-        named |= {prefix + name: parameter for name, parameter in own.items()}
+        weights = {name: weight for name, weight in chunk.named_parameters() if ADAPTER not in name.split(".")}
+        named |= {prefix + name: weight for name, weight in weights.items()}
         named |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)}
     return named
 
 
 def rotary_frequencies(model_dir: Path) -> tuple[Tensor, float]:
-    """(head_dim / 2,) float32 inverse frequencies and the scaling of cos and sin, as `transformers` computes them."""
+    """Computes rotary frequencies as `transformers` does.
+
+    Returns:
+        (head_dim / 2,) float32 inverse frequencies, and the factor of cosines and sines.
+
+    Raises:
+        UserError: `transformers` cannot read config.json.
+    """
     try:
         config = AutoConfig.from_pretrained(model_dir)
         kind = config.rope_parameters["rope_type"]
@@ -173,8 +211,8 @@ def rotary_frequencies(model_dir: Path) -> tuple[Tensor, float]:
     except Exception as error:  # transformers raises many kinds for a field it cannot read
         reason = str(error).splitlines()[0] if str(error) else ""
         raise UserError(
-            f"{model_dir / 'config.json'}: transformers cannot read it ({type(error).__name__}: {reason}); "
-            "correct rope_parameters or the field it names"
+            f"{model_dir / 'config.json'}: transformers cannot read it ({type(error).__name__}: {reason}). "
+            "Correct rope_parameters or the field that it names."
         ) from error
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0

@@ -1,4 +1,4 @@
-"""One role's model on this rank: built, filled from a checkpoint, run over packed micro-batches."""
+"""Model of one role on this rank: construction, loading from a checkpoint, passes over packed micro-batches."""
 
 from __future__ import annotations
 
@@ -28,18 +28,26 @@ from verl_mg.sharding.weight_table import SCORE, Head, WeightTable, weight_table
 
 T = TypeVar("T")
 Report = dict[str, Tensor]
-Judge = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
-"""(micro-batch, output of the last stage) -> (scalar to differentiate, what to report)."""
+"""Values that a loss closure reports for a micro-batch."""
+LossClosure = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
+"""(micro-batch, output of the last stage) -> (scalar to differentiate, report)."""
 
 HEAD_SEED = 1
+"""Seed of a value head that the checkpoint does not contain."""
 
 
 class ModelRunner:
-    """A model on the placement of its groups. Every method that computes is called by all ranks of that at once.
+    """Model on the ranks of a placement. Methods that compute are called by all ranks of the placement at once.
 
-    Ranks of the job outside the placement have the description, no chunk and no parameter. head: what judges tokens;
-    a value head that the directory lacks begins small and random. behind: see `make_micro_batch`. lora: adapters to
-    train, and nothing else but a value head.
+    Ranks of the job outside the placement have the weight table, but no chunk and no parameter.
+
+    Attributes:
+        table: weight table of the model.
+        groups: process groups of the placement.
+        dtype: dtype of the weights.
+        chunks: this rank's pipeline chunks.
+        model_chunks: the same as megatron-core runs them, wrapped in its DDP where they are trained.
+        lora: adapters that are trained; None where the weights are.
     """
 
     def __init__(
@@ -49,19 +57,35 @@ class ModelRunner:
         dtype: torch.dtype,
         recompute: bool = False,
         head: Head = "language",
-        behind: int = 1,
+        hidden_offset: int = 1,
         lora: LoraConfig | None = None,
         timer: PhaseTimer | None = None,
     ) -> None:
+        """Builds the model and loads its shards; a collective of all ranks of the job.
+
+        Args:
+            model_dir: Hugging Face model directory.
+            groups: process groups of the placement.
+            dtype: dtype of the weights.
+            recompute: recompute all activations of a layer in the backward pass.
+            head: output of the model: log-probabilities of a language model, or values. A value head that the
+                directory does not contain is initialized small and random.
+            hidden_offset: offset from a token to the hidden state that scores it, see `make_micro_batch`.
+            lora: adapters to train; all other weights but a value head are frozen.
+            timer: timer of the phases of this rank; None for a new one.
+
+        Raises:
+            UserError: the model cannot be read, or does not fit the layout.
+        """
         self.table = weight_table(read_config(model_dir), head)
-        self._behind, self.timer = behind, timer or PhaseTimer()
+        self._hidden_offset, self.timer = hidden_offset, timer or PhaseTimer()
         check_layout(self.table.config, groups.layout)
         self.groups, self.dtype = groups, dtype
         frequencies, self._attention_scaling = rotary_frequencies(model_dir)
         self._frequencies = frequencies.to(device.current_device())
         with groups.active():
             self.chunks = build_chunks(self.table, groups, dtype, recompute) if self.is_member else []
-        self.runnable: list[torch.nn.Module] = list(self.chunks)
+        self.model_chunks: list[torch.nn.Module] = list(self.chunks)
         with CheckpointReader(model_dir, _fresh_head(self.table)) as reader:
             reader.check(self.table.huggingface())
             shards = self.shard_map().shards(torch.distributed.get_rank())
@@ -70,92 +94,121 @@ class ModelRunner:
 
     @property
     def layout(self) -> Layout:
-        """The layout the model stands on."""
+        """Layout of the model."""
         return self.groups.layout
 
     @property
     def placement(self) -> Placement:
-        """The layout and the ranks of the job that it stands on."""
+        """Layout of the model and the ranks of the job that have it."""
         return self.groups.placement
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank is in the placement, and computes."""
+        """Whether this rank belongs to the placement, and computes."""
         return self.groups.is_member
 
-    def output_rank(self, seat: int) -> int:
-        """The rank that answers for a seat, see `layout.contexts`: the first of its last pipeline stage."""
-        dp, cp = divmod(seat, self.layout.cp)
+    def output_rank(self, worker_slot: int) -> int:
+        """Returns the rank that reports the outputs of a worker slot (dp * cp + cp index): tp index 0, last stage."""
+        dp, cp = divmod(worker_slot, self.layout.cp)
         return self.placement.ranks[self.layout.rank_of(cp=cp, dp=dp, pp=self.layout.pp - 1)]
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank answers for its data-parallel index."""
+        """Whether this rank reports the outputs of its data-parallel index."""
         return self.is_output_rank_for(self.layout.cp)
 
-    def is_output_rank_for(self, context: int) -> bool:
-        """Whether this rank answers for what `context` context-parallel ranks share, itself one of them."""
+    def is_output_rank_for(self, cp_size: int) -> bool:
+        """Returns whether this rank reports the outputs of a micro-batch that it shares with `cp_size` cp ranks."""
         if not self.is_member:
             return False
         at = self.groups.coordinates
-        return at.tp == 0 and at.pp == self.layout.pp - 1 and at.cp % context == 0
+        return at.tp == 0 and at.pp == self.layout.pp - 1 and at.cp % cp_size == 0
 
     def select_outputs(self, reports: Sequence[T], cp_sizes: Sequence[int] | None = None) -> list[T | None]:
-        """Of what `run` reports, an entry for each micro-batch, those that this rank answers for."""
+        """Selects the reports of `run` that this rank is the output rank of.
+
+        Args:
+            reports: one for each micro-batch; empty except on the last pipeline stage.
+            cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
+
+        Returns:
+            For each report, the report itself or None.
+        """
         cp_sizes = cp_sizes or [self.layout.cp] * len(reports)
         return [
-            report if self.is_output_rank_for(context) else None
-            for report, context in zip(reports, cp_sizes, strict=bool(reports))
+            report if self.is_output_rank_for(cp_size) else None
+            for report, cp_size in zip(reports, cp_sizes, strict=bool(reports))
         ]
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters under the names of the weight table; {} outside the placement."""
+        """Returns this rank's parameters by their names in the weight table; {} outside the placement."""
         return parameters_by_name(self.chunks)
 
     def adapters(self) -> Mapping[str, Tensor]:
-        """What is trained in place of the weights: adapters, a value head; {} where the weights are trained."""
+        """Returns what is trained in place of the weights: adapters and a value head; {} without LoRA."""
         return self.lora.parameters if self.lora else {}
 
     @property
-    def adapted(self) -> frozenset[str]:
-        """The parameters that have adapters on this rank."""
-        return self.lora.of if self.lora else frozenset()
+    def adapted_parameters(self) -> frozenset[str]:
+        """Names of the parameters that have adapters on this rank."""
+        return self.lora.adapted_parameters if self.lora else frozenset()
 
-    def served_parameters(self) -> Mapping[str, Tensor]:
-        """`parameters`, as the model computes with them: each with its adapters in it, made anew when asked for.
+    def merged_parameters(self) -> Mapping[str, Tensor]:
+        """Returns `parameters` with their adapters merged into them, each computed on access.
 
         The sum is rounded to the dtype of the weights: in bfloat16 engines lose the smallest part of small adapters.
         """
-        return self.lora.served(self.parameters()) if self.lora else self.parameters()
+        return self.lora.merge_into(self.parameters()) if self.lora else self.parameters()
 
     def shard_map(self) -> ShardMap:
-        """What every rank holds, by the weight table."""
+        """Returns the shards of every rank, by the weight table."""
         return self.table.shard_map_megatron(self.placement)
 
-    def judge(
+    def infer(
         self, micro_batches: Sequence[Batch], temperature: float, cp_sizes: Sequence[int] | None = None
     ) -> list[tuple[Tensor, Tensor] | None]:
-        """(places in the token columns, log-probs or values there) by micro-batch, where this rank speaks for it."""
+        """Computes log-probs or values of the scored tokens, without gradients.
+
+        Args:
+            micro_batches: rows of each micro-batch.
+            temperature: sampling temperature; 0 is greedy sampling.
+            cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
+
+        Returns:
+            For each micro-batch that this rank is the output rank of, (n,) int64 indices in its token columns and (n,)
+            float32 log-probs or values, both on the CPU; None for the others; [] on ranks without reports.
+        """
 
         def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Report]:
-            return output.sum(), {"entries": micro.entries, "judged": output[0].cpu()}
+            return output.sum(), {"token_index": micro.token_index, "output": output[0].cpu()}
 
         with torch.no_grad():
             reports = self.run(micro_batches, temperature, report, forward_only=True, cp_sizes=cp_sizes)
-        select_outputs = self.select_outputs(reports, cp_sizes)
-        return [None if report is None else (report["entries"], report["judged"]) for report in select_outputs]
+        selected = self.select_outputs(reports, cp_sizes)
+        return [None if report is None else (report["token_index"], report["output"]) for report in selected]
 
     def run(
         self,
         micro_batches: Sequence[Batch],
         temperature: float,
-        judge: Judge,
+        loss_closure: LossClosure,
         forward_only: bool,
         cp_sizes: Sequence[int] | None = None,
     ) -> list[Report]:
-        """Megatron's pipeline schedule over the micro-batches; the reports in order, on the last stage alone.
+        """Runs megatron-core's pipeline schedule over micro-batches; all ranks of the placement call it.
 
-        contexts: how many context-parallel ranks share each of them, all unless given.
+        Args:
+            micro_batches: rows of each micro-batch.
+            temperature: sampling temperature; 0 is greedy sampling.
+            loss_closure: called on the last stage with each micro-batch and its output.
+            forward_only: whether to leave out the backward pass.
+            cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
+
+        Returns:
+            The reports of the loss closure in order; [] except on the last stage.
+
+        Raises:
+            UserError: the column of prescribed experts does not fit the model.
         """
         if not self.is_member:
             return []
@@ -165,22 +218,23 @@ class ModelRunner:
             check_routed_experts(rows, self.table.config)
         filled = [*micro_batches, *_fillers(micro_batches, self.layout)]
         cp_sizes = [*(cp_sizes or []), *[self.layout.cp] * (len(filled) - len(cp_sizes or []))]
-        cuts = [self.groups.cut(context) for context in cp_sizes]
+        token_shards = [self.groups.token_shard(cp_size) for cp_size in cp_sizes]
         description = (self._frequencies, self._attention_scaling, self.dtype)
         prepared = [
-            make_micro_batch(rows, *description, cut, self._behind) for rows, cut in zip(filled, cuts, strict=True)
+            make_micro_batch(rows, *description, token_shard, self._hidden_offset)
+            for rows, token_shard in zip(filled, token_shards, strict=True)
         ]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
-            return model(micro, scale), partial(_judged, judge, micro)
+            return model(micro, scale), partial(_without_division, loss_closure, micro)
 
-        iterators = [iter(prepared) for _ in self.runnable]
+        iterators = [iter(prepared) for _ in self.model_chunks]
         with self.groups.active(), self.timer("forward" if forward_only else "update"):
             reports = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=self.runnable,
+                model=self.model_chunks,
                 num_microbatches=len(prepared),
                 seq_length=1,  # not read: each micro-batch has its own length
                 micro_batch_size=1,
@@ -190,18 +244,18 @@ class ModelRunner:
 
 
 def _fillers(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
-    """Empty micro-batches: interleaved pipelines take as many as make the number a multiple of their stages."""
+    """Returns empty micro-batches that make the number a multiple of the stages, as interleaved pipelines need."""
     return [micro_batches[0].select([])] * (-len(micro_batches) % layout.pp) if layout.vpp > 1 else []
 
 
-def _judged(judge: Judge, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Report]:
-    loss, report = judge(micro, output)
-    # megatron divides by this count of tokens; ours are normalised already, see Trainer.
+def _without_division(loss_closure: LossClosure, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Report]:
+    loss, report = loss_closure(micro, output)
+    # megatron-core divides by this number of tokens where it is not 0; the loss is already normalized, see Trainer.
     return loss, torch.zeros((), dtype=torch.int, device=output.device), report
 
 
 def _fresh_head(weight_table: WeightTable) -> dict[str, Tensor]:
-    """Normal with deviation 1 / (h + 1), so that first values are near 0 (arXiv:2009.01325, appendix B)."""
+    """Draws a value head of deviation 1 / (h + 1), so that first values are near 0 (arXiv:2009.01325, appendix B)."""
     if weight_table.head == "language":
         return {}
     generator = torch.Generator().manual_seed(HEAD_SEED)
@@ -209,6 +263,14 @@ def _fresh_head(weight_table: WeightTable) -> dict[str, Tensor]:
 
 
 def check_layout(config: HFConfig, layout: Layout) -> None:
-    """UserError where the model cannot be trained on the layout."""
+    """Checks that a model can be trained on a layout.
+
+    Args:
+        config: the model.
+        layout: the parallel sizes.
+
+    Raises:
+        UserError: a parallel size does not divide what it shards.
+    """
     weight_table(config).check_layout(layout)
     layout.check_context(config.heads)

@@ -1,8 +1,20 @@
-"""Megatron's process groups for one placement, switched on while a role runs.
+"""Megatron's process groups of one placement.
 
-megatron-core keeps its groups in the globals of `parallel_state`. Each role may have its own layout, so the
-globals are built once a placement, kept here, and put in place around the role's work. megatron-core takes the ranks
-of a model for all there are: while it makes groups and optimizers, it is told of the placement's alone.
+megatron-core keeps its process groups in module globals of `megatron.core.parallel_state`, one set for a process. Here
+each role may have another layout on other ranks, so three things are replaced for a limited time, and nothing else:
+
+- The globals of `parallel_state` (names such as `_TENSOR_MODEL_PARALLEL_GROUP`). `ParallelGroups` builds one set for its
+  placement with `initialize_model_parallel`, stores it, and restores the previous globals. `ParallelGroups.active()`
+  puts the stored set in place while a role computes; on exit the set is stored again and the previous globals are
+  restored, also after an exception.
+- `torch.distributed.get_world_size` and `parallel_state.RankGenerator`, only during `initialize_model_parallel`:
+  megatron-core divides the whole job among the groups, and a placement may cover only some of its ranks, in an order of
+  its own.
+- `torch.distributed.get_world_size` and `all_gather_object` without a group, only inside `placement_as_world()`, which
+  the trainer enters to build the distributed optimizer: it exchanges metadata among all ranks of the job, and the ranks
+  outside the placement do not take part.
+
+Only the calling thread may use megatron-core meanwhile; no other thread of this package does.
 """
 
 from __future__ import annotations
@@ -21,90 +33,105 @@ from verl_mg.layout import Coordinates, Layout, Placement
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the token axis of a micro-batch is cut: into `context` runs, and outside attention each into tp parts.
-
-    tp_index, context_index: which of them are this rank's. group: of the ranks that share a micro-batch.
-    """
+class TokenShard:
+    """This rank's part of the token axis of a micro-batch: cp shards, and outside attention each in tp parts."""
 
     tp: int
-    context: int
+    """Number of tensor-parallel ranks."""
+    cp: int
+    """Number of context-parallel ranks that share the micro-batch."""
     tp_index: int = 0
-    context_index: int = 0
+    """This rank's index among the tensor-parallel ranks."""
+    cp_index: int = 0
+    """This rank's index among the ranks that share the micro-batch."""
     group: dist.ProcessGroup | None = None
+    """Process group of the context-parallel ranks that share the micro-batch."""
 
 
 class ParallelGroups:
-    """The process groups of a placement, whose ranks rise; every rank of the job builds it at the same time.
+    """Process groups of a placement; every rank of the job constructs them at the same time.
 
-    collection: of this rank's groups; without any on a rank that is not `present`. host_group: of all ranks of the
-    placement, for messages in host memory; None where these are all of the job. short_contexts: whether fewer than all
-    context-parallel ranks may share a micro-batch, see `cut`.
+    Attributes:
+        placement: the ranks and their layout.
+        collection: this rank's groups; empty on a rank outside the placement.
+        host_group: all ranks of the placement, for messages in host memory; None where these are all ranks of the job.
+        dynamic_cp: whether fewer than all context-parallel ranks may share a micro-batch, see `token_shard`.
     """
 
     def __init__(self, placement: Placement, seed: int = 0, dynamic_cp: bool = False) -> None:
+        """Creates the groups; a collective of all ranks of the job.
+
+        Args:
+            placement: ranks in increasing order, and their layout.
+            seed: seed of megatron-core's random number generators.
+            dynamic_cp: also create the groups of each number of neighbouring ranks that divides cp.
+        """
         if list(placement.ranks) != sorted(placement.ranks):
-            raise ValueError(f"torch numbers the ranks of a group by their size: {placement.ranks} must rise")
+            raise ValueError(f"torch numbers the ranks of a group in increasing order: {placement.ranks} is not")
         self.placement = placement
-        self._at = placement.coordinates(dist.get_rank())
+        self._coordinates = placement.coordinates(dist.get_rank())
         self.collection = ProcessGroupCollection()
         self.host_group = _host_group(placement)
-        outer = _globals()
-        _set_globals(dict.fromkeys(outer, None) | {"_HYBRID_DP_CP_GROUPS": {}})
+        previous = _globals()
+        _set_globals(dict.fromkeys(previous, None) | {"_HYBRID_DP_CP_GROUPS": {}})
         try:
-            _make_groups(placement)
+            _initialize_model_parallel(placement)
             if self.is_member:
                 tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
                 self.collection = ProcessGroupCollection.use_mpu_process_groups()
-            self._own = _globals()
+            self._stored = _globals()
         finally:
-            _set_globals(outer)
+            _set_globals(previous)
         self.dynamic_cp = dynamic_cp
-        self._contexts = {placement.layout.cp: getattr(self.collection, "cp", None)}
+        self._cp_groups = {placement.layout.cp: getattr(self.collection, "cp", None)}
         if dynamic_cp:
-            self._contexts |= _short_contexts(placement)
+            self._cp_groups |= _smaller_cp_groups(placement)
 
-    def cut(self, context: int) -> Cut:
-        """For a micro-batch of `context` neighbouring context-parallel ranks, of a number that divides cp."""
+    def token_shard(self, cp_size: int) -> TokenShard:
+        """Returns this rank's part of a micro-batch that `cp_size` neighbouring ranks share; it divides cp."""
         at = self.coordinates
-        return Cut(self.layout.tp, context, at.tp, at.cp % context, self._contexts[context])
+        return TokenShard(self.layout.tp, cp_size, at.tp, at.cp % cp_size, self._cp_groups[cp_size])
 
     @property
     def layout(self) -> Layout:
-        """The layout of the placement."""
+        """Layout of the placement."""
         return self.placement.layout
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank is one of the placement's."""
-        return self._at is not None
+        """Whether this rank belongs to the placement."""
+        return self._coordinates is not None
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank stands. Raises LookupError where it is not `present`."""
-        if self._at is None:
-            raise LookupError(f"rank {dist.get_rank()} has no place in layout {self.layout} on {self.placement.ranks}")
-        return self._at
+        """Coordinates of this rank in the layout.
+
+        Raises:
+            LookupError: this rank is outside the placement.
+        """
+        if self._coordinates is None:
+            raise LookupError(f"rank {dist.get_rank()} is not among the ranks {self.placement.ranks} of {self.layout}")
+        return self._coordinates
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, `parallel_state` speaks of this placement."""
-        outer = _globals()
-        _set_globals(self._own)
+        """Context manager: `parallel_state` returns the groups of this placement inside."""
+        previous = _globals()
+        _set_globals(self._stored)
         try:
             yield
         finally:
-            self._own = _globals()
-            _set_globals(outer)
+            self._stored = _globals()
+            _set_globals(previous)
 
     def placement_as_world(self) -> AbstractContextManager[None]:
-        """Inside, collectives of objects that name no group are those of the placement's ranks."""
-        gather, whole = dist.all_gather_object, self.collection.intra_dist_opt
+        """Context manager: object collectives without a group cover the placement's ranks only."""
+        gather, all_members = dist.all_gather_object, self.collection.intra_dist_opt
 
-        def gather_here(objects: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
-            gather(objects, own, whole if group is None else group)
+        def gather_members(objects: list[Any], local: Any, group: dist.ProcessGroup | None = None) -> None:
+            gather(objects, local, all_members if group is None else group)
 
-        return _replaced(dist, get_world_size=_size_of(self.placement.ranks), all_gather_object=gather_here)
+        return _replaced(dist, get_world_size=_world_size_of(self.placement.ranks), all_gather_object=gather_members)
 
 
 def _host_group(placement: Placement) -> dist.ProcessGroup | None:
@@ -113,29 +140,29 @@ def _host_group(placement: Placement) -> dist.ProcessGroup | None:
     return dist.new_group(list(placement.ranks), backend="gloo")
 
 
-def _short_contexts(placement: Placement) -> dict[int, dist.ProcessGroup]:
-    """For each divisor of cp the group of so many neighbours that this rank is in."""
-    layout, own = placement.layout, {}
-    for context in (size for size in range(1, layout.cp) if layout.cp % size == 0):
-        starts = range(0, layout.cp, context)
+def _smaller_cp_groups(placement: Placement) -> dict[int, dist.ProcessGroup]:
+    """Creates, for each proper divisor of cp, the groups of as many neighbours; returns those of this rank."""
+    layout, local_groups = placement.layout, {}
+    for cp_size in (size for size in range(1, layout.cp) if layout.cp % size == 0):
+        starts = range(0, layout.cp, cp_size)
         for pp, dp, tp, start in product(range(layout.pp), range(layout.dp), range(layout.tp), starts):
-            members = [placement.ranks[layout.rank_of(tp, start + i, dp, pp)] for i in range(context)]
+            members = [placement.ranks[layout.rank_of(tp, start + i, dp, pp)] for i in range(cp_size)]
             group = dist.new_group(members)
             if dist.get_rank() in members:
-                own[context] = group
-    return own
+                local_groups[cp_size] = group
+    return local_groups
 
 
-def _make_groups(placement: Placement) -> None:
+def _initialize_model_parallel(placement: Placement) -> None:
     layout = placement.layout
 
     class Generator(parallel_state.RankGenerator):
-        """Numbers the ranks of the layout as the job does."""
+        """Maps indices in the layout to ranks of the job."""
 
         def get_ranks(self, token: str) -> list[list[int]]:
             return [[placement.ranks[index] for index in group] for group in super().get_ranks(token)]
 
-    size = _size_of(placement.ranks)
+    size = _world_size_of(placement.ranks)
     with _replaced(dist, get_world_size=size), _replaced(parallel_state, RankGenerator=Generator):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -148,25 +175,25 @@ def _make_groups(placement: Placement) -> None:
         )
 
 
-def _size_of(ranks: Sequence[int]) -> Callable[..., int]:
-    """`get_world_size`, for which these ranks are the world."""
-    size_of = dist.get_world_size
-    return lambda group=None: len(ranks) if group is None else size_of(group)
+def _world_size_of(ranks: Sequence[int]) -> Callable[..., int]:
+    """Returns a `get_world_size` for which the given ranks are the world."""
+    get_world_size = dist.get_world_size
+    return lambda group=None: len(ranks) if group is None else get_world_size(group)
 
 
 @contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, the owner's attributes have these values."""
-    before = {name: getattr(owner, name) for name in values}
+    """Context manager: the owner's attributes have the given values inside."""
+    previous = {name: getattr(owner, name) for name in values}
     vars(owner).update(values)
     try:
         yield
     finally:
-        vars(owner).update(before)
+        vars(owner).update(previous)
 
 
 def _globals() -> dict[str, Any]:
-    # Left in place, its list of all groups would keep those of every layout, and their threads, for ever.
+    # Its list of all groups is replaced too: it would keep the groups of every layout, and their threads, alive.
     every_group = "_global_process_group_list"
     return {
         name: value

@@ -1,7 +1,7 @@
-"""Which experts a token goes to, and with what weight.
+"""Routing of tokens to experts, and routing replay.
 
-Routing replay (arXiv:2510.11370): where a batch tells which experts the rollout took, training takes the same ones, so
-that both compute the same network. A router's weights of these experts are still its own, and get gradients.
+Routing replay (arXiv:2510.11370): where a batch has the experts that the rollout chose, training chooses the same ones,
+so that both compute the same function. The weights of these experts still come from the router and get gradients.
 
     batch["routed_experts"]     token column, int16, (sum(lengths), layers, k): the k different experts of a token in
                                 each layer; -1: not known, the router decides. A layer without experts has entries
@@ -20,57 +20,77 @@ from torch import Tensor
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
 from verl_mg.megatron.attention import PackedSequences
-from verl_mg.megatron.process_groups import Cut
+from verl_mg.megatron.process_groups import TokenShard
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
 
 COLUMN = "routed_experts"
+"""Name of the column of prescribed experts."""
 
 
 def check_routed_experts(rows: Batch, config: HFConfig) -> None:
-    """UserError where the rows have a choice of experts that is not one of this model's; a dense model ignores it."""
+    """Checks the column of prescribed experts; a dense model ignores it.
+
+    Args:
+        rows: the batch.
+        config: the model.
+
+    Raises:
+        UserError: the column has another shape than the model needs, or an expert that it does not have.
+    """
     if config.experts is None or COLUMN not in rows:
         return
     given, expected = rows[COLUMN], (config.layers, config.experts.top_k)
     if tuple(given.shape[1:]) != expected:
         raise UserError(
-            f"column {COLUMN!r} has {tuple(given.shape[1:])} entries a token, and the model takes {expected} "
-            "(layers, experts a token); give it the choices of this model, or leave the column out"
+            f"column {COLUMN!r}: it has {tuple(given.shape[1:])} entries per token, and the model needs {expected} "
+            "(layers, experts per token). Pass the choices of this model, or leave the column out."
         )
     read = given[:, sorted(config.experts.layers)]
     if read.numel() and int(read.max()) >= config.experts.count:
         raise UserError(
-            f"column {COLUMN!r} names expert {int(read.max())}, and the model has {config.experts.count}, from 0; "
-            "write -1 where the choice is not known"
+            f"column {COLUMN!r}: it contains expert {int(read.max())}, and the model has {config.experts.count}, "
+            "counted from 0. Write -1 where the choice is not known."
         )
 
 
-def routed_experts(rows: Batch, filler: int, cut: Cut) -> Tensor | None:
-    """(T / (cp * tp), layers, k): what the column tells of the tokens that the routers of this rank see.
+def routed_experts(rows: Batch, filler: int, shard: TokenShard) -> Tensor | None:
+    """Selects the prescribed experts of the tokens that the routers of this rank process.
 
-    `filler`: the tokens behind the rows that make T a multiple of cp * tp.
+    Args:
+        rows: rows of a micro-batch.
+        filler: number of tokens appended to the rows, which make T a multiple of cp * tp.
+        shard: this rank's part of the tokens.
+
+    Returns:
+        (T / (cp * tp), layers, k) int16; None without the column.
     """
     if COLUMN not in rows:
         return None
     known = rows[COLUMN]
     given = torch.cat([known, known.new_full((filler, *known.shape[1:]), -1)])
-    return given.chunk(cut.context * cut.tp)[cut.context_index * cut.tp + cut.tp_index]
+    return given.chunk(shard.cp * shard.tp)[shard.cp_index * shard.tp + shard.tp_index]
 
 
 class Router(TopKRouter):
-    """The highest of all experts by scores in float32, as `transformers` routes.
+    """Top-k router with scores in float32, as in `transformers`.
 
-    Qwen3-MoE and Mixtral score by softmax. DeepSeek-V2 (arXiv:2405.04434, section 2.1.2) takes experts from the groups
-    of the highest scores; DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) scores by sigmoid and chooses by scores plus
-    `expert_bias`, which is not in the weights of the experts. That bias is a buffer in float32 without gradient and
-    stays as the checkpoint has it. Megatron's own router rounds its scores to the type of the model before it compares
-    them, and moves the bias.
-
-    `given`: (t, k), experts to take instead of the highest; -1 in a row leaves its token to the router.
+    Qwen3-MoE and Mixtral score by softmax. DeepSeek-V2 (arXiv:2405.04434, section 2.1.2) chooses experts from the
+    groups of the highest scores; DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) scores by sigmoid and chooses by scores
+    plus `expert_bias`, which does not enter the weights of the experts. That bias is a buffer in float32 without
+    gradient and keeps the checkpoint's values. megatron-core's router rounds its scores to the dtype of the model
+    before it compares them, and updates the bias.
     """
 
     given: Tensor | None = None
+    """(t, k) prescribed experts of this micro-batch; a row with -1 leaves its token to the router."""
 
     def __init__(self, *, experts: ExpertsConfig, **arguments: Any) -> None:
+        """Creates the router.
+
+        Args:
+            experts: the experts of the model.
+            arguments: further arguments of `TopKRouter`.
+        """
         super().__init__(**arguments)
         self._experts = experts
         if experts.router_bias:
@@ -79,7 +99,15 @@ class Router(TopKRouter):
             self.register_buffer("expert_bias", bias)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(t, 1, experts) -> the weights (t, experts) float32, 0 for experts not taken, and which are taken, bool."""
+        """Routes tokens.
+
+        Args:
+            logits: (t, 1, experts).
+            padding_mask: not read.
+
+        Returns:
+            (t, experts) float32 weights, 0 for experts that are not chosen, and (t, experts) bool, the chosen ones.
+        """
         logits = logits.flatten(0, 1).float()
         scores = logits.sigmoid() if self._experts.sigmoid else logits.softmax(-1)
         chosen = self._choose(scores.detach())
@@ -88,31 +116,31 @@ class Router(TopKRouter):
         weights = scores.gather(1, chosen)
         if self._experts.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        nothing = torch.zeros_like(scores)
+        zeros = torch.zeros_like(scores)
         weights = weights * self._experts.scale
-        return nothing.scatter(1, chosen, weights), nothing.bool().scatter(1, chosen, True)
+        return zeros.scatter(1, chosen, weights), zeros.bool().scatter(1, chosen, True)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """(t, experts) -> the experts of each token (t, k)."""
+        """Chooses k experts for each token by scores: (t, experts) -> (t, k)."""
         e = self._experts
         if e.router_bias:
             scores = scores + self.expert_bias
         if e.groups > 1:
             by_group = scores.unflatten(-1, (e.groups, -1))
             ratings = by_group.topk(e.group_score_topk, dim=-1).values.sum(-1)
-            out = torch.ones_like(ratings, dtype=torch.bool)
-            out = out.scatter(1, ratings.topk(e.topk_groups, dim=-1).indices, False)
-            scores = by_group.masked_fill(out[..., None], -torch.inf).flatten(1)
+            excluded = torch.ones_like(ratings, dtype=torch.bool)
+            excluded = excluded.scatter(1, ratings.topk(e.topk_groups, dim=-1).indices, False)
+            scores = by_group.masked_fill(excluded[..., None], -torch.inf).flatten(1)
         return scores.topk(e.top_k, dim=-1).indices
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer with experts, whose router is given the choices of this micro-batch, again when it is recomputed."""
+    """Transformer layer with experts that passes the prescribed experts to its router, also when it is recomputed."""
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSequences, **options: Any) -> tuple[Tensor, Any]:
-        """Hidden states (t, 1, h) -> the same, and None. t is T / (cp * tp)."""
+        """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""
         given = packed_seq_params.experts
         self.mlp.router.given = None if given is None else given[:, self.layer_number - 1]
         output: tuple[Tensor, Any] = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
-        self.mlp.token_dispatcher.probs = None  # it would keep the graph of this pass
+        self.mlp.token_dispatcher.probs = None  # it would keep the autograd graph of this pass alive
         return output

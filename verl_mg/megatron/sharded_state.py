@@ -1,8 +1,8 @@
-"""What of a trained network outlives a process: weights and the optimizer's moments, as boxes of the model's tensors.
+"""Checkpointable state of a trained model: weights and optimizer moments as boxes of Hugging Face tensors.
 
-Megatron's distributed optimizer deals the flat memory of all parameters to the data-parallel ranks; a rank's share of a
-parameter is a run of its elements, and a run is a few boxes. So each rank writes what it holds, nothing is gathered,
-and under any other layout each rank reads what it needs.
+Megatron's distributed optimizer divides the flat memory of all parameters among the data-parallel ranks; a rank's share
+of a parameter is a contiguous range of its elements, which is a few boxes. So each rank writes its own boxes, nothing is
+gathered, and under any other layout each rank reads the boxes that it needs.
 """
 
 from __future__ import annotations
@@ -31,45 +31,56 @@ from verl_mg.sharding.boxes import (
 )
 
 WEIGHTS = "weights"
+"""Namespace of the weights in a checkpoint."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Namespaces of Adam's moments, named as torch names them."""
 OUTPUT = "output_layer.weight"
+"""End of the name of the output projection."""
 
 
 def weights(runner: ModelRunner) -> Iterator[StoredBox]:
-    """All trained weights on this rank, in the memory that the model computes with."""
+    """Yields all trained weights of this rank, as views of the memory that the model computes with."""
     for name, parameter in _trained(runner).items():
-        yield from _parts(WEIGHTS, _shards(runner)[name], parameter.detach(), full_box(tuple(parameter.shape)))
+        yield from _boxes(WEIGHTS, _shards(runner)[name], parameter.detach(), full_box(tuple(parameter.shape)))
 
 
 def optimizer_state(runner: ModelRunner, optimizer: Any, to_write: bool = False) -> Iterator[StoredBox]:
-    """This rank's share of weights, in the optimizer's precision, and of moments, once there are any.
+    """Yields this rank's share of the weights, in the optimizer's precision, and of the moments if there are any.
 
-    to_write: of what ranks have alike only what this one writes, so that all together write each box once.
+    Args:
+        runner: the trained model.
+        optimizer: its optimizer of megatron-core.
+        to_write: leave out replicas that another rank writes, so that all ranks together write each box once.
     """
     shards = _shards(runner)
     for name, parameter in _trained(runner).items():
-        shard = _written(runner, name, parameter, shards[name]) if to_write else shards[name]
-        for namespace, values, start in _share(optimizer, parameter):
+        shard = _shard_to_write(runner, name, parameter, shards[name]) if to_write else shards[name]
+        for namespace, values, start in _local_ranges(optimizer, parameter):
             for box in contiguous_boxes(tuple(parameter.shape), start, start + len(values)):
-                run, values = values[: numel(box)], values[numel(box) :]
-                yield from _parts(namespace, shard, run.view(box_shape(box)), box)
+                in_box, values = values[: numel(box)], values[numel(box) :]
+                yield from _boxes(namespace, shard, in_box.view(box_shape(box)), box)
 
 
 def make_moments(optimizer: Any, steps: float) -> None:
-    """Have moments, all zero, as they are there after the first step; `steps`: how many were taken."""
+    """Creates zero moments with the structure that they have after the first step.
+
+    Args:
+        optimizer: an optimizer of megatron-core.
+        steps: number of steps that the moments count as having taken.
+    """
     for inner in inner_optimizers(optimizer):
-        place = torch.device("cpu") if isinstance(inner, CpuOffloadAdamW) else None
-        counts_by_weight = isinstance(inner, torch.optim.Adam)  # others count in their groups
+        device = torch.device("cpu") if isinstance(inner, CpuOffloadAdamW) else None
+        counts_by_weight = isinstance(inner, torch.optim.Adam)  # other optimizers count in their parameter groups
         for group in inner.param_groups:
             if not counts_by_weight:
                 group["step"] = int(steps)
             for weight in group["params"]:
-                zeros = {name: torch.zeros_like(weight, device=place) for name in MOMENTS}
+                zeros = {name: torch.zeros_like(weight, device=device) for name in MOMENTS}
                 inner.state[weight] = zeros | ({"step": torch.tensor(steps)} if counts_by_weight else {})
 
 
 def steps_taken(optimizer: Any) -> float | None:
-    """How many steps the moments are made of; None before the first."""
+    """Returns the number of steps in the moments; None before the first."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             for weight in group["params"]:
@@ -88,24 +99,24 @@ def _shards(runner: ModelRunner) -> Mapping[str, Shard]:
     return runner.lora.shards if runner.lora else runner.shard_map().shards(torch.distributed.get_rank())
 
 
-def _written(runner: ModelRunner, name: str, parameter: Tensor, shard: Shard) -> Shard:
-    """The pieces that are this rank's to write, or those of ranks that share its optimizer.
+def _shard_to_write(runner: ModelRunner, name: str, parameter: Tensor, shard: Shard) -> Shard:
+    """Returns the pieces that this rank, or the ranks that share its optimizer, write.
 
-    A piece that is a whole tensor stands on all tensor-parallel ranks, a tied output layer on another stage too.
+    A piece that is a whole tensor is replicated on all tensor-parallel ranks, a tied output layer on another stage.
     """
     at = runner.groups.coordinates
     first = (at.tp if getattr(parameter, "allreduce", True) else at.etp) == 0
-    copy = runner.table.tied and name.endswith(OUTPUT)
+    is_replica = runner.table.tied and name.endswith(OUTPUT)
     shapes = runner.lora.shapes if runner.lora else {t: s.shape for t, s in runner.table.huggingface().items()}
 
-    def ours(piece: Piece) -> bool:
-        return not copy and (first or piece.source != full_box(shapes[piece.tensor]))
+    def writes(piece: Piece) -> bool:
+        return not is_replica and (first or piece.source != full_box(shapes[piece.tensor]))
 
-    return Shard(shard.shape, tuple(piece for piece in shard.pieces if ours(piece)))
+    return Shard(shard.shape, tuple(piece for piece in shard.pieces if writes(piece)))
 
 
-def _share(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-    """(plane, flat values, where in the flattened parameter they begin) of what this rank's optimizer has of it."""
+def _local_ranges(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
+    """Yields (namespace, flat values, their start in the flattened parameter) of this rank's optimizer shards."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if parameter in part.model_param_gbuf_map:
             start = part._get_model_param_range_map(parameter)["param"].start
@@ -116,8 +127,8 @@ def _share(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor, int
             yield from ((name, state[name], start) for name in MOMENTS if name in state)
 
 
-def _parts(namespace: str, shard: Shard, values: Tensor, at: Box) -> Iterator[StoredBox]:
-    """What `values`, which stand at the box `at` of a shard, hold of its pieces."""
+def _boxes(namespace: str, shard: Shard, values: Tensor, at: Box) -> Iterator[StoredBox]:
+    """Yields the parts of a shard's pieces that `values`, the elements of its box `at`, contain."""
     origin = full_box(box_shape(at))
     for piece in shard.pieces:
         common = intersect(at, piece.target)

@@ -1,4 +1,4 @@
-"""Updating a network: megatron-core's gradient buffers, distributed optimizer and schedule around our loss."""
+"""Optimizer steps on a model: megatron-core's gradient buffers, distributed optimizer and schedule, and our losses."""
 
 from __future__ import annotations
 
@@ -24,59 +24,70 @@ from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.errors import UserError
 from verl_mg.megatron.cpu_offload_adam import move_to_cpu
 from verl_mg.megatron.microbatch import LossInputs, MicroBatch, loss_tokens
-from verl_mg.megatron.model_runner import Judge, ModelRunner, Report
+from verl_mg.megatron.model_runner import LossClosure, ModelRunner, Report
 from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights
-from verl_mg.megatron.snapshot import Snapshot
-from verl_mg.megatron.storages import gradient_buffers, inner_optimizers
-from verl_mg.megatron.update_guard import BROKEN, UpdateGuard, Verdict
+from verl_mg.megatron.storages import Snapshot, gradient_buffers, inner_optimizers
+from verl_mg.megatron.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict
 
 LAST_GOOD = "last_good/"
-"""Before the planes of what a rollback goes back to."""
-
+"""Prefix of the namespaces of the state that a rollback restores."""
 
 Steps = Annotated[float, Field(ge=0, lt=2**53)]
-"""How many an optimizer counts, as a number of its moments' type."""
+"""Number of optimizer steps, in the moments' floating-point type."""
 
 
 class TrainerCounters(ConfigSection):
-    """The numbers of a trainer. schedule: steps of the learning rate's schedule; moments: steps that the optimizer's
-    moments are made of, None before the first; last_good: the same of what a rollback goes back to, if to anything;
-    bad_in_a_row: steps left out at last since loss or gradient were not finite."""
+    """Counters of a trainer in a checkpoint."""
 
     schedule: Count
+    """Steps of the learning-rate schedule."""
     moments: Steps | None
+    """Optimizer steps in Adam's moments; None before the first."""
     last_good: tuple[Steps | None] | None
+    """`moments` of the state that a rollback restores; None where there is no such state."""
     bad_in_a_row: Count
+    """Latest steps skipped in a row because loss or gradient were not finite."""
 
 
 TokenLoss = Callable[[LossInputs], tuple[Tensor, Mapping[str, Tensor]]]
-"""(the judged tokens of a micro-batch) -> (loss of each (n,), metrics of each (n,) to be averaged over all tokens)."""
+"""(scored tokens of a micro-batch) -> (loss of each token (n,), metrics of each token (n,) to be averaged)."""
 
 
 class Trainer:
-    """A network with gradients and an optimizer; both only where the network is present. name: for messages."""
+    """Model with gradients and an optimizer, both only on the ranks of its placement."""
 
     def __init__(
         self, runner: ModelRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
     ) -> None:
+        """Wraps the model's chunks in megatron-core's DDP and builds the optimizer.
+
+        Args:
+            runner: the model.
+            config: optimizer settings.
+            guard: rules for bad updates; None for the defaults.
+            name: name of the role, for messages.
+
+        Raises:
+            UserError: the schedule needs `decay_steps`.
+        """
         check_schedule(config, name)
         self.runner, self._config = runner, config
-        first = torch.distributed.get_rank() == runner.placement.ranks[0]
-        self._guard = UpdateGuard(guard or GuardConfig(), name, tells=first)
+        is_first = torch.distributed.get_rank() == runner.placement.ranks[0]
+        self._guard = UpdateGuard(guard or GuardConfig(), name, logs=is_first)
         if runner.is_member:
             self._build(runner, config)
             self._last_good = Snapshot(runner, self.optimizer) if self._guard.rolls_back else None
 
     def _build(self, runner: ModelRunner, config: OptimizerConfig) -> None:
-        # Gradients of bfloat16 weights are added up in float32 too, over micro-batches and over ranks.
+        # Gradients of bfloat16 weights are summed in float32 too, over micro-batches and over ranks.
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         with runner.groups.active(), runner.groups.placement_as_world(), optimizer_calls():
-            runner.runnable = [
+            runner.model_chunks = [
                 DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(runner.chunks)
             ]
             self.optimizer = get_megatron_optimizer(
-                _megatron_config(config, runner.dtype), runner.runnable, use_gloo_process_groups=False
+                _megatron_config(config, runner.dtype), runner.model_chunks, use_gloo_process_groups=False
             )
         if config.cpu_offload:
             move_to_cpu(self.optimizer)
@@ -84,7 +95,7 @@ class Trainer:
         for chunk in runner.chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_dividing
             chunk.config.grad_scale_func = self.optimizer.scale_loss
-        weakref.finalize(self, _unhook, runner.runnable)
+        weakref.finalize(self, _unhook, runner.model_chunks)
 
     def update(
         self,
@@ -96,17 +107,29 @@ class Trainer:
         total_tokens: int,
         cp_sizes: Sequence[int] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step over one mini-batch, whose micro-batches on this rank are given; all the network's ranks
-        call it.
+        """Takes one optimizer step on one mini-batch; all ranks of the placement call it.
 
-        contexts: see `ModelRunner.run`. `normalizer` and `total_tokens` are global (see `aggregation.normalizer`): the
-        loss
-        and its gradient are those of the mini-batch in one piece. Returns the same metrics on every rank: the loss; its
-        metrics and `entropy` as means over all judged tokens, or, where pairs are compared, over sequences;
-        `grad_norm`, `lr`, and what the guard did, see `UpdateGuard`.
+        The normalizer and the number of tokens are those of the whole mini-batch, so loss and gradient do not depend on
+        its division into micro-batches and ranks.
+
+        Args:
+            micro_batches: this rank's micro-batches.
+            temperature: sampling temperature.
+            loss: loss and metrics of each scored token.
+            mode: how token losses are aggregated, see `algorithms.aggregation`.
+            normalizer: divisor of the aggregated loss over all ranks, see `aggregation.normalizer`.
+            total_tokens: number of scored tokens of the mini-batch over all ranks.
+            cp_sizes: number of context-parallel ranks that share each micro-batch, see `ModelRunner.run`.
+
+        Returns:
+            The same metrics on every rank: `loss`; the loss's metrics and `entropy` as means over all scored tokens,
+            or over sequences where pairs are compared; `grad_norm`, `lr`, and those of `UpdateGuard`.
+
+        Raises:
+            UserError: see `UpdateGuard.check`.
         """
 
-        def judge(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_closure(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             tokens = loss_tokens(micro, output)
 
             def mean(values: Tensor) -> Tensor:
@@ -121,23 +144,27 @@ class Trainer:
             means = {name: mean(values.detach()) for name, values in metrics.items()}
             return total, {"loss": total.detach().double(), **means}
 
-        among = self.runner.groups.host_group
-        own = self._gradients(micro_batches, temperature, judge, cp_sizes)
-        self.runner.timer.barrier("update", among)
-        told = sum_over_ranks(own, among)
-        verdict, seen = self._guard.judge(told)
-        return {name: value for name, value in told.items() if name != BROKEN} | seen | self._carry_out(verdict)
+        host_group = self.runner.groups.host_group
+        reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes)
+        self.runner.timer.barrier("update", host_group)
+        sums = sum_over_ranks(reports, host_group)
+        verdict, guard_metrics = self._guard.check(sums)
+        loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
+        return loss_metrics | guard_metrics | self._apply(verdict)
 
-    def parts(self) -> Iterator[StoredBox]:
-        """What this rank writes of what outlives it, to be copied as it comes, and to the end."""
+    def stored_boxes(self) -> Iterator[StoredBox]:
+        """Yields this rank's shards of weights and optimizer state for a checkpoint.
+
+        The iterator must be exhausted, and each value copied before the next is requested.
+        """
         yield from optimizer_state(self.runner, self.optimizer, to_write=True)
         if self._last_good is not None and self._last_good.taken:
             with self._last_good.in_place():
-                for part in optimizer_state(self.runner, self.optimizer, to_write=True):
-                    yield replace(part, namespace=LAST_GOOD + part.namespace)
+                for box in optimizer_state(self.runner, self.optimizer, to_write=True):
+                    yield replace(box, namespace=LAST_GOOD + box.namespace)
 
-    def counts(self) -> TrainerCounters:
-        """The numbers that go with `parts`."""
+    def counters(self) -> TrainerCounters:
+        """Returns the counters that belong to `stored_boxes`."""
         last_good = None
         if self._last_good is not None and self._last_good.taken:
             with self._last_good.in_place():
@@ -147,40 +174,49 @@ class Trainer:
             schedule=schedule, moments=moments, last_good=last_good, bad_in_a_row=self._guard.bad_in_a_row
         )
 
-    def load(self, fill: Callable[[StoredBox], None], counts: TrainerCounters) -> None:
-        """Go on from what was written under any layout; `fill` brings the values of a part."""
-        if self._last_good is not None and counts.last_good is not None:
-            self._fill(fill, LAST_GOOD, *counts.last_good)
-            self._last_good.take()
-        self._fill(fill, "", counts.moments)
-        self.scheduler = learning_rate_schedule(self.optimizer, self._config)
-        self.scheduler.step(counts.schedule)
-        self._guard.bad_in_a_row = counts.bad_in_a_row
+    def load(self, fill: Callable[[StoredBox], None], counters: TrainerCounters) -> None:
+        """Restores a state that was written under any layout.
 
-    def _fill(self, fill: Callable[[StoredBox], None], begin: str, moments: float | None) -> None:
+        Args:
+            fill: writes the stored values of a box into its tensor.
+            counters: counters of the stored state.
+        """
+        if self._last_good is not None and counters.last_good is not None:
+            self._fill(fill, LAST_GOOD, *counters.last_good)
+            self._last_good.take()
+        self._fill(fill, "", counters.moments)
+        self.scheduler = learning_rate_schedule(self.optimizer, self._config)
+        self.scheduler.step(counters.schedule)
+        self._guard.bad_in_a_row = counters.bad_in_a_row
+
+    def _fill(self, fill: Callable[[StoredBox], None], prefix: str, moments: float | None) -> None:
         for inner in inner_optimizers(self.optimizer):
             inner.state.clear()
         if moments is not None:
             make_moments(self.optimizer, moments)
-        for part in (*weights(self.runner), *optimizer_state(self.runner, self.optimizer)):
-            fill(replace(part, namespace=begin + part.namespace))
+        for box in (*weights(self.runner), *optimizer_state(self.runner, self.optimizer)):
+            fill(replace(box, namespace=prefix + box.namespace))
 
-    def _gradients(
-        self, micro_batches: Sequence[Batch], temperature: float, judge: Judge, cp_sizes: Sequence[int] | None
+    def _compute_gradients(
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        loss_closure: LossClosure,
+        cp_sizes: Sequence[int] | None,
     ) -> list[Report]:
-        """Make them; what this rank has to tell of them."""
+        """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
         with self.runner.timer("optimizer"):
-            for chunk in self.runner.runnable:
+            for chunk in self.runner.model_chunks:
                 chunk.zero_grad_buffer()  # type: ignore[operator]
             self.optimizer.zero_grad()
-        reports = self.runner.run(micro_batches, temperature, judge, forward_only=False, cp_sizes=cp_sizes)
-        select_outputs = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
+        reports = self.runner.run(micro_batches, temperature, loss_closure, forward_only=False, cp_sizes=cp_sizes)
+        selected = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
         with self.runner.timer("optimizer"):
-            broken = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.runner))
-        return [*select_outputs, {BROKEN: torch.as_tensor(broken)}]
+            non_finite = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.runner))
+        return [*selected, {NON_FINITE_BUFFERS: torch.as_tensor(non_finite)}]
 
-    def _carry_out(self, verdict: Verdict) -> dict[str, float]:
-        """Change the weights, or not; the same on all ranks."""
+    def _apply(self, verdict: Verdict) -> dict[str, float]:
+        """Steps, skips or rolls back; the verdict is the same on all ranks."""
         grad_norm = 0.0
         if verdict == "step":
             if self._last_good is not None:
@@ -195,7 +231,7 @@ class Trainer:
 
 
 def optimizer_calls() -> AbstractContextManager[None]:
-    """Held around the building and the steps of a megatron-core optimizer."""
+    """Returns the context manager in which a megatron-core optimizer is built and steps."""
     if torch.cuda.is_available():
         return nullcontext()
     from verl_mg.megatron.cpu_shim import tensor_types_named_cuda
@@ -204,15 +240,15 @@ def optimizer_calls() -> AbstractContextManager[None]:
 
 
 def _finalize_without_dividing(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """Sum gradients over ranks and leave them so: the loss was divided by its global normalizer before."""
+    """Sums gradients over ranks without dividing them: the loss was divided by its global normalizer before."""
     finalize_model_grads(model, None, **groups)
 
 
 def _unhook(models: list[Any]) -> None:
-    """Let go of the nodes whose hooks hold the model: Python's collector cannot see them, and it would never end."""
+    """Releases autograd nodes whose hooks reference the model: Python's collector cannot see these cycles."""
     for model in models:
         model.grad_accs.clear()
-        model.config.grad_scale_func = None  # the optimizer, whose shards hold the same nodes
+        model.config.grad_scale_func = None  # a method of the optimizer, whose shards reference the same nodes
 
 
 def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
@@ -232,16 +268,31 @@ def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOpt
 
 
 def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
-    """UserError for a learning rate that falls, nobody says over how many steps."""
+    """Checks that a decaying schedule has a number of steps.
+
+    Args:
+        config: optimizer settings.
+        name: section of the role in the configuration.
+
+    Raises:
+        UserError: `decay_steps` is missing.
+    """
     if config.schedule != "constant" and config.decay_steps is None:
         raise UserError(
-            f"{name}.optimizer.schedule is {config.schedule!r}: write {name}.optimizer.decay_steps, the optimizer "
-            "steps over which the learning rate falls to min_lr"
+            f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set {name}.optimizer.decay_steps, "
+            "the optimizer steps over which the learning rate falls to min_lr."
         )
 
 
 def learning_rate_schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """megatron-core's schedule, to be stepped before each optimizer step: step k of a warm-up has k/warmup_steps."""
+    """Creates megatron-core's learning-rate schedule, to be stepped before each optimizer step.
+
+    Step k of the warm-up, counted from 1, has the learning rate lr * k / warmup_steps.
+
+    Args:
+        optimizer: an optimizer of megatron-core.
+        config: optimizer settings.
+    """
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

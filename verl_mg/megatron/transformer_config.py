@@ -1,4 +1,4 @@
-"""What megatron-core builds of a Hugging Face model under a layout: its configuration, and the modules of a layer.
+"""megatron-core's configuration of a Hugging Face model under a layout, and the modules of its layers.
 
 Every family of the weight table can be built and trained.
 """
@@ -16,37 +16,44 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from verl_mg.layout import Layout
-from verl_mg.megatron.attention import PackedAttention
-from verl_mg.megatron.linear import NormedRowParallelLinear
-from verl_mg.megatron.mla import MultiLatentAttention, PackedMLA
-from verl_mg.megatron.norm import RMSNorm
+from verl_mg.megatron.attention import MultiLatentAttention, PackedAttention, PackedMLA
+from verl_mg.megatron.layers import NormedRowParallelLinear, RMSNorm
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.models.hf_config import HFConfig
 
 Fields = dict[str, Any]
+"""Arguments of `TransformerConfig` by name."""
 
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
+"""Activation functions by their names in config.json."""
 
-# Without Transformer Engine megatron-core has mock objects for its classes, and still asks for instances of them.
+# Without Transformer Engine megatron-core has mock objects for its classes, and still calls isinstance with them.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recompute: bool) -> TransformerConfig:
-    """megatron-core's configuration of the model under a layout."""
+    """Creates megatron-core's configuration.
+
+    Args:
+        c: the model.
+        layout: parallel sizes.
+        dtype: dtype of the weights.
+        recompute: recompute all activations of a layer in the backward pass.
+    """
     kind = MLATransformerConfig if c.latent else TransformerConfig
     on_gpu = torch.cuda.is_available()
     return kind(
-        **_network(c),
+        **_model_fields(c),
         **_latent_attention(c),
         **_experts(c, layout),
         **_parallelism(c, layout),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # Losses come normalised by the whole mini-batch: gradients are summed, never divided again.
+        # Losses are normalized over the whole mini-batch: gradients are summed, never divided again.
         calculate_per_token_loss=True,
         perform_initialization=False,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
@@ -54,15 +61,15 @@ def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recomput
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu and c.activation == "silu",
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=adds_gradients_in_kernel(),
+        gradient_accumulation_fusion=has_gradient_accumulation_kernel(),
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
 
 
-def adds_gradients_in_kernel() -> bool:
-    """Whether Apex's kernel is there, by which a weight's gradient is added to its float32 buffer as it is computed."""
+def has_gradient_accumulation_kernel() -> bool:
+    """Returns whether Apex's kernel is installed, which adds weight gradients to float32 buffers as it computes them."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -73,12 +80,17 @@ def adds_gradients_in_kernel() -> bool:
 
 
 def block_spec(c: HFConfig, layers: range) -> TransformerBlockSubmodules:
-    """The modules of a run of layers, given by their global indices."""
+    """Returns the modules of consecutive layers.
+
+    Args:
+        c: the model.
+        layers: global indices of the layers.
+    """
     specs = [_layer_spec(c, layer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def _network(c: HFConfig) -> Fields:
+def _model_fields(c: HFConfig) -> Fields:
     return {
         "num_layers": c.layers,
         "hidden_size": c.hidden,
@@ -114,7 +126,7 @@ def _latent_attention(c: HFConfig) -> Fields:
 
 
 def _experts(c: HFConfig, layout: Layout) -> Fields:
-    # Checked against variable lengths, without experts too.
+    # megatron-core checks it against variable lengths, even without experts.
     dispatcher = {"moe_token_dispatcher_type": "alltoall"}
     if c.experts is None:
         return dispatcher
@@ -125,7 +137,7 @@ def _experts(c: HFConfig, layout: Layout) -> Fields:
         "moe_layer_freq": [int(c.has_experts(layer)) for layer in range(c.layers)],
         "moe_router_topk": c.experts.top_k,
         "moe_router_dtype": "fp32" if c.experts.float32 else None,
-        "moe_router_pre_softmax": True,  # our router normalises after it, where the model does
+        "moe_router_pre_softmax": True,  # our router normalizes after the softmax where the model does
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
@@ -138,17 +150,17 @@ def _parallelism(c: HFConfig, layout: Layout) -> Fields:
         "context_parallel_size": layout.cp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "pipeline_model_parallel_layout": _pipeline(c, layout) if layout.pp > 1 else None,
+        "pipeline_model_parallel_layout": _pipeline_layout(c, layout) if layout.pp > 1 else None,
         "sequence_parallel": layout.tp > 1,
         "variable_seq_lengths": layout.pp > 1,
-        # With two stages the previous and the next rank are one: batched P2P would mix activations and gradients.
+        # With two stages the previous and the next rank are the same: batched P2P would mix activations and gradients.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
     }
 
 
-def _pipeline(c: HFConfig, layout: Layout) -> list[list[str]]:
-    """What stands on each chunk, in the order of the layers: megatron-core numbers uneven runs by it."""
+def _pipeline_layout(c: HFConfig, layout: Layout) -> list[list[str]]:
+    """Returns the modules of each chunk in the order of the layers, by which megatron-core numbers uneven stages."""
     chunks = [
         ["decoder"] * len(layout.layers(c.layers, stage, chunk))
         for chunk in range(layout.vpp)
@@ -188,5 +200,5 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
 
 
 def _norms_inside_attention(c: HFConfig) -> bool:
-    """Of queries and keys, or of what latent attention compresses."""
+    """Returns whether attention has norms: of queries and keys, or of the latents of latent attention."""
     return c.qk_norm or c.latent is not None

@@ -112,7 +112,7 @@ class Throughput:
         self, chunk: torch.nn.Module, arguments: tuple[MicroBatch, float], runner: ModelRunner, rows: RowFlops
     ) -> None:
         micro, _ = arguments
-        learns, group = torch.is_grad_enabled(), micro.packed.context
+        learns, group = torch.is_grad_enabled(), micro.packed.cp_group
         # All ranks that share a micro-batch see all of it: each counts its share.
         sharing = runner.layout.tp * runner.layout.pp * (dist.get_world_size(group) if group else 1)
         lengths = micro.rows.lengths.tolist()

@@ -12,8 +12,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import format_suggestions
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.from_config import PlanRequest, RoleRequest
-from verl_mg.planner.hardware_profile import read_hardware_profile
-from verl_mg.planner.inputs import PlanInputs
+from verl_mg.planner.inputs import PlanInputs, read_hardware_profile
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.report import Numbers, pair_numbers, search_numbers, show
 from verl_mg.planner.roles import PlannedRole, auxiliary_role, check

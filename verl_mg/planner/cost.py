@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_mg.layout import EngineLayout, Layout
-from verl_mg.planner.activations import micro_batches
 from verl_mg.planner.inputs import GIGA, WEIGHT_BYTES, PlanInputs
-from verl_mg.planner.memory import GRADIENT_BYTES, RolloutMemory
+from verl_mg.planner.memory import GRADIENT_BYTES, RolloutMemory, micro_batches
 
 TERA = 1e12
 ALL_REDUCE_SECONDS = {True: 1e-5, False: 4e-5}  # of a small message, within a node and across nodes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, format_ranks
@@ -170,3 +172,23 @@ class PlanInputs:
         share = f"engines take {self.memory_fraction:g} of what is free when they start" if self.memory_fraction else ""
         asleep = "engines leave it while training computes" if self.sleep else "engines never leave it"
         return ", ".join(line for line in (waits, stays, asleep, share) if line)
+
+
+FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "host")
+
+
+def read_hardware_profile(path: str | Path) -> dict[str, float]:
+    """The figures of a file. UserError naming what is not one."""
+    try:
+        figures = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable JSON file ({error})") from None
+    if not isinstance(figures, dict):
+        raise UserError(f"{path}: a {type(figures).__name__}, not an object of figures: {', '.join(FIGURES)}")
+    for name, value in figures.items():
+        if name not in FIGURES:
+            raise UserError(f"{path}: no figure {name!r}; there are {', '.join(FIGURES)}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and math.isfinite(value) and value > 0):
+            raise UserError(f"{path}: {name} is {value!r}; write a number above 0")
+    return {name: float(value) for name, value in figures.items()}

@@ -10,12 +10,12 @@ from rich.table import Table
 
 from verl_mg.layout import EnginePlacement, format_ranks
 from verl_mg.layout.suggest import format_layout
-from verl_mg.planner.activations import micro_batches
 from verl_mg.planner.cost import bubble_share, samples_at_once
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
+from verl_mg.planner.iteration_time import gathered_bytes
+from verl_mg.planner.memory import micro_batches
 from verl_mg.planner.memory_phases import awake, problem, syncing, training
 from verl_mg.planner.search import Pair, RolloutSide, TrainSide
-from verl_mg.planner.sync import gathered_bytes
 
 Numbers = dict[str, Any]
 """What JSON can say: texts, numbers, lists, and dictionaries of them."""

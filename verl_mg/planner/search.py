@@ -10,21 +10,20 @@ from itertools import groupby
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
-from verl_mg.planner.activations import micro_batches
 from verl_mg.planner.cost import inference_seconds, rollout_seconds, train_seconds
 from verl_mg.planner.inputs import WEIGHT_BYTES, PlanInputs
-from verl_mg.planner.iteration_time import Seconds, iteration_seconds
+from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, weight_sync
 from verl_mg.planner.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
     RolloutMemory,
     TrainMemory,
+    micro_batches,
     rollout_memory,
     train_memory,
 )
 from verl_mg.planner.memory_phases import at_rest, engine_limit, problem
 from verl_mg.planner.roles import check, fit_layout
-from verl_mg.planner.sync import Sync, weight_sync
 
 PARTNERS = 4
 """So many rollout layouts are tried with each training layout, byte by byte."""

@@ -29,12 +29,11 @@ from verl_mg.planner.cost import (
     working_seconds,
 )
 from verl_mg.planner.inputs import PlanInputs
-from verl_mg.planner.iteration_time import Seconds, iteration_seconds
+from verl_mg.planner.iteration_time import Seconds, iteration_seconds, weight_sync
 from verl_mg.planner.lengths import Length
 from verl_mg.planner.memory import RolloutMemory, train_memory
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.search import rollout_side
-from verl_mg.planner.sync import weight_sync
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Critic(TrainableRole):
 class RewardModel(Role):
     """Sequence classifier that scores a row at its last token, as `transformers` does."""
 
-    head, behind = "value", 0
+    head, hidden_offset = "value", 0
 
     def compute_scores(self, batch: Batch) -> Tensor:
         """Returns the score of each row, (n,) float32."""

@@ -35,7 +35,7 @@ class Role:
 
     head: ClassVar[Head] = "language"
     """Output layer of the model: logits over the vocabulary, or a value head."""
-    behind: ClassVar[int] = 1
+    hidden_offset: ClassVar[int] = 1
     """Offset from a token to the hidden state that scores it: 1 for language-model heads, 0 for reward heads."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Role:
             name: the role's name in metrics and messages.
         """
         self.model_dir, self.name = model_dir, name
-        self.runner = ModelRunner(model_dir, groups, dtype, recompute, self.head, self.behind, lora, context.timer)
+        self.runner = ModelRunner(model_dir, groups, dtype, recompute, self.head, self.hidden_offset, lora, context.timer)
         self._context = context
         self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch
         self._flops = row_flops(self.runner.table.config, self.runner.table.tensor_index)
@@ -104,7 +104,7 @@ class Role:
         """Returns the outputs of the rows that this rank sends to their owners, by row number of the index."""
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
         outputs: dict[int, Tensor] = {}
-        results = self.runner.judge(micro_batches, self._temperature, plan.cp_sizes)
+        results = self.runner.infer(micro_batches, self._temperature, plan.cp_sizes)
         rows = self._rows_of_rank(dist.get_rank(), plan)
         for numbers, micro, result in zip(rows, micro_batches, results, strict=bool(results)):
             if result is not None:

@@ -177,13 +177,13 @@ class TrainableRole(Role):
         """
         self._load_all()
         if self.runner.is_member:
-            for part in self.trainer.parts():
+            for part in self.trainer.stored_boxes():
                 yield replace(part, namespace=f"{self.name}/{part.namespace}")
 
     def counts(self) -> RoleCounters:
         """Returns the counters that belong to `parts`; all ranks call it together."""
         self._load_all()
-        local = self.trainer.counts().model_dump(mode="json") if self.runner.is_member else None
+        local = self.trainer.counters().model_dump(mode="json") if self.runner.is_member else None
         trainer = all_gather_json(local)[self.runner.placement.ranks[0]]
         return RoleCounters(updates=self.num_updates, trainer=TrainerCounters.model_validate(trainer))
 
@@ -239,14 +239,14 @@ class TrainableRole(Role):
             if lora and adapter_writer:
                 adapter_writer.create(lora.config, lora.adapted, self.model_dir)
         dist.barrier()
-        served = self.runner.served_parameters()
+        served = self.runner.merged_parameters()
         assigned = assign_writes(self.runner.shard_map(), dist.get_rank())
         for parameter, writes in groupby(assigned, lambda write: write.parameter):
             values = served[parameter].detach()
             for write in writes:
                 writer.write(write.tensor, write.box, values[slices(write.parameter_box)])
         if lora and adapter_writer and self.runner.is_member:
-            for tensor, box, values in lora.own(self.runner.groups.coordinates):
+            for tensor, box, values in lora.local_boxes(self.runner.groups.coordinates):
                 adapter_writer.write(tensor, box, values)
         dist.barrier()
         if dist.get_rank() == 0:

@@ -65,7 +65,9 @@ class HFEngineSync:
             moves = plan(runner.shard_map(), portion, device.ranks_of_a_node(len(ranks)))
             self._lower_bound += moves.lower_bound(rank, size)
             found = aliases(moves, rank)
-            as_they_are = {name: alias for name, alias in found.items() if alias.source not in runner.adapted}
+            as_they_are = {
+                name: alias for name, alias in found.items() if alias.source not in runner.adapted_parameters
+            }
             self._engine.share(aliased_parameters(as_they_are, runner.parameters()))
             yield schedule(moves, rank, runner.dtype)
 
@@ -165,13 +167,13 @@ def sources(portion: Schedule, runner: ModelRunner, own: dict[str, Tensor]) -> M
     """What a rank's part of a portion is taken from: the network's `own` parameters, with the adapters of those that it
     takes merged into copies.
     """
-    if not runner.adapted:
+    if not runner.adapted_parameters:
         return own
     taken = {copy.source for copy in portion.copies if not copy.from_target}
     messages = (message for bucket in portion.buckets for message in bucket.messages)
     taken |= {part.parameter for m in messages if m.outgoing and not m.forwarded for part in m.segments}
-    served = runner.served_parameters()
-    return own | {name: served[name] for name in taken & runner.adapted}
+    served = runner.merged_parameters()
+    return own | {name: served[name] for name in taken & runner.adapted_parameters}
 
 
 def _open(engine: SGLangEngine) -> None:

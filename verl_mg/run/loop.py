@@ -59,7 +59,7 @@ def train(recipe: Recipe, config: Config, world: World, half: RunMode = FULL_RUN
             metrics |= _evaluation(job, iteration)
             books.log(iteration, metrics)
             _keep(job, saver, iteration, last, metrics)
-            if iteration < last and world.signals.asked_to_leave():
+            if iteration < last and world.signals.any_rank_stop_requested():
                 if half.whole:
                     _leave(job, saver, iteration, last, metrics)
                 status.left(f"told to leave after iteration {iteration}")

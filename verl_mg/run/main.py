@@ -22,16 +22,16 @@ def run_recipe(
     from verl_mg.distributed.world import World
 
     world = World.join()
-    with world.signals.heeded():
+    with world.signals.handled():
         try:
             recipe, config = described()
-            world.limit(config.job)
+            world.set_timeouts(config.job)
             from verl_mg.run.loop import train
             from verl_mg.run.mode import RunMode
 
             train(recipe, config, world, RunMode(learns, replayed))
         except UserError as error:
-            world.leave_with(error)
+            world.exit_with_user_error(error)
         except Exception as error:
-            world.fail(error)
-        world.leave()
+            world.abort(error)
+        world.shut_down()
