@@ -3,7 +3,7 @@
     python tools/simulate_scaling.py [--models qwen2_5_7b,qwen3_235b_a22b] [--ranks 8,16,32] [--json FILE]
 
 For each number of GPUs the best layouts are searched for, as `verl-mg plan --search` does, and an iteration of GRPO is
-replayed under them (`verl_mg/planner/simulate.py`): generation, judging, update, weight sync, copies to the host.
+replayed under them (`verl_mg/planner/simulate.py`): generation, inference, update, weight sync, copies to the host.
 
     strong    the same samples on any number of GPUs
     weak      so many samples a GPU
@@ -29,7 +29,7 @@ from verl_mg.sharding.weight_table import WeightTable, weight_table
 
 HERE = Path(__file__).parent
 MODELS = "qwen2_5_7b,qwen2_5_32b,qwen3_235b_a22b,deepseek_v3"
-PARTS = ("rollout", "judging", "update", "sync", "offload")
+PARTS = ("rollout", "inference", "update", "sync", "offload")
 RANKS = "8,16,32,64,128,256,512"
 
 
@@ -93,10 +93,11 @@ def _scaled(
 def _best(weights: WeightTable, ranks: int, batch: Sequence[Length], figures: dict[str, float]) -> Iteration | None:
     """None where the model does not fit."""
     mean, longest = sum(length.total for length in batch) // len(batch), max(length.total for length in batch)
-    setting = PlanInputs(weights, ranks, batch=mean * len(batch), sequence=mean, micro_batch=longest, **figures)
+    tokens = mean * len(batch)
+    inputs = PlanInputs(weights, ranks, tokens_per_iteration=tokens, sequence=mean, micro_batch=longest, **figures)
     try:
-        (pair,) = search(setting, None, None, 1)
-        return simulate(setting, batch, pair.train.layout, pair.rollout.layout)
+        (pair,) = search(inputs, None, None, 1)
+        return simulate(inputs, batch, pair.train.layout, pair.rollout.layout)
     except UserError:
         return None
 
@@ -104,7 +105,7 @@ def _best(weights: WeightTable, ranks: int, batch: Sequence[Length], figures: di
 def _show(name: str, told: dict[str, list[dict[str, object]]], options: argparse.Namespace) -> None:
     print(f"\n{name}: longest sample {options.longest:,} tokens")
     heads = ["GPUs", "train", "rollout", "strong: tokens/s", "efficiency", "weak: tokens/s", "efficiency"]
-    print(f"| {' | '.join(heads)} | weak, seconds: rollout + judging + update + sync + offload |")
+    print(f"| {' | '.join(heads)} | weak, seconds: rollout + inference + update + sync + offload |")
     print("|---:|---|---|---:|---:|---:|---:|---|")
     if not told["weak"]:
         print(f"| {max(options.ranks)} | needs more |")

@@ -54,7 +54,7 @@ def test_cosine():
 
 
 def test_a_decay_without_its_length_is_refused():
-    with pytest.raises(UserError, match=r"write actor\.optimizer\.decay_steps"):
+    with pytest.raises(UserError, match=r"Set actor\.optimizer\.decay_steps"):
         check_schedule(OptimizerConfig(schedule="cosine"))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planner.tiny_settings import DENSE, LATENT, MIXTURE, tiny
+from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, tiny
 from verl_mg.layout import Layout
 from verl_mg.models.hf_config import parse_config
 from verl_mg.planner.memory import activation_bytes, chunks_in_flight, kept_elements
@@ -33,17 +33,17 @@ def test_latent_attention_by_hand():
 
 def test_bytes_of_a_stage_by_hand():
     """64 tokens over tp2, bf16; stage 0 of 2 has two micro-batches in flight, each of two layers."""
-    setting, layout = tiny(DENSE, recompute=False), Layout.parse("tp2-pp2").fit(8)
-    each = kept_elements(setting.weights.config, False, 2)
-    assert activation_bytes(setting, layout, 0) == 2 * 2 * each * 64 * 2 // 2
+    inputs, layout = tiny(DENSE, recompute=False), Layout.parse("tp2-pp2").fit(8)
+    each = kept_elements(inputs.weights.config, False, 2)
+    assert activation_bytes(inputs, layout, 0) == 2 * 2 * each * 64 * 2 // 2
     output = 2 * 2 * 64 * 32 + 4 * 32 * 32 + 3 * 64 * 2**20  # hidden states, the projection's gradient, logits
-    assert activation_bytes(setting, layout, 1) == 1 * 2 * each * 64 * 2 // 2 + output
+    assert activation_bytes(inputs, layout, 1) == 1 * 2 * each * 64 * 2 // 2 + output
 
 
 def test_recomputation_keeps_inputs_and_one_layer():
-    setting, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
-    each = kept_elements(setting.weights.config, False, 2)
-    assert activation_bytes(setting, layout, 0) == (2 * 2 * 32 + each) * 64 * 2 // 2
+    inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
+    each = kept_elements(inputs.weights.config, False, 2)
+    assert activation_bytes(inputs, layout, 0) == (2 * 2 * 32 + each) * 64 * 2 // 2
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
@@ -63,5 +63,5 @@ def test_activations_shrink_with_tp_and_cp_and_grow_with_the_micro_batch():
         return activation_bytes(tiny(MIXTURE, **options), Layout.parse(text).fit(8), 0)
 
     assert size("tp2-pp2") < size("pp2") > size("pp2-cp2")
-    assert size("pp2", micro_batch=128) > size("pp2") > size("pp2", batch=1)
+    assert size("pp2", micro_batch=128) > size("pp2") > size("pp2", tokens_per_iteration=1)
     assert size("pp2", recompute=False) > size("pp2")

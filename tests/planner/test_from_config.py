@@ -10,8 +10,8 @@ PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollou
 UNSEEN = {
     "critic.optimizer.cpu_offload=true": "critic.optimizer.cpu_offload: counted as if the moments were on the device",
     "actor.lora={rank: 4}": "actor.lora: counted as if all weights were trained",
-    "reference.dynamic_context=true": "reference.dynamic_context: counted as if every row were cut over all",
-    "algorithm.one_step_off=true": "algorithm.one_step_off: counted as if samples were drawn before training",
+    "reference.dynamic_context=true": "reference.dynamic_context: counted as if every row were sharded over all",
+    "algorithm.one_step_off=true": "algorithm.one_step_off: counted as if generation finished before training",
 }
 
 
@@ -20,11 +20,11 @@ def notes(*overrides: str) -> tuple[str, ...]:
     return plan_request(config, ppo.roles(config.algorithm)).notes
 
 
-@pytest.mark.parametrize(("override", "told"), UNSEEN.items())
-def test_what_is_not_counted_is_said(override, told):
+@pytest.mark.parametrize(("override", "note"), UNSEEN.items())
+def test_plan_request_uncounted_setting_adds_note(override, note):
     (note,) = notes(override)
-    assert note.startswith(told)
+    assert note.startswith(note)
 
 
-def test_a_plain_job_needs_no_note():
+def test_plan_request_plain_job_has_no_notes():
     assert notes() == ()

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planner.tiny_settings import DENSE, MIXTURE, published, tiny
+from tests.planner.tiny_inputs import DENSE, MIXTURE, published, tiny
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.planner.cost import bubble_share, inference_seconds, optimizer_seconds, train_seconds
 from verl_mg.planner.inputs import AuxiliaryRole
-from verl_mg.planner.iteration_time import iteration_seconds, side_by_side
+from verl_mg.planner.iteration_time import busiest_rank_seconds, iteration_seconds
 from verl_mg.planner.memory import TrainMemory
 from verl_mg.planner.search import pair_of, rollout_side, train_side
 
 GIGA = 10**9
 ACTOR = TrainMemory((), {"weights": (2 * GIGA,), "optimizer states": (12 * GIGA,), "gradients": (4 * GIGA,)})
 FIRST, LAST, ALL = (0, 1, 2, 3), (4, 5, 6, 7), tuple(range(8))
-PARTS = ("rollout", "judging", "update", "sync", "offload")
+PARTS = ("rollout", "inference", "update", "sync", "offload")
 
 
 def critic(ranks, offload=False):
@@ -29,60 +29,60 @@ def reference(ranks, offload=False):
     return AuxiliaryRole("reference", Layout(), {"weights": (GIGA,)}, 0.0, 4.0, ranks, offload)
 
 
-def seconds(offload=False, ranks=ALL, beside=()):
-    setting = tiny(DENSE, role_ranks=ranks, offload=offload, beside=beside, host=10.0)
-    return iteration_seconds(setting, ACTOR, judging=5.0, update=20.0, rollout=100.0, sync=1.0)
+def seconds(offload=False, ranks=ALL, auxiliary_roles=()):
+    inputs = tiny(DENSE, role_ranks=ranks, offload=offload, auxiliary_roles=auxiliary_roles, host=10.0)
+    return iteration_seconds(inputs, ACTOR, inference=5.0, update=20.0, rollout=100.0, sync=1.0)
 
 
 def test_roles_on_the_same_ranks_take_turns():
-    found = seconds(beside=(critic(ALL), reference(ALL)))
-    assert (found.judging, found.update, found.offload) == (5 + 3 + 4, 20 + 30, 0)
+    found = seconds(auxiliary_roles=(critic(ALL), reference(ALL)))
+    assert (found.inference, found.update, found.offload) == (5 + 3 + 4, 20 + 30, 0)
     assert found.all == 100 + 12 + 50 + 1
 
 
 def test_roles_on_other_ranks_work_at_the_same_time():
-    found = seconds(ranks=FIRST, beside=(critic(LAST), reference(LAST)))
-    assert (found.judging, found.update) == (3 + 4, 30)
+    found = seconds(ranks=FIRST, auxiliary_roles=(critic(LAST), reference(LAST)))
+    assert (found.inference, found.update) == (3 + 4, 30)
 
 
 def test_roles_that_share_some_ranks_wait_there():
-    found = seconds(ranks=FIRST, beside=(critic((3, 4, 5, 6)),))
-    assert (found.judging, found.update) == (5 + 3, 20 + 30)
+    found = seconds(ranks=FIRST, auxiliary_roles=(critic((3, 4, 5, 6)),))
+    assert (found.inference, found.update) == (5 + 3, 20 + 30)
 
 
 def test_copies_to_the_host_and_back():
     """10 GB/s. Alone, weights and optimizer states of the actor go and come once, 2 * 14 GB."""
     assert seconds(offload=True).offload == pytest.approx(2.8)
-    # Among others, weights go and come after judging, update and sync; those of the reference only come.
+    # Among others, weights go and come after inference, update and sync; those of the reference only come.
     actor, learner = 3 * 2 * 2 + 2 * 12, 2 * 2 * 1 + 2 * 6
-    assert seconds(offload=True, beside=(critic(ALL, True),)).offload == pytest.approx((actor + learner) / 10)
-    assert seconds(offload=True, beside=(reference(ALL, True),)).offload == pytest.approx((actor + 1) / 10)
-    apart = seconds(offload=True, ranks=FIRST, beside=(critic(LAST, True),))
+    assert seconds(offload=True, auxiliary_roles=(critic(ALL, True),)).offload == pytest.approx((actor + learner) / 10)
+    assert seconds(offload=True, auxiliary_roles=(reference(ALL, True),)).offload == pytest.approx((actor + 1) / 10)
+    apart = seconds(offload=True, ranks=FIRST, auxiliary_roles=(critic(LAST, True),))
     assert apart.offload == pytest.approx(max(actor, learner) / 10)
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 7), min_size=1), st.floats(0, 10)), max_size=5))
-def test_side_by_side_is_between_the_longest_and_the_sum(work):
-    found = side_by_side(work)
+def test_busiest_rank_seconds_is_between_the_longest_and_the_sum(work):
+    found = busiest_rank_seconds(work)
     assert max((s for _, s in work), default=0) <= found + 1e-9 and found <= sum(s for _, s in work) + 1e-9
 
 
 @pytest.mark.parametrize("text", ["tp1", "pp2", "pp2-vpp2", "pp4"])
 def test_judging_is_a_third_of_an_update_where_nothing_is_exchanged(text):
-    setting = tiny(DENSE, recompute=False)
+    inputs = tiny(DENSE, recompute=False)
     layout = Layout.parse(text).fit(8)
-    update = train_seconds(setting, layout) - setting.minibatches * optimizer_seconds(setting, layout)
-    assert update == pytest.approx(3 * inference_seconds(setting, layout))
+    update = train_seconds(inputs, layout) - inputs.minibatches * optimizer_seconds(inputs, layout)
+    assert update == pytest.approx(3 * inference_seconds(inputs, layout))
 
 
 def test_a_pass_by_hand():
     """8 samples of 32 tokens on 8 ranks at 1 TFLOP/s: 2 FLOPs a weight, and attention's pairs; a bubble of a third."""
-    setting, layout = tiny(DENSE, batch=256, micro_batch=32, flops=1.0), Layout.parse("pp2").fit(8)
+    inputs, layout = tiny(DENSE, tokens_per_iteration=256, micro_batch=32, flops=1.0), Layout.parse("pp2").fit(8)
     attention, feed_forward, norms = 32 * 8 * (4 + 2 * 2 + 4), 3 * 32 * 64, 9 * 32
     matrices = 4 * (attention + feed_forward) + 64 * 32 + norms
     flops = 8 * (2 * 32 * matrices + 4 * 4 * 2 * 8 * 32**2)
-    assert bubble_share(setting, layout) == 1 / (2 + 1)
-    assert inference_seconds(setting, layout) == pytest.approx(flops / (8 * 1e12) * 3 / 2)
+    assert bubble_share(inputs, layout) == 1 / (2 + 1)
+    assert inference_seconds(inputs, layout) == pytest.approx(flops / (8 * 1e12) * 3 / 2)
 
 
 def test_a_faster_device_is_faster_where_it_counts():
@@ -95,16 +95,14 @@ def test_a_faster_device_is_faster_where_it_counts():
 
 
 def test_context_parallelism_costs_its_exchange():
-    setting = replace(tiny(MIXTURE, sequence=64), intra_node=1e-3)
-    assert inference_seconds(setting, Layout.parse("cp2").fit(8)) > inference_seconds(
-        setting, Layout.parse("tp1").fit(8)
-    )
+    inputs = replace(tiny(MIXTURE, sequence=64), intra_node=1e-3)
+    assert inference_seconds(inputs, Layout.parse("cp2").fit(8)) > inference_seconds(inputs, Layout.parse("tp1").fit(8))
 
 
 def test_a_pair_has_all_parts():
-    setting = tiny(DENSE)
-    train = train_side(setting, Layout.parse("tp2").fit(8))
-    pair = pair_of(setting, train, rollout_side(setting, EngineLayout(tp=2), train.memory))
-    assert pair.parts.judging == train.judging > 0 and pair.parts.update == train.seconds > 0
+    inputs = tiny(DENSE)
+    train = train_side(inputs, Layout.parse("tp2").fit(8))
+    pair = pair_of(inputs, train, rollout_side(inputs, EngineLayout(tp=2), train.memory))
+    assert pair.parts.inference == train.inference_seconds > 0 and pair.parts.update == train.update_seconds > 0
     assert pair.parts.rollout == pair.rollout.seconds and pair.parts.sync == pair.sync.seconds
     assert pair.seconds == pytest.approx(sum(getattr(pair.parts, name) for name in PARTS))

@@ -31,7 +31,7 @@ def test_a_line_that_is_no_length_is_named(tmp_path, line):
 
 def test_a_file_that_says_nothing(tmp_path):
     (tmp_path / "empty.txt").write_text("# nothing\n")
-    with pytest.raises(UserError, match="holds no lengths"):
+    with pytest.raises(UserError, match="contains no lengths"):
         read_lengths(tmp_path / "empty.txt")
     with pytest.raises(UserError, match="not a readable file of lengths"):
         read_lengths(tmp_path / "nowhere.txt")

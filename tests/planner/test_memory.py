@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.planner.tiny_settings import DENSE, LATENT, MIXTURE, published, tiny
+from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.planner.inputs import GIB
@@ -57,20 +57,20 @@ def test_a_router_bias_is_float32_and_has_no_gradient():
 @pytest.mark.parametrize("raw", [DENSE, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "tp2-pp2-vpp2", "pp4-cp2"])
 def test_all_ranks_of_a_stage_hold_as_much_as_its_first(raw, layout):
-    setting, fitted = tiny(raw), Layout.parse(layout).fit(8)
-    shard_map = setting.weights.shard_map_megatron(Placement.on(fitted, 8))
-    memory = train_memory(setting, fitted)
+    inputs, fitted = tiny(raw), Layout.parse(layout).fit(8)
+    shard_map = inputs.weights.shard_map_megatron(Placement.on(fitted, 8))
+    memory = train_memory(inputs, fitted)
     for rank in range(8):
-        assert elements(setting.weights, shard_map, rank) == memory.elements[fitted.coordinates(rank).pp]
+        assert elements(inputs.weights, shard_map, rank) == memory.elements[fitted.coordinates(rank).pp]
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp4-ep2", "tp2-pp2", "tp4-ep4-adp2"])
 def test_all_ranks_of_an_engine_too(layout):
-    setting, engine = tiny(MIXTURE), EngineLayout.parse(layout)
+    inputs, engine = tiny(MIXTURE), EngineLayout.parse(layout)
     placement = EnginePlacement(engine, tuple(range(8)))
-    shard_map, memory = setting.weights.shard_map_sglang(placement), rollout_memory(setting, engine)
+    shard_map, memory = inputs.weights.shard_map_sglang(placement), rollout_memory(inputs, engine)
     for rank in range(8):
-        assert elements(setting.weights, shard_map, rank) == memory.elements[placement.coordinates(rank).pp]
+        assert elements(inputs.weights, shard_map, rank) == memory.elements[placement.coordinates(rank).pp]
 
 
 def test_a_padded_vocabulary_counts_with_its_padding():
@@ -89,49 +89,51 @@ def test_a_token_in_the_kv_cache():
     assert sum(kv_bytes(deepseek, EngineLayout(tp=4, pp=2), stage) for stage in (0, 1)) == 61 * (512 + 64) * 2
 
 
-def test_the_room_for_the_kv_cache_is_what_the_weights_leave():
-    setting = published("qwen3_235b_a22b", 16)
-    memory = rollout_memory(setting, EngineLayout.parse("tp8-ep8"))
-    assert memory.room == ((80 - 6) * GIB - memory.weights[0],)
-    assert memory.tokens == memory.room[0] // memory.per_token[0] == memory.tokens_per_engine
-    apart = rollout_memory(setting, EngineLayout.parse("tp8-ep8-adp8"))
+def test_cache_bytes_are_limit_minus_weights():
+    inputs = published("qwen3_235b_a22b", 16)
+    memory = rollout_memory(inputs, EngineLayout.parse("tp8-ep8"))
+    assert memory.cache_bytes == ((80 - 6) * GIB - memory.weights[0],)
+    assert memory.tokens == memory.cache_bytes[0] // memory.per_token[0] == memory.tokens_per_engine
+    apart = rollout_memory(inputs, EngineLayout.parse("tp8-ep8-adp8"))
     assert apart.weights > memory.weights and apart.tokens_per_engine == 8 * apart.tokens
 
 
 def test_more_parallelism_is_never_more_memory():
-    setting = published("qwen3_30b_a3b", 64)
+    inputs = published("qwen3_30b_a3b", 64)
     for less, more in (("tp1", "tp2"), ("pp2", "pp4"), ("ep2", "ep4"), ("tp2-ep2-etp1", "tp2-ep2")):
-        small, large = (train_memory(setting, Layout.parse(text).fit(64)) for text in (more, less))
+        small, large = (train_memory(inputs, Layout.parse(text).fit(64)) for text in (more, less))
         for part in ("weights", "gradients"):
             assert max(small.parts[part]) < max(large.parts[part])
     few, many = (train_memory(published("qwen3_30b_a3b", n), Layout().fit(n)) for n in (16, 64))
     assert many.parts["optimizer states"][0] * 4 == few.parts["optimizer states"][0]
 
 
-def test_what_is_too_large_is_named():
-    setting = published("qwen3_235b_a22b", 256)
-    fine, large = (train_memory(setting, Layout.parse(text).fit(256)) for text in ("tp4-pp8-ep8", "tp4-pp4"))
-    engine, heavy = (rollout_memory(setting, EngineLayout(tp=tp)) for tp in (8, 4))
-    assert problem(setting, fine, engine) is None
-    assert problem(setting, large, engine).startswith("training needs") and "gradients" in problem(setting, large, None)
-    assert problem(setting, fine, heavy).startswith("generation needs") and "the engine's weights" in problem(
-        setting, None, heavy
+def test_problem_too_large_names_phase_and_part():
+    inputs = published("qwen3_235b_a22b", 256)
+    fine, large = (train_memory(inputs, Layout.parse(text).fit(256)) for text in ("tp4-pp8-ep8", "tp4-pp4"))
+    engine, heavy = (rollout_memory(inputs, EngineLayout(tp=tp)) for tp in (8, 4))
+    assert problem(inputs, fine, engine) is None
+    assert problem(inputs, large, engine).startswith("training: it needs") and "gradients" in problem(
+        inputs, large, None
+    )
+    assert problem(inputs, fine, heavy).startswith("generation: it needs") and "the engine's weights" in problem(
+        inputs, None, heavy
     )
     both = published("qwen3_235b_a22b", 256, memory=62.0)
-    assert problem(both, fine, engine).startswith("the weight sync needs")
+    assert problem(both, fine, engine).startswith("the weight sync: it needs")
     assert problem(both, fine, None) is None and problem(both, None, engine) is None
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ranks": 0}, "--ranks is 0"),
-        ({"ranks": 12}, "no whole nodes of 8; write 8 or 16"),
-        ({"ranks": 8, "inter_node": -1.0}, "--inter-node is -1.0"),
-        ({"ranks": 8, "reserve": 80.0}, "less than --memory 80"),
-        ({"ranks": 8, "memory": float("nan")}, "--memory is nan"),
+        ({"ranks": 0}, "--ranks: 0"),
+        ({"ranks": 12}, "not a multiple of --node 8. Use 8 or 16"),
+        ({"ranks": 8, "inter_node": -1.0}, "--inter-node: -1.0"),
+        ({"ranks": 8, "reserve": 80.0}, "below --memory 80"),
+        ({"ranks": 8, "memory": float("nan")}, "--memory: nan"),
     ],
 )
-def test_options_that_make_no_sense(options, words):
+def test_plan_inputs_invalid_option_raises(options, words):
     with pytest.raises(UserError, match=words):
         tiny(DENSE, **options)

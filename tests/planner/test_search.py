@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planner.tiny_settings import DENSE, MIXTURE, published, tiny
+from tests.planner.tiny_inputs import DENSE, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.layout.suggest import format_layout
@@ -19,8 +19,8 @@ from verl_mg.planner.search import (
 
 
 def test_what_is_tried():
-    setting = tiny(MIXTURE, node=4)
-    trains, rollouts = list(train_layouts(setting)), list(rollout_layouts(setting))
+    inputs = tiny(MIXTURE, node=4)
+    trains, rollouts = list(train_layouts(inputs)), list(rollout_layouts(inputs))
     assert all(layout.ranks == 8 and layout.tp <= 2 and layout.etp in (1, layout.tp) for layout in trains)
     assert {format_layout(layout) for layout in trains} >= {"tp1", "tp2-pp4", "tp2-ep8-etp1", "pp2-ep2"}
     assert {str(layout) for layout in rollouts} >= {"tp1", "tp4-ep4", "tp4-adp4", "tp4-ep2-adp4"}
@@ -29,32 +29,32 @@ def test_what_is_tried():
 
 
 def test_the_best_come_first_and_all_fit():
-    setting = published("qwen3_30b_a3b", 16)
-    pairs = search(setting, None, None, 3)
+    inputs = published("qwen3_30b_a3b", 16)
+    pairs = search(inputs, None, None, 3)
     assert len(pairs) == 3 and len({pair.train.layout for pair in pairs}) == 3
     assert [pair.seconds for pair in pairs] == sorted(pair.seconds for pair in pairs)
     for pair in pairs:
-        assert problem(setting, pair.train.memory, pair.rollout.memory) is None
-        assert pair.seconds == pair.parts.all >= pair.train.seconds + pair.rollout.seconds + pair.sync.seconds
-    best = pairs[0].train.seconds
-    for layout in (layout for layout in train_layouts(setting) if layout.cp == layout.vpp == 1):
-        fits = problem(setting, train_memory(setting, layout), pairs[0].rollout.memory) is None
-        assert not fits or train_seconds(setting, layout) >= best
+        assert problem(inputs, pair.train.memory, pair.rollout.memory) is None
+        assert pair.seconds == pair.parts.all >= pair.train.update_seconds + pair.rollout.seconds + pair.sync.seconds
+    best = pairs[0].train.update_seconds
+    for layout in (layout for layout in train_layouts(inputs) if layout.cp == layout.vpp == 1):
+        fits = problem(inputs, train_memory(inputs, layout), pairs[0].rollout.memory) is None
+        assert not fits or train_seconds(inputs, layout) >= best
 
 
 def test_a_side_that_is_given_stays():
-    setting = published("qwen3_30b_a3b", 16)
+    inputs = published("qwen3_30b_a3b", 16)
     train, rollout = Layout.parse("tp2-pp2-ep4").fit(16), EngineLayout.parse("tp4-ep4")
-    assert {pair.rollout.layout for pair in search(setting, None, rollout, 2)} == {rollout}
-    pairs = search(setting, train, None, 3)
+    assert {pair.rollout.layout for pair in search(inputs, None, rollout, 2)} == {rollout}
+    pairs = search(inputs, train, None, 3)
     assert {pair.train.layout for pair in pairs} == {train} and len({pair.rollout.layout for pair in pairs}) == 3
-    (only,) = search(setting, train, rollout, 3)
+    (only,) = search(inputs, train, rollout, 3)
     assert (only.train.layout, only.rollout.layout) == (train, rollout)
 
 
 def test_an_engine_spans_nodes_only_where_it_must():
-    setting = published("llama_3_1_405b", 128)
-    assert {pair.rollout.layout.tp for pair in search(setting, None, None, 2)} == {16}
+    inputs = published("llama_3_1_405b", 128)
+    assert {pair.rollout.layout.tp for pair in search(inputs, None, None, 2)} == {16}
 
 
 def test_an_engine_spans_more_nodes_where_training_needs_the_room():
@@ -64,32 +64,32 @@ def test_an_engine_spans_more_nodes_where_training_needs_the_room():
 
 
 def test_nothing_fits():
-    with pytest.raises(UserError, match="no layout of training fits 74 GiB on 8 ranks: give more"):
+    with pytest.raises(UserError, match="no layout of training fits 74 GiB on 8 ranks. Use more"):
         search(published("qwen3_30b_a3b", 8, micro_batch=10**6), None, EngineLayout(tp=4), 1)
     with pytest.raises(UserError, match="no layout of generation fits"):
         search(published("llama_3_1_405b", 8), None, None, 1)
 
 
 def test_the_nearest_layouts_hold():
-    setting = published("qwen3_235b_a22b", 256)
+    inputs = published("qwen3_235b_a22b", 256)
     for text in ("tp8-pp4-ep8", "tp4-pp4", "tp4-pp3-ep8", "tp4-pp4-ep8-cp2"):
-        near = nearest_train(setting, Layout.parse(text))
+        near = nearest_train(inputs, Layout.parse(text))
         assert near
         for other in near:
-            assert problem(setting, train_memory(setting, other), None) is None
-    assert format_layout(nearest_train(setting, Layout.parse("tp8-pp4-ep8"))[0]) == "tp4-pp4-ep8"
-    assert str(nearest_rollout(setting, EngineLayout(tp=4))[0]) == "tp8"
+            assert problem(inputs, train_memory(inputs, other), None) is None
+    assert format_layout(nearest_train(inputs, Layout.parse("tp8-pp4-ep8"))[0]) == "tp4-pp4-ep8"
+    assert str(nearest_rollout(inputs, EngineLayout(tp=4))[0]) == "tp8"
     assert nearest_train(published("llama_3_1_405b", 8), Layout(tp=8)) == []
 
 
 def test_a_bubble_shrinks_with_micro_batches_and_interleaving():
-    setting = published("llama_3_1_405b", 256)
+    inputs = published("llama_3_1_405b", 256)
     plain, interleaved = Layout.parse("tp8-pp8").fit(256), Layout.parse("tp8-pp8-vpp4").fit(256)
-    assert bubble_share(setting, plain) == 7 / (128 + 7)  # 4 Mi tokens, dp 4, 8192 tokens each
-    assert bubble_share(setting, interleaved) == 7 / (4 * 128 + 7)
-    assert bubble_share(setting, Layout.parse("tp8").fit(256)) == 0
-    assert train_seconds(setting, interleaved) < train_seconds(setting, plain)
-    assert fullest_stage(setting, plain) == 16 * 8 / 126
+    assert bubble_share(inputs, plain) == 7 / (128 + 7)  # 4 Mi tokens, dp 4, 8192 tokens each
+    assert bubble_share(inputs, interleaved) == 7 / (4 * 128 + 7)
+    assert bubble_share(inputs, Layout.parse("tp8").fit(256)) == 0
+    assert train_seconds(inputs, interleaved) < train_seconds(inputs, plain)
+    assert fullest_stage(inputs, plain) == 16 * 8 / 126
 
 
 def test_the_cost_of_links():
@@ -105,5 +105,5 @@ def test_the_cost_of_links():
 def test_less_room_for_the_cache_is_slower():
     large, small = (published("qwen3_30b_a3b", 16, memory=memory) for memory in (80.0, 30.0))
     engine = EngineLayout(tp=4)
-    seconds = [rollout_seconds(setting, engine, rollout_memory(setting, engine)) for setting in (large, small)]
+    seconds = [rollout_seconds(inputs, engine, rollout_memory(inputs, engine)) for inputs in (large, small)]
     assert seconds[0] < seconds[1]

@@ -1,4 +1,4 @@
-"""The configurations of real clusters fit on paper, and what a file says is what is planned."""
+"""Shipped configurations of clusters fit into memory, and a plan takes its values from the file."""
 
 import json
 from pathlib import Path
@@ -43,11 +43,11 @@ def refused(capsys, *arguments) -> str:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_configuration_fits_and_moves_the_lower_bound(capsys, name):
+def test_plan_shipped_configuration_fits_and_receives_lower_bound(capsys, name):
     numbers = planned(capsys, *command(name))
     assert numbers["problem"] is None
     moved = numbers["sync"]["gib"]
-    assert moved["received by a rank"] == moved["the lower bound of that"]
+    assert moved["received by a rank"] == moved["lower bound of received"]
     assert moved["received by a rank"]["worst"] < moved["received if full tensors were gathered"]["worst"] / 5
     assert numbers["rollout"]["samples_at_once"] >= 64
     written = (ROOT / "recipes" / "configs" / f"{name}.yaml").read_text()
@@ -57,18 +57,18 @@ def test_a_shipped_configuration_fits_and_moves_the_lower_bound(capsys, name):
         assert f"  layout: {numbers[side]['layout']}\n" in written
 
 
-def test_the_file_says_what_the_options_said(capsys):
+def test_plan_file_equals_plan_of_its_options(capsys):
     """512 prompts x 16 samples x (2048 + 20480) tokens, in 16 steps."""
     numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"))
-    told = " ".join(numbers["assumptions"])
-    assert f"an iteration has {512 * 16 * 22528} tokens in samples of 22528, and 1 x 16 optimizer steps" in told
-    assert "a micro-batch has 22528 tokens, a layer keeps its input" in told
+    assumptions = " ".join(numbers["assumptions"])
+    assert f"an iteration has {512 * 16 * 22528} tokens in samples of 22528, and 1 x 16 optimizer steps" in assumptions
+    assert "a micro-batch has 22528 tokens, a layer keeps its input" in assumptions
     assert (
-        "on the host while others compute and engines are awake: the actor" in told
-        and "engines take 0.85 of what is free when they start" in told
+        "on the host while other roles compute and engines are awake: the actor" in assumptions
+        and "engines take 0.85 of the memory that is free when they start" in assumptions
     )
-    assert numbers["beside"] == []
-    options = ["--sequence", "22528", "--micro-batch", "22528", "--batch", str(512 * 16 * 22528)]
+    assert numbers["auxiliary_roles"] == []
+    options = ["--sequence", "22528", "--micro-batch", "22528", "--tokens-per-iteration", str(512 * 16 * 22528)]
     options += ["--train", "tp2-pp8-ep2-etp1", "--rollout", "tp8-ep8-adp8", "--minibatches", "16"]
     bare = planned(
         capsys,
@@ -79,21 +79,21 @@ def test_the_file_says_what_the_options_said(capsys):
     assert bare == numbers
 
 
-def test_what_is_typed_wins_over_the_file(capsys):
-    typed = ["--train", "tp2-pp4-ep2-etp1", "--micro-batch", "45056", "--minibatches", "2", "--no-offload"]
+def test_plan_options_override_file(capsys):
+    options = ["--train", "tp2-pp4-ep2-etp1", "--micro-batch", "45056", "--minibatches", "2", "--no-offload"]
     overrides = ["rollout.layout=tp4", "algorithm.kl_coefficient=0.1", "reference.layout=ep8"]
-    numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"), *typed, *overrides)
+    numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"), *options, *overrides)
     assert numbers["train"]["layout"] == "tp2-pp4-ep2-etp1" and numbers["rollout"]["layout"] == "tp4"
-    told = " ".join(numbers["assumptions"])
+    assumptions = " ".join(numbers["assumptions"])
     assert (
-        "45056 tokens" in told
-        and "1 x 2 optimizer steps" in told
-        and "never leaving it: the actor and reference" in told
+        "45056 tokens" in assumptions
+        and "1 x 2 optimizer steps" in assumptions
+        and "always on the device: the actor and reference" in assumptions
     )
-    assert [role["role"] for role in numbers["beside"]] == ["reference"]
+    assert [role["role"] for role in numbers["auxiliary_roles"]] == ["reference"]
 
 
-def test_critic_and_reference_are_counted_and_named(capsys):
+def test_plan_too_large_names_critic_and_reference(capsys):
     """On the actor's layout a critic is as large, but for the output layer, and a reference has its weights alone."""
     arguments = [*command("ppo_deepseek_v3"), "--memory", "60"]
     with pytest.raises(SystemExit):
@@ -102,26 +102,29 @@ def test_critic_and_reference_are_counted_and_named(capsys):
     numbers = json.loads(out)
     assert numbers["problem"] in err and err.count("\n") == 1
     actor = numbers["train"]["gib"]
-    critic, reference = (role["gib"] for role in numbers["beside"])
+    critic, reference = (role["gib"] for role in numbers["auxiliary_roles"])
     for part in ("weights", "gradients", "optimizer states"):
         assert actor[part]["mean"] * 0.98 < critic[part]["mean"] < actor[part]["mean"]
     assert reference["weights"] == actor["weights"] and "gradients" not in reference
-    whole = actor["all"]["worst"] + sum(critic[p]["worst"] for p in critic if p != "activations")
+    whole = actor["total"]["worst"] + sum(critic[p]["worst"] for p in critic if p != "activations")
     assert numbers["phases"]["training"] == pytest.approx(whole + reference["weights"]["worst"], abs=0.5)
-    assert "training needs" in err and "critic" in err and "reference" in err
+    assert "training: it needs" in err and "critic" in err and "reference" in err
 
 
-def test_a_critic_that_is_typed_is_counted_too(capsys):
+def test_plan_critic_option_adds_its_memory(capsys):
     small = [*SMALL, "--ranks", "32", "--train", "tp2-pp2-ep4", "--rollout", "tp4-ep4"]
     alone = planned(capsys, *small)
     both = planned(capsys, *small, "--critic", "tp2-pp4-ep2", "--reference", "ep8")
-    assert {role["role"]: role["layout"] for role in both["beside"]} == {"reference": "ep8", "critic": "tp2-pp4-ep2"}
+    assert {role["role"]: role["layout"] for role in both["auxiliary_roles"]} == {
+        "reference": "ep8",
+        "critic": "tp2-pp4-ep2",
+    }
     assert both["phases"]["training"] > alone["phases"]["training"] + 10
     assert both["rollout"]["kv_tokens"] < alone["rollout"]["kv_tokens"]
-    assert "GiB of that are the critic's gradients" in refused(capsys, *small, "--critic", "tp2-pp2")
+    assert "GiB of that is the critic's gradients" in refused(capsys, *small, "--critic", "tp2-pp2")
 
 
-def test_engines_on_ranks_of_their_own(capsys):
+def test_plan_rollout_ranks_separates_engines_from_training(capsys):
     """They have their devices for themselves, and training has fewer ranks."""
     small = [*SMALL, "--ranks", "32", "--rollout", "tp4-ep4", "--rollout-ranks", "16"]
     numbers = planned(capsys, *small, "--train", "tp2-pp2-ep4", "--reference", "tp2-pp2-ep4")
@@ -130,50 +133,50 @@ def test_engines_on_ranks_of_their_own(capsys):
     assert numbers["phases"]["generation"] == numbers["rollout"]["gib"]["weights"]["worst"]
 
 
-def test_roles_on_ranks_of_their_own(capsys):
-    """Half of the ranks each: the reference judges while the actor does, and none counts on the other's devices."""
+def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
+    """Half of the ranks each: the reference runs inference while the actor does, and neither uses memory of the other's devices."""
     both = ["algorithm.kl_coefficient=0.1", "reference.layout=tp2-pp2-ep4-etp1"]
     shared = planned(capsys, *command("dapo_qwen3_30b_a3b"), *both)
     apart = ["actor.ranks=0-31", "reference.ranks=32-63"]
     numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"), *both, *apart)
-    (reference,) = numbers["beside"]
+    (reference,) = numbers["auxiliary_roles"]
     assert (numbers["train"]["ranks"], reference["ranks"]) == ("0-31", "32-63")
-    judging = (numbers["train"]["judging_seconds"], reference["judging_seconds"])
-    assert numbers["seconds"]["judging"] == max(judging) > 0
-    told = (shared["train"]["judging_seconds"], shared["beside"][0]["judging_seconds"])
-    assert shared["seconds"]["judging"] == pytest.approx(sum(told), abs=0.01)
-    assert numbers["phases"]["training"] == pytest.approx(numbers["train"]["gib"]["all"]["worst"], abs=0.01)
-    assert numbers["sync"]["gib"]["received by a rank"] == numbers["sync"]["gib"]["the lower bound of that"]
+    inference = (numbers["train"]["inference_seconds"], reference["inference_seconds"])
+    assert numbers["seconds"]["inference"] == max(inference) > 0
+    assumptions = (shared["train"]["inference_seconds"], shared["auxiliary_roles"][0]["inference_seconds"])
+    assert shared["seconds"]["inference"] == pytest.approx(sum(assumptions), abs=0.01)
+    assert numbers["phases"]["training"] == pytest.approx(numbers["train"]["gib"]["total"]["worst"], abs=0.01)
+    assert numbers["sync"]["gib"]["received by a rank"] == numbers["sync"]["gib"]["lower bound of received"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["actor.ranks=60-71"], "ranks 60-71: rank 71 is none of the 64 that hold networks, 0 to 63"),
+        (["actor.ranks=60-71"], "ranks 60-71: rank 71 is out of range. Model roles can use ranks 0-63"),
         (
             ["algorithm.kl_coefficient=0.1", "reference.ranks=63-64"],
-            "reference: ranks 63-64: rank 64 is none of the 64 that hold networks",
+            "reference: ranks 63-64: rank 64 is out of range",
         ),
-        (["rollout.engine=hf"], "rollout.engine=hf: a plan is of SGLang's engines"),
-        (["model.dtype=float32"], "model.dtype=float32: a plan counts bf16"),
-        (["rollout.urls=[http://a:1]"], "rollout.urls: servers that run elsewhere are not planned"),
+        (["rollout.engine=hf"], "rollout.engine=hf: only SGLang engines can be planned"),
+        (["model.dtype=float32"], "model.dtype=float32: only bf16 can be planned"),
+        (["rollout.urls=[http://a:1]"], "rollout.urls: servers outside the job cannot be planned"),
         (["actor.layuot=tp2"], "Did you mean actor.layout?"),
         (["actor.layout=tp8"], "tp8-dp8: tp8 does not divide the 4 key-value heads"),
         (["algorithm.kl_coefficient=0.1", "reference.layout=tp8"], "reference: layout tp8-dp8: tp8 does not divide"),
     ],
 )
-def test_a_mistake_in_the_configuration_is_one_line(capsys, overrides, words):
+def test_plan_invalid_configuration_is_one_line(capsys, overrides, words):
     assert words in refused(capsys, *command("dapo_qwen3_30b_a3b"), *overrides)
 
 
-def test_a_file_or_recipe_that_is_not_there(capsys):
+def test_plan_missing_file_or_recipe_is_one_line(capsys):
     ranks = ["--ranks", "64"]
     assert "nowhere.yaml" in refused(capsys, "plan", "recipes/dapo.py", "--config", "nowhere.yaml", *ranks)
     assert "recipes/dopa.py: no such recipe" in refused(
         capsys, "plan", "recipes/dopa.py", "--config", "recipes/configs/dapo_qwen3_30b_a3b.yaml", *ranks
     )
     assert "model.path or --model" in refused(capsys, *command("dapo_qwen3_30b_a3b")[:6])
-    assert "draws no samples" in refused(
+    assert "generates no samples" in refused(
         capsys, "plan", "recipes/sft.py", "--config", "recipes/configs/quickstart_sft.yaml", *ranks
     )
-    assert "takes --model, or RECIPE and --config" in refused(capsys, "plan", *ranks)
+    assert "Pass --model, or RECIPE and --config" in refused(capsys, "plan", *ranks)

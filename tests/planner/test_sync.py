@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planner.tiny_settings import DENSE, MIXTURE, tiny
+from tests.planner.tiny_inputs import DENSE, MIXTURE, tiny
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.planner.iteration_time import gathered_bytes, sync_seconds, weight_sync
 from verl_mg.planner.memory import train_memory
@@ -19,18 +19,18 @@ def test_the_slowest_rank_decides():
 
 
 def test_gathering_brings_each_rank_all_that_it_lacks():
-    setting, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
-    memory = train_memory(setting, layout)
-    assert gathered_bytes(setting, memory) == tuple(2 * setting.elements - held for held in memory.parts["weights"])
-    assert gathered_bytes(setting, train_memory(setting, Layout().fit(8))) == (0,)
+    inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
+    memory = train_memory(inputs, layout)
+    assert gathered_bytes(inputs, memory) == tuple(2 * inputs.elements - held for held in memory.parts["weights"])
+    assert gathered_bytes(inputs, train_memory(inputs, Layout().fit(8))) == (0,)
 
 
 @pytest.mark.parametrize("node", [2, 8])
 def test_the_plan_moves_the_lower_bound_and_less_than_gathering(node):
-    setting, layout = tiny(MIXTURE, node=node), Layout.parse("tp2-pp2-ep2").fit(8)
-    sync = weight_sync(setting, layout, EngineLayout.parse("tp4-ep4"))
+    inputs, layout = tiny(MIXTURE, node=node), Layout.parse("tp2-pp2-ep2").fit(8)
+    sync = weight_sync(inputs, layout, EngineLayout.parse("tp4-ep4"))
     assert sync.received == sync.lower_bound and len(sync.received) == 8 and len(sync.entered) == 8 // node
-    assert max(sync.received) < max(gathered_bytes(setting, train_memory(setting, layout)))
+    assert max(sync.received) < max(gathered_bytes(inputs, train_memory(inputs, layout)))
     assert (sum(sync.entered) == 0) == (node == 8)
     assert sync.seconds > 0
 

@@ -36,7 +36,7 @@ class Signals:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank received a stop request; other ranks may not have."""
+        """True once this rank received a stop request; other ranks may not have."""
         return self._received > 0
 
     @contextmanager

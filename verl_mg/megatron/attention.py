@@ -91,7 +91,12 @@ def describe_sequences(
 
 
 def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether torch has a kernel for packed sequences of different lengths."""
+    """Returns whether torch has a kernel for packed sequences of different lengths.
+
+    Args:
+        device: device of the model.
+        dtype: dtype of queries, keys and values.
+    """
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
@@ -309,7 +314,12 @@ class MultiLatentAttention(MLASelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Projects hidden states (T / tp, 1, h) to the inputs of `PackedMLA`.
+        """Projects hidden states to the inputs of `PackedMLA`.
+
+        Args:
+            hidden_states: (T / tp, 1, h).
+            _: not read.
+            __: not read.
 
         Returns:
             Query (T, heads, nope + rope); rotary key (T, 1, rope); keys and values (T, heads, nope + v); the latents

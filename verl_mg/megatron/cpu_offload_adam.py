@@ -41,10 +41,8 @@ class CpuOffloadAdamW(torch.optim.AdamW):
             host_weight.grad = _empty_on_host(weight.grad) if host_weight.grad is None else host_weight.grad
             host_weight.grad.copy_(weight.grad, non_blocking=True)
         torch.cuda.synchronize()
-        for (
-            weight,
-            host_weight,
-        ) in pairs:  # a restored checkpoint or snapshot changed `state`, not that of the host optimizer
+        # A restored checkpoint or snapshot has changed `state`, not that of the host optimizer.
+        for weight, host_weight in pairs:
             if weight in self.state:
                 self._host.state[host_weight] = self.state[weight]
             else:

@@ -160,10 +160,11 @@ def build_chunks(
 
 
 def _mark_tensor_parallel(model: PackedModel) -> None:
-    """Tell megatron-core which weights are shards, or the gradient norm would count those of rank 0 alone.
+    """Marks sharded weights for megatron-core: its gradient norm counts unmarked ones only on tensor-parallel rank 0.
 
-    It marks them while it initialises them, which we leave out because every weight comes from a checkpoint.
-    Experts are summed over the expert data parallel ranks, of which megatron-core thinks only where ep > 1.
+    megatron-core marks them when it initializes them, which is left out because every weight is loaded from a
+    checkpoint. Gradients of experts are summed over the expert-data-parallel ranks, which megatron-core does by itself
+    only where ep > 1.
     """
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)

@@ -94,7 +94,7 @@ class ModelRunner:
 
     @property
     def layout(self) -> Layout:
-        """Layout of the model."""
+        """Parallel sizes of the model."""
         return self.groups.layout
 
     @property
@@ -104,7 +104,7 @@ class ModelRunner:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank belongs to the placement, and computes."""
+        """True on the ranks of the placement, which compute."""
         return self.groups.is_member
 
     def output_rank(self, worker_slot: int) -> int:
@@ -114,7 +114,7 @@ class ModelRunner:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank reports the outputs of its data-parallel index."""
+        """True on the rank that reports the outputs of its data-parallel index."""
         return self.is_output_rank_for(self.layout.cp)
 
     def is_output_rank_for(self, cp_size: int) -> bool:

@@ -3,7 +3,7 @@
 megatron-core keeps its process groups in module globals of `megatron.core.parallel_state`, one set for a process. Here
 each role may have another layout on other ranks, so three things are replaced for a limited time, and nothing else:
 
-- The globals of `parallel_state` (names such as `_TENSOR_MODEL_PARALLEL_GROUP`). `ParallelGroups` builds one set for its
+- The globals of `parallel_state`, such as `_TENSOR_MODEL_PARALLEL_GROUP`. `ParallelGroups` builds one set for its
   placement with `initialize_model_parallel`, stores it, and restores the previous globals. `ParallelGroups.active()`
   puts the stored set in place while a role computes; on exit the set is stored again and the previous globals are
   restored, also after an exception.
@@ -94,12 +94,12 @@ class ParallelGroups:
 
     @property
     def layout(self) -> Layout:
-        """Layout of the placement."""
+        """Parallel sizes of the placement."""
         return self.placement.layout
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank belongs to the placement."""
+        """True on the ranks of the placement."""
         return self._coordinates is not None
 
     @property

@@ -99,7 +99,7 @@ class Router(TopKRouter):
             self.register_buffer("expert_bias", bias)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Routes tokens.
+        """Routes tokens to experts.
 
         Args:
             logits: (t, 1, experts).

@@ -1,7 +1,7 @@
 """Checkpointable state of a trained model: weights and optimizer moments as boxes of Hugging Face tensors.
 
-Megatron's distributed optimizer divides the flat memory of all parameters among the data-parallel ranks; a rank's share
-of a parameter is a contiguous range of its elements, which is a few boxes. So each rank writes its own boxes, nothing is
+Megatron's distributed optimizer divides the flat memory of all parameters among the data-parallel ranks; a rank's part
+of a parameter is a contiguous range of its elements, which is a few boxes. Each rank writes its boxes, nothing is
 gathered, and under any other layout each rank reads the boxes that it needs.
 """
 

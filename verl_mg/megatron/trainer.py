@@ -245,7 +245,7 @@ def _finalize_without_dividing(model: list[torch.nn.Module], num_tokens: Tensor 
 
 
 def _unhook(models: list[Any]) -> None:
-    """Releases autograd nodes whose hooks reference the model: Python's collector cannot see these cycles."""
+    """Releases autograd nodes whose hooks reference the model: Python's collector does not see these cycles."""
     for model in models:
         model.grad_accs.clear()
         model.config.grad_scale_func = None  # a method of the optimizer, whose shards reference the same nodes
@@ -279,8 +279,8 @@ def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
     """
     if config.schedule != "constant" and config.decay_steps is None:
         raise UserError(
-            f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set {name}.optimizer.decay_steps, "
-            "the optimizer steps over which the learning rate falls to min_lr."
+            f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set "
+            f"{name}.optimizer.decay_steps, the optimizer steps over which the learning rate falls to min_lr."
         )
 
 

@@ -69,7 +69,7 @@ def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recomput
 
 
 def has_gradient_accumulation_kernel() -> bool:
-    """Returns whether Apex's kernel is installed, which adds weight gradients to float32 buffers as it computes them."""
+    """Returns whether Apex's kernel is installed, which adds weight gradients to float32 buffers directly."""
     if not torch.cuda.is_available():
         return False
     try:

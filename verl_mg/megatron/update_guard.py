@@ -39,7 +39,7 @@ class UpdateGuard:
         return self._config.max_kl is not None and self._config.action == "rollback"
 
     def check(self, sums: Mapping[str, float]) -> tuple[Verdict, dict[str, float]]:
-        """Decides on an update.
+        """Decides whether an update is applied.
 
         Args:
             sums: sums over all ranks of `loss`, NON_FINITE_BUFFERS and, where the loss reports it, `approx_kl`.

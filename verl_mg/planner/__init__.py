@@ -1,17 +1,17 @@
-"""A job on paper: the memory, the bytes of a weight sync and the seconds of its layouts, before anything is started.
+"""Capacity planner: memory, weight-sync bytes and predicted seconds of a job's layouts, without starting anything.
 
-    setting.py       what a layout is judged by: model, ranks, device, links, tokens
-    memory.py        GiB of one rank: weights, gradients, optimizer states, KV cache; activations.py the activations
-    roles.py         the roles beside the actor: critic, reference, reward models
-    phases.py        what stands on a device together, and whether it fits
-    sync.py          bytes and seconds of a weight sync
-    cost.py          predicted seconds of training, of judging and of generation
-    iteration.py     those of an iteration of all roles, by which a search ranks layouts
-    measured.py      figures of devices and links that were measured
-    configured.py    a job's configuration as these numbers
-    search.py        all admissible layouts, those nearest to a given one that fit, the best ones
-    report.py        the numbers as a table and as JSON
-    lengths.py       recorded lengths of prompts and responses
+    inputs.py           model, ranks, device, links and tokens that a plan is computed from; measured hardware figures
+    memory.py           bytes on one rank: weights, gradients, optimizer states, activations, KV cache
+    memory_phases.py    bytes that are on a device at the same time, and whether they fit
+    roles.py            auxiliary roles: critic, reference, reward models
+    cost.py             predicted seconds of training, inference and generation
+    iteration_time.py   predicted seconds of a weight sync and of an iteration of all roles
+    search.py           admissible layouts, the nearest ones that fit, the best ones
+    from_config.py      a job's configuration as inputs of a plan
+    report.py           the numbers as tables and as JSON
+    lengths.py          recorded lengths of prompts and responses
+    simulate.py         simulation of an iteration with recorded lengths
 
-Nothing here needs a device, a process or a checkpoint. Sizes are in bytes and elements unless a name says GiB.
+Nothing here needs a device, a process or a checkpoint. Sizes are in bytes and elements unless a name says GiB. Seconds
+are predicted by a model of the hardware that is not calibrated against measured runs: they only rank layouts.
 """

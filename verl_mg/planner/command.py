@@ -1,4 +1,4 @@
-"""`verl-mg plan`: from the options to the printed report."""
+"""Command `verl-mg plan`: computes a plan from its options and prints the report."""
 
 from __future__ import annotations
 
@@ -28,61 +28,76 @@ from verl_mg.planner.search import (
 from verl_mg.sharding.weight_table import weight_table
 
 OPTIONS = (
-    *("ranks", "node", "memory", "reserve", "intra_node", "inter_node", "sequence", "micro_batch", "batch"),
+    *(
+        "ranks",
+        "node",
+        "memory",
+        "reserve",
+        "intra_node",
+        "inter_node",
+        "sequence",
+        "micro_batch",
+        "tokens_per_iteration",
+    ),
     *("minibatches", "rollout_ranks", "memory_fraction", "offload", "host", "flops", "memory_bandwidth"),
 )
-"""Those that have the names of a setting's fields."""
-ROLES = {"reference": False, "critic": True}
-"""Roles with an option of their own, and whether they learn."""
+"""Options with the names of fields of `PlanInputs`."""
+ROLE_OPTIONS = {"reference": False, "critic": True}
+"""Auxiliary roles with an option for their layout, and whether they are trained."""
 
 
 def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
-    """Print the report. UserError for what cannot be planned, and, after the report, for what does not fit.
+    """Prints the report of a plan.
 
-    job: what a configuration says; options that were typed win over it.
+    Args:
+        options: parsed options of `verl-mg plan`; those that were given win over the configuration.
+        job: values of a job's configuration; None without one.
+
+    Raises:
+        UserError: the plan cannot be computed, or, after the report, the layouts do not fit into memory.
     """
     job = job or PlanRequest()
-    typed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if options.recompute:
-        typed["recompute"] = options.recompute == "full"
+        given["recompute"] = options.recompute == "full"
     measured = read_hardware_profile(options.measured) if options.measured else {}
     model = options.model or job.model
     if model is None:
-        raise UserError("verl-mg plan takes --model, or RECIPE and --config, a file that names one")
-    setting = PlanInputs(
+        raise UserError("--model: no model is given. Pass --model, or RECIPE and --config, a file with model.path.")
+    inputs = PlanInputs(
         weight_table(read_config(Path(model))).with_traced_table(job.sharding_table),
-        **{**job.setting, **measured, **typed},
+        **{**job.fields, **measured, **given},
     )
-    roles = _roles(setting, options, job)
-    setting = replace(setting, beside=tuple(auxiliary_role(setting, role) for role in roles), notes=job.notes)
-    train, rollout = _given(setting, options, PlanRequest() if options.search else job)
+    roles = _roles(inputs, options, job)
+    inputs = replace(inputs, auxiliary_roles=tuple(auxiliary_role(inputs, role) for role in roles), notes=job.notes)
+    train, rollout = _layouts(inputs, options, PlanRequest() if options.search else job)
     if options.search:
         if options.top < 1:
-            raise UserError(f"--top is {options.top}; write 1 or more")
-        _print(search_numbers(setting, search(setting, train, rollout, options.top)), options.json)
+            raise UserError(f"--top: {options.top} is not above 0. Use 1 or more.")
+        _print(search_numbers(inputs, search(inputs, train, rollout, options.top)), options.json)
         return
     if train is None or rollout is None:
-        raise UserError("verl-mg plan takes both --train and --rollout, or --search to find what is left out")
-    one = train_side(setting, train)
-    pair = pair_of(setting, one, rollout_side(setting, rollout, one.memory))
-    _print(pair_numbers(setting, pair), options.json)
-    if too_large := problem(setting, one.memory, pair.rollout.memory):
-        raise UserError(too_large + _instead(setting, pair))
+        raise UserError("--train, --rollout: one of them is missing. Pass both, or --search to find the missing ones.")
+    actor = train_side(inputs, train)
+    pair = pair_of(inputs, actor, rollout_side(inputs, rollout, actor.memory))
+    _print(pair_numbers(inputs, pair), options.json)
+    if too_large := problem(inputs, actor.memory, pair.rollout.memory):
+        raise _with_suggestions(too_large, _nearest_layouts(inputs, pair))
 
 
-def _roles(setting: PlanInputs, options: argparse.Namespace, job: PlanRequest) -> list[PlannedRole]:
-    """Those of the job, with layouts that were typed in place of its own, and those that were only typed."""
+def _roles(inputs: PlanInputs, options: argparse.Namespace, job: PlanRequest) -> list[PlannedRole]:
+    """Returns the auxiliary roles of the job, with layouts from options, and those only given by options."""
     described = {role.name: role for role in job.roles}
-    for name, learns in ROLES.items():
+    for name, is_trained in ROLE_OPTIONS.items():
         if layout := getattr(options, name):
-            like = described.get(name) or RoleRequest(name, layout, learns, setting.micro_batch, setting.recompute)
+            like = described.get(name) or RoleRequest(name, layout, is_trained, inputs.micro_batch, inputs.recompute)
             described[name] = replace(like, layout=layout)
     return [
         PlannedRole(
             role.name,
             role.layout,
-            weight_table(read_config(Path(role.model)) if role.model else setting.weights.config, role.head),
-            role.learns,
+            weight_table(read_config(Path(role.model)) if role.model else inputs.weights.config, role.head),
+            role.is_trained,
             role.micro_batch,
             role.recompute,
             role.ranks,
@@ -92,41 +107,45 @@ def _roles(setting: PlanInputs, options: argparse.Namespace, job: PlanRequest) -
     ]
 
 
-def _given(
-    setting: PlanInputs, options: argparse.Namespace, job: PlanRequest
+def _layouts(
+    inputs: PlanInputs, options: argparse.Namespace, job: PlanRequest
 ) -> tuple[Layout | None, EngineLayout | None]:
-    """The layouts of both sides, checked; None for one that a search is to find."""
+    """Returns the checked layouts of both sides; None for one that a search is to find."""
     trained, served = options.train or job.train, options.rollout or job.rollout
-    return _trained(setting, trained) if trained else None, _served(setting, served) if served else None
+    return _trained(inputs, trained) if trained else None, _served(inputs, served) if served else None
 
 
-def _trained(setting: PlanInputs, text: str) -> Layout:
-    layout, ranks = Layout.parse(text), len(setting.standing)
+def _trained(inputs: PlanInputs, text: str) -> Layout:
+    layout, ranks = Layout.parse(text), len(inputs.placement_ranks)
     try:
         fitted = layout.fit(ranks)
-        check(setting, fitted)
+        check(inputs, fitted)
     except UserError as error:
-        raise UserError(f"{error} {format_suggestions(nearest_train(setting, layout), ranks)}") from None
+        raise _with_suggestions(str(error), format_suggestions(nearest_train(inputs, layout), ranks)) from None
     return fitted
 
 
-def _served(setting: PlanInputs, text: str) -> EngineLayout:
-    layout, ranks = EngineLayout.parse(text), setting.engine_ranks
+def _served(inputs: PlanInputs, text: str) -> EngineLayout:
+    layout, ranks = EngineLayout.parse(text), inputs.engine_ranks
     try:
-        setting.weights.check_engine_layout(layout)
+        inputs.weights.check_engine_layout(layout)
         EnginePlacement(layout, ranks)
     except UserError as error:
-        raise UserError(f"{error} {format_suggestions(nearest_rollout(setting, layout), len(ranks))}") from None
+        raise _with_suggestions(str(error), format_suggestions(nearest_rollout(inputs, layout), len(ranks))) from None
     return layout
 
 
-def _instead(setting: PlanInputs, pair: Pair) -> str:
-    """The nearest layouts of the side that is too large, or of training where only both together are."""
-    heavy = problem(setting, None, pair.rollout.memory) is not None
-    if heavy and not problem(setting, pair.train.memory, None):
-        return f". {format_suggestions(nearest_rollout(setting, pair.rollout.layout), len(setting.engine_ranks))}"
-    found = nearest_train(setting, pair.train.layout, None if heavy else pair.rollout.memory)
-    return f". {format_suggestions(found, len(setting.standing))}"
+def _nearest_layouts(inputs: PlanInputs, pair: Pair) -> str:
+    """Formats the nearest layouts of the side that is too large, or of training where only both together are."""
+    rollout_too_large = problem(inputs, None, pair.rollout.memory) is not None
+    if rollout_too_large and not problem(inputs, pair.train.memory, None):
+        return format_suggestions(nearest_rollout(inputs, pair.rollout.layout), len(inputs.engine_ranks))
+    layouts = nearest_train(inputs, pair.train.layout, None if rollout_too_large else pair.rollout.memory)
+    return format_suggestions(layouts, len(inputs.placement_ranks))
+
+
+def _with_suggestions(error: str, suggestions: str) -> UserError:
+    return UserError(f"{error.rstrip('.')}. {suggestions}")
 
 
 def _print(numbers: Numbers, as_json: bool) -> None:

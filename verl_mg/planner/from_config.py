@@ -1,4 +1,4 @@
-"""A job's configuration as the numbers that a plan is made of."""
+"""Inputs of a plan from a job's configuration."""
 
 from __future__ import annotations
 
@@ -7,66 +7,90 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from verl_mg.config import Config, CriticConfig, ReferenceConfig, TrainableConfig
+from verl_mg.config import Config, ConfigSection, CriticConfig, ReferenceConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import parse_ranks
 
-BESIDE = {
+AUXILIARY_SECTIONS = {
     "critic": "critic",
     "reward_model": "reward_model",
     "frozen_reward_model": "reward_model",
     "process_reward": "process_reward",
     "reference": "reference",
 }
-"""Roles beside the actor, and the sections that describe them."""
+"""Auxiliary roles and their sections of the configuration."""
 WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")
+"""Roles whose model has a value head."""
 FROZEN = ("frozen_reward_model", "reference")
+"""Roles that are not trained."""
 
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """A role beside the actor. `model`: its own directory, where it has one."""
+    """Auxiliary role as the configuration describes it."""
 
     name: str
+    """Name of the role."""
     layout: str
-    learns: bool
+    """Parallel sizes, such as tp4-pp2."""
+    is_trained: bool
+    """Whether it has gradients and an optimizer."""
     micro_batch: int
+    """Tokens of a micro-batch."""
     recompute: bool
+    """Whether all activations of a layer are recomputed in the backward pass."""
     model: str | None = None
+    """Model directory; None for that of the actor."""
     ranks: tuple[int, ...] = ()
+    """Ranks of the job; empty: all model ranks."""
     offload: bool = False
+    """Whether it is on the host while other roles compute."""
 
     @property
     def head(self) -> Literal["language", "value"]:
-        """What stands on top of it."""
+        """Kind of output of its model."""
         return "value" if self.name in WITH_VALUE_HEAD else "language"
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a configuration says; nothing, without one. `setting`: fields of a `Setting` by name."""
+    """Values of a configuration for a plan; empty without a configuration."""
 
     model: str | None = None
+    """Model directory of the actor."""
     train: str | None = None
+    """Layout of the actor."""
     rollout: str | None = None
+    """Layout of an engine."""
     roles: tuple[RoleRequest, ...] = ()
-    setting: dict[str, Any] = field(default_factory=dict)
+    """Auxiliary roles."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of `PlanInputs` by name."""
     notes: tuple[str, ...] = ()
+    """Assumptions of the plan that differ from the job, one line each."""
     sharding_table: Path | None = None
     """Traced table of the rollout engine (`rollout.sharding_table`)."""
 
 
 def plan_request(config: Config, roles: set[str]) -> PlanRequest:
-    """Of the roles that the recipe asks for. UserError naming the key where there is nothing to plan."""
+    """Returns the values of a configuration for a plan.
+
+    Args:
+        config: configuration of the job.
+        roles: names of the roles that the recipe requests.
+
+    Raises:
+        UserError: the job cannot be planned; the message names the key.
+    """
     _check(config, roles)
     actor, rollout, algorithm = config.actor, config.rollout, config.algorithm
     sequence = config.data.max_prompt_tokens + rollout.max_new_tokens
-    setting = {
+    fields = {
         "sequence": sequence,
         "micro_batch": actor.tokens_per_micro_batch,
         "recompute": actor.recompute,
-        "minibatches": getattr(algorithm, "minibatches", 1),
-        "epochs": getattr(algorithm, "epochs", 1),
+        "minibatches": _first_of(algorithm, "num_minibatches", "minibatches"),
+        "epochs": _first_of(algorithm, "num_epochs", "epochs"),
         "rollout_ranks": rollout.num_ranks,
         "memory_fraction": rollout.memory_fraction,
         "max_running_requests": rollout.max_running_requests,
@@ -75,49 +99,57 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         "sleep": rollout.sleep,
     }
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
-        setting["batch"] = prompts * getattr(algorithm, "group_size", 1) * sequence
-    others = tuple(_role(name, getattr(config, section)) for name, section in BESIDE.items() if name in roles)
-    notes = tuple(_notes(config, {"actor": "actor", **BESIDE}, roles))
-    return PlanRequest(
-        str(config.model.path), actor.layout, rollout.layout, others, setting, notes, rollout.sharding_table
+        fields["tokens_per_iteration"] = prompts * getattr(algorithm, "group_size", 1) * sequence
+    auxiliary = tuple(
+        _role(name, getattr(config, section)) for name, section in AUXILIARY_SECTIONS.items() if name in roles
     )
+    notes = tuple(_notes(config, {"actor": "actor", **AUXILIARY_SECTIONS}, roles))
+    return PlanRequest(str(config.model.path), actor.layout, rollout.layout, auxiliary, fields, notes, rollout.sharding_table)
 
 
 def _check(config: Config, roles: set[str]) -> None:
     if "rollout" not in roles:
-        raise UserError("the recipe draws no samples, and a plan is of training and rollout; name one that does")
+        raise UserError(
+            "the recipe generates no samples, and a plan covers training and rollout. Name a recipe with a rollout."
+        )
     if config.rollout.engine != "sglang":
         raise UserError(
-            f"rollout.engine={config.rollout.engine}: a plan is of SGLang's engines; write rollout.engine=sglang"
+            f"rollout.engine={config.rollout.engine}: only SGLang engines can be planned. Set rollout.engine=sglang."
         )
     if config.rollout.urls:
-        raise UserError("rollout.urls: servers that run elsewhere are not planned; leave them out of the plan")
+        raise UserError("rollout.urls: servers outside the job cannot be planned. Leave the key out of the plan.")
     if config.model.dtype != "bfloat16":
-        raise UserError(f"model.dtype={config.model.dtype}: a plan counts bf16; write model.dtype=bfloat16")
+        raise UserError(f"model.dtype={config.model.dtype}: only bf16 can be planned. Set model.dtype=bfloat16.")
 
 
 def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterator[str]:
-    """What a plan does not see."""
+    """Yields the settings that a plan does not take into account."""
     for name, section in sections.items():
-        own = getattr(config, section)
-        if name in roles and name not in FROZEN and own.lora:
+        role = getattr(config, section)
+        if name in roles and name not in FROZEN and role.lora:
             yield f"{name}.lora: counted as if all weights were trained"
-        if name in roles and name not in FROZEN and own.optimizer.cpu_offload:
+        if name in roles and name not in FROZEN and role.optimizer.cpu_offload:
             yield f"{name}.optimizer.cpu_offload: counted as if the moments were on the device"
-        if name in roles and own.dynamic_context:
-            yield f"{name}.dynamic_context: counted as if every row were cut over all context-parallel ranks"
-    if getattr(config.algorithm, "one_step_off", False):
-        yield "algorithm.one_step_off: counted as if samples were drawn before training, not beside it"
+        if name in roles and role.dynamic_context:
+            yield f"{name}.dynamic_context: counted as if every row were sharded over all context-parallel ranks"
+    for section, key in (("rollout", "prefetch"), ("algorithm", "one_step_off")):
+        if getattr(getattr(config, section), key, False):
+            yield f"{section}.{key}: counted as if generation finished before training, not at the same time"
+
+
+def _first_of(algorithm: ConfigSection, *keys: str) -> int:
+    """Returns the value of the first key that the recipe's section has; 1 without any."""
+    return next((getattr(algorithm, key) for key in keys if hasattr(algorithm, key)), 1)
 
 
 def _role(name: str, section: TrainableConfig | ReferenceConfig) -> RoleRequest:
     path = section.path if isinstance(section, CriticConfig | ReferenceConfig) else None
-    learns = name not in FROZEN
-    recompute = learns and isinstance(section, TrainableConfig) and section.recompute
+    is_trained = name not in FROZEN
+    recompute = is_trained and isinstance(section, TrainableConfig) and section.recompute
     return RoleRequest(
         name,
         section.layout,
-        learns,
+        is_trained,
         section.tokens_per_micro_batch,
         recompute,
         str(path) if path else None,

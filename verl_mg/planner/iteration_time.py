@@ -1,8 +1,8 @@
-"""Predicted seconds of an iteration: samples are drawn, roles judge them, roles learn, weights move to the engines.
+"""Predicted seconds of an iteration of all roles, and bytes and seconds of its weight sync. Uncalibrated.
 
-    rollout -> judging (old log-probabilities, references, values) -> update -> sync,    and copies to and from the host
+    rollout -> inference (old log-probs, reference log-probs, values) -> update -> weight sync,    and host copies
 
-Roles on the same ranks work one after the other, roles on other ranks at the same time.
+Roles on the same ranks compute one after the other, roles on disjoint ranks at the same time.
 """
 
 from __future__ import annotations
@@ -11,42 +11,62 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from verl_mg.planner.inputs import GIGA, PlanInputs
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.planner.inputs import GIGA, WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.memory import OPTIMIZER_STATES, TrainMemory
+from verl_mg.reshard import RankTraffic, best_stride, plan
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of each part of an iteration."""
+    """Predicted seconds of each part of an iteration."""
 
     rollout: float
-    judging: float
+    """Seconds of generation."""
+    inference: float
+    """Seconds of log-probs and values of all roles."""
     update: float
+    """Seconds of the updates of all trained roles."""
     sync: float
+    """Seconds of the weight sync."""
     offload: float
+    """Seconds of copies between devices and host."""
 
     @property
     def all(self) -> float:
-        """Of the iteration."""
-        return self.rollout + self.judging + self.update + self.sync + self.offload
+        """Seconds of the whole iteration."""
+        return self.rollout + self.inference + self.update + self.sync + self.offload
 
 
 def iteration_seconds(
-    setting: PlanInputs, train: TrainMemory, judging: float, update: float, rollout: float, sync: float
+    inputs: PlanInputs, train: TrainMemory, inference: float, update: float, rollout: float, sync: float
 ) -> Seconds:
-    """judging, update: the actor's own seconds; those of the roles beside it are in the setting."""
-    others = setting.beside
+    """Combines the seconds of all roles.
+
+    Args:
+        inputs: inputs of the plan, with the auxiliary roles.
+        train: memory of the actor.
+        inference: the actor's seconds of inference.
+        update: the actor's seconds of updates.
+        rollout: seconds of generation.
+        sync: seconds of the weight sync.
+    """
+    others = inputs.auxiliary_roles
     return Seconds(
         rollout,
-        side_by_side([(setting.standing, judging), *((role.ranks, role.judging) for role in others)]),
-        side_by_side([(setting.standing, update), *((role.ranks, role.seconds) for role in others)]),
+        busiest_rank_seconds(
+            [(inputs.placement_ranks, inference), *((role.ranks, role.inference_seconds) for role in others)]
+        ),
+        busiest_rank_seconds(
+            [(inputs.placement_ranks, update), *((role.ranks, role.update_seconds) for role in others)]
+        ),
         sync,
-        _offload_seconds(setting, train),
+        _offload_seconds(inputs, train),
     )
 
 
-def side_by_side(work: Iterable[tuple[Collection[int], float]]) -> float:
-    """Seconds until the busiest rank is done with all that is done on it."""
+def busiest_rank_seconds(work: Iterable[tuple[Collection[int], float]]) -> float:
+    """Returns the seconds of the busiest rank, given the ranks and the seconds of each piece of work."""
     busy: dict[int, float] = defaultdict(float)
     for ranks, seconds in work:
         for rank in ranks:
@@ -54,66 +74,85 @@ def side_by_side(work: Iterable[tuple[Collection[int], float]]) -> float:
     return max(busy.values(), default=0.0)
 
 
-def _offload_seconds(setting: PlanInputs, train: TrainMemory) -> float:
-    """Copies between device and host, at the setting's speed.
+def _offload_seconds(inputs: PlanInputs, train: TrainMemory) -> float:
+    """Computes the seconds of copies between device and host.
 
-    A role leaves once an iteration, for the engines, or after each part in which it works, where others wait too. What
-    it learns with leaves and comes once; weights that do not change only come; gradients are never copied.
+    A role is offloaded once an iteration, for the engines, or after each part in which it computes where other roles
+    are offloaded too. Optimizer states are copied out and in once; frozen weights are only copied in; gradients are
+    never copied.
     """
-    roles = [(setting.standing, train.parts, True, 3)] if setting.offload else []
+    roles = [(inputs.placement_ranks, train.parts, True, 3)] if inputs.offload else []
     roles += [
-        (role.ranks, role.parts, role.seconds > 0, 2 if role.seconds > 0 else 1)
-        for role in setting.beside
+        (role.ranks, role.parts, role.update_seconds > 0, 2 if role.update_seconds > 0 else 1)
+        for role in inputs.auxiliary_roles
         if role.offload
     ]
-    return side_by_side(
-        (ranks, _copied(parts, learns, parts_of_iteration if len(roles) > 1 else 1) / (GIGA * setting.host))
-        for ranks, parts, learns, parts_of_iteration in roles
+    return busiest_rank_seconds(
+        (ranks, _copied_bytes(parts, is_trained, times if len(roles) > 1 else 1) / (GIGA * inputs.host))
+        for ranks, parts, is_trained, times in roles
     )
 
 
-def _copied(parts: Mapping[str, tuple[int, ...]], learns: bool, times: int) -> int:
-    """Bytes of the fullest stage, both ways."""
+def _copied_bytes(parts: Mapping[str, tuple[int, ...]], is_trained: bool, times: int) -> int:
+    """Returns the bytes copied on a rank of the fullest stage, in both directions."""
     weights, states = parts["weights"], parts.get(OPTIMIZER_STATES, (0,) * len(parts["weights"]))
-    return max((1 + learns) * times * weight + 2 * state for weight, state in zip(weights, states, strict=True))
+    return max((1 + is_trained) * times * weight + 2 * state for weight, state in zip(weights, states, strict=True))
 
 
 NOTHING = RankTraffic()
-"""Of a rank with neither actor nor engine."""
+"""Traffic of a rank with neither actor nor engine."""
 
 
 @dataclass(frozen=True)
 class Sync:
-    """One weight sync at the stride that moves least. Bytes: an entry for each rank, `entered` for each node."""
+    """One weight sync, at the stride of engine ranks that moves the fewest bytes."""
 
     stride: int
+    """Distance between neighbouring ranks of an engine."""
     received: tuple[int, ...]
+    """Bytes received by each rank."""
     lower_bound: tuple[int, ...]
+    """Bytes that each rank needs and does not have."""
     entered: tuple[float, ...]
+    """Bytes that enter each node from other nodes."""
     seconds: float
+    """Predicted seconds."""
 
 
-def weight_sync(setting: PlanInputs, train: Layout, rollout: EngineLayout) -> Sync:
-    """The sync from Megatron's layout to SGLang's, by the same plan that carries it out."""
-    ranks = tuple(range(setting.ranks))
-    source = setting.weights.shard_map_megatron(Placement(train.fit(len(setting.standing)), setting.standing))
-    placement = best_stride(source, setting.weights, EnginePlacement(rollout, setting.engine_ranks), setting.node)
-    traffic = plan(source, setting.weights.shard_map_sglang(placement), setting.node).traffic(WEIGHT_BYTES)
-    nodes = [ranks[first : first + setting.node] for first in range(0, setting.ranks, setting.node)]
+def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Sync:
+    """Plans the weight sync from Megatron to SGLang, with the plan that a job executes.
+
+    Args:
+        inputs: inputs of the plan.
+        train: layout of the actor.
+        rollout: layout of an engine.
+    """
+    ranks = tuple(range(inputs.ranks))
+    source = inputs.weights.shard_map_megatron(
+        Placement(train.fit(len(inputs.placement_ranks)), inputs.placement_ranks)
+    )
+    placement = best_stride(source, inputs.weights, EnginePlacement(rollout, inputs.engine_ranks), inputs.node)
+    traffic = plan(source, inputs.weights.shard_map_sglang(placement), inputs.node).traffic(WEIGHT_BYTES)
+    nodes = [ranks[first : first + inputs.node] for first in range(0, inputs.ranks, inputs.node)]
     return Sync(
         placement.stride,
         tuple(traffic.get(rank, NOTHING).received for rank in ranks),
         tuple(traffic.get(rank, NOTHING).lower_bound for rank in ranks),
         tuple(sum(traffic.get(rank, NOTHING).entered for rank in node) for node in nodes),
-        sync_seconds(traffic, setting.intra_node, setting.inter_node),
+        sync_seconds(traffic, inputs.intra_node, inputs.inter_node),
     )
 
 
 def sync_seconds(traffic: Mapping[int, RankTraffic], intra_node: float, inter_node: float) -> float:
-    """Seconds until the slowest rank is done; link speeds in GB/s of a rank.
+    """Predicts the seconds of a sync, those of the slowest rank.
 
     A rank takes entered / inter_node + (received - entered) / intra_node, as if its two links worked in turn, and
     not less than sent / intra_node. Latency, contention and copies in memory are left out.
+
+    Args:
+        traffic: bytes of each rank.
+        intra_node: GB/s of a rank within its node.
+        inter_node: GB/s of a rank to other nodes.
     """
     return max(
         max(t.entered / inter_node + (t.received - t.entered) / intra_node, t.sent / intra_node) / GIGA
@@ -121,10 +160,14 @@ def sync_seconds(traffic: Mapping[int, RankTraffic], intra_node: float, inter_no
     )
 
 
-def gathered_bytes(setting: PlanInputs, memory: TrainMemory) -> tuple[int, ...]:
-    """Bytes that a rank of each stage receives where full tensors are gathered, as verl and slime do.
+def gathered_bytes(inputs: PlanInputs, memory: TrainMemory) -> tuple[int, ...]:
+    """Computes the bytes that a rank of each stage receives where full tensors are gathered, as verl and slime do.
 
-    Every rank materialises every tensor of the model, one after the other, and cuts its rollout shard out of it:
-    it receives (bytes of the whole model) - (bytes that it holds), whatever the rollout layout is.
+    Every rank materializes every tensor of the model, one after the other, and slices its rollout shard from it: it
+    receives (bytes of the whole model) - (bytes of its shards), whatever the rollout layout is.
+
+    Args:
+        inputs: inputs of the plan.
+        memory: memory of the actor.
     """
-    return tuple(setting.weight_bytes - held for held in memory.parts["weights"])
+    return tuple(inputs.weight_bytes - local for local in memory.parts["weights"])

@@ -1,7 +1,7 @@
-"""Recorded lengths: the tokens of prompts and responses of samples that were really drawn.
+"""Recorded lengths: tokens of prompts and responses of samples that a model generated.
 
-A file of them begins with lines that say where they come from, each behind a `#`; then one sample a line, the tokens
-of its prompt and of its response.
+A file starts with lines of provenance, each after a `#`; then one sample per line, the tokens of its prompt and of its
+response.
 """
 
 from __future__ import annotations
@@ -15,46 +15,68 @@ from verl_mg.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Tokens of one sample; both are positive."""
+    """Number of tokens of one sample, both positive."""
 
     prompt: int
+    """Tokens of the prompt."""
     response: int
+    """Tokens of the response."""
 
     @property
     def total(self) -> int:
-        """Tokens of the row that training sees."""
+        """Tokens of the row in training."""
         return self.prompt + self.response
 
 
 def read_lengths(path: str | Path) -> list[Length]:
-    """The samples of a file, in order. UserError naming the line that is not two positive numbers."""
+    """Reads the samples of a file, in order.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not two positive numbers; the message names it.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a readable file of lengths ({error})") from None
-    found = [_read(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if not line.startswith("#")]
-    if not found:
-        raise UserError(f"{path}: holds no lengths; write one with tools/record_lengths.py")
-    return found
+        raise UserError(
+            f"{path}: not a readable file of lengths ({error}). Write one with tools/record_lengths.py."
+        ) from None
+    samples = [_read(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if not line.startswith("#")]
+    if not samples:
+        raise UserError(f"{path}: it contains no lengths. Write one with tools/record_lengths.py.")
+    return samples
 
 
 def _read(line: str, where: str) -> Length:
     numbers = line.split()
     # A count of tokens has far fewer digits than Python reads.
     if len(numbers) != 2 or not all(n.isascii() and n.isdigit() and len(n) < 10 and int(n) for n in numbers):
-        raise UserError(f"{where}: {line!r} is not the tokens of a prompt and of a response, two positive numbers")
+        raise UserError(
+            f"{where}: {line!r} is not a sample. Write two positive numbers, "
+            "the tokens of its prompt and of its response."
+        )
     return Length(*map(int, numbers))
 
 
 def write_lengths(path: str | Path, lengths: Sequence[Length], provenance: Sequence[str]) -> None:
-    """Write a file that `read_lengths` reads."""
+    """Writes a file that `read_lengths` reads.
+
+    Args:
+        path: the file.
+        lengths: samples.
+        provenance: lines that describe the origin of the samples.
+    """
     head = "".join(f"# {line}\n" for line in provenance)
     rows = "".join(f"{length.prompt} {length.response}\n" for length in lengths)
     Path(path).write_text(head + rows, encoding="utf-8")
 
 
 def longest_to(lengths: Sequence[Length], longest: int) -> list[Length]:
-    """The same distribution, every length by the factor that makes the longest sample `longest` tokens."""
+    """Scales all lengths by the factor that makes the longest sample `longest` tokens.
+
+    Args:
+        lengths: samples.
+        longest: tokens of the longest sample of the result, prompt and response.
+    """
     factor = longest / max(length.total for length in lengths)
     return [
         Length(max(1, round(length.prompt * factor)), max(1, round(length.response * factor))) for length in lengths

@@ -1,4 +1,4 @@
-"""What stands on a device together: in training, while samples are drawn, and in the weight sync between them."""
+"""Bytes that are on a device at the same time: in training, in generation and in the weight sync between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Parts = dict[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class _Resident:
-    """A role's parts on one rank, and whether it waits on the host while others compute."""
+    """Memory of a role on one rank, and whether it is offloaded while other roles compute."""
 
     name: str
     parts: Mapping[str, float]
@@ -23,72 +23,98 @@ class _Resident:
 
     @property
     def states(self) -> Parts:
-        """Without what stands only while it computes."""
+        """Parts other than activations."""
         return {(self.name, part): size for part, size in self.parts.items() if part != ACTIVATIONS}
 
     @property
     def computing(self) -> Parts:
-        """All of it."""
+        """All parts, activations included."""
         return {(self.name, part): size for part, size in self.parts.items()}
 
     @property
-    def serving(self) -> Parts:
-        """What a weight sync reads, if the rest can wait on the host."""
+    def sync_source(self) -> Parts:
+        """Parts that are on the device in a weight sync: only weights if the role can be offloaded."""
         return {("actor", "weights"): self.parts["weights"]} if self.offload else self.states
 
 
 Rank = tuple[_Resident, ...]
 
 
-def training(setting: PlanInputs, train: TrainMemory | None) -> Parts:
-    """On the fullest rank, while one of its roles computes and those that are offloaded wait on the host."""
-    return _fullest(_staying(rank, besides=role) | role.computing for rank in _ranks(setting, train) for role in rank)
+def training(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
+    """Returns the parts on the fullest rank while one of its roles computes and offloaded ones are on the host.
 
-
-def at_rest(setting: PlanInputs, train: TrainMemory | None) -> Parts:
-    """All that the roles keep, on the fullest rank, while none computes and none has left."""
-    return _fullest(_together(role.states for role in rank) for rank in _ranks(setting, train))
-
-
-def awake(setting: PlanInputs, train: TrainMemory | None) -> Parts:
-    """What stays on the fullest of the engines' ranks while samples are drawn."""
-    return {} if setting.rollout_ranks else _fullest(map(_staying, _ranks(setting, train)))
-
-
-def syncing(setting: PlanInputs, train: TrainMemory | None) -> Parts:
-    """The same while the actor's weights move to the engines."""
-    serving = (
-        _staying(rank) | _together(role.serving for role in rank if role.name == "actor")
-        for rank in _ranks(setting, train)
-    )
-    return {} if setting.rollout_ranks else _fullest(serving)
-
-
-def engine_limit(setting: PlanInputs, train: TrainMemory | None = None) -> float:
-    """Bytes of a device for the weights and the cache of an engine, beside the other roles.
-
-    SGLang takes its share of what is free when it starts, and it starts while all roles, the actor too, are there.
+    Args:
+        inputs: inputs of the plan.
+        train: memory of the actor; None without an actor.
     """
-    limit = setting.usable - _total(awake(setting, train))
-    return min(limit, _share(setting, train)) if setting.memory_fraction else limit
+    return _fullest(
+        _resident_parts(rank, excluding=role) | role.computing for rank in _ranks(inputs, train) for role in rank
+    )
 
 
-def _share(setting: PlanInputs, train: TrainMemory | None) -> float:
-    there = 0.0 if setting.rollout_ranks else _total(at_rest(setting, train))
-    return setting.memory_fraction * (setting.memory * GIB - there)
+def at_rest(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
+    """Returns the parts on the fullest rank while no role computes and no role is offloaded.
+
+    Args:
+        inputs: inputs of the plan.
+        train: memory of the actor; None without an actor.
+    """
+    return _fullest(_merged(role.states for role in rank) for rank in _ranks(inputs, train))
 
 
-def _ranks(setting: PlanInputs, train: TrainMemory | None) -> list[Rank]:
-    """The ranks that hold networks, one of each kind: of equal roles at equal stages."""
-    roles = [("actor", setting.standing, train.parts, setting.offload)] if train else []
-    roles += [(role.name, role.ranks, role.parts, role.offload) for role in setting.beside]
+def awake(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
+    """Returns the parts of roles on the fullest of the engines' ranks during generation.
+
+    Args:
+        inputs: inputs of the plan.
+        train: memory of the actor; None without an actor.
+    """
+    return {} if inputs.rollout_ranks else _fullest(map(_resident_parts, _ranks(inputs, train)))
+
+
+def syncing(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
+    """Returns the parts of roles on the fullest of the engines' ranks during a weight sync.
+
+    Args:
+        inputs: inputs of the plan.
+        train: memory of the actor; None without an actor.
+    """
+    by_rank = (
+        _resident_parts(rank) | _merged(role.sync_source for role in rank if role.name == "actor")
+        for rank in _ranks(inputs, train)
+    )
+    return {} if inputs.rollout_ranks else _fullest(by_rank)
+
+
+def engine_limit(inputs: PlanInputs, train: TrainMemory | None = None) -> float:
+    """Computes the bytes of a device for weights and KV cache of an engine, in addition to the other roles.
+
+    SGLang takes a fraction of the memory that is free when it starts, and it starts while all roles are on the device.
+
+    Args:
+        inputs: inputs of the plan.
+        train: memory of the actor; None without an actor.
+    """
+    limit = inputs.usable - _total(awake(inputs, train))
+    return min(limit, _engine_fraction(inputs, train)) if inputs.memory_fraction else limit
+
+
+def _engine_fraction(inputs: PlanInputs, train: TrainMemory | None) -> float:
+    occupied = 0.0 if inputs.rollout_ranks else _total(at_rest(inputs, train))
+    return inputs.memory_fraction * (inputs.memory * GIB - occupied)
+
+
+def _ranks(inputs: PlanInputs, train: TrainMemory | None) -> list[Rank]:
+    """Returns the distinct model ranks: ranks with the same roles at the same stages are listed once."""
+    roles = [("actor", inputs.placement_ranks, train.parts, inputs.offload)] if train else []
+    roles += [(role.name, role.ranks, role.parts, role.offload) for role in inputs.auxiliary_roles]
     stages: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, (_, ranks, parts, _) in enumerate(roles):
         each = len(ranks) // len(parts["weights"])
         for index, rank in enumerate(ranks):
             stages[rank].append((number, index // each))
-    kinds = dict.fromkeys(tuple(own) for own in stages.values())
-    return [tuple(_resident(*roles[number], stage) for number, stage in kind) for kind in kinds]
+    distinct = dict.fromkeys(tuple(on_rank) for on_rank in stages.values())
+    return [tuple(_resident(*roles[number], stage) for number, stage in on_rank) for on_rank in distinct]
 
 
 def _resident(
@@ -97,11 +123,11 @@ def _resident(
     return _Resident(name, {part: float(sizes[stage]) for part, sizes in parts.items()}, offload)
 
 
-def _staying(rank: Rank, besides: _Resident | None = None) -> Parts:
-    return _together(role.states for role in rank if not role.offload and role is not besides)
+def _resident_parts(rank: Rank, excluding: _Resident | None = None) -> Parts:
+    return _merged(role.states for role in rank if not role.offload and role is not excluding)
 
 
-def _together(parts: Iterable[Parts]) -> Parts:
+def _merged(parts: Iterable[Parts]) -> Parts:
     return {key: size for part in parts for key, size in part.items()}
 
 
@@ -109,42 +135,48 @@ def _fullest(ranks: Iterable[Parts]) -> Parts:
     return max(ranks, key=_total, default={})
 
 
-def problem(setting: PlanInputs, train: TrainMemory | None, rollout: RolloutMemory | None) -> str | None:
-    """Which phase of the job is too large for the device and by which part, or None where it fits."""
+def problem(inputs: PlanInputs, train: TrainMemory | None, rollout: RolloutMemory | None) -> str | None:
+    """Describes the phase that does not fit the device, with its largest part; None where all phases fit.
+
+    Args:
+        inputs: inputs of the plan.
+        train: memory of the actor; None to leave out training.
+        rollout: memory of an engine; None to leave out generation.
+    """
     if train:
-        parts = training(setting, train)
-        if rollout and not setting.sleep and not setting.rollout_ranks:
-            parts |= {("engine", "weights and cache"): engine_limit(setting, train)}
-        if _total(parts) > setting.usable:
-            return _too_large("training", parts, setting.usable)
+        parts = training(inputs, train)
+        if rollout and not inputs.sleep and not inputs.rollout_ranks:
+            parts |= {("engine", "weights and cache"): engine_limit(inputs, train)}
+        if _total(parts) > inputs.usable:
+            return _too_large("training", parts, inputs.usable)
     if rollout:
-        cache = f"the KV cache of one sample of {setting.sequence} tokens"
+        cache = f"the KV cache of one sample of {inputs.sequence} tokens"
         parts = {
             ("engine", "weights"): float(max(rollout.weights)),
-            ("engine", cache): float(setting.sequence * max(rollout.per_token)),
+            ("engine", cache): float(inputs.sequence * max(rollout.per_token)),
         }
-        beside = awake(setting, train)
-        if _total(parts | beside) > setting.usable:
-            return _too_large("generation", parts | beside, setting.usable)
-        if setting.memory_fraction and _total(parts) > _share(setting, train):
-            return _too_large("generation", parts, _share(setting, train)) + (
-                f"; engines take {setting.memory_fraction:g} of what is free when they start"
+        others = awake(inputs, train)
+        if _total(parts | others) > inputs.usable:
+            return _too_large("generation", parts | others, inputs.usable)
+        if inputs.memory_fraction and _total(parts) > _engine_fraction(inputs, train):
+            return _too_large("generation", parts, _engine_fraction(inputs, train)) + (
+                f"; engines take {inputs.memory_fraction:g} of the memory that is free when they start"
             )
-    if train and rollout and not setting.rollout_ranks:
-        parts = syncing(setting, train) | {("engine", "weights"): float(max(rollout.weights))}
-        if _total(parts) > setting.usable:
-            return _too_large("the weight sync", parts, setting.usable)
+    if train and rollout and not inputs.rollout_ranks:
+        parts = syncing(inputs, train) | {("engine", "weights"): float(max(rollout.weights))}
+        if _total(parts) > inputs.usable:
+            return _too_large("the weight sync", parts, inputs.usable)
     return None
 
 
 def _too_large(phase: str, parts: Parts, limit: float) -> str:
     role, part = max(parts, key=lambda key: parts[key])
     sums = {name: sum(size for key, size in parts.items() if key[0] == name) for name, _ in parts}
-    told = f" ({', '.join(f'{name} {_gib(size)}' for name, size in sums.items())})" if len(sums) > 1 else ""
+    by_role = f" ({', '.join(f'{name} {_gib(size)}' for name, size in sums.items())})" if len(sums) > 1 else ""
     what = part if part.startswith("the ") else f"the {role}'s {part}"
     return (
-        f"{phase} needs {_gib(_total(parts))} GiB on a rank and has {_gib(limit)}{told}; "
-        f"{_gib(parts[role, part])} GiB of that are {what}"
+        f"{phase}: it needs {_gib(_total(parts))} GiB on a rank and has {_gib(limit)}{by_role}; "
+        f"{_gib(parts[role, part])} GiB of that is {what}"
     )
 
 

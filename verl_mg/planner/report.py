@@ -1,4 +1,4 @@
-"""What `verl-mg plan` shows: plain numbers, the same for the tables and for JSON."""
+"""Report of `verl-mg plan`: the same numbers as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,39 +18,49 @@ from verl_mg.planner.memory_phases import awake, problem, syncing, training
 from verl_mg.planner.search import Pair, RolloutSide, TrainSide
 
 Numbers = dict[str, Any]
-"""What JSON can say: texts, numbers, lists, and dictionaries of them."""
+"""JSON object: texts, numbers, lists, and dictionaries of them."""
 
-PARTS = ("rollout", "judging", "update", "sync", "offload")
-OVER_NODES = "engines span nodes here; a job starts none that do, so far"
+PARTS = ("rollout", "inference", "update", "sync", "offload")
+SPANS_NODES = "engines span nodes in this plan; a job cannot start such engines yet"
 PLAIN_WIDTH = 130
-"""Characters of a line where the output is no terminal."""
+"""Characters per line where the output is not a terminal."""
 
 
-def pair_numbers(setting: PlanInputs, pair: Pair) -> Numbers:
-    """Everything about two given layouts; `gib` are GiB of a rank, the worst and the mean of all."""
-    return _frame(setting, [pair]) | {
-        "problem": problem(setting, pair.train.memory, pair.rollout.memory),
-        "train": _train(setting, pair.train),
-        "beside": [_beside(role) for role in setting.beside],
-        "phases": _phases(setting, pair),
+def pair_numbers(inputs: PlanInputs, pair: Pair) -> Numbers:
+    """Returns the numbers of two given layouts; under `gib` GiB of a rank, the worst and the mean of all ranks.
+
+    Args:
+        inputs: inputs of the plan.
+        pair: both layouts.
+    """
+    return _frame(inputs, [pair]) | {
+        "problem": problem(inputs, pair.train.memory, pair.rollout.memory),
+        "train": _train(inputs, pair.train),
+        "auxiliary_roles": [_auxiliary(role) for role in inputs.auxiliary_roles],
+        "phases": _phases(inputs, pair),
         "seconds": {name: round(getattr(pair.parts, name), 3) for name in (*PARTS, "all")},
-        "rollout": _rollout(setting, pair.rollout, pair.sync.stride),
-        "sync": _sync(setting, pair),
+        "rollout": _rollout(inputs, pair.rollout, pair.sync.stride),
+        "sync": _sync(inputs, pair),
     }
 
 
-def search_numbers(setting: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
-    """The layouts that a search found, best first."""
-    return _frame(setting, pairs) | {
-        "score": "predicted seconds of an iteration",
-        "found": [
+def search_numbers(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
+    """Returns the numbers of the layouts that a search returned, best first.
+
+    Args:
+        inputs: inputs of the plan.
+        pairs: layouts, best first.
+    """
+    return _frame(inputs, pairs) | {
+        "score": "predicted seconds of an iteration (uncalibrated)",
+        "layouts": [
             {
                 "train": format_layout(pair.train.layout),
                 "rollout": format_layout(pair.rollout.layout),
                 "stride": pair.sync.stride,
                 "train_gib": _gib(max(pair.train.memory.totals)),
                 "kv_tokens": pair.rollout.memory.tokens_per_engine,
-                "bubble_share": round(bubble_share(setting, pair.train.layout), 3),
+                "bubble_share": round(bubble_share(inputs, pair.train.layout), 3),
                 **{f"{name}_seconds": round(getattr(pair.parts, name), 3) for name in PARTS},
                 "seconds": round(pair.seconds, 3),
             }
@@ -59,80 +69,83 @@ def search_numbers(setting: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
     }
 
 
-def _frame(setting: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
-    spans = any(pair.rollout.layout.ranks > setting.node for pair in pairs)
+def _frame(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
+    spans = any(pair.rollout.layout.ranks > inputs.node for pair in pairs)
     return {
-        "model": setting.weights.config.architecture,
-        "parameters": setting.elements,
-        "ranks": setting.ranks,
-        "node": setting.node,
-        "assumptions": [*setting.assumptions(), *([OVER_NODES] if spans else [])],
+        "model": inputs.weights.config.architecture,
+        "parameters": inputs.elements,
+        "ranks": inputs.ranks,
+        "node": inputs.node,
+        "assumptions": [*inputs.assumptions(), *([SPANS_NODES] if spans else [])],
     }
 
 
-def _train(setting: PlanInputs, side: TrainSide) -> Numbers:
+def _train(inputs: PlanInputs, side: TrainSide) -> Numbers:
     parts = {name: _spread(sizes) for name, sizes in side.memory.parts.items()}
     return {
         "layout": format_layout(side.layout),
         "dp": side.layout.dp,
         "edp": side.layout.edp,
-        "micro_batches": micro_batches(setting, side.layout),
-        "bubble_share": round(bubble_share(setting, side.layout), 3),
-        "ranks": format_ranks(setting.standing),
-        "judging_seconds": round(side.judging, 3),
-        "seconds": round(side.seconds, 3),
-        "gib": parts | {"all": _spread(side.memory.totals)},
+        "micro_batches": micro_batches(inputs, side.layout),
+        "bubble_share": round(bubble_share(inputs, side.layout), 3),
+        "ranks": format_ranks(inputs.placement_ranks),
+        "inference_seconds": round(side.inference_seconds, 3),
+        "update_seconds": round(side.update_seconds, 3),
+        "gib": parts | {"total": _spread(side.memory.totals)},
     }
 
 
-def _beside(role: AuxiliaryRole) -> Numbers:
+def _auxiliary(role: AuxiliaryRole) -> Numbers:
     parts = {name: _spread(sizes) for name, sizes in role.parts.items()}
     return {
         "role": role.name,
         "layout": format_layout(role.layout),
         "ranks": format_ranks(role.ranks),
-        "judging_seconds": round(role.judging, 3),
-        "seconds": round(role.seconds, 3),
+        "inference_seconds": round(role.inference_seconds, 3),
+        "update_seconds": round(role.update_seconds, 3),
         "gib": parts,
     }
 
 
-def _phases(setting: PlanInputs, pair: Pair) -> dict[str, float]:
-    """GiB of the fullest rank of each phase, without the key-value cache."""
+def _phases(inputs: PlanInputs, pair: Pair) -> dict[str, float]:
+    """Returns GiB of the fullest rank of each phase, without the KV cache."""
     weights, train = max(pair.rollout.memory.weights), pair.train.memory
-    sizes = {"training": sum(training(setting, train).values())}
-    sizes["generation"] = sum(awake(setting, train).values()) + weights
-    if not setting.rollout_ranks:
-        sizes["weight sync"] = sum(syncing(setting, train).values()) + weights
+    sizes = {"training": sum(training(inputs, train).values())}
+    sizes["generation"] = sum(awake(inputs, train).values()) + weights
+    if not inputs.rollout_ranks:
+        sizes["weight sync"] = sum(syncing(inputs, train).values()) + weights
     return {phase: _gib(size) for phase, size in sizes.items()}
 
 
-def _rollout(setting: PlanInputs, side: RolloutSide, stride: int) -> Numbers:
+def _rollout(inputs: PlanInputs, side: RolloutSide, stride: int) -> Numbers:
     memory, layout = side.memory, side.layout
     return {
         "layout": format_layout(layout),
         "stride": stride,
-        "engines": EnginePlacement(layout, setting.engine_ranks, stride).engines,
+        "engines": EnginePlacement(layout, inputs.engine_ranks, stride).engines,
         "kv_bytes_per_token": max(memory.per_token),
         "kv_tokens": memory.tokens_per_engine,
-        "samples_at_once": samples_at_once(setting, layout, memory),
+        "samples_at_once": samples_at_once(inputs, layout, memory),
         "seconds": round(side.seconds, 3),
         "gib": {
             "weights": _spread(memory.weights),
-            "room for the KV cache": {"worst": _gib(min(memory.room)), "mean": _gib(_mean(memory.room))},
+            "available for the KV cache": {
+                "worst": _gib(min(memory.cache_bytes)),
+                "mean": _gib(_mean(memory.cache_bytes)),
+            },
         },
     }
 
 
-def _sync(setting: PlanInputs, pair: Pair) -> Numbers:
-    sync, gathered = pair.sync, gathered_bytes(setting, pair.train.memory)
+def _sync(inputs: PlanInputs, pair: Pair) -> Numbers:
+    sync, gathered = pair.sync, gathered_bytes(inputs, pair.train.memory)
     return {
         "seconds": round(sync.seconds, 3),
         "gib": {
             "received by a rank": _spread(sync.received),
-            "the lower bound of that": _spread(sync.lower_bound),
+            "lower bound of received": _spread(sync.lower_bound),
             "received if full tensors were gathered": _spread(gathered),
-            "entering a node from others": _spread(sync.entered),
+            "entering a node": _spread(sync.entered),
         },
     }
 
@@ -150,7 +163,7 @@ def _gib(size: float) -> float:
 
 
 def show(numbers: Numbers) -> None:
-    """Print the tables of a report or of a search."""
+    """Prints the tables of a report or of a search."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -158,10 +171,10 @@ def show(numbers: Numbers) -> None:
 
 
 def render(numbers: Numbers) -> RenderableType:
-    """The same numbers, for a terminal."""
+    """Renders the numbers for a terminal."""
     ranks, size = numbers["ranks"], numbers["parameters"] / 1e9
     head = f"{numbers['model']}, {size:.1f}B parameters, {ranks} ranks on {-(-ranks // numbers['node'])} nodes"
-    tables = [_ranking(numbers)] if "found" in numbers else [_sizes(numbers), _facts(numbers)]
+    tables = [_ranking(numbers)] if "layouts" in numbers else [_sizes(numbers), _facts(numbers)]
     return Group(head, *tables, "Assumptions", _bullets(numbers["assumptions"]))
 
 
@@ -186,7 +199,7 @@ def _sizes(numbers: Numbers) -> Table:
 def _sides(numbers: Numbers) -> Iterator[tuple[str, Numbers]]:
     train, rollout = numbers["train"], numbers["rollout"]
     yield f"train {train['layout']}", train
-    for role in numbers["beside"]:
+    for role in numbers["auxiliary_roles"]:
         yield f"{role['role']} {role['layout']}", role
     yield f"rollout {rollout['layout']}", rollout
     yield "sync", numbers["sync"]
@@ -201,21 +214,21 @@ def _facts(numbers: Numbers) -> Table:
 
 def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
     train, rollout = numbers["train"], numbers["rollout"]
-    yield "data parallel, of experts", f"dp{train['dp']}, edp{train['edp']}"
+    yield "data parallelism, and of experts", f"dp{train['dp']}, edp{train['edp']}"
     yield "micro-batches, pipeline bubble", f"{train['micro_batches']}, {train['bubble_share']:.1%} of a step"
     yield "engines, stride of their ranks", f"{rollout['engines']}, {rollout['stride']}"
     yield (
         "KV cache of an engine",
-        f"{rollout['kv_tokens']:,} tokens of {rollout['kv_bytes_per_token']:,} bytes a rank, "
+        f"{rollout['kv_tokens']:,} tokens of {rollout['kv_bytes_per_token']:,} bytes per rank, "
         f"{rollout['samples_at_once']:,} samples at once",
     )
-    if numbers["beside"]:
-        standing = {"actor": train["ranks"]} | {role["role"]: role["ranks"] for role in numbers["beside"]}
-        yield "ranks", ", ".join(f"{role} {ranks}" for role, ranks in standing.items())
+    if numbers["auxiliary_roles"]:
+        by_role = {"actor": train["ranks"]} | {role["role"]: role["ranks"] for role in numbers["auxiliary_roles"]}
+        yield "ranks", ", ".join(f"{role} {ranks}" for role, ranks in by_role.items())
     seconds = numbers["seconds"].items()
-    yield "predicted seconds", ", ".join(f"{what} {value:,.3f}" for what, value in seconds if value)
+    yield "predicted seconds, uncalibrated", ", ".join(f"{what} {value:,.3f}" for what, value in seconds if value)
     phases = ", ".join(f"{phase} {size:,.1f}" for phase, size in numbers["phases"].items())
-    yield "GiB of a rank, without the KV cache", phases
+    yield "GiB of a rank by phase, without the KV cache", phases
     yield "memory", numbers["problem"] or "fits"
 
 
@@ -228,7 +241,7 @@ def _ranking(numbers: Numbers) -> Table:
         "kv_tokens": "KV tokens",
         "bubble_share": "bubble",
         "rollout_seconds": "rollout s",
-        "judging_seconds": "judging s",
+        "inference_seconds": "inference s",
         "update_seconds": "update s",
         "sync_seconds": "sync s",
         "offload_seconds": "offload s",
@@ -237,8 +250,8 @@ def _ranking(numbers: Numbers) -> Table:
     table = Table(title=f"Best first by {numbers['score']}", title_justify="left")
     for key, heading in columns.items():
         table.add_column(heading, justify="left" if key in ("train", "rollout") else "right")
-    for found in numbers["found"]:
-        table.add_row(*(_text(found[key]) for key in columns))
+    for layout in numbers["layouts"]:
+        table.add_row(*(_text(layout[key]) for key in columns))
     return table
 
 

@@ -1,4 +1,4 @@
-"""The roles beside the actor: a critic learns as the actor does, a reference only judges."""
+"""Auxiliary roles of a plan: a critic is trained like the actor, a reference only runs inference."""
 
 from __future__ import annotations
 
@@ -17,41 +17,77 @@ from verl_mg.sharding.weight_table import WeightTable
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """A role as a job describes it.
-
-    `learns`: it has gradients and an optimizer. `ranks`: of the job; empty: all that hold networks.
-    """
+    """Auxiliary role as a job describes it."""
 
     name: str
+    """Name of the role."""
     layout: str
+    """Parallel sizes, such as tp4-pp2."""
     weights: WeightTable
-    learns: bool
+    """Weight table of its model."""
+    is_trained: bool
+    """Whether it has gradients and an optimizer."""
     micro_batch: int
+    """Tokens of a micro-batch."""
     recompute: bool = True
+    """Whether all activations of a layer are recomputed in the backward pass."""
     ranks: tuple[int, ...] = ()
+    """Ranks of the job; empty: all model ranks."""
     offload: bool = False
+    """Whether it is on the host while other roles compute."""
 
 
-def auxiliary_role(setting: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
-    """What the role costs on its ranks. UserError naming it where its layout does not fit."""
+def auxiliary_role(inputs: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
+    """Computes memory and predicted seconds of an auxiliary role.
+
+    Args:
+        inputs: inputs of the plan.
+        role: the role.
+
+    Raises:
+        UserError: its layout does not fit its ranks or its model.
+    """
     changes: dict[str, Any] = {"weights": role.weights, "micro_batch": role.micro_batch, "recompute": role.recompute}
     try:
-        own = replace(setting, **changes, role_ranks=role.ranks)
-        layout = fit_layout(own, Layout.parse(role.layout))
+        role_inputs = replace(inputs, **changes, role_ranks=role.ranks)
+        layout = fit_layout(role_inputs, Layout.parse(role.layout))
     except UserError as error:
         raise UserError(f"{role.name}: {error}") from None
-    parts = train_memory(own, layout).parts if role.learns else frozen_memory(own, layout).parts
-    seconds = train_seconds(own, layout) if role.learns else 0.0
-    return AuxiliaryRole(role.name, layout, parts, seconds, inference_seconds(own, layout), own.standing, role.offload)
+    memory = train_memory(role_inputs, layout) if role.is_trained else frozen_memory(role_inputs, layout)
+    return AuxiliaryRole(
+        name=role.name,
+        layout=layout,
+        parts=memory.parts,
+        update_seconds=train_seconds(role_inputs, layout) if role.is_trained else 0.0,
+        inference_seconds=inference_seconds(role_inputs, layout),
+        ranks=role_inputs.placement_ranks,
+        offload=role.offload,
+    )
 
 
-def fit_layout(setting: PlanInputs, layout: Layout) -> Layout:
-    """The layout on all ranks of the role. UserError naming what it does not divide, and the nearest that work."""
-    ranks, experts = len(setting.standing), setting.weights.model_dims.experts
-    return resolve_layout(layout, ranks, experts, partial(check, setting))
+def fit_layout(inputs: PlanInputs, layout: Layout) -> Layout:
+    """Completes a layout to all ranks of the role.
+
+    Args:
+        inputs: inputs of the plan for the role.
+        layout: parallel sizes; dp may be left open.
+
+    Raises:
+        UserError: the layout does not fit; the message lists the nearest ones that do.
+    """
+    ranks, experts = len(inputs.placement_ranks), inputs.weights.model_dims.experts
+    return resolve_layout(layout, ranks, experts, partial(check, inputs))
 
 
-def check(setting: PlanInputs, layout: Layout) -> None:
-    """UserError naming what a layout of the role's ranks does not divide."""
-    setting.weights.check_layout(layout)
-    layout.check_context(setting.weights.config.heads)
+def check(inputs: PlanInputs, layout: Layout) -> None:
+    """Checks that a layout fits the role's model.
+
+    Args:
+        inputs: inputs of the plan for the role.
+        layout: parallel sizes.
+
+    Raises:
+        UserError: a parallel size does not divide what it shards.
+    """
+    inputs.weights.check_layout(layout)
+    layout.check_context(inputs.weights.config.heads)

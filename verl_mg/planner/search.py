@@ -1,4 +1,4 @@
-"""All admissible layouts of a job, those nearest to one that does not hold, and the best ones."""
+"""Search of layouts: all that a model admits, the nearest ones that fit into memory, and the best pairs."""
 
 from __future__ import annotations
 
@@ -26,194 +26,258 @@ from verl_mg.planner.memory_phases import at_rest, engine_limit, problem
 from verl_mg.planner.roles import check, fit_layout
 
 PARTNERS = 4
-"""So many rollout layouts are tried with each training layout, byte by byte."""
-SHORTEST_RUN = 4096
-"""Tokens that a context-parallel rank has at least, of the longest micro-batch, in a layout that a search tries."""
+"""Number of rollout layouts whose weight sync is planned for each training layout."""
+MIN_TOKENS_PER_CP_RANK = 4096
+"""Tokens of the longest micro-batch on a context-parallel rank, at least, in a layout that a search tries."""
 INTERLEAVINGS = (1, 2, 4)
+"""Virtual pipeline sizes that a search tries."""
 
 
 @dataclass(frozen=True)
 class TrainSide:
-    """A layout of the actor with its memory and predicted seconds: of its updates, and of judging once."""
+    """Layout of the actor with its memory and predicted seconds."""
 
     layout: Layout
+    """Parallel sizes on all ranks of the actor."""
     memory: TrainMemory
-    seconds: float
-    judging: float
+    """Memory of the actor."""
+    update_seconds: float
+    """Predicted seconds of the updates of an iteration."""
+    inference_seconds: float
+    """Predicted seconds of a forward pass over an iteration's tokens."""
 
 
 @dataclass(frozen=True)
 class RolloutSide:
-    """The same of a rollout engine, and of drawing samples."""
+    """Layout of the engines with their memory and predicted seconds."""
 
     layout: EngineLayout
+    """Parallel sizes of an engine."""
     memory: RolloutMemory
+    """Memory of an engine."""
     seconds: float
+    """Predicted seconds of generating an iteration's samples."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Both sides of a job and the weight sync between them."""
+    """Layouts of training and rollout, and the weight sync between them."""
 
     train: TrainSide
+    """Actor."""
     rollout: RolloutSide
+    """Engines."""
     sync: Sync
+    """Planned weight sync."""
     parts: Seconds
+    """Predicted seconds of each part of an iteration."""
 
     @property
     def seconds(self) -> float:
-        """The score of a search: predicted seconds of one iteration."""
+        """Score of a search: predicted seconds of one iteration, lower is better."""
         return self.parts.all
 
 
-def check_rollout(setting: PlanInputs, layout: EngineLayout) -> EngineLayout:
-    """The layout itself. UserError naming what it does not divide, or what SGLang cannot do, and those that work."""
-    ranks, experts = len(setting.engine_ranks), setting.weights.model_dims.experts
-    return resolve_engine_layout(layout, ranks, experts, setting.weights.check_engine_layout)
+def check_rollout(inputs: PlanInputs, layout: EngineLayout) -> EngineLayout:
+    """Checks a layout of engines and returns it.
+
+    Args:
+        inputs: inputs of the plan.
+        layout: layout of an engine.
+
+    Raises:
+        UserError: the layout does not fit the model, the ranks or SGLang; the message lists the nearest that do.
+    """
+    ranks, experts = len(inputs.engine_ranks), inputs.weights.model_dims.experts
+    return resolve_engine_layout(layout, ranks, experts, inputs.weights.check_engine_layout)
 
 
-def train_side(setting: PlanInputs, layout: Layout) -> TrainSide:
-    """Everything about a checked layout that does not need the rollout's."""
-    memory = train_memory(setting, layout)
-    return TrainSide(layout, memory, train_seconds(setting, layout), inference_seconds(setting, layout))
+def train_side(inputs: PlanInputs, layout: Layout) -> TrainSide:
+    """Computes memory and seconds of a checked training layout.
+
+    Args:
+        inputs: inputs of the plan.
+        layout: layout on all ranks of the actor.
+    """
+    memory = train_memory(inputs, layout)
+    return TrainSide(layout, memory, train_seconds(inputs, layout), inference_seconds(inputs, layout))
 
 
-def pair_of(setting: PlanInputs, train: TrainSide, rollout: RolloutSide) -> Pair:
-    """Both sides, with the sync planned byte by byte."""
-    sync = weight_sync(setting, train.layout, rollout.layout)
-    parts = iteration_seconds(setting, train.memory, train.judging, train.seconds, rollout.seconds, sync.seconds)
+def pair_of(inputs: PlanInputs, train: TrainSide, rollout: RolloutSide) -> Pair:
+    """Combines both sides, with the weight sync planned byte by byte.
+
+    Args:
+        inputs: inputs of the plan.
+        train: actor.
+        rollout: engines.
+    """
+    sync = weight_sync(inputs, train.layout, rollout.layout)
+    parts = iteration_seconds(
+        inputs, train.memory, train.inference_seconds, train.update_seconds, rollout.seconds, sync.seconds
+    )
     return Pair(train, rollout, sync, parts)
 
 
-def rollout_side(setting: PlanInputs, layout: EngineLayout, train: TrainMemory | None = None) -> RolloutSide:
-    """Everything about a checked layout; without training, as if no actor stood beside it."""
-    return _with_limit(setting, rollout_memory(setting, layout), train)
+def rollout_side(inputs: PlanInputs, layout: EngineLayout, train: TrainMemory | None = None) -> RolloutSide:
+    """Computes memory and seconds of a checked layout of engines.
 
-
-def _with_limit(setting: PlanInputs, memory: RolloutMemory, train: TrainMemory | None) -> RolloutSide:
-    limited = replace(memory, limit=engine_limit(setting, train))
-    return RolloutSide(memory.layout, limited, rollout_seconds(setting, memory.layout, limited))
-
-
-def train_layouts(setting: PlanInputs) -> Iterator[Layout]:
-    """All that the model admits: tp within a node, etp 1 or tp.
-
-    cp while a rank keeps SHORTEST_RUN tokens of a micro-batch; vpp where micro-batches come in whole rounds of the
-    stages, as Megatron's interleaved schedule takes them.
+    Args:
+        inputs: inputs of the plan.
+        layout: layout of an engine.
+        train: memory of the actor; None as if there were no actor.
     """
-    cp_sizes = max(1, setting.longest_micro_batch // SHORTEST_RUN)
-    for layout in _layouts(setting, Layout(pp=2, vpp=max(INTERLEAVINGS), cp=cp_sizes)):
-        rounds = layout.vpp == 1 or micro_batches(setting, layout) % layout.pp == 0
-        whole = layout.cp & (layout.cp - 1) == 0 and setting.node % layout.tp == 0
-        if rounds and whole and layout.vpp in INTERLEAVINGS and is_valid(layout, partial(check, setting)):
+    return _with_limit(inputs, rollout_memory(inputs, layout), train)
+
+
+def _with_limit(inputs: PlanInputs, memory: RolloutMemory, train: TrainMemory | None) -> RolloutSide:
+    limited = replace(memory, limit=engine_limit(inputs, train))
+    return RolloutSide(memory.layout, limited, rollout_seconds(inputs, memory.layout, limited))
+
+
+def train_layouts(inputs: PlanInputs) -> Iterator[Layout]:
+    """Yields all training layouts that the model admits, with tp within a node and etp 1 or tp.
+
+    cp is a power of two that leaves a rank MIN_TOKENS_PER_CP_RANK tokens of a micro-batch; vpp is above 1 only where
+    the number of micro-batches is a multiple of the stages, as Megatron's interleaved schedule needs.
+    """
+    cp_sizes = max(1, inputs.longest_micro_batch // MIN_TOKENS_PER_CP_RANK)
+    for layout in _layouts(inputs, Layout(pp=2, vpp=max(INTERLEAVINGS), cp=cp_sizes)):
+        rounds = layout.vpp == 1 or micro_batches(inputs, layout) % layout.pp == 0
+        aligned = layout.cp & (layout.cp - 1) == 0 and inputs.node % layout.tp == 0
+        if rounds and aligned and layout.vpp in INTERLEAVINGS and is_valid(layout, partial(check, inputs)):
             yield layout
 
 
-def _layouts(setting: PlanInputs, up_to: Layout) -> Iterator[Layout]:
-    return layouts_on(len(setting.standing), setting.weights.model_dims.experts, up_to)
+def _layouts(inputs: PlanInputs, up_to: Layout) -> Iterator[Layout]:
+    return layouts_on(len(inputs.placement_ranks), inputs.weights.model_dims.experts, up_to)
 
 
-def rollout_layouts(setting: PlanInputs, like: EngineLayout | None = None) -> Iterator[EngineLayout]:
-    """All that the model admits: tp within a node or over whole nodes, adp 1 or tp, pp 1 or that of `like`."""
-    for layout in engine_layouts_on(len(setting.engine_ranks), setting.weights.model_dims.experts, like):
-        aligned = setting.node % layout.tp == 0 or layout.tp % setting.node == 0
-        if aligned and is_valid(layout, setting.weights.check_engine_layout):
+def rollout_layouts(inputs: PlanInputs, like: EngineLayout | None = None) -> Iterator[EngineLayout]:
+    """Yields all engine layouts that the model admits, with tp within a node or over whole nodes and adp 1 or tp.
+
+    Args:
+        inputs: inputs of the plan.
+        like: layout whose pp is tried too; None for pp 1 only.
+    """
+    for layout in engine_layouts_on(len(inputs.engine_ranks), inputs.weights.model_dims.experts, like):
+        aligned = inputs.node % layout.tp == 0 or layout.tp % inputs.node == 0
+        if aligned and is_valid(layout, inputs.weights.check_engine_layout):
             yield layout
 
 
-def nearest_train(setting: PlanInputs, layout: Layout, beside: RolloutMemory | None = None) -> list[Layout]:
-    """The layouts nearest to this one that fit into memory, beside rollout weights where given; tp within a node."""
+def nearest_train(inputs: PlanInputs, layout: Layout, rollout: RolloutMemory | None = None) -> list[Layout]:
+    """Returns the nearest training layouts that fit into memory, with tp within a node.
 
-    def holds(near: Layout) -> bool:
-        check(setting, near)
-        within = setting.node % near.tp == 0 and _may_fit(setting, near)
-        return within and not problem(setting, train_memory(setting, near), beside)
+    Args:
+        inputs: inputs of the plan.
+        layout: layout that does not fit.
+        rollout: memory of an engine that must fit at the same time; None for none.
+    """
 
-    return nearest(layout, _layouts(setting, layout), holds)
+    def fits(near: Layout) -> bool:
+        check(inputs, near)
+        within = inputs.node % near.tp == 0 and _may_fit(inputs, near)
+        return within and not problem(inputs, train_memory(inputs, near), rollout)
+
+    return nearest(layout, _layouts(inputs, layout), fits)
 
 
-def nearest_rollout(setting: PlanInputs, layout: EngineLayout) -> list[EngineLayout]:
-    """The same for a rollout layout."""
+def nearest_rollout(inputs: PlanInputs, layout: EngineLayout) -> list[EngineLayout]:
+    """Returns the nearest engine layouts that fit into memory.
+
+    Args:
+        inputs: inputs of the plan.
+        layout: layout that does not fit.
+    """
     return nearest(
         layout,
-        rollout_layouts(setting, layout),
-        lambda near: problem(setting, None, rollout_memory(setting, near)) is None,
+        rollout_layouts(inputs, layout),
+        lambda near: problem(inputs, None, rollout_memory(inputs, near)) is None,
     )
 
 
-def search(setting: PlanInputs, train: Layout | None, rollout: EngineLayout | None, top: int) -> list[Pair]:
-    """The best pairs of layouts that fit into memory, best first; a side that is given stays as it is.
+def search(inputs: PlanInputs, train: Layout | None, rollout: EngineLayout | None, top: int) -> list[Pair]:
+    """Searches the pairs of layouts that fit into memory, best first.
 
-    Each side is ranked by its own predicted seconds (`cost`), engines on as few nodes as hold the model and leave room
-    for training. Bytes are planned for the best training layouts alone, each with some of the best rollout layouts, of
-    which one is shown; all are where the training layout is given. UserError where nothing fits.
+    Each side is ranked by its predicted seconds (`cost`), with engines on as few nodes as the model and training fit.
+    The weight sync is planned only for the best training layouts, each with PARTNERS of the best rollout layouts, of
+    which the best is returned; all of them are where the training layout is given.
+
+    Args:
+        inputs: inputs of the plan.
+        train: training layout to keep; None to search.
+        rollout: engine layout to keep; None to search.
+        top: number of pairs.
+
+    Raises:
+        UserError: no layout fits.
     """
-    rollouts = [check_rollout(setting, rollout)] if rollout else rollout_layouts(setting)
-    trains = [fit_layout(setting, train)] if train else list(train_layouts(setting))
-    counted = cache(partial(train_side, setting))
-    refused = "generation"
-    for engines in _fitting_rollouts(setting, rollouts):
-        if sides := _fitting_trains(setting, trains, counted, engines, top):
-            return _pairs(setting, sides, engines, top if train else PARTNERS, all_of_them=train is not None)
-        refused = "training"
-    raise _nothing_fits(setting, refused)
+    rollouts = [check_rollout(inputs, rollout)] if rollout else rollout_layouts(inputs)
+    trains = [fit_layout(inputs, train)] if train else list(train_layouts(inputs))
+    cached_train_side = cache(partial(train_side, inputs))
+    too_large = "generation"
+    for engines in _fitting_rollouts(inputs, rollouts):
+        if sides := _fitting_trains(inputs, trains, cached_train_side, engines, top):
+            return _pairs(inputs, sides, engines, top if train else PARTNERS, all_of_them=train is not None)
+        too_large = "training"
+    raise _nothing_fits(inputs, too_large)
 
 
 def _pairs(
-    setting: PlanInputs, trains: list[TrainSide], engines: list[RolloutSide], partners: int, all_of_them: bool
+    inputs: PlanInputs, trains: list[TrainSide], engines: list[RolloutSide], partners: int, all_of_them: bool
 ) -> list[Pair]:
-    found: list[Pair] = []
+    result: list[Pair] = []
     for side in trains:
-        beside = [_with_limit(setting, other.memory, side.memory) for other in engines]
-        fitting = [other for other in beside if not problem(setting, side.memory, other.memory)]
+        limited = [_with_limit(inputs, other.memory, side.memory) for other in engines]
+        fitting = [other for other in limited if not problem(inputs, side.memory, other.memory)]
         best = sorted(fitting, key=lambda other: other.seconds)[:partners]
-        pairs = [pair_of(setting, side, other) for other in best]
-        found += pairs if all_of_them else [min(pairs, key=lambda pair: pair.seconds)]
-    return sorted(found, key=lambda pair: pair.seconds)
+        pairs = [pair_of(inputs, side, other) for other in best]
+        result += pairs if all_of_them else [min(pairs, key=lambda pair: pair.seconds)]
+    return sorted(result, key=lambda pair: pair.seconds)
 
 
-def _fitting_rollouts(setting: PlanInputs, layouts: Iterable[EngineLayout]) -> Iterator[list[RolloutSide]]:
-    """Those that fit, an engine on as few nodes as any of them, then on more: over nodes it waits for slow links."""
+def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> Iterator[list[RolloutSide]]:
+    """Yields the layouts that fit, by nodes of an engine in increasing order: between nodes links are slow."""
 
     def nodes(layout: EngineLayout) -> int:
-        return -(-layout.ranks // setting.node)
+        return -(-layout.ranks // inputs.node)
 
     for _, equal in groupby(sorted(layouts, key=nodes), key=nodes):
-        may_fit = [layout for layout in equal if setting.weight_bytes / layout.ranks <= setting.usable]
-        sides = [rollout_side(setting, layout) for layout in may_fit]
-        if fitting := [side for side in sides if not problem(setting, None, side.memory)]:
+        may_fit = [layout for layout in equal if inputs.weight_bytes / layout.ranks <= inputs.usable]
+        sides = [rollout_side(inputs, layout) for layout in may_fit]
+        if fitting := [side for side in sides if not problem(inputs, None, side.memory)]:
             yield fitting
 
 
 def _fitting_trains(
-    setting: PlanInputs,
+    inputs: PlanInputs,
     layouts: Iterable[Layout],
-    counted: Callable[[Layout], TrainSide],
+    make_side: Callable[[Layout], TrainSide],
     rollouts: list[RolloutSide],
     count: int,
 ) -> list[TrainSide]:
-    """The best `count` that fit, also beside the lightest rollout weights; memory is counted until they are found."""
+    """Returns the best `count` training layouts that fit together with the smallest rollout weights."""
     lightest = min(rollouts, key=lambda side: max(side.memory.weights))
     fitting: list[TrainSide] = []
-    for layout in sorted(layouts, key=lambda layout: train_seconds(setting, layout)):
-        if len(fitting) < count and _may_fit(setting, layout):
-            side = counted(layout)
-            if not problem(setting, side.memory, lightest.memory):
+    for layout in sorted(layouts, key=lambda layout: train_seconds(inputs, layout)):
+        if len(fitting) < count and _may_fit(inputs, layout):
+            side = make_side(layout)
+            if not problem(inputs, side.memory, lightest.memory):
                 fitting.append(side)
     return fitting
 
 
-def _nothing_fits(setting: PlanInputs, phase: str) -> UserError:
+def _nothing_fits(inputs: PlanInputs, phase: str) -> UserError:
     return UserError(
-        f"no layout of {phase} fits {setting.memory - setting.reserve:g} GiB on {setting.ranks} ranks: "
-        "give more --ranks or --memory, a smaller --micro-batch or --sequence, or leave --train and --rollout out"
+        f"--search: no layout of {phase} fits {inputs.memory - inputs.reserve:g} GiB on {inputs.ranks} ranks. "
+        "Use more --ranks or --memory, a smaller --micro-batch or --sequence, or leave --train and --rollout out."
     )
 
 
-def _may_fit(setting: PlanInputs, layout: Layout) -> bool:
-    """Whether weights, gradients and optimizer fit at all, by a bound from below, before anything is counted."""
-    dense = (setting.elements - setting.expert_elements) / layout.tp
-    experts = setting.expert_elements / (layout.ep * layout.etp)
-    others = 0 if any(role.offload for role in setting.beside) else sum(at_rest(setting, None).values())
-    states = OPTIMIZER_BYTES * setting.elements / layout.ranks
-    return (WEIGHT_BYTES + GRADIENT_BYTES) * (dense + experts) / layout.pp + states + others <= setting.usable
+def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
+    """Returns whether a lower bound of weights, gradients and optimizer states fits."""
+    dense = (inputs.elements - inputs.expert_elements) / layout.tp
+    experts = inputs.expert_elements / (layout.ep * layout.etp)
+    others = 0 if any(role.offload for role in inputs.auxiliary_roles) else sum(at_rest(inputs, None).values())
+    states = OPTIMIZER_BYTES * inputs.elements / layout.ranks
+    return (WEIGHT_BYTES + GRADIENT_BYTES) * (dense + experts) / layout.pp + states + others <= inputs.usable

@@ -1,7 +1,8 @@
-"""An iteration replayed with recorded lengths: what the long samples cost, in generation and in training.
+"""Simulation of an iteration with recorded lengths: the cost of long samples in generation and training. Uncalibrated.
 
-    engines    take samples from one queue as they have room, all of an engine's samples advance by a token a step
-    training   rows are packed and dealt as training does it; ranks wait for each other where they exchange
+    engines    take samples from one queue while their cache has capacity; all samples of an engine advance by one token
+               per step
+    training   rows are packed and distributed as in training; ranks wait for each other where they communicate
 
 Seconds of a step and of a micro-batch are those of `cost`, so equal lengths give its closed form.
 """
@@ -38,43 +39,59 @@ from verl_mg.planner.search import rollout_side
 
 @dataclass(frozen=True)
 class Iteration:
-    """A simulated iteration. tokens: of prompts and responses. ranks: of the job."""
+    """Result of a simulated iteration."""
 
     ranks: int
+    """Number of ranks of the job."""
     train: Layout
+    """Layout of the actor."""
     rollout: EngineLayout
+    """Layout of an engine."""
     tokens: int
+    """Tokens of prompts and responses."""
     parts: Seconds
+    """Predicted seconds of each part."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second of the whole iteration."""
         return self.tokens / self.parts.all
 
 
-def simulate(setting: PlanInputs, lengths: Sequence[Length], train: Layout, rollout: EngineLayout) -> Iteration:
-    """An iteration over these samples, of layouts on all ranks of the setting. UserError where they do not fit.
+def simulate(inputs: PlanInputs, lengths: Sequence[Length], train: Layout, rollout: EngineLayout) -> Iteration:
+    """Simulates an iteration over recorded samples.
 
-    The setting's own batch and sequence do not count.
+    Args:
+        inputs: inputs of the plan; its tokens per iteration and sequence are replaced by those of the samples.
+        lengths: samples.
+        train: layout of the actor.
+        rollout: layout of an engine.
+
+    Raises:
+        UserError: the layouts do not fit into memory.
     """
     tokens = sum(length.total for length in lengths)
-    setting = replace(setting, batch=tokens, sequence=max(length.total for length in lengths))
-    layout = train.fit(len(setting.standing))
-    memory = train_memory(setting, layout)
-    engine = rollout_side(setting, rollout, memory).memory
-    if too_large := problem(setting, memory, engine):
+    inputs = replace(inputs, tokens_per_iteration=tokens, sequence=max(length.total for length in lengths))
+    layout = train.fit(len(inputs.placement_ranks))
+    memory = train_memory(inputs, layout)
+    engine = rollout_side(inputs, rollout, memory).memory
+    if too_large := problem(inputs, memory, engine):
         raise UserError(too_large)
-    engines = EnginePlacement(rollout, setting.engine_ranks).engines
-    generated = drawing(setting, lengths, engines, engine)
-    judging = training_seconds(setting, lengths, layout, INFERENCE)
-    update = setting.epochs * (
-        training_seconds(setting, lengths, layout, UPDATE[setting.recompute])
-        + setting.minibatches * fullest_stage(setting, layout) * optimizer_seconds(setting, layout)
+    engines = EnginePlacement(rollout, inputs.engine_ranks).engines
+    generated = generate(inputs, lengths, engines, engine)
+    inference = training_seconds(inputs, lengths, layout, INFERENCE)
+    update = inputs.epochs * (
+        training_seconds(inputs, lengths, layout, UPDATE[inputs.recompute])
+        + inputs.minibatches * fullest_stage(inputs, layout) * optimizer_seconds(inputs, layout)
     )
-    synced = weight_sync(setting, layout, rollout).seconds
-    drawn = max(engine.clock for engine in generated)
+    sync_seconds = weight_sync(inputs, layout, rollout).seconds
+    rollout_seconds = max(engine.clock for engine in generated)
     return Iteration(
-        setting.ranks, layout, rollout, tokens, iteration_seconds(setting, memory, judging, update, drawn, synced)
+        inputs.ranks,
+        layout,
+        rollout,
+        tokens,
+        iteration_seconds(inputs, memory, inference, update, rollout_seconds, sync_seconds),
     )
 
 
@@ -83,28 +100,39 @@ def simulate(setting: PlanInputs, lengths: Sequence[Length], train: Layout, roll
 
 @dataclass
 class Engine:
-    """What an engine has done, and what runs on it.
-
-    clock: seconds. steps: decoded since the beginning. written: tokens. `running` is a heap of (step at which a
-    sample is done, tokens that it has then). cached: tokens in the cache now; reserved: when all that runs is done.
-    """
+    """State of a simulated engine."""
 
     clock: float = 0.0
+    """Seconds since the start."""
     steps: int = 0
+    """Decoding steps since the start."""
     written: int = 0
+    """Generated tokens."""
     running: list[tuple[int, int]] = field(default_factory=list)
+    """Heap of running samples: (step at which the sample is complete, its tokens then)."""
     cached: int = 0
+    """Tokens in the cache now."""
     reserved: int = 0
+    """Tokens in the cache when all running samples are complete."""
 
     def begin(self, length: Length, prefill: float) -> None:
-        """Take a sample on; all others wait while its prompt is read."""
+        """Starts a sample; all running samples wait for its prefill.
+
+        Args:
+            length: the sample.
+            prefill: seconds of its prefill.
+        """
         heapq.heappush(self.running, (self.steps + length.response, length.total))
         self.cached += length.prompt
         self.reserved += length.total
         self.clock += prefill
 
     def advance(self, step: Callable[[float, float], float]) -> None:
-        """Until the next samples are done. step(samples, cached tokens): seconds of a step, even in the cached ones."""
+        """Advances to the completion of the next samples.
+
+        Args:
+            step: (running samples, cached tokens) -> seconds of a decoding step, linear in the cached tokens.
+        """
         steps, running = self.running[0][0] - self.steps, len(self.running)
         self.clock += steps * step(running, self.cached + running * (steps - 1) / 2)
         self.cached += steps * running
@@ -116,93 +144,133 @@ class Engine:
             self.reserved -= total
 
 
-def drawing(setting: PlanInputs, lengths: Sequence[Length], engines: int, memory: RolloutMemory) -> list[Engine]:
-    """All samples drawn by so many engines: the seconds are those of the slowest.
+def generate(inputs: PlanInputs, lengths: Sequence[Length], engines: int, memory: RolloutMemory) -> list[Engine]:
+    """Simulates the generation of all samples.
 
-    A sample is begun where there is room for all that it will be; prompts are read one after the other.
+    A sample starts where the cache has capacity for its final length; prefills run one after the other.
+
+    Args:
+        inputs: inputs of the plan.
+        lengths: samples.
+        engines: number of engines.
+        memory: memory of an engine.
+
+    Returns:
+        The engines in their final state; the slowest determines the seconds.
     """
     layout = memory.layout
-    room = memory.tokens_per_engine
-    speed = layout.ranks * setting.flops * TERA
+    capacity = memory.tokens_per_engine
+    speed = layout.ranks * inputs.flops * TERA
 
-    def has_room(engine: Engine, length: Length) -> bool:
-        many = setting.max_running_requests and len(engine.running) >= setting.max_running_requests
-        return not engine.running or (not many and engine.reserved + length.total <= room)
+    def has_capacity(engine: Engine, length: Length) -> bool:
+        is_full = inputs.max_running_requests and len(engine.running) >= inputs.max_running_requests
+        return not engine.running or (not is_full and engine.reserved + length.total <= capacity)
 
     def prefill(length: Length) -> float:
-        return setting.row_flops(length.prompt) / speed
+        return inputs.row_flops(length.prompt) / speed
 
-    return continuous_batching(lengths, engines, has_room, prefill, partial(decode_seconds, setting, layout, memory))
+    return continuous_batching(lengths, engines, has_capacity, prefill, partial(decode_seconds, inputs, layout, memory))
 
 
 def continuous_batching(
     lengths: Sequence[Length],
     engines: int,
-    has_room: Callable[[Engine, Length], bool],
+    has_capacity: Callable[[Engine, Length], bool],
     prefill: Callable[[Length], float],
     step: Callable[[float, float], float],
 ) -> list[Engine]:
-    """Engines that take the next sample of one queue whenever they have room for it."""
-    waiting, all_of_them = deque(lengths), [Engine() for _ in range(engines)]
+    """Simulates engines that take the next sample of one queue whenever they have capacity for it.
+
+    Args:
+        lengths: samples in the order of the queue.
+        engines: number of engines.
+        has_capacity: whether an engine can start a sample.
+        prefill: seconds of a sample's prefill.
+        step: (running samples, cached tokens) -> seconds of a decoding step.
+
+    Returns:
+        The engines in their final state.
+    """
+    waiting, all_engines = deque(lengths), [Engine() for _ in range(engines)]
     # At first all are idle and take turns.
-    open_ones = deque(all_of_them)
-    while waiting and open_ones:
-        engine = open_ones.popleft()
-        if has_room(engine, waiting[0]):
+    open_engines = deque(all_engines)
+    while waiting and open_engines:
+        engine = open_engines.popleft()
+        if has_capacity(engine, waiting[0]):
             length = waiting.popleft()
             engine.begin(length, prefill(length))
-            open_ones.append(engine)
-    agenda = []
-    for number, engine in enumerate(all_of_them):
+            open_engines.append(engine)
+    queue = []
+    for number, engine in enumerate(all_engines):
         if engine.running:
             engine.advance(step)
-            agenda.append((engine.clock, number))
-    heapq.heapify(agenda)
-    while agenda:
-        _, number = heapq.heappop(agenda)
-        engine = all_of_them[number]
-        while waiting and has_room(engine, waiting[0]):
+            queue.append((engine.clock, number))
+    heapq.heapify(queue)
+    while queue:
+        _, number = heapq.heappop(queue)
+        engine = all_engines[number]
+        while waiting and has_capacity(engine, waiting[0]):
             length = waiting.popleft()
             engine.begin(length, prefill(length))
         if engine.running:
             engine.advance(step)
-            heapq.heappush(agenda, (engine.clock, number))
-    return all_of_them
+            heapq.heappush(queue, (engine.clock, number))
+    return all_engines
 
 
 # -- training
 
 
-def training_seconds(setting: PlanInputs, lengths: Sequence[Length], layout: Layout, work: Work) -> float:
-    """The rows once through the model, packed and dealt as training does it, on the slowest data-parallel index."""
+def training_seconds(inputs: PlanInputs, lengths: Sequence[Length], layout: Layout, work: Work) -> float:
+    """Predicts the seconds of one pass over the rows, packed and distributed as in training.
+
+    Args:
+        inputs: inputs of the plan.
+        lengths: samples.
+        layout: layout of the actor.
+        work: computation and communication per token.
+
+    Returns:
+        Seconds of the slowest data-parallel index.
+    """
     rows = [length.total for length in lengths]
-    flops = [setting.row_flops(row) for row in rows]
-    shares = pack(rows, flops, layout.dp, setting.micro_batch)
+    flops = [inputs.row_flops(row) for row in rows]
+    shares = pack(rows, flops, layout.dp, inputs.micro_batch)
     seconds = [
         [
-            working_seconds(setting, layout, work, sum(flops[i] for i in micro), sum(rows[i] for i in micro))
+            working_seconds(inputs, layout, work, sum(flops[i] for i in micro), sum(rows[i] for i in micro))
             for micro in share
         ]
         for share in shares
     ]
-    return fullest_stage(setting, layout) * slowest(seconds, layout, lockstep=layout.ep > 1)
+    return fullest_stage(inputs, layout) * slowest(seconds, layout, lockstep=layout.ep > 1)
 
 
 def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) -> float:
-    """seconds[data-parallel index][micro-batch] -> when the last is done.
+    """Returns the seconds until the last data-parallel index is done.
 
     A pipeline adds (pp - 1) / vpp of its longest micro-batch, in which stages wait (Narayanan et al., arXiv:2104.04473,
-    section 2.2). lockstep: ranks exchange in every micro-batch, so the slowest of each counts.
+    section 2.2).
+
+    Args:
+        seconds: seconds[data-parallel index][micro-batch].
+        layout: layout of the actor.
+        lockstep: whether ranks communicate in every micro-batch, so that the slowest of each determines the time.
     """
     bubble = (layout.pp - 1) / layout.vpp
     if lockstep:
         seconds = [[max(step) for step in zip(*seconds, strict=True)]]
-    return max(sum(own) + bubble * max(own) for own in seconds)
+    return max(sum(micros) + bubble * max(micros) for micros in seconds)
 
 
 def repeated(lengths: Sequence[Length], count: int) -> list[Length]:
-    """So many samples of the same distribution: all of them over and over, shuffled anew each time, and a part."""
-    generator, found = random.Random(0), list[Length]()
-    while len(found) < count:
-        found += generator.sample(lengths, min(len(lengths), count - len(found)))
-    return found
+    """Returns samples of the same distribution: all of them repeatedly, shuffled each time, and a part.
+
+    Args:
+        lengths: samples.
+        count: number of samples to return.
+    """
+    generator, result = random.Random(0), list[Length]()
+    while len(result) < count:
+        result += generator.sample(lengths, min(len(lengths), count - len(result)))
+    return result
