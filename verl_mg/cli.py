@@ -122,8 +122,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--memory-fraction": (float, "fraction of free memory that engines take (default: the file's, or 1)"),
     }
     for name, (kind, meaning) in numbers.items():
-        dest = "batch" if name == "--tokens-per-iteration" else None  # field of the planner's inputs
-        plan.add_argument(name, type=kind, metavar="N", help=meaning, dest=dest)
+        plan.add_argument(name, type=kind, metavar="N", help=meaning)
     plan.add_argument("--measured", metavar="FILE", help="JSON with measured figures; options override it")
     offload = "keep the actor in host memory while other roles compute (default: the file's, or yes)"
     plan.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)

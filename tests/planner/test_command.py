@@ -91,22 +91,14 @@ def test_plan_invalid_layout_names_constraint_and_nearest_layouts(capsys, argume
         (["--search", "--top", "0"], "--top: 0 is not above 0"),
         (["--search", "--ranks", "many"], "many"),
         (["--search", "--model", "nowhere"], "nowhere: no such model directory"),
-<<<<<<< HEAD
-        (["--search", "--node", "5"], "no whole nodes of 5"),
+        (["--search", "--node", "5"], "16 is not a multiple of --node 5"),
         (["--search", "tp2"], "tp2: no configuration. Add --config FILE."),
         (
             ["--search", "--config", "recipes/configs/quickstart_grpo.yaml"],
             "--config: needs a recipe. Write verl-mg plan RECIPE",
         ),
-        (["--search", "--rollout-ranks", "16"], "--rollout-ranks is 16"),
-        (["--search", "--memory-fraction", "1.5"], "--memory-fraction is 1.5"),
-=======
-        (["--search", "--node", "5"], "16 is not a multiple of --node 5"),
-        (["--search", "tp2"], "tp2: a recipe is planned with its configuration; add --config FILE"),
-        (["--search", "--config", "recipes/configs/quickstart_grpo.yaml"], "--config is for the job of a recipe"),
         (["--search", "--rollout-ranks", "16"], "--rollout-ranks: 16"),
         (["--search", "--memory-fraction", "1.5"], "--memory-fraction: 1.5"),
->>>>>>> 2eccef7 (Planner in the field's words: inputs, inference and auxiliary roles; seconds are labelled uncalibrated; tests follow)
         ([*GOOD, "--critic", "tp8"], "critic: layout tp8-dp2: tp8 does not divide the 4 key-value heads"),
     ],
 )

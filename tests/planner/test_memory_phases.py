@@ -53,7 +53,9 @@ def test_problem_engines_without_sleep_add_to_training():
     train, engine = train_memory(inputs, layout), rollout_memory(inputs, EngineLayout())
     assert problem(inputs, train, engine) is None
     message = problem(replace(inputs, sleep=False, memory=1.5), train, engine)
-    assert told is not None and told.startswith("training: it needs") and "the engine's weights and cache" in told
+    assert (
+        message is not None and message.startswith("training: it needs") and "the engine's weights and cache" in message
+    )
 
 
 def test_problem_memory_fraction_too_small_is_named():

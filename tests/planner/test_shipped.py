@@ -134,7 +134,7 @@ def test_plan_rollout_ranks_separates_engines_from_training(capsys):
 
 
 def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
-    """Half of the ranks each: the reference runs inference while the actor does, and neither uses memory of the other's devices."""
+    """Half of the ranks each: the reference runs inference while the actor does, on other devices."""
     both = ["algorithm.kl_coefficient=0.1", "reference.layout=tp2-pp2-ep4-etp1"]
     shared = planned(capsys, *command("dapo_qwen3_30b_a3b"), *both)
     apart = ["actor.ranks=0-31", "reference.ranks=32-63"]

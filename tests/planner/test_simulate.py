@@ -15,6 +15,7 @@ from verl_mg.planner.search import rollout_side
 from verl_mg.planner.simulate import (
     Engine,
     continuous_batching,
+    generate,
     repeated,
     simulate,
     slowest,

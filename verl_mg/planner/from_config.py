@@ -104,7 +104,9 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         _role(name, getattr(config, section)) for name, section in AUXILIARY_SECTIONS.items() if name in roles
     )
     notes = tuple(_notes(config, {"actor": "actor", **AUXILIARY_SECTIONS}, roles))
-    return PlanRequest(str(config.model.path), actor.layout, rollout.layout, auxiliary, fields, notes, rollout.sharding_table)
+    return PlanRequest(
+        str(config.model.path), actor.layout, rollout.layout, auxiliary, fields, notes, rollout.sharding_table
+    )
 
 
 def _check(config: Config, roles: set[str]) -> None:

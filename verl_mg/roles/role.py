@@ -65,7 +65,9 @@ class Role:
             name: the role's name in metrics and messages.
         """
         self.model_dir, self.name = model_dir, name
-        self.runner = ModelRunner(model_dir, groups, dtype, recompute, self.head, self.hidden_offset, lora, context.timer)
+        self.runner = ModelRunner(
+            model_dir, groups, dtype, recompute, self.head, self.hidden_offset, lora, context.timer
+        )
         self._context = context
         self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch
         self._flops = row_flops(self.runner.table.config, self.runner.table.tensor_index)
