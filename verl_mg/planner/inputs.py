@@ -185,8 +185,8 @@ class PlanInputs:
             f"activations: a micro-batch has {self.longest_micro_batch} tokens, {kept}; flash attention, sequence "
             "parallelism, experts evenly loaded, logits in chunks",
             f"an iteration has {self.tokens_per_iteration} tokens in samples of {self.sequence}, and {steps}; every "
-            "role runs inference once over each token, samples have full length, and roles on disjoint ranks compute at "
-            "the same time; the KV cache is bf16",
+            "role runs inference once over each token, samples have full length, and roles on disjoint ranks compute "
+            "at the same time; the KV cache is bf16",
             f"a device has {self.memory:g} GiB, of which {self.reserve:g} are kept free; {self._residency()}",
             f"a rank moves {self.intra_node:g} GB/s within its node of {self.node}, {self.inter_node:g} GB/s "
             f"between nodes and {self.host:g} GB/s to its host",
