@@ -29,9 +29,9 @@ def trained(model, layout, dtype, cpu_offload, guard=None):
     assert inner and all(isinstance(one, CpuOffloadAdamW) == cpu_offload for one in inner)
     before = {name: weight.detach().clone() for name, weight in runner.parameters().items()}
     rows = random_rows(6, 24, seed=groups.coordinates.dp)
-    judged = int(rows["loss_mask"].sum())
+    scored = int(rows["loss_mask"].sum())
     for _ in range(3):
-        trainer.update([rows], 1.0, loss, "token-mean", judged, judged)
+        trainer.update([rows], 1.0, loss, "token-mean", scored, scored)
     after = {name: weight.detach().clone() for name, weight in runner.parameters().items()}
     moments = [len(one.state) for one in inner]
     return after, {name: (after[name] - before[name]).abs().max().item() for name in after}, moments
@@ -39,7 +39,7 @@ def trained(model, layout, dtype, cpu_offload, guard=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("architecture", "layout"), [("qwen3", "tp2"), ("qwen3_moe", "ep2"), ("qwen2", "tp1")])
-def test_the_host_takes_the_same_steps(ranks, tmp_path, architecture, layout, dtype):
+def test_cpu_offload_adam_takes_the_steps_of_device_adam(ranks, tmp_path, architecture, layout, dtype):
     model = tiny_model(tmp_path / "model", architecture, layers=2)
     device = ranks.run(2, trained, model, layout, dtype, False)
     host = ranks.run(2, trained, model, layout, dtype, True)
@@ -51,7 +51,7 @@ def test_the_host_takes_the_same_steps(ranks, tmp_path, architecture, layout, dt
             assert (found[name] - weight).abs().max() <= 1e-5 * went[name] + rounding, name
 
 
-def test_a_rollback_takes_the_moments_back(ranks, tmp_path):
+def test_cpu_offload_adam_rollback_restores_moments(ranks, tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3", layers=2)
     guard = GuardConfig(max_kl=1e-6, action="rollback")
     device = ranks.run(1, trained, model, "tp1", torch.float32, False, guard)

@@ -11,7 +11,7 @@ from verl_mg.megatron.cpu_shim import tensor_types_named_cuda
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the CPU platform is never installed")
 
 
-def test_factories_take_cuda_for_the_cpu_and_nothing_else():
+def test_factories_replace_only_cuda_by_cpu():
     assert torch.zeros(2, device="cuda").device.type == "cpu"
     assert torch.tensor([1], device=torch.cuda.current_device()).device.type == "cpu"
     assert torch.empty(2, device="meta").device.type == "meta"
@@ -20,13 +20,13 @@ def test_factories_take_cuda_for_the_cpu_and_nothing_else():
     assert torch.ones(2).cuda().device.type == "cpu"
 
 
-def test_transformers_loads_whole_models(tmp_path):
+def test_cpu_shim_transformers_loads_models_unchanged(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "m", "qwen3"))
     expected = 1.0 / 10000 ** (torch.arange(0, 12, 2) / 12)
     assert torch.allclose(model.model.rotary_emb.inv_freq, expected)
 
 
-def test_tensor_types_are_named_so_only_inside():
+def test_tensor_types_named_cuda_applies_only_inside():
     with tensor_types_named_cuda():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1).type(torch.int64).dtype is torch.int64

@@ -37,7 +37,7 @@ def forward(tp, zero_centered):
 
 
 @pytest.mark.parametrize(("tp", "zero_centered"), [(1, False), (2, False), (2, True)])
-def test_the_whole_output_is_normalised(ranks, tp, zero_centered):
+def test_normed_row_parallel_linear_normalizes_the_summed_output(ranks, tp, zero_centered):
     x, weight, norm = whole()
     y = x @ weight.T
     expected = y * (y.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * (norm + zero_centered)

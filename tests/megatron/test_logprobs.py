@@ -21,10 +21,10 @@ def inputs():
 def sharded(rows_per_rank, chunk_bytes, softcap):
     with pytest.MonkeyPatch.context() as patch:  # the ranks live on
         patch.setattr(logprobs, "CHUNK_BYTES", chunk_bytes)
-        return judged(rows_per_rank, softcap)
+        return scored(rows_per_rank, softcap)
 
 
-def judged(rows_per_rank, softcap):
+def scored(rows_per_rank, softcap):
     rank = dist.get_rank()
     hidden, weight, targets, pulls = inputs()
     first = min(rank * rows_per_rank, VOCAB)
@@ -40,7 +40,7 @@ def judged(rows_per_rank, softcap):
 
 @pytest.mark.parametrize("count,rows", [(1, 13), (1, 16), (2, 8), (4, 5), (4, 13)])
 @pytest.mark.parametrize(("chunk_bytes", "softcap"), [(1, None), (200, None), (2**20, None), (200, 1.5)])
-def test_values_and_gradients_equal_autograd_over_the_whole_vocabulary(ranks, count, rows, chunk_bytes, softcap):
+def test_vocab_parallel_logprobs_values_and_gradients_equal_autograd(ranks, count, rows, chunk_bytes, softcap):
     results = ranks.run(count, sharded, rows, chunk_bytes, softcap)
     hidden, weight, targets, pulls = inputs()
     hidden.requires_grad_()
@@ -58,7 +58,7 @@ def test_values_and_gradients_equal_autograd_over_the_whole_vocabulary(ranks, co
     assert all(not grad[real:].any() for _, _, grad, real in results)
 
 
-def test_log_probs_are_fp32_from_bf16_weights(ranks):
+def test_vocab_parallel_logprobs_of_bf16_weights_are_float32(ranks):
     hidden, weight, targets, _ = (t.bfloat16() if t.is_floating_point() else t for t in inputs())
     (out,) = ranks.run(1, _in_bf16, hidden, weight, targets)
     expected = (hidden @ weight.T).float().log_softmax(-1)[torch.arange(TOKENS), targets]

@@ -86,9 +86,9 @@ def step(trainer: Trainer, batch: Batch) -> dict[str, float]:
     """Two micro-batches of each data-parallel rank's share."""
     runner = trainer.runner
     own = list(range(runner.groups.coordinates.dp, len(batch), runner.layout.dp))
-    judged = int((batch["loss_mask"] & (batch.positions > 0)).sum())
+    scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
     micro_batches = [batch.select(own[:-1]), batch.select(own[-1:])]
-    return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", judged, judged)
+    return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored)
 
 
 def train(model: Path, layout: str, config: LoraConfig, recompute: bool = False) -> Trained:
@@ -136,11 +136,11 @@ def train_in_plain_torch(model: Path, folder: Path) -> Expected:
     )
     batch = rows(model)
     logprobs, entropy = oracle_outputs(net, batch, TEMPERATURE)
-    judged = batch["loss_mask"] & (batch.positions > 0)
-    sequences = torch.arange(len(batch)).repeat_interleave(batch.lengths)[judged]
-    output = torch.stack([logprobs[judged], entropy[judged]])
-    tokens = LossInputs(output, judged[judged], sequences, {"advantages": batch["advantages"][judged]})
-    loss = token_loss(tokens)[0].sum() / judged.sum()
+    scored = batch["loss_mask"] & (batch.positions > 0)
+    sequences = torch.arange(len(batch)).repeat_interleave(batch.lengths)[scored]
+    output = torch.stack([logprobs[scored], entropy[scored]])
+    tokens = LossInputs(output, scored[scored], sequences, {"advantages": batch["advantages"][scored]})
+    loss = token_loss(tokens)[0].sum() / scored.sum()
     loss.backward()
     assert all(values.grad is not None and values.grad.any() for values in adapters.values())
     norm = torch.nn.utils.clip_grad_norm_(adapters.values(), OPTIMIZER.clip_grad).item()
@@ -192,20 +192,20 @@ def compare(results: list[Trained], expected: Expected, before: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_one_step_is_that_of_plain_torch_under_every_layout(ranks, models, cases, name, layout, count) -> None:
+def test_lora_step_equals_plain_torch_under_every_layout(ranks, models, cases, name, layout, count) -> None:
     folder, expected = cases[name]
     compare(ranks.run(count, train, models[name], layout, lora(folder)), expected, folder)
 
 
 @pytest.mark.parametrize(("layout", "count"), OF_MIXTURES)
-def test_the_attention_of_a_mixture_is_adapted(ranks, models, cases, layout, count) -> None:
+def test_lora_step_on_attention_of_a_mixture_equals_plain_torch(ranks, models, cases, layout, count) -> None:
     folder, expected = cases["qwen3_moe"]
     assert {name.split(".")[-3] for name in expected.adapters} == set(ATTENTION)
     compare(ranks.run(count, train, models["qwen3_moe"], layout, lora(folder)), expected, folder)
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
-def test_recomputed_activations_change_nothing(ranks, models, cases, layout, count) -> None:
+def test_lora_step_with_recompute_equals_plain_torch(ranks, models, cases, layout, count) -> None:
     folder, expected = cases["qwen3"]
     compare(ranks.run(count, train, models["qwen3"], layout, lora(folder), True), expected, folder)
 
@@ -216,7 +216,7 @@ def test_recomputed_activations_change_nothing(ranks, models, cases, layout, cou
     ("half_moe", ("gate_proj", "down_proj"), "pp2", 2),
     ("half_moe", ("gate_proj", "down_proj"), "pp2", 4),
 ])  # fmt: skip
-def test_some_of_the_layers_are_adapted(ranks, models, tmp_path, name, targets, layout, count) -> None:
+def test_lora_step_on_some_layers_equals_plain_torch(ranks, models, tmp_path, name, targets, layout, count) -> None:
     """Also where a fused parameter has adapters in a part of its rows, and a stage nothing to train."""
     folder = given_adapters(models[name], tmp_path / "adapters", targets)
     expected = train_in_plain_torch(models[name], folder)
@@ -234,7 +234,7 @@ def fresh(model: Path, layout: str) -> list[tuple[str, tuple[tuple[int, int], ..
     ]
 
 
-def test_adapters_begin_alike_under_every_layout(ranks, models) -> None:
+def test_lora_initialization_is_equal_under_every_layout(ranks, models) -> None:
     weights = weight_table(read_config(models["qwen3"]))
     shapes = adapter_shapes(weights, adapted_tensors(weights, None), RANK)
     read = initial_adapters(shapes, seed=0)
@@ -277,7 +277,7 @@ def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], lis
     return adapters, weights, optimizer
 
 
-def test_state_is_of_the_adapters_alone_and_comes_back(ranks, models, cases) -> None:
+def test_lora_snapshot_and_offload_cover_only_adapters(ranks, models, cases) -> None:
     folder, _ = cases["qwen3"]
     stayed, went = (ranks.run(2, moved_away, models["qwen3"], folder, away) for away in (False, True))
     for (adapters, weights, size), (others, _, _) in zip(stayed, went, strict=True):
@@ -293,7 +293,7 @@ def bad(model: Path, config: LoraConfig) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_adapted_is_named(models, tmp_path) -> None:
+def test_adapted_tensors_unsupported_target_raises(models, tmp_path) -> None:
     mixture, dense = (weight_table(read_config(models[name])) for name in ("qwen3_moe", "llama"))
     with pytest.raises(
         UserError, match="'up_proj' exists only in experts, which have no adapters. Choose from q_proj, k_proj"
@@ -306,7 +306,7 @@ def test_what_cannot_be_adapted_is_named(models, tmp_path) -> None:
             adapted_tensors(weight_table(read_config(tiny_model(tmp_path / family, family))), None)
 
 
-def test_a_folder_with_other_adapters_is_refused(ranks, models, cases, tmp_path) -> None:
+def test_lora_folder_with_other_adapters_raises(ranks, models, cases, tmp_path) -> None:
     model, (folder, _) = models["llama"], cases["llama"]
 
     def said(config: LoraConfig) -> str:

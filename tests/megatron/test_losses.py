@@ -137,7 +137,7 @@ def gradients_of_all(model: Path, layout: str, budget: int, turned: bool) -> dic
     return found
 
 
-def test_there_is_no_loss_without_a_test() -> None:
+def test_losses_are_all_in_this_test() -> None:
     assert {name for name in losses.__all__ if name.endswith("_loss")} == set(LOSSES)
 
 
@@ -149,7 +149,9 @@ def alone(ranks, model: Path) -> dict[str, tuple[dict[str, float], dict[str, Ten
 
 
 @pytest.mark.parametrize(("layout", "count", "budget"), SPLITS)
-def test_no_split_changes_value_or_gradient(ranks, model, alone, layout, count, budget) -> None:
+def test_loss_values_and_gradients_do_not_depend_on_layout_and_micro_batches(
+    ranks, model, alone, layout, count, budget
+) -> None:
     results = ranks.run(count, gradients_of_all, model, layout, budget, budget == 40)
     for name, (expected, whole) in alone.items():
         largest = max(values.abs().max() for values in whole.values())

@@ -35,7 +35,7 @@ def all_logits(model, layout):
     rows["loss_mask"] = torch.zeros_like(rows["loss_mask"])
     found = []
 
-    def judge(micro, hidden):
+    def loss_closure(micro, hidden):
         found.append(hidden)
         return hidden.sum(), {}
 
@@ -43,7 +43,7 @@ def all_logits(model, layout):
     # With no vocabulary projection the last stage hands over its hidden states.
     chunk.forward = lambda m, _: GPTModel.forward(chunk, m.input_ids, None, None, packed_seq_params=m.packed)
     with torch.no_grad():
-        net.run([rows], 1.0, judge, forward_only=True)
+        net.run([rows], 1.0, loss_closure, forward_only=True)
     if not chunk.post_process:
         return None
     with net.groups.active(), torch.no_grad():
@@ -61,7 +61,7 @@ def gathered(own, group, dim=0):
 
 
 @pytest.mark.parametrize("layout,count", LAYOUTS)
-def test_logits_equal_transformers(ranks, model, layout, count):
+def test_logits_under_layout_equal_transformers(ranks, model, layout, count):
     assert_logits(ranks, model, layout, count)
 
 
@@ -84,7 +84,7 @@ def assert_logits(ranks, model, layout, count):
         ("deepseek_v3", {"norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
     ],
 )
-def test_every_switch_of_a_family_is_heard(ranks, tmp_path, name, fields):
+def test_logits_of_family_options_equal_transformers(ranks, tmp_path, name, fields):
     config = tiny_model(tmp_path / name, name) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
     assert_logits(ranks, tmp_path / name, "tp2", 2)
@@ -104,7 +104,7 @@ def logprobs_and_entropy(model, layout, recompute):
 
 
 @pytest.mark.parametrize("layout,count,recompute", [("tp1", 1, False), ("tp2-pp2", 4, True)])
-def test_logprobs_and_entropy_are_those_at_the_sampling_temperature(ranks, model, layout, count, recompute):
+def test_logprobs_and_entropy_are_at_the_sampling_temperature(ranks, model, layout, count, recompute):
     answers = ranks.run(count, logprobs_and_entropy, model, layout, recompute)
     (answer,) = [a for a in answers if a is not None]
     rows = random_rows(6, read_config(model).vocab)
@@ -141,7 +141,7 @@ def read_counts(model, layout):
     return read, sum(p.numel() for p in net.parameters().values()) - padding
 
 
-def test_each_rank_reads_only_its_slices(ranks, model):
+def test_model_runner_reads_only_local_slices(ranks, model):
     whole = ranks.run(1, read_counts, model, "tp1")[0][0]
     for read, held in ranks.run(4, read_counts, model, "tp2-pp2"):
         assert read == held < 0.6 * whole
@@ -156,7 +156,7 @@ def empty_micro_batch(model):
     return reports, micro.input_ids.shape[1]
 
 
-def test_an_empty_micro_batch_runs_and_alignment_adds_less_than_tp_tokens(ranks, model):
+def test_micro_batch_empty_runs_and_padding_is_below_tp(ranks, model):
     for reports, length in ranks.run(2, empty_micro_batch, model):
         assert reports == [{"n": 0}]
         assert length == 4  # 3 tokens and 1 that makes the sequence divisible by tp
@@ -173,7 +173,7 @@ def test_an_empty_micro_batch_runs_and_alignment_adds_less_than_tp_tokens(ranks,
         ("tp2-cp4", r"tp2-cp4 does not divide the 4 attention heads. Choose tp\*cp from 1, 2, 4."),
     ],
 )
-def test_a_layout_the_model_cannot_stand_on_is_refused(tmp_path, layout, message):
+def test_check_layout_invalid_layout_raises(tmp_path, layout, message):
     config = read_config(tiny_model(tmp_path / "m", "qwen3"))
     with pytest.raises(UserError, match=message):
         check_layout(config, Layout.parse(layout))

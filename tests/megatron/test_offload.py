@@ -50,7 +50,7 @@ def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[d
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_updates_are_bitwise_the_same_when_the_state_was_away(ranks, tmp_path, architecture, dtype):
+def test_updates_with_offload_are_bitwise_identical(ranks, tmp_path, architecture, dtype):
     model = tiny_model(tmp_path / "model", architecture)
     stayed = ranks.run(2, updated, model, "tp2", dtype, False)
     went = ranks.run(2, updated, model, "tp2", dtype, True)

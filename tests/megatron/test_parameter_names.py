@@ -50,7 +50,7 @@ def compare(configs, text):
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS + WITH_EXPERTS)
-def test_names_and_shapes_are_those_of_the_table(ranks, configs, layout, count):
+def test_parameter_names_and_shapes_equal_the_weight_table(ranks, configs, layout, count):
     fitting = {family: c for family, c in configs.items() if c.experts or (layout, count) in LAYOUTS}
     assert ranks.run(count, compare, fitting, layout) == [{}] * count
 
@@ -63,7 +63,7 @@ def layer_numbers(config, text):
 
 
 @pytest.mark.parametrize(("text", "count"), [("pp3", 3), ("pp2", 2), ("pp2-vpp2", 2)])
-def test_megatron_numbers_uneven_runs_of_layers_as_the_layout_does(ranks, configs, text, count):
+def test_layer_numbers_of_uneven_stages_equal_the_layout(ranks, configs, text, count):
     layout = Layout.parse(text)
     for rank, (numbers, with_experts) in enumerate(ranks.run(count, layer_numbers, configs["deepseek_v3"], text)):
         assert numbers == [list(layout.layers(4, rank, chunk)) for chunk in range(layout.vpp)]
@@ -84,7 +84,7 @@ def attributes(config, layout):
     }
 
 
-def test_megatron_knows_which_parameters_are_shards_and_which_are_experts(ranks, configs):
+def test_parameters_are_marked_as_shards_and_experts(ranks, configs):
     for found in ranks.run(4, attributes, configs["deepseek_v3"], "tp2-ep2"):
         first, last = "decoder.layers.0.", "decoder.layers.3."
         assert found["embedding.word_embeddings.weight"] == (True, 0, 1, True)
@@ -101,7 +101,7 @@ def dtypes(config):
     return {name: tensor.dtype for name, tensor in parameters_by_name(build({"": config}, "tp1")[""]).items()}
 
 
-def test_only_the_bias_of_the_router_stays_in_float32(ranks, configs):
+def test_parameters_in_float32_are_only_router_biases(ranks, configs):
     (found,) = ranks.run(1, dtypes, configs["deepseek_v3"])
     assert {name for name, dtype in found.items() if dtype is torch.float32} == {
         f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2, 3)

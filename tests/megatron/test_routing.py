@@ -55,7 +55,7 @@ def expected(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
-def test_tokens_take_the_experts_that_the_batch_names(ranks, model, expected, layout, count):
+def test_train_with_routed_experts_equals_plain_torch(ranks, model, expected, layout, count):
     recompute = layout in ("pp2", "ep2")
     results = ranks.run(count, train, model, layout, rows(model, choices(model)), recompute)
     assert_equal(results, expected, 2e-5)
@@ -66,7 +66,7 @@ def test_tokens_take_the_experts_that_the_batch_names(ranks, model, expected, la
     }
 
 
-def test_the_experts_named_are_not_those_that_the_routers_would_take(ranks, model, expected):
+def test_train_without_routed_experts_differs_from_replay(ranks, model, expected):
     free = one_rank(ranks.run(1, train, model, "tp1", rows(model))[0])
     assert apart(free, expected) > 0.1
     assert not free.idle()
@@ -78,7 +78,7 @@ def apart(one, other):
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2", 2)])
-def test_to_replay_what_the_routers_take_anyway_changes_nothing(ranks, model, layout, count):
+def test_train_replaying_the_routers_choice_changes_nothing(ranks, model, layout, count):
     batch = rows(model)
     net = told(model, torch.full((batch.total_tokens, LAYERS, TOP_K), -1))
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_to_replay_what_the_routers_take_anyway_changes_nothing(ranks, model, la
             assert torch.equal(a, b), (name, box)
 
 
-def test_the_plain_torch_mixture_is_that_of_transformers(model):
+def test_plain_torch_mixture_equals_transformers(model):
     tokens = rows(model).row("tokens", 0)[None]
     with torch.no_grad():
         found = told(model, torch.full((tokens.shape[1], LAYERS, TOP_K), -1))(tokens).logits
@@ -125,7 +125,7 @@ class Told:
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2-ep2-etp1", 4), ("cp2-ep2", 2)])
 @pytest.mark.parametrize("family", LATENT)
-def test_the_routers_of_deepseek_are_told_too(ranks, tmp_path, family, layout, count):
+def test_train_deepseek_with_routed_experts_equals_plain_torch(ranks, tmp_path, family, layout, count):
     model = tiny_model(tmp_path / "model", family, layers=2)
     batch, generator = rows(model), torch.Generator().manual_seed(1)
     given = torch.rand(batch.total_tokens, 2, 8, generator=generator).topk(TOP_K).indices
@@ -149,10 +149,10 @@ def test_the_routers_of_deepseek_are_told_too(ranks, tmp_path, family, layout, c
         (lambda given: given.index_fill(1, torch.tensor([0]), 4), "names expert 4, and the model has 4, from 0"),
     ],
 )
-def test_choices_of_another_model_are_refused(model, change, message):
+def test_check_routed_experts_of_another_model_raises(model, change, message):
     with pytest.raises(UserError, match=message):
         check_routed_experts(rows(model, change(choices(model))), read_config(model))
 
 
-def test_a_dense_model_does_not_read_the_column(model, tmp_path):
+def test_check_routed_experts_dense_model_ignores_the_column(model, tmp_path):
     check_routed_experts(rows(model, choices(model)), read_config(tiny_model(tmp_path, "qwen3")))

@@ -37,23 +37,23 @@ def rates(steps, **config):
     return seen
 
 
-def test_constant_after_warm_up():
+def test_learning_rate_schedule_constant_after_warm_up():
     assert rates(6, warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
     assert rates(3) == [1, 1, 1]
 
 
-def test_linear_falls_to_the_floor_and_stays():
+def test_learning_rate_schedule_linear_decays_to_minimum():
     got = rates(7, schedule="linear", decay_steps=5, warmup_steps=1, min_lr=0.2)
     assert got == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
 
 
-def test_cosine():
+def test_learning_rate_schedule_cosine_decays_to_minimum():
     got = rates(5, schedule="cosine", decay_steps=4, min_lr=0.1)
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4)]
     assert got == pytest.approx([*expected, 0.1])
 
 
-def test_a_decay_without_its_length_is_refused():
+def test_check_schedule_decay_without_steps_raises():
     with pytest.raises(UserError, match=r"Set actor\.optimizer\.decay_steps"):
         check_schedule(OptimizerConfig(schedule="cosine"))
 
@@ -72,8 +72,8 @@ def rows(model):
     return random_rows(ROWS, read_config(model).vocab)
 
 
-def update(trainer, micro_batches, judged):
-    return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", judged, judged)
+def update(trainer, micro_batches, scored):
+    return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored)
 
 
 def two_small_steps(model, lr):
@@ -90,7 +90,7 @@ def two_small_steps(model, lr):
     return weights, mains
 
 
-def test_steps_too_small_for_bfloat16_add_up(ranks, model):
+def test_update_steps_below_bfloat16_resolution_accumulate(ranks, model):
     # Between 1/4 and 1/2 bfloat16 has steps of 2**-9: one of ours is less than half of that, two are more.
     lr = 0.65 * 2**-10
     ((weights, mains),) = ranks.run(1, two_small_steps, model, lr)
@@ -118,7 +118,7 @@ def summed_gradients(model, cuts):
     return found
 
 
-def test_gradients_of_bfloat16_weights_add_up_in_float32(ranks, model):
+def test_gradients_of_bfloat16_weights_accumulate_in_float32(ranks, model):
     each = [[row] for row in range(ROWS)]
     alone = ranks.run(1, summed_gradients, model, [[[numbers]] for numbers in each])[0]
     together = ranks.run(1, summed_gradients, model, [[each], [each[::-1]]])[0]

@@ -63,33 +63,33 @@ def rows(model):
 
 
 @pytest.mark.parametrize("name", ["gemma2", *MIXTURES, "unnormalized", *LATENT])
-def test_one_rank_computes_what_transformers_does(ranks, models, tmp_path, name):
+def test_train_on_one_rank_equals_transformers(ranks, models, tmp_path, name):
     expected = train_in_plain_torch(oracle(models[name]), rows(models[name]), tmp_path)
     assert not expected.idle()
     assert_equal(ranks.run(1, train, models[name], "tp1", rows(models[name])), expected, 2e-5)
 
 
 @pytest.mark.parametrize(("layout", "count"), EXPERT_LAYOUTS)
-def test_a_mixture_of_experts_is_trained_alike_under_every_layout(ranks, models, single, layout, count):
+def test_train_mixture_under_layout_equals_one_rank(ranks, models, single, layout, count):
     model = models["mixtral"]
     assert_equal(ranks.run(count, train, model, layout, rows(model)), single["mixtral"], 1e-5)
 
 
 @pytest.mark.parametrize(("layout", "count"), LATENT_LAYOUTS)
 @pytest.mark.parametrize("name", LATENT)
-def test_latent_attention_is_trained_alike_under_every_layout(ranks, models, single, name, layout, count):
+def test_train_latent_attention_under_layout_equals_one_rank(ranks, models, single, name, layout, count):
     recompute = "pp2" in layout
     assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), recompute), single[name], 1e-5)
 
 
 @pytest.mark.parametrize(("layout", "count"), GEMMA_LAYOUTS)
-def test_gemma_is_trained_alike_under_every_layout(ranks, models, single, layout, count):
+def test_train_gemma_under_layout_equals_one_rank(ranks, models, single, layout, count):
     model, recompute = models["gemma2"], "pp2" in layout
     assert_equal(ranks.run(count, train, model, layout, rows(model), recompute), single["gemma2"], 1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma2", *LATENT])
-def test_values_are_learnt_alike_too(ranks, models, name):
+def test_train_value_head_under_pipeline_equals_one_rank(ranks, models, name):
     model = models[name]
     alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), False, "value")[0])
     assert not alone.idle()
@@ -103,5 +103,5 @@ def left_behind(model):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma2"])
-def test_a_trainer_takes_its_model_and_its_groups_with_it(ranks, models, name):
+def test_trainer_after_deletion_frees_its_model(ranks, models, name):
     assert ranks.run(1, left_behind, models[name]) == [0]

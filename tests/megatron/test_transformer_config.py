@@ -12,7 +12,7 @@ from verl_mg.models.hf_config import read_config
 KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
-def test_gradients_are_added_in_the_kernel_only_where_it_and_a_gpu_are(tmp_path, monkeypatch):
+def test_gradient_accumulation_kernel_needs_apex_and_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, KERNEL, None)  # cannot be imported
     assert not has_gradient_accumulation_kernel()
@@ -25,6 +25,6 @@ def test_gradients_are_added_in_the_kernel_only_where_it_and_a_gpu_are(tmp_path,
     monkeypatch.delitem(sys.modules, KERNEL)
 
 
-def test_it_is_left_to_autograd_on_the_cpu(tmp_path):
+def test_transformer_config_on_cpu_leaves_accumulation_to_autograd(tmp_path):
     config = read_config(tiny_model(tmp_path / "m", "qwen3"))
     assert not transformer_config(config, Layout(), torch.float32, recompute=False).gradient_accumulation_fusion

@@ -87,7 +87,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp1", 2), ("tp2-pp2", 4)])
-def test_a_step_that_is_not_finite_is_left_out_and_many_end_the_run(ranks, model, layout, count, poison):
+def test_update_non_finite_is_skipped_and_many_end_the_run(ranks, model, layout, count, poison):
     for told, kept, moved, message in ranks.run(count, poisoned, model, layout, poison):
         assert [metrics["actor/skipped"] for metrics in told] == [0, 1, 1, 0, 1, 1]
         assert kept and moved
@@ -114,7 +114,7 @@ def drifting(model, layout, action):
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 2), ("tp2-pp2", 4)])
-def test_too_far_from_the_start_the_step_is_left_out(ranks, model, layout, count):
+def test_update_above_max_kl_is_skipped(ranks, model, layout, count):
     for seen, equal in ranks.run(count, drifting, model, layout, "skip"):
         assert [metrics["actor/skipped"] for metrics in seen] == [0, 0, 1, 0]
         assert equal[2][3] and not equal[1][2] and not equal[3][4]
@@ -122,7 +122,7 @@ def test_too_far_from_the_start_the_step_is_left_out(ranks, model, layout, count
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 2), ("tp2-pp2", 4)])
-def test_or_the_last_step_is_taken_back_and_the_learning_rate_begins_anew(ranks, model, layout, count):
+def test_update_above_max_kl_rolls_back_weights_and_learning_rate(ranks, model, layout, count):
     for seen, equal in ranks.run(count, drifting, model, layout, "rollback"):
         assert [metrics["actor/rolled_back"] for metrics in seen] == [0, 0, 1, 0]
         assert equal[3][1] and not equal[3][2], "back to the weights before the second step"
@@ -156,16 +156,16 @@ def rolled_back_and_repeated(model):
     return all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_a_rollback_restores_optimizer_and_main_weights_to_the_bit(ranks, model):
+def test_rollback_restores_optimizer_and_main_weights_bitwise(ranks, model):
     assert all(ranks.run(2, rolled_back_and_repeated, model))
 
 
-def test_a_limit_on_what_is_not_measured_is_refused():
+def test_update_guard_max_kl_without_metric_raises():
     with pytest.raises(UserError, match=r"actor\.guard\.max_kl: the recipe's loss reports no approx_kl"):
         UpdateGuard(GuardConfig(max_kl=0.1), "actor").check({NON_FINITE_BUFFERS: 0.0, "loss": 1.0})
 
 
-def test_the_log_says_what_was_done(caplog):
+def test_update_guard_logs_its_verdicts(caplog):
     guard = UpdateGuard(GuardConfig(max_kl=0.1, action="rollback"), "actor")
     with caplog.at_level(logging.WARNING):
         assert guard.check({NON_FINITE_BUFFERS: 0.0, "loss": 1.0, "approx_kl": 0.25})[0] == "rollback"

@@ -38,7 +38,7 @@ Parts = list[tuple[str, Box, Tensor]]
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw. outputs: {row: (2 + vocab, judged)}, log-probs, entropies and logits, or (1, judged), values,
+    """What one rank saw. outputs: {row: (2 + vocab, scored)}, log-probs, entropies and logits, or (1, scored), values,
     where the rank speaks.
     """
 
@@ -65,7 +65,7 @@ class Expected:
 
 
 def token_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of each judged token; a sequence's log-prob enters through every one of them. Of values: their squares."""
+    """Of each scored token; a sequence's log-prob enters through every one of them. Of values: their squares."""
     if len(tokens.output) == 1:
         return (tokens.values - 5 * tokens["noise"]) ** 2, {}
     rows = int(tokens.sequence_ids.max()) + 1 if len(tokens.sequence_ids) else 0
@@ -96,9 +96,9 @@ def train(
         return step()
 
     trainer.optimizer.step = seen
-    judged = int((rows["loss_mask"] & (rows.positions > 0)).sum())
+    scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
     seen_by = [
-        trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", judged, judged) for _ in range(STEPS)
+        trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored) for _ in range(STEPS)
     ]
     norms, losses = ([metrics[name] for metrics in seen_by] for name in ("grad_norm", "loss"))
     return Trained(outputs, gradients, _parts(runner, runner.parameters()), norms, losses)
@@ -143,7 +143,7 @@ def _outputs(runner: ModelRunner, micro_batches: list[Batch], share: list[list[i
 
 
 def _watch_logits(runner: ModelRunner) -> list[Tensor]:
-    """A list that holds, after the last stage's forward pass, the (vocab, n) logits of the judged tokens."""
+    """A list that holds, after the last stage's forward pass, the (vocab, n) logits of the scored tokens."""
     chunk, groups, found = runner.chunks[-1], runner.groups.collection, []
     if not chunk.post_process or chunk.has_value_head:
         return found
@@ -194,17 +194,17 @@ def train_in_plain_torch(model: torch.nn.Module, rows: Batch, folder: Path) -> E
     outputs, gradients, norms, seen = [], {}, [], []
     for step in range(STEPS):
         logprobs, entropy = oracle_outputs(net, rows, TEMPERATURE)
-        judged = rows["loss_mask"] & (rows.positions > 0)
+        scored = rows["loss_mask"] & (rows.positions > 0)
         per_row = [
             torch.stack([column[keep] for column in (lp, h)])
-            for lp, h, keep in zip(*(c.split(rows.lengths.tolist()) for c in (logprobs, entropy, judged)), strict=True)
+            for lp, h, keep in zip(*(c.split(rows.lengths.tolist()) for c in (logprobs, entropy, scored)), strict=True)
         ]
         losses = [
             _loss(lp, h, lp.sum(), rows.row("advantages", i)[rows.row("loss_mask", i)])
             for i, (lp, h) in enumerate(per_row)
         ]
         optimizer.zero_grad()
-        loss = torch.cat(losses).sum() / judged.sum()
+        loss = torch.cat(losses).sum() / scored.sum()
         loss.backward()
         seen.append(loss.item())
         if step == 0:

@@ -21,7 +21,7 @@ def test_read_hardware_profile_returns_figures(tmp_path):
     [
         ("[1]", "it contains a list. Write an object of figures: flops"),
         ("{", "not a readable JSON file"),
-        ('{"flop": 1}', f"no figure 'flop'; there are {', '.join(FIGURES)}"),
+        ('{"flop": 1}', f"unknown figure 'flop'. Use {', '.join(FIGURES)}"),
         ('{"flops": 0}', "flops is 0. Use a number above 0"),
         ('{"host": "25"}', "host is '25'. Use"),
         ('{"host": true}', "host is True. Use"),

@@ -34,23 +34,23 @@ def seconds(offload=False, ranks=ALL, auxiliary_roles=()):
     return iteration_seconds(inputs, ACTOR, inference=5.0, update=20.0, rollout=100.0, sync=1.0)
 
 
-def test_roles_on_the_same_ranks_take_turns():
+def test_iteration_seconds_same_ranks_add_up():
     found = seconds(auxiliary_roles=(critic(ALL), reference(ALL)))
     assert (found.inference, found.update, found.offload) == (5 + 3 + 4, 20 + 30, 0)
     assert found.all == 100 + 12 + 50 + 1
 
 
-def test_roles_on_other_ranks_work_at_the_same_time():
+def test_iteration_seconds_disjoint_ranks_take_the_maximum():
     found = seconds(ranks=FIRST, auxiliary_roles=(critic(LAST), reference(LAST)))
     assert (found.inference, found.update) == (3 + 4, 30)
 
 
-def test_roles_that_share_some_ranks_wait_there():
+def test_iteration_seconds_shared_ranks_add_up_there():
     found = seconds(ranks=FIRST, auxiliary_roles=(critic((3, 4, 5, 6)),))
     assert (found.inference, found.update) == (5 + 3, 20 + 30)
 
 
-def test_copies_to_the_host_and_back():
+def test_iteration_seconds_offload_counts_copies():
     """10 GB/s. Alone, weights and optimizer states of the actor go and come once, 2 * 14 GB."""
     assert seconds(offload=True).offload == pytest.approx(2.8)
     # Among others, weights go and come after inference, update and sync; those of the reference only come.
@@ -68,14 +68,14 @@ def test_busiest_rank_seconds_is_between_the_longest_and_the_sum(work):
 
 
 @pytest.mark.parametrize("text", ["tp1", "pp2", "pp2-vpp2", "pp4"])
-def test_judging_is_a_third_of_an_update_where_nothing_is_exchanged(text):
+def test_inference_seconds_without_communication_is_a_third_of_an_update(text):
     inputs = tiny(DENSE, recompute=False)
     layout = Layout.parse(text).fit(8)
     update = train_seconds(inputs, layout) - inputs.minibatches * optimizer_seconds(inputs, layout)
     assert update == pytest.approx(3 * inference_seconds(inputs, layout))
 
 
-def test_a_pass_by_hand():
+def test_inference_seconds_equal_hand_count():
     """8 samples of 32 tokens on 8 ranks at 1 TFLOP/s: 2 FLOPs a weight, and attention's pairs; a bubble of a third."""
     inputs, layout = tiny(DENSE, tokens_per_iteration=256, micro_batch=32, flops=1.0), Layout.parse("pp2").fit(8)
     attention, feed_forward, norms = 32 * 8 * (4 + 2 * 2 + 4), 3 * 32 * 64, 9 * 32
@@ -85,7 +85,7 @@ def test_a_pass_by_hand():
     assert inference_seconds(inputs, layout) == pytest.approx(flops / (8 * 1e12) * 3 / 2)
 
 
-def test_a_faster_device_is_faster_where_it_counts():
+def test_train_and_rollout_seconds_shrink_with_faster_hardware():
     slow, fast = (published("qwen3_30b_a3b", 16, flops=flops) for flops in (200.0, 800.0))
     layout = Layout.parse("pp2-ep4").fit(16)
     assert inference_seconds(slow, layout) > 1.5 * inference_seconds(fast, layout)
@@ -94,12 +94,12 @@ def test_a_faster_device_is_faster_where_it_counts():
     assert rollout_side(narrow, engine).seconds > 2 * rollout_side(wide, engine).seconds
 
 
-def test_context_parallelism_costs_its_exchange():
+def test_inference_seconds_cp_adds_its_exchange():
     inputs = replace(tiny(MIXTURE, sequence=64), intra_node=1e-3)
     assert inference_seconds(inputs, Layout.parse("cp2").fit(8)) > inference_seconds(inputs, Layout.parse("tp1").fit(8))
 
 
-def test_a_pair_has_all_parts():
+def test_pair_of_has_all_parts():
     inputs = tiny(DENSE)
     train = train_side(inputs, Layout.parse("tp2").fit(8))
     pair = pair_of(inputs, train, rollout_side(inputs, EngineLayout(tp=2), train.memory))

@@ -14,7 +14,7 @@ from verl_mg.planner.lengths import Length, longest_to, read_lengths, write_leng
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_read_lengths_returns_written_lengths(tmp_path):
     lengths = [Length(3, 40), Length(12, 1)]
     write_lengths(tmp_path / "lengths.txt", lengths, ["from a test", "twice"])
     assert read_lengths(tmp_path / "lengths.txt") == lengths
@@ -22,14 +22,14 @@ def test_what_is_written_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["", "3", "3 4 5", "3 x", "0 4", "3 -4", "3 4.5", "3 ²", "3 " + "9" * 5000])
-def test_a_line_that_is_no_length_is_named(tmp_path, line):
+def test_read_lengths_invalid_line_raises_with_its_number(tmp_path, line):
     file = tmp_path / "lengths.txt"
     file.write_text(f"# head\n3 4\n{line}\n")
     with pytest.raises(UserError, match="lengths.txt:3: .* two positive numbers"):
         read_lengths(file)
 
 
-def test_a_file_that_says_nothing(tmp_path):
+def test_read_lengths_empty_file_raises(tmp_path):
     (tmp_path / "empty.txt").write_text("# nothing\n")
     with pytest.raises(UserError, match="contains no lengths"):
         read_lengths(tmp_path / "empty.txt")
@@ -37,7 +37,7 @@ def test_a_file_that_says_nothing(tmp_path):
         read_lengths(tmp_path / "nowhere.txt")
 
 
-def test_lengths_keep_their_shape_when_they_are_scaled():
+def test_longest_to_keeps_the_distribution():
     assert longest_to([Length(10, 90), Length(10, 10)], 1000) == [Length(100, 900), Length(100, 100)]
     assert longest_to([Length(1, 999), Length(1, 1)], 100) == [Length(1, 100), Length(1, 1)]
 
@@ -47,7 +47,7 @@ def record(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_a_run_is_recorded_in_the_order_of_its_samples(tmp_path):
+def test_record_lengths_of_a_run_keeps_order_of_samples(tmp_path):
     folder = tmp_path / "run" / "samples"
     for i in (1, 2):
         (folder / f"{i:06d}").mkdir(parents=True)
@@ -65,7 +65,7 @@ def test_a_run_is_recorded_in_the_order_of_its_samples(tmp_path):
     assert not (tmp_path / "other.txt").exists()
 
 
-def test_drawn_lengths_are_those_of_a_real_model_and_the_same_again(tmp_path):
+def test_record_lengths_of_a_model_is_reproducible(tmp_path):
     options = ("--draw", 12, "--max-new-tokens", 256)
     for name in ("one", "two"):
         told = record(*options, "--out", tmp_path / name)

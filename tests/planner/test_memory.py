@@ -16,17 +16,17 @@ from verl_mg.planner.memory_phases import problem
     ("name", "billions"),
     [("qwen3_30b_a3b", 30.5), ("qwen3_235b_a22b", 235.1), ("deepseek_v3", 671.0), ("llama_3_1_405b", 405.9)],
 )
-def test_published_models_have_their_parameters(name, billions):
+def test_elements_of_published_models_equal_their_parameters(name, billions):
     assert round(published(name, 8).elements / 1e9, 1) == billions
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3_30b_a3b", 3.0), ("qwen3_235b_a22b", 21.6)])
-def test_a_token_meets_few_of_the_experts(name, billions):
+def test_active_elements_of_mixtures_equal_published_numbers(name, billions):
     """3.3 and 22.2 billion are activated, of which 0.3 and 0.6 in the input embedding."""
     assert round(published(name, 8).active_elements / 1e9, 1) == billions
 
 
-def test_a_dense_model_by_hand():
+def test_train_memory_dense_model_equals_hand_count():
     """A layer on one of two ranks: two norms 64, qkv (32 + 16 + 16) x 32 / 2, out 32 x 32 / 2, gate, up, down."""
     memory = train_memory(tiny(DENSE), Layout.parse("tp2-pp2").fit(8))
     layer = 64 + 1024 + 512 + 3 * 64 * 32 // 2
@@ -37,7 +37,7 @@ def test_a_dense_model_by_hand():
     assert memory.totals == tuple(map(sum, zip(*memory.parts.values(), strict=True)))
 
 
-def test_experts_optimizer_states_are_cut_over_edp():
+def test_train_memory_shards_experts_optimizer_states_over_edp():
     """tp2-ep2-etp1 on 8 ranks: dense parameters over dp 4, experts over edp 4; with etp2 over edp 2."""
     for layout, local, edp in (("tp2-ep2-etp1", 4, 4), ("tp2-ep2", 2, 2)):
         fitted = Layout.parse(layout).fit(8)
@@ -48,7 +48,7 @@ def test_experts_optimizer_states_are_cut_over_edp():
         assert memory.parts["optimizer states"] == (12 * (math.ceil(counted.dense / 4) + experts // edp),)
 
 
-def test_a_router_bias_is_float32_and_has_no_gradient():
+def test_train_memory_router_bias_is_float32_without_gradient():
     (counted,) = train_memory(tiny(LATENT), Layout().fit(8)).elements
     assert counted.float32 == 3 * 8
     assert Elements(10, 20, 3).bytes == 2 * 30 + 4 * 3
@@ -56,7 +56,7 @@ def test_a_router_bias_is_float32_and_has_no_gradient():
 
 @pytest.mark.parametrize("raw", [DENSE, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "tp2-pp2-vpp2", "pp4-cp2"])
-def test_all_ranks_of_a_stage_hold_as_much_as_its_first(raw, layout):
+def test_elements_are_equal_on_all_ranks_of_a_stage(raw, layout):
     inputs, fitted = tiny(raw), Layout.parse(layout).fit(8)
     shard_map = inputs.weights.shard_map_megatron(Placement.on(fitted, 8))
     memory = train_memory(inputs, fitted)
@@ -65,7 +65,7 @@ def test_all_ranks_of_a_stage_hold_as_much_as_its_first(raw, layout):
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp4-ep2", "tp2-pp2", "tp4-ep4-adp2"])
-def test_all_ranks_of_an_engine_too(layout):
+def test_elements_are_equal_on_all_ranks_of_an_engine(layout):
     inputs, engine = tiny(MIXTURE), EngineLayout.parse(layout)
     placement = EnginePlacement(engine, tuple(range(8)))
     shard_map, memory = inputs.weights.shard_map_sglang(placement), rollout_memory(inputs, engine)
@@ -73,13 +73,13 @@ def test_all_ranks_of_an_engine_too(layout):
         assert elements(inputs.weights, shard_map, rank) == memory.elements[placement.coordinates(rank).pp]
 
 
-def test_a_padded_vocabulary_counts_with_its_padding():
+def test_elements_include_vocabulary_padding():
     """65 rows on two ranks, padded to multiples of 8 each: 40 rows a rank."""
     plain, odd = (train_memory(tiny(DENSE | {"vocab_size": n}), Layout.parse("tp2").fit(8)) for n in (64, 65))
     assert odd.elements[0].dense - plain.elements[0].dense == 2 * (40 - 32) * 32
 
 
-def test_a_token_in_the_kv_cache():
+def test_kv_bytes_equal_hand_count():
     qwen, deepseek = published("qwen3_235b_a22b", 8).weights, published("deepseek_v3", 8).weights
     assert kv_bytes(qwen, EngineLayout(tp=2), 0) == 94 * 2 * 2 * 128 * 2
     assert kv_bytes(qwen, EngineLayout(tp=4), 0) == 94 * 2 * 1 * 128 * 2
@@ -98,7 +98,7 @@ def test_cache_bytes_are_limit_minus_weights():
     assert apart.weights > memory.weights and apart.tokens_per_engine == 8 * apart.tokens
 
 
-def test_more_parallelism_is_never_more_memory():
+def test_train_memory_shrinks_with_parallelism():
     inputs = published("qwen3_30b_a3b", 64)
     for less, more in (("tp1", "tp2"), ("pp2", "pp4"), ("ep2", "ep4"), ("tp2-ep2-etp1", "tp2-ep2")):
         small, large = (train_memory(inputs, Layout.parse(text).fit(64)) for text in (more, less))

@@ -18,7 +18,7 @@ from verl_mg.planner.search import (
 )
 
 
-def test_what_is_tried():
+def test_train_layouts_respects_nodes_and_interleaving():
     inputs = tiny(MIXTURE, node=4)
     trains, rollouts = list(train_layouts(inputs)), list(rollout_layouts(inputs))
     assert all(layout.ranks == 8 and layout.tp <= 2 and layout.etp in (1, layout.tp) for layout in trains)
@@ -28,7 +28,7 @@ def test_what_is_tried():
     assert all(layout.ep == 1 and layout.etp == layout.tp for layout in train_layouts(tiny(DENSE)))
 
 
-def test_the_best_come_first_and_all_fit():
+def test_search_returns_fitting_pairs_best_first():
     inputs = published("qwen3_30b_a3b", 16)
     pairs = search(inputs, None, None, 3)
     assert len(pairs) == 3 and len({pair.train.layout for pair in pairs}) == 3
@@ -42,7 +42,7 @@ def test_the_best_come_first_and_all_fit():
         assert not fits or train_seconds(inputs, layout) >= best
 
 
-def test_a_side_that_is_given_stays():
+def test_search_keeps_given_side():
     inputs = published("qwen3_30b_a3b", 16)
     train, rollout = Layout.parse("tp2-pp2-ep4").fit(16), EngineLayout.parse("tp4-ep4")
     assert {pair.rollout.layout for pair in search(inputs, None, rollout, 2)} == {rollout}
@@ -52,25 +52,25 @@ def test_a_side_that_is_given_stays():
     assert (only.train.layout, only.rollout.layout) == (train, rollout)
 
 
-def test_an_engine_spans_nodes_only_where_it_must():
+def test_search_engine_spans_nodes_only_if_needed():
     inputs = published("llama_3_1_405b", 128)
     assert {pair.rollout.layout.tp for pair in search(inputs, None, None, 2)} == {16}
 
 
-def test_an_engine_spans_more_nodes_where_training_needs_the_room():
+def test_search_engine_spans_more_nodes_if_training_needs_memory():
     """810 GB of weights over 16 ranks are 47 GiB, beside 54 GiB of the actor in the sync."""
     (pair,) = search(published("llama_3_1_405b", 128, offload=False), None, None, 1)
     assert pair.rollout.layout.tp > 16
 
 
-def test_nothing_fits():
+def test_search_without_fitting_layout_raises():
     with pytest.raises(UserError, match="no layout of training fits 74 GiB on 8 ranks. Use more"):
         search(published("qwen3_30b_a3b", 8, micro_batch=10**6), None, EngineLayout(tp=4), 1)
     with pytest.raises(UserError, match="no layout of generation fits"):
         search(published("llama_3_1_405b", 8), None, None, 1)
 
 
-def test_the_nearest_layouts_hold():
+def test_nearest_layouts_fit_into_memory():
     inputs = published("qwen3_235b_a22b", 256)
     for text in ("tp8-pp4-ep8", "tp4-pp4", "tp4-pp3-ep8", "tp4-pp4-ep8-cp2"):
         near = nearest_train(inputs, Layout.parse(text))
@@ -82,7 +82,7 @@ def test_the_nearest_layouts_hold():
     assert nearest_train(published("llama_3_1_405b", 8), Layout(tp=8)) == []
 
 
-def test_a_bubble_shrinks_with_micro_batches_and_interleaving():
+def test_bubble_share_shrinks_with_micro_batches_and_interleaving():
     inputs = published("llama_3_1_405b", 256)
     plain, interleaved = Layout.parse("tp8-pp8").fit(256), Layout.parse("tp8-pp8-vpp4").fit(256)
     assert bubble_share(inputs, plain) == 7 / (128 + 7)  # 4 Mi tokens, dp 4, 8192 tokens each
@@ -92,7 +92,7 @@ def test_a_bubble_shrinks_with_micro_batches_and_interleaving():
     assert fullest_stage(inputs, plain) == 16 * 8 / 126
 
 
-def test_the_cost_of_links():
+def test_train_seconds_grow_with_slower_links():
     """Tensor parallelism over slow links, and experts over nodes, cost more."""
     near, far = (published("qwen3_30b_a3b", 16, node=node) for node in (8, 1))
     layout = Layout.parse("tp4-ep4-etp1").fit(16)
@@ -102,7 +102,7 @@ def test_the_cost_of_links():
     assert rollout_seconds(near, engine, memory) < rollout_seconds(far, engine, memory)
 
 
-def test_less_room_for_the_cache_is_slower():
+def test_rollout_seconds_grow_with_less_cache():
     large, small = (published("qwen3_30b_a3b", 16, memory=memory) for memory in (80.0, 30.0))
     engine = EngineLayout(tp=4)
     seconds = [rollout_seconds(inputs, engine, rollout_memory(inputs, engine)) for inputs in (large, small)]

@@ -9,7 +9,7 @@ from verl_mg.planner.memory import train_memory
 from verl_mg.reshard import RankTraffic
 
 
-def test_the_slowest_rank_decides():
+def test_sync_seconds_is_that_of_the_slowest_rank():
     """100 GB from other nodes at 50 GB/s and 200 from its own at 400; then a rank that sends more than it receives."""
     giga = 10**9
     traffic = {0: RankTraffic(received=300 * giga, entered=100.0 * giga), 1: RankTraffic(received=8 * giga)}
@@ -18,7 +18,7 @@ def test_the_slowest_rank_decides():
     assert sync_seconds(traffic, 400, 50) == pytest.approx(3.0)
 
 
-def test_gathering_brings_each_rank_all_that_it_lacks():
+def test_gathered_bytes_is_model_minus_local_shards():
     inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
     memory = train_memory(inputs, layout)
     assert gathered_bytes(inputs, memory) == tuple(2 * inputs.elements - held for held in memory.parts["weights"])
@@ -26,7 +26,7 @@ def test_gathering_brings_each_rank_all_that_it_lacks():
 
 
 @pytest.mark.parametrize("node", [2, 8])
-def test_the_plan_moves_the_lower_bound_and_less_than_gathering(node):
+def test_weight_sync_receives_lower_bound_and_less_than_gathering(node):
     inputs, layout = tiny(MIXTURE, node=node), Layout.parse("tp2-pp2-ep2").fit(8)
     sync = weight_sync(inputs, layout, EngineLayout.parse("tp4-ep4"))
     assert sync.received == sync.lower_bound and len(sync.received) == 8 and len(sync.entered) == 8 // node
@@ -35,13 +35,13 @@ def test_the_plan_moves_the_lower_bound_and_less_than_gathering(node):
     assert sync.seconds > 0
 
 
-def test_equal_shards_move_nothing_at_the_right_stride():
+def test_weight_sync_equal_shards_move_nothing():
     """Data-parallel ranks that hold everything feed engines of any shape."""
     sync = weight_sync(tiny(DENSE), Layout().fit(8), EngineLayout(tp=2))
     assert sum(sync.received) == 0 and sync.seconds == 0
 
 
-def test_a_faster_link_is_a_faster_sync():
+def test_sync_seconds_shrink_with_faster_links():
     layouts = Layout.parse("tp2-pp2-ep2").fit(8), EngineLayout.parse("tp4-ep4")
     slow, fast = (weight_sync(tiny(MIXTURE, node=2, inter_node=speed), *layouts) for speed in (10.0, 100.0))
     assert slow.seconds > fast.seconds and slow.received == fast.received
