@@ -34,6 +34,6 @@ def preference_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, 
 
 
 def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
-    batch = job.preference_batch(job.prompts.take(cfg.pairs_per_iteration))
+    batch = job.preference_batch(job.prompts.next_batch(cfg.pairs_per_iteration))
     batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     return job.actor.update(batch, partial(preference_loss, cfg=cfg), "seq-mean-token-mean")

@@ -29,8 +29,8 @@ class Config(clipping.Config):
 def greedy_scores(job: Job, batch: Batch) -> Tensor:
     """(n,): what the most probable response to each row's prompt scores, whichever rank wrote it."""
     asked = job.all_gather_column(batch, "prompt_id").unique().tolist()
-    greedy = job.rollout.greedy([job.prompts.by_id(prompt) for prompt in asked])
-    greedy["reward"] = job.reward(greedy)
+    greedy = job.rollout.generate_greedy([job.prompts.by_id(prompt) for prompt in asked])
+    greedy["reward"] = job.reward.wait(greedy)
     known = dict(
         zip(
             job.all_gather_column(greedy, "prompt_id").tolist(),

@@ -28,6 +28,6 @@ def ranking_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
-    batch = job.preference_batch(job.prompts.take(cfg.pairs_per_iteration))
+    batch = job.preference_batch(job.prompts.next_batch(cfg.pairs_per_iteration))
     batch["loss_mask"] = batch.last
     return job.reward_model.update(batch, ranking_loss, "seq-mean-token-mean")

@@ -24,5 +24,5 @@ def imitation_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
-    batch = job.sft_batch(job.prompts.take(cfg.examples_per_iteration))
+    batch = job.sft_batch(job.prompts.next_batch(cfg.examples_per_iteration))
     return job.actor.update(batch, imitation_loss, "token-mean")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import psutil
 
 from tests import warm_start
-from verl_mg.run.checkpoint_integrity import SUMS
+from verl_mg.run.checkpointer import SUMS
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 90

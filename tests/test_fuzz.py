@@ -27,7 +27,7 @@ from verl_mg.config import tree_for
 from verl_mg.errors import EXIT_CODE
 from verl_mg.job.recipe import load_recipe
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.run.checkpoint_integrity import SUMS
+from verl_mg.run.checkpointer import SUMS
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 REWARD = "def digits(sample):\n    return float(sum(c.isdigit() for c in sample.response))\n"

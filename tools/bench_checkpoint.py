@@ -62,8 +62,7 @@ from verl_mg.layout import Layout
 from verl_mg.megatron.sharded_state import optimizer_state, steps_taken, weights
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.trainable import TrainableRole
-from verl_mg.run.checkpoint_integrity import newest_intact
-from verl_mg.run.checkpointer import AsyncCheckpointer
+from verl_mg.run.checkpointer import AsyncCheckpointer, newest_intact
 from verl_mg.run.job_state import restore
 from verl_mg.run.loop import one_iteration
 from verl_mg.sharding.boxes import slices

@@ -237,10 +237,10 @@ def rollout_part(bench: Bench) -> Iterator[Row]:
     fleet = build_engine_group(config, torch.bfloat16, actor, context, lambda engine: engine)
     rollout = Rollout(fleet, Sampling(max_new_tokens=work.new_tokens), seed=0, context=context)
     try:
-        seconds = bench.seconds(lambda: rollout.sync(actor))
+        seconds = bench.seconds(lambda: rollout.update_weights(actor))
         rate = bench.weight_bytes / seconds / 1e9
         yield "weight sync", f"{seconds:.4f} s, {rate:.4g} GB/s of weights ({bench.weight_bytes / GIB:.2f} GiB)"
-        received, least = (rollout.metrics[f"sync/bytes_{name}"] for name in ("received", "lower_bound"))
+        received, least = (rollout.metrics[f"weight_sync/bytes_{name}"] for name in ("received", "lower_bound"))
         yield "... from other ranks", f"{received:.0f} bytes, at least {least:.0f}"
         draw = torch.Generator().manual_seed(0)
         vocabulary = bench.weights.config.vocab

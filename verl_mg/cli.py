@@ -198,7 +198,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
     config = load_config(arguments.config, arguments.overrides, recipe.config)
     try:
-        job = plan_request(config, requested_roles(recipe, config.algorithm))
+        job = plan_request(config, requested_roles(recipe, config))
     except UserError as error:
         raise UserError(f"{arguments.config}: {error}") from None
     run(arguments, job)

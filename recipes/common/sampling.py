@@ -5,11 +5,7 @@
     batch["advantages"] = ...                     the recipe's own
     return learn(job, cfg, batch, policy_loss)    updates of the policy, and its weights to the engines
 
-`oversampling` prompts more are asked than kept: the slowest are cut, and go on in the next iteration with
-`rollout.partial_rollout=true`. With `one_step_off` engines on ranks of their own draw the next iteration's samples
-while
-this one trains, from weights that are one iteration old: `rollout/staleness` tells. With `reward_model` the reward is
-what the model of that section says. The reference judges only where the KL penalty has a weight, see `penalties`.
+The reference judges only where the KL penalty has a weight, see `penalties`.
 `correction` weighs the tokens that rollout engine and trainer judge differently, see verl_mg/algorithms/correction.py.
 """
 
@@ -29,9 +25,6 @@ from verl_mg.monitor.rollout_metrics import mismatch_metrics
 class Config(KLConfig):
     prompts_per_iteration: PositiveInt = 64
     group_size: PositiveInt = 8
-    oversampling: int = Field(0, ge=0)
-    one_step_off: bool = False
-    reward_model: bool = False
     minibatches: PositiveInt = 1
     epochs: PositiveInt = 1
     correction: Literal["none", Correction] = "none"
@@ -41,7 +34,7 @@ class Config(KLConfig):
 
 def roles(cfg: Config) -> set[str]:
     asked = {"reference"} if cfg.kl_coefficient else set()
-    return asked | {"actor", "rollout", "reward"} | ({"frozen_reward_model"} if cfg.reward_model else set())
+    return asked | {"actor", "rollout", "reward"}
 
 
 def sample(job: Job, cfg: Config) -> Batch:
@@ -49,18 +42,10 @@ def sample(job: Job, cfg: Config) -> Batch:
 
 
 def draw(job: Job, cfg: Config) -> Batch:
-    if not job.rollout.drawing:
-        begin(job, cfg)
-    batch = job.rollout.finish()
-    if cfg.one_step_off and job.iteration < job.config.job.iterations:
-        begin(job, cfg)
-    batch["reward"] = job.frozen_reward_model.compute_scores(batch) if cfg.reward_model else job.reward(batch)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
+    batch["reward"] = job.reward.wait(batch)
     return batch
-
-
-def begin(job: Job, cfg: Config) -> None:
-    prompts = job.prompts.take(cfg.prompts_per_iteration + cfg.oversampling - job.rollout.unfinished)
-    job.rollout.begin(prompts, samples=cfg.group_size, keep=cfg.prompts_per_iteration, ahead=cfg.one_step_off)
 
 
 def judge(job: Job, cfg: Config, batch: Batch) -> Batch:
@@ -95,5 +80,5 @@ def learn(
     length = job.config.rollout.max_new_tokens
     steps: dict[str, Any] = {"num_minibatches": cfg.minibatches, "num_epochs": cfg.epochs, "max_length": length}
     metrics = job.actor.update(batch, partial(loss, cfg=cfg), aggregation, **steps)
-    job.rollout.sync(job.actor)
+    job.rollout.update_weights(job.actor)
     return {**metrics, **steer(job, cfg, batch), **mismatch_metrics([batch])}

@@ -112,23 +112,23 @@ def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, f
         "actor.optimizer.lr=1e-12",
     ]
     config = config_of(inputs, output, overrides)
-    job = Job(config, requested_roles(GRPO, config.algorithm), job_store())
+    job = Job(config, requested_roles(GRPO, config), job_store())
     job.start()
     taken, metrics = [], {}
-    take = job.prompts.take
+    take = job.prompts.next_batch
 
     def seen(n: int):
         prompts = take(n)
         taken.append([prompt.answer for prompt in prompts])
         return prompts
 
-    job.prompts.take = seen
+    job.prompts.next_batch = seen
     for iteration in range(1, 8):
         job.begin(iteration)
         GRPO.iteration(job, config.algorithm)
-        for batch in job.rollout.produced:
+        for batch in job.rollout.train_batches:
             metrics = job.observe(batch)
-        job.rollout.produced = []
+        job.rollout.train_batches.clear()
     job.close()
     return taken, metrics
 
@@ -154,17 +154,17 @@ def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[
     told, errors = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job = Job(config, requested_roles(GRPO, config.algorithm), job_store())
+        job = Job(config, requested_roles(GRPO, config), job_store())
         job.start()
         for iteration, text in enumerate(texts, 1):
             if dist.get_rank() == 0:
                 output.mkdir(exist_ok=True)
                 file.unlink() if text is None else file.write_text(text)
             told.append(job.begin(iteration))
-            batch = job.rollout.generate(job.prompts.take(3), samples=2)
+            batch = job.rollout.generate(job.prompts.next_batch(3), num_samples=2)
             lengths = torch.tensor([len(job.reward.sample(batch, row).response) for row in range(len(batch))])
             length, one = (told[-1][f"reward/weight/{name}"] for name in ("length", "one"))
-            errors.append((job.reward(batch) - (length * lengths + one)).abs().tolist())
+            errors.append((job.reward.wait(batch) - (length * lengths + one)).abs().tolist())
             assert torch.equal(batch["reward.length"], lengths.float()) and (batch["reward.one"] == 1).all()
         job.close()
     return told, errors, [str(warning.message) for warning in caught if "weights" in str(warning.message)]

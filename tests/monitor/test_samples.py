@@ -10,13 +10,11 @@ from transformers import AutoTokenizer
 
 from tests.run.recorded_runs import job, lines_of, make_inputs, samples_of
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.data import PromptSet
-from verl_mg.monitor.sample_columns import other_columns
+from verl_mg.data import PromptFeed, PromptSet
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import FileMetadata, fingerprint
-from verl_mg.monitor.sample_writer import ROWS_AT_A_TIME, SampleWriter
-from verl_mg.roles.reward import RewardRole
-from verl_mg.roles.rollout_record import RolloutRecord
+from verl_mg.monitor.sample_writer import ROWS_PER_TABLE, SampleWriter, other_columns
+from verl_mg.roles.rollout_source import RolloutRecord
 
 SCHEMA = {
     **dict.fromkeys(("iteration", "sample_id", "group", "prompt_id", "policy_version"), "int64"),
@@ -118,7 +116,7 @@ def warned(inputs: Path, output: Path) -> list[str]:
 def test_a_disk_that_fails_is_told_once_and_stops_nothing(ranks, inputs, tmp_path):
     (tmp_path / "samples").write_text("")
     for told in ranks.run(2, warned, inputs, tmp_path):
-        assert len(told) == 1 and "rank-" in told[0] and "the run goes on" in told[0]
+        assert len(told) == 1 and "rank-" in told[0] and "the run continues" in told[0]
     assert list(lines_of(tmp_path)) == [1, 2, 3] and not list(tmp_path.rglob("*.partial"))
 
 
@@ -126,7 +124,7 @@ def with_tools(inputs: Path, folder: Path) -> None:
     """Rows of several tables: two tokens of prompt, two of the policy, one of a tool, and again two of the policy."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     prompts = PromptSet.from_file(inputs / "sums.jsonl", tokenizer, max_prompt_tokens=9, source="sums")
-    count, mask = 2 * ROWS_AT_A_TIME + 3, [False, False, True, True, False, True, True]
+    count, mask = 2 * ROWS_PER_TABLE + 3, [False, False, True, True, False, True, True]
     batch = Batch.from_rows([[3, 4, 5, 6, 7, 8, 9 + i % 3] for i in range(count)])
     batch["loss_mask"] = torch.tensor(mask * count)
     for name in ("group", "sample_id", "prompt_id", "policy_version"):
@@ -139,8 +137,7 @@ def with_tools(inputs: Path, folder: Path) -> None:
     batch["reward.form"] = torch.where(torch.arange(count) % 3 == 0, torch.nan, torch.randn(count))
     batch["answer"] = torch.randint(0, 2**62, (count,))
     batch.put("scores", torch.randn(count, 2), ColumnKind.SEQUENCE)
-    scorer = RewardRole(None, prompts, tokenizer)  # which is not asked for a reward
-    writer = SampleWriter(folder / "samples", 0, FileMetadata("own", "m", 1), scorer, prompts, tokenizer)
+    writer = SampleWriter(folder / "samples", 0, FileMetadata("own", "m", 1), PromptFeed(prompts), tokenizer)
     writer.write(1, [RolloutRecord.of(batch), RolloutRecord.of(batch.select([]))], [])
     back, empty = SampleReader(folder).batches(1)
     assert back.names() == batch.names() == empty.names() and len(empty) == 0
@@ -152,7 +149,7 @@ def with_tools(inputs: Path, folder: Path) -> None:
 def test_rows_come_back_to_the_bit_and_tools_have_their_turns(ranks, inputs, tmp_path):
     ranks.run(1, with_tools, inputs, tmp_path)
     rows = samples_of(tmp_path, 1)
-    assert len(rows) == 2 * ROWS_AT_A_TIME + 3
+    assert len(rows) == 2 * ROWS_PER_TABLE + 3
     for row in rows:
         assert [(turn["by"], turn["start"], turn["end"]) for turn in row["turns"]] == [
             ("policy", 2, 4),
@@ -172,8 +169,8 @@ def test_what_a_recipe_changes_is_there_as_it_was_too():
     batch["loss_mask"] = batch["loss_mask"] & False
     batch["sample_id"] = batch["sample_id"].clone()
     changed = other_columns(handed, [batch])
-    assert changed.keys() == {"given.reward", "given.loss_mask"}
-    assert changed["given.reward"].values.tolist() == [1, 2]
+    assert changed.keys() == {"received.reward", "received.loss_mask"}
+    assert changed["received.reward"].values.tolist() == [1, 2]
 
 
 def test_rows_with_new_numbers_are_known_by_their_tokens():

@@ -61,14 +61,14 @@ def counted(inputs, layout):  # noqa: F811
         "algorithm.epochs=2",
     ]
     config = load_config(None, [*common, *GRPO], recipe.config)
-    run = Job(config, requested_roles(recipe, config.algorithm), job_store())
+    run = Job(config, requested_roles(recipe, config), job_store())
     run.start()
     throughput = Throughput([run.actor.runner, run.reference.runner], peak=1e12)
     run.begin(1)
     dict(recipe.iteration(run, config.algorithm))
     lengths: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(lengths, [n for batch in run.rollout.produced for n in batch.lengths.tolist()])
-    metrics = throughput.iteration(run.rollout.produced, seconds=2.0)
+    dist.all_gather_object(lengths, [n for batch in run.rollout.train_batches for n in batch.lengths.tolist()])
+    metrics = throughput.iteration(run.rollout.train_batches, seconds=2.0)
     again = throughput.iteration([], seconds=2.0)
     run.close()
     return metrics, again, [n for own in lengths for n in own]

@@ -10,7 +10,7 @@ from verl_mg.job.recipe import load_recipe
 
 NAMES = sorted(recipe.stem for recipe in RECIPES.glob("*.py"))
 # What depends on the ranks, and what compares the engines with the trainer, which differ by roundings alone.
-OTHER = ("time/", "sync/", "rollout/", "mismatch/")
+OTHER = ("time/", "weight_sync/", "rollout/", "mismatch/")
 TRAINED = ("actor", "critic", "process_reward", "reward_model")
 SMALL = [f"{role}.tokens_per_micro_batch=40" for role in (*TRAINED, "reference")]
 SIZES = {

@@ -57,7 +57,7 @@ def test_dapo_trains_a_mixture_whose_experts_are_dealt(ranks, tasks, tmp_path):
         goal.check(lines)
     check_refills(lines, asked=32)
     for line in lines:
-        assert line["sync/bytes_received"] == line["sync/bytes_lower_bound"] > 0
+        assert line["weight_sync/bytes_received"] == line["weight_sync/bytes_lower_bound"] > 0
 
 
 def test_the_process_reward_model_of_prime_learns_outcomes(ranks, tasks, tmp_path):

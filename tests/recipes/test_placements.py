@@ -28,7 +28,7 @@ PLACEMENTS = {
     "overlapping": ["actor.layout=tp2", "actor.ranks=1-2", "critic.ranks=0,2", "critic.offload=true"],
 }
 # What tells of ranks and bytes, and what compares the engine with the trainer, which differ by roundings alone.
-OTHER = ("time/", "sync/", "rollout/busiest", "mismatch/")
+OTHER = ("time/", "weight_sync/", "rollout/load_imbalance", "mismatch/")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def test_a_recipe_is_listed_and_configured(file):
     recipe = load_recipe(file)
     config = load_config(LETTERS / f"{file.stem}.yaml", [], recipe.config)
     assert config.job.output == Path("runs/repeat_digit") / file.stem
-    requested_roles(recipe, config.algorithm)
+    requested_roles(recipe, config)
 
 
 def test_recipes_import_each_other_in_one_direction():

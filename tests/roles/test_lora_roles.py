@@ -216,10 +216,10 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     own = actor.runner.parameters()
     before = {name: values.detach().clone() for name, values in own.items()}
     with mock.patch.object(weight_sync, "CHUNK_BYTES", portion):
-        rollout.sync(actor)
+        rollout.update_weights(actor)
         learn(actor, rows(model))
-        rollout.sync(actor)
-    assert rollout.metrics["sync/bytes_received"] == rollout.metrics["sync/bytes_lower_bound"]
+        rollout.update_weights(actor)
+    assert rollout.metrics["weight_sync/bytes_received"] == rollout.metrics["weight_sync/bytes_lower_bound"]
     assert all(torch.equal(before[name], values) for name, values in own.items())
     storages = {name: values.untyped_storage().data_ptr() for name, values in own.items()}
     held = engine.parameters()

@@ -18,7 +18,7 @@ from verl_mg.monitor.rollout_metrics import rollout_metrics
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4
-OVERRIDES = ["algorithm.one_step_off=true", f"job.iterations={ITERATIONS}"]
+OVERRIDES = ["rollout.prefetch=true", f"job.iterations={ITERATIONS}"]
 
 
 def train_ahead(folder):
@@ -36,14 +36,14 @@ def train_ahead(folder):
         job.actor.update = kept
         version = job.actor.num_updates
         metrics = one_iteration(recipe, job, iteration)
-        metrics |= rollout_metrics(job.rollout.produced, version) | job.rollout.metrics
+        metrics |= rollout_metrics(job.rollout.train_batches, version) | job.rollout.metrics
         job.actor.update = update
         job.actor.save(folder / f"weights-{iteration}", folder / "model")
-        greedy = job.rollout.greedy(list(job.prompts)[:1]) if iteration == 2 else None
+        greedy = job.rollout.generate_greedy(list(job.prompts)[:1]) if iteration == 2 else None
         rows = trained[0]
         told.append(
             {
-                "drawing": job.rollout.drawing,
+                "prefetching": job.rollout.is_prefetching,
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith("time/")},
                 "ids": rows["sample_id"].tolist(),
                 "versions": rows["policy_versions"][rows["loss_mask"]].unique().tolist(),
@@ -74,7 +74,7 @@ def test_samples_are_drawn_one_iteration_ahead(ranks, tmp_path):
     for number, told in enumerate(zip(*results, strict=True)):
         older = min(number, 1)
         # After the last iteration nothing more is asked for.
-        assert all(rank["drawing"] == (number < ITERATIONS - 1) for rank in told)
+        assert all(rank["prefetching"] == (number < ITERATIONS - 1) for rank in told)
         assert {v for rank in told for v in rank["versions"]} == {number - older}
         ids = sorted(i for rank in told for i in rank["ids"])
         assert ids == list(range(number * PROMPTS * GROUP, (number + 1) * PROMPTS * GROUP))
@@ -91,9 +91,8 @@ def test_samples_are_drawn_one_iteration_ahead(ranks, tmp_path):
 
 
 def refused(folder, overrides):
-    job, recipe = sglang_job(folder, *overrides, *OVERRIDES)
     try:
-        one_iteration(recipe, job, 1)
+        sglang_job(folder, *overrides, *OVERRIDES)
     except UserError as error:
         return str(error)
 
@@ -101,12 +100,12 @@ def refused(folder, overrides):
 @pytest.mark.parametrize("overrides", [["rollout.engine=hf"]])
 def test_engines_on_the_ranks_of_training_cannot(ranks, tmp_path, overrides):
     (told,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
-    assert re.match("samples are drawn while training computes only by engines on ranks of their own: write", told)
+    assert re.match("rollout.prefetch=true: only engines on ranks of their own generate samples while training", told)
 
 
 def run_whole(folder):
     recipe = load_recipe(RECIPES / "grpo.py")
-    ahead = ["algorithm.one_step_off=true", "actor.layout=tp2", "rollout.num_ranks=1", "job.iterations=2"]
+    ahead = ["rollout.prefetch=true", "actor.layout=tp2", "rollout.num_ranks=1", "job.iterations=2"]
     config = load_config(None, [*settings(folder), *ahead, "checkpoint.every=1", "job.console=false"], recipe.config)
     run_here(recipe, config)
 

@@ -142,9 +142,9 @@ def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, 
     job, recipe = sglang_job(server.folder, f"rollout.urls=[{server.url}]", *overrides)
     for update in range(updates):
         recipe.iteration(job, job.config.algorithm)
-        produced, job.rollout.produced = job.rollout.produced[0], []
+        produced = job.rollout.train_batches.pop(0)
         job.actor.save(server.folder / f"checkpoint-{update}", server.folder / "model")
-        greedy = job.rollout.greedy(list(job.prompts)[:5])
+        greedy = job.rollout.generate_greedy(list(job.prompts)[:5])
         told.append(
             {
                 "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
@@ -190,7 +190,7 @@ def test_weights_by_group_are_the_exported_checkpoint(server, ranks):
     results = ranks.run(2, train, server, 2, ["actor.layout=tp2", "rollout.weight_transfer=process_group"])
     check_updates(server, results)
     for metrics in (told["metrics"] for rank in results for told in rank):
-        assert metrics["sync/bytes_received"] == metrics["sync/bytes_lower_bound"] > 0
+        assert metrics["weight_sync/bytes_received"] == metrics["weight_sync/bytes_lower_bound"] > 0
 
 
 def test_weights_by_folder_are_the_exported_checkpoint(server, ranks, tmp_path):
@@ -222,10 +222,10 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
     in_flight = []
 
     def lose() -> None:
-        while len(job.rollout._fleet.engine._running) < 8:
+        while len(job.rollout._engines.engine._running) < 8:
             time.sleep(0.01)
         time.sleep(0.3)
-        in_flight.append(len(job.rollout._fleet.engine._running))
+        in_flight.append(len(job.rollout._engines.engine._running))
         door.shut()
         time.sleep(1.0)
         door.open()
@@ -233,7 +233,7 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
     thread = threading.Thread(target=lose)
     if leads:
         thread.start()
-    batch = job.rollout.generate(list(job.prompts)[:10], samples=4)
+    batch = job.rollout.generate(list(job.prompts)[:10], num_samples=4)
     if leads:
         thread.join()
         door.shut()
@@ -372,12 +372,15 @@ def test_a_server_of_another_model_is_named(server, ranks, others, model, words)
         (["rollout.urls=[URL/path]"], r"^URL/path: not an SGLang server \(.*\); correct rollout\.urls$"),
         (["rollout.urls=[URL, http://b]"], r"^rollout\.urls: 2 servers for 1 ranks"),
         (["rollout.urls=[URL, URL]"], r"^rollout\.urls: a server is named twice"),
-        (["rollout.urls=[URL]", "rollout.weight_transfer=disk"], r"rollout\.shared_folder is missing; name a folder"),
+        (
+            ["rollout.urls=[URL]", "rollout.weight_transfer=disk"],
+            r"rollout\.shared_folder: it is missing.*Name a folder",
+        ),
         (
             ["rollout.urls=[URL]", "rollout.weight_transfer=disk", "rollout.shared_folder=/dev/null/x"],
-            r"^rollout\.shared_folder=/dev/null/x: cannot be made \(Not a directory\); name a folder",
+            r"^rollout\.shared_folder=/dev/null/x: cannot be made \(Not a directory\)\. Name a folder",
         ),
-        (["rollout.urls=[URL]", "rollout.engine=hf"], r"rollout\.engine is embedded; write sglang"),
+        (["rollout.urls=[URL]", "rollout.engine=hf"], r"rollout\.engine is hf. Write sglang"),
         (["rollout.urls=[URL]", "rollout.replay_routing=true"], r"replay_routing needs a model with experts"),
     ],
 )

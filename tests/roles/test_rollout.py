@@ -1,6 +1,7 @@
-"""Rollouts after a weight sync: the trainer and the engine agree, whatever the layout."""
+"""Rollouts on engines in the ranks' processes: weights, rows, scores, pending groups, errors."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from transformers import AutoTokenizer
 from tests.rank_pool import job_context
 from tests.tiny_models import TRAINED, tiny_model
 from verl_mg.config import OptimizerConfig
-from verl_mg.data.prompts import Prompt
+from verl_mg.data import Prompt, PromptFeed, PromptSet
+from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.rewards import AsyncScorer, Reward, load_reward
@@ -19,56 +21,52 @@ from verl_mg.roles.engine_group import HFEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.rollout_source import RolloutRecords
 from verl_mg.rollout import Sampling
 from verl_mg.rollout.hf.engine import HFEngine
 
 TEXTS = ["12+3=", "7*(8-2)=", "a b c", "(1)", "99-98+97="]
 
 
-def prompts(model: Path) -> list[Prompt]:
+def make_prompts(model: Path) -> list[Prompt]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [Prompt(10 + i, tuple(tokenizer(t)["input_ids"]), t, str(i), {"n": i}) for i, t in enumerate(TEXTS)]
 
 
-def roles(
-    model: Path, layout: str, scorer: RewardRole | None = None, max_running_requests: int = 256
-) -> tuple[Actor, Rollout]:
+@dataclass(frozen=True)
+class Roles:
+    """The roles around a rollout on this rank."""
+
+    actor: Actor
+    rollout: Rollout
+    reward: RewardRole | None
+    feed: PromptFeed
+
+
+def make_roles(
+    model: Path, layout: str = "tp1", reward: str = "", max_running_requests: int = 256, **options: object
+) -> Roles:
+    """Roles on this rank; `reward` is the name of a function of this module, `options` are those of `Rollout`."""
+    context = job_context()
     actor = Actor(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        job_context(),
+        context,
         dtype=torch.float32,
         temperature=0.9,
         tokens_per_micro_batch=60,
         optimizer=OptimizerConfig(lr=3e-3),
     )
+    feed, records = PromptFeed(PromptSet(make_prompts(model))), RolloutRecords()
+    role = None
+    if reward:
+        scorer = AsyncScorer({"": load_reward(f"{__name__}:{reward}")})
+        role = RewardRole(scorer, feed, AutoTokenizer.from_pretrained(model), context, records)
     engine = HFEngine(model, "cpu", torch.float32, max_running_requests=max_running_requests, load_weights=False)
     sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))
-    context = job_context()
-    return actor, Rollout(HFEngineGroup(engine, context), sampling, seed=5, context=context, scorer=scorer)
-
-
-def scorer_of(model: Path, reward: str) -> RewardRole:
-    panel = AsyncScorer({"": load_reward(f"{__name__}:{reward}")})
-    return RewardRole(panel, _ById(prompts(model)), AutoTokenizer.from_pretrained(model))
-
-
-def three_iterations(model: Path, layout: str) -> dict[str, object]:
-    actor, rollout = roles(model, layout)
-    rollout.sync(actor)
-    differences, drifts, samples, versions = [], [], {}, []
-    for _ in range(3):
-        batch = rollout.generate(prompts(model), samples=3)
-        old = actor.compute_logprobs(batch)
-        differences.append((old - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
-        batch["advantages"] = batch.expand_to_tokens((batch["sample_id"] % 3 - 1).float())
-        actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}), "token-mean")
-        # Before the sync the engine is an update behind: the difference shows that it measures anything.
-        drifts.append((actor.compute_logprobs(batch) - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
-        rollout.sync(actor)
-        versions += batch["policy_version"].tolist()
-        samples |= {int(s): batch.row("tokens", i).tolist() for i, s in enumerate(batch["sample_id"])}
-    return {"differences": differences, "drifts": drifts, "samples": samples, "versions": versions}
+    rollout = Rollout(HFEngineGroup(engine, context), sampling, 5, context, feed, records, role, **options)
+    rollout.update_weights(actor)
+    return Roles(actor, rollout, role, feed)
 
 
 @pytest.fixture(scope="module", params=TRAINED)
@@ -76,36 +74,57 @@ def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
+# -- weights
+
+
+def three_iterations(model: Path, layout: str) -> dict[str, object]:
+    roles = make_roles(model, layout)
+    actor, rollout = roles.actor, roles.rollout
+    differences, drifts, samples, versions = [], [], {}, []
+    for _ in range(3):
+        batch = rollout.generate(make_prompts(model), num_samples=3)
+        old = actor.compute_logprobs(batch)
+        differences.append((old - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
+        batch["advantages"] = batch.expand_to_tokens((batch["sample_id"] % 3 - 1).float())
+        actor.update(batch, lambda inputs: (-inputs["advantages"] * inputs.logprobs, {}), "token-mean")
+        # Before the transfer the engine is an update behind: this shows that the difference measures anything.
+        drifts.append((actor.compute_logprobs(batch) - batch["rollout_logprobs"])[batch["loss_mask"]].abs().tolist())
+        rollout.update_weights(actor)
+        versions += batch["policy_version"].tolist()
+        samples |= {int(s): batch.row("tokens", i).tolist() for i, s in enumerate(batch["sample_id"])}
+    return {"differences": differences, "drifts": drifts, "samples": samples, "versions": versions}
+
+
 @pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])
-def test_rollout_and_training_log_probs_agree_right_after_a_sync(ranks, model, layout, count):
+def test_rollout_logprobs_after_update_weights_equal_the_actors(ranks, model, layout, count):
     results = ranks.run(count, three_iterations, model, layout)
     for iteration in range(3):
-        found = [x for result in results for x in result["differences"][iteration]]
-        assert found and sum(found) / len(found) < 1e-5
-    drift = [x for result in results for per in result["drifts"] for x in per]
+        differences = [x for result in results for x in result["differences"][iteration]]
+        assert differences and sum(differences) / len(differences) < 1e-5
+    drift = [x for result in results for values in result["drifts"] for x in values]
     assert sum(drift) / len(drift) > 1e-3
     assert {v for result in results for v in result["versions"]} == {0, 1, 2}
 
 
 def shared_bytes(model: Path, layout: str) -> tuple[float, float]:
-    """Which part of the engine's weights is the actor's memory, and what the sync says that it moved."""
-    actor, rollout = roles(model, layout)
-    rollout.sync(actor)
-    own = {tensor.untyped_storage().data_ptr() for tensor in actor.runner.parameters().values()}
-    held = rollout._fleet.engine.parameters().values()
-    inside = sum(tensor.nbytes for tensor in held if tensor.untyped_storage().data_ptr() in own)
-    assert rollout.metrics["sync/bytes_received"] == rollout.metrics["sync/bytes_lower_bound"]
-    return inside / sum(tensor.nbytes for tensor in held), rollout.metrics["sync/bytes_received"]
+    """Which part of the engine's weights is the actor's memory, and how many bytes the transfer counted."""
+    roles = make_roles(model, layout)
+    actor_memory = {tensor.untyped_storage().data_ptr() for tensor in roles.actor.runner.parameters().values()}
+    weights = roles.rollout._engines.engine.parameters().values()
+    shared = sum(tensor.nbytes for tensor in weights if tensor.untyped_storage().data_ptr() in actor_memory)
+    metrics = roles.rollout.metrics
+    assert metrics["weight_sync/bytes_received"] == metrics["weight_sync/bytes_lower_bound"]
+    return shared / sum(tensor.nbytes for tensor in weights), metrics["weight_sync/bytes_received"]
 
 
-def test_an_engine_beside_the_whole_model_shares_its_memory(ranks, model):
+def test_hf_engine_on_a_rank_with_the_whole_model_shares_its_memory(ranks, model):
     for part, received in ranks.run(2, shared_bytes, model, "tp1"):
         assert part > 0.6 and received == 0
     for part, received in ranks.run(2, shared_bytes, model, "tp2"):
         assert part < 0.1 and received > 0
 
 
-def test_samples_do_not_depend_on_the_number_of_ranks(ranks, model):
+def test_rollout_on_another_number_of_ranks_generates_the_same_samples(ranks, model):
     runs = [ranks.run(count, three_iterations, model, layout) for count, layout in ((1, "tp1"), (3, "tp1"))]
     alone, shared = ({k: v for result in run for k, v in result["samples"].items()} for run in runs)
     assert len(alone) == 45 and alone.keys() == shared.keys()
@@ -113,14 +132,29 @@ def test_samples_do_not_depend_on_the_number_of_ranks(ranks, model):
     assert {i: alone[i] for i in range(15)} == {i: shared[i] for i in range(15)}
 
 
-def generated(model: Path) -> dict[str, object]:
-    scorer = scorer_of(model, "_lengths")
-    actor, rollout = roles(model, "tp1", scorer)
-    rollout.sync(actor)
-    greedy = rollout.greedy(prompts(model))
-    batch = rollout.generate(prompts(model), samples=2)
-    reward = scorer(batch)
-    texts = [scorer.sample(batch, row) for row in range(len(batch))]
+# -- rows and scores
+
+
+def _lengths(sample) -> Reward:
+    letters = sum(c.isalpha() for c in sample.response)
+    return Reward(len(sample.response) / 4, {"letters": letters}, sample.response or None)
+
+
+def generate_and_score(model: Path) -> dict[str, object]:
+    roles = make_roles(model, reward="_lengths")
+    greedy = roles.rollout.generate_greedy(make_prompts(model))
+    batch = roles.rollout.generate(make_prompts(model), num_samples=2)
+    # The sample ids of the greedy responses are used again: only the scores tell them apart.
+    assert "reward" not in batch and "answer" not in batch
+    reward, greedy_reward = roles.reward.wait(batch), roles.reward.wait(greedy)
+    # Rows that the recipe has moved to other places still have their scores.
+    reversed_rows = torch.arange(len(batch)).flip(0)
+    selection = batch.select_columns(["generated_by", "score_id"]).select(reversed_rows)
+    assert torch.equal(roles.reward.wait(selection), reward[reversed_rows])
+    texts = [roles.reward.sample(batch, row) for row in range(len(batch))]
+    recorded, recorded_greedy = roles.rollout.records[1].received, roles.rollout.records[0].received
+    assert torch.equal(recorded["reward"], reward) and torch.equal(recorded_greedy["reward"], greedy_reward)
+    assert "score_id" not in recorded and "generated_by" not in recorded
     return {
         "groups": batch["group"].tolist(),
         "ids": batch["sample_id"].tolist(),
@@ -129,7 +163,8 @@ def generated(model: Path) -> dict[str, object]:
         "reward": reward.tolist(),
         "part": batch["reward.letters"].tolist(),
         "answer": batch["answer"].tolist(),
-        "greedy_reward": scorer(greedy).tolist(),
+        "greedy_reward": greedy_reward.tolist(),
+        "greedy_texts": [roles.reward.sample(greedy, row).response for row in range(len(greedy))],
         "texts": [(s.prompt, s.response, s.answer, s.finish) for s in texts],
         "masked": [int(batch.row("loss_mask", i).sum()) for i in range(len(batch))],
         "truncated": batch["truncated"].tolist(),
@@ -137,99 +172,125 @@ def generated(model: Path) -> dict[str, object]:
     }
 
 
-def kept(model: Path) -> list[list[tuple[int, int, list[int]]]]:
-    """Two prompts of five are kept, twice, from batches smaller than the work; then the rest is done."""
-    actor, _ = roles(model, "tp1")
-    engine = HFEngine(model, "cpu", torch.float32, max_running_requests=4, load_weights=False)
-    context = job_context()
-    rollout = Rollout(HFEngineGroup(engine, context), Sampling(max_new_tokens=9), seed=5, context=context, partial=True)
-    rollout.sync(actor)
-    calls = []
-    for number, asked in enumerate((prompts(model), prompts(model)[:2], [])):
-        batch = rollout.generate(asked, samples=3, keep=2 if asked else None)
-        calls.append(
-            [
-                (int(batch["sample_id"][i]), int(batch["group"][i]), batch.row("policy_versions", i).unique().tolist())
-                for i in range(len(batch))
-            ]
-        )
-        assert rollout.unfinished == (3, 3, 0)[number]
-        before = dict(rollout.metrics)
-        assert len(rollout.greedy(prompts(model)[:2])) == (2 if dist.get_world_size() == 1 else 1)
-        assert rollout.metrics == before  # what is told of an iteration is not of its evaluation
-        actor.num_updates += 1
-        rollout.sync(actor)
-    return calls
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_prompts_that_are_not_kept_go_on_in_the_next_call(ranks, model, count):
-    results = ranks.run(count, kept, model)
-    calls = [[row for result in results for row in result[number]] for number in range(3)]
-    for rows, groups in zip(calls, (2, 2, 3), strict=True):
-        assert len({group for _, group, _ in rows}) == groups and len(rows) == 3 * groups
-    assert sorted(i for rows in calls for i, _, _ in rows) == list(range(21))
-    assert all(version <= number for number, rows in enumerate(calls) for *_, found in rows for version in found)
-
-
-class _ById:
-    def __init__(self, found: list[Prompt]) -> None:
-        self.by_id = {prompt.id: prompt for prompt in found}.__getitem__
-
-
-def _lengths(sample) -> Reward:
-    letters = sum(c.isalpha() for c in sample.response)
-    return Reward(len(sample.response) / 4, {"letters": letters}, sample.response or None)
-
-
-def test_rows_are_spread_and_scored_where_they_lie(ranks, model):
-    results = ranks.run(2, generated, model)
+def test_generate_and_wait_return_rows_with_their_scores(ranks, model):
+    results = ranks.run(2, generate_and_score, model)
     ids = [i for result in results for i in result["ids"]]
     assert ids == list(range(10))
     assert [g for result in results for g in result["groups"]] == [i // 2 * 2 for i in ids]
     assert [p for result in results for p in result["prompts"]] == [10 + i // 2 for i in ids]
     assert [p for result in results for p in result["greedy"]] == [10, 11, 12, 13, 14]
-    found: dict[str, int] = {}
+    answers: dict[str, int] = {}
     for result in results:
-        assert result["logprobs_outside"] == 0 and len(result["greedy_reward"]) == len(result["greedy"])
+        assert result["logprobs_outside"] == 0
+        assert result["greedy_reward"] == [len(text) / 4 for text in result["greedy_texts"]]
         columns = ("prompts", "texts", "masked", "truncated", "reward", "part", "answer")
         for prompt_id, text, masked, truncated, reward, part, number in zip(*(result[c] for c in columns), strict=True):
             prompt, response, answer, finish = text
             assert (prompt, answer) == (TEXTS[prompt_id - 10], str(prompt_id - 10))
             assert truncated == (finish == "length") and (not truncated or masked == 9)
             assert reward == len(response) / 4 and part == sum(c.isalpha() for c in response)
-            assert found.setdefault(response, number) == number
-    assert len(set(found.values())) == len(found) > 5 and found.get("", 0) == 0
+            assert answers.setdefault(response, number) == number
+    assert len(set(answers.values())) == len(answers) > 5 and answers.get("", 0) == 0
 
 
-BEGUN: list[float] = []
+STARTED: list[float] = []
 
 
 def _slow(sample) -> float:
-    BEGUN.append(time.monotonic())
+    STARTED.append(time.monotonic())
     time.sleep(0.02)
     return float(len(sample.response))
 
 
-def scored_meanwhile(model: Path) -> tuple[int, list[float]]:
-    """How many samples were looked at before the last one was written."""
-    BEGUN.clear()
-    scorer = scorer_of(model, "_slow")
-    actor, rollout = roles(model, "tp1", scorer, max_running_requests=4)
-    rollout.sync(actor)
-    engine, seen = rollout._fleet.engine, []
+def score_while_generating(model: Path) -> tuple[int, int, list[float]]:
+    """How many samples were being scored before the last one was complete, and after `generate` has returned."""
+    STARTED.clear()
+    roles = make_roles(model, reward="_slow", max_running_requests=4)
+    engine, completed = roles.rollout._engines.engine, []
     collect = engine.collect
 
     def watched(seconds: float):
         samples = collect(seconds)
-        seen.extend([time.monotonic()] * len(samples))
+        completed.extend([time.monotonic()] * len(samples))
         return samples
 
     engine.collect = watched
-    batch = rollout.generate(prompts(model), samples=8)
-    return sum(begun < seen[-1] for begun in BEGUN), batch["reward"].tolist()
+    batch = roles.rollout.generate(make_prompts(model), num_samples=8)
+    returned = time.monotonic()
+    rewards = roles.reward.wait(batch).tolist()
+    return sum(begin < completed[-1] for begin in STARTED), sum(begin > returned for begin in STARTED), rewards
 
 
-def test_samples_are_scored_while_others_are_being_written(ranks, model):
-    for early, rewards in ranks.run(2, scored_meanwhile, model):
+def test_reward_functions_run_while_samples_are_generated(ranks, model):
+    for early, _, rewards in ranks.run(2, score_while_generating, model):
         assert early >= 4 and len(rewards) in (16, 24)
+
+
+def _fails(sample) -> float:
+    raise ValueError("no score today")
+
+
+class EngineError(Exception):
+    """An engine's failure."""
+
+
+def errors_of(model: Path) -> dict[str, str]:
+    """The call in which a failing reward, and a failing engine, raise."""
+    raised = {}
+    roles = make_roles(model, reward="_fails")
+    batch = roles.rollout.generate(make_prompts(model), num_samples=2)
+    try:
+        roles.reward.wait(batch)
+    except UserError as error:
+        raised["wait"] = str(error)
+
+    def fail(timeout: float):
+        raise EngineError("the engine fails")
+
+    roles.rollout._engines.engine.collect = fail
+    try:
+        roles.rollout.generate(make_prompts(model))
+    except EngineError as error:
+        raised["generate"] = str(error)
+    return raised
+
+
+def test_errors_are_raised_by_the_call_that_needs_the_result(ranks, tmp_path):
+    (raised,) = ranks.run(1, errors_of, tiny_model(tmp_path / "model", "qwen3"))
+    assert "no score today" in raised["wait"] and raised["generate"] == "the engine fails"
+
+
+# -- pending groups
+
+
+def keep_two_of_five(model: Path) -> list[list[tuple[int, int, list[int]]]]:
+    """Two of five prompts are returned, twice, from batches smaller than the work; then the rest."""
+    roles = make_roles(model, max_running_requests=4, extra_prompts=3, partial_rollout=True)
+    actor, rollout = roles.actor, roles.rollout
+    calls = []
+    for number in range(3):
+        requested = roles.feed.next_batch(2) if number < 2 else []
+        batch = rollout.generate(requested, num_samples=3)
+        calls.append(
+            [
+                (int(batch["sample_id"][i]), int(batch["group"][i]), batch.row("policy_versions", i).unique().tolist())
+                for i in range(len(batch))
+            ]
+        )
+        assert rollout.num_pending_prompts == (3, 3, 0)[number]
+        before = dict(rollout.metrics)
+        assert len(rollout.generate_greedy(make_prompts(model)[:2])) == (2 if dist.get_world_size() == 1 else 1)
+        assert rollout.metrics == before  # the metrics of an iteration are not those of its evaluation
+        actor.num_updates += 1
+        rollout.update_weights(actor)
+    return calls
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_extra_prompts_with_partial_rollout_return_every_sample_once(ranks, model, count):
+    results = ranks.run(count, keep_two_of_five, model)
+    calls = [[row for result in results for row in result[number]] for number in range(3)]
+    for rows, groups in zip(calls, (2, 2, 3), strict=True):
+        assert len({group for _, group, _ in rows}) == groups and len(rows) == 3 * groups
+    assert sorted(i for rows in calls for i, _, _ in rows) == list(range(21))
+    assert all(version <= number for number, rows in enumerate(calls) for *_, seen in rows for version in seen)

@@ -81,7 +81,7 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
             # The same engine, fed by another actor.
             other = ModelRoleBuilder(job.config.model_copy(update={"actor": section}), 2, job.context)
             job.roles = {**job.roles, "actor": other.build("actor")}
-            job.rollout.sync(job.actor)
+            job.rollout.update_weights(job.actor)
             assert (str(job.actor.runner.layout), bool(job.actor.runner.adapted_parameters)) == (
                 str(Layout.parse(section.layout).fit(2)),
                 name == "tp2-lora",
@@ -94,16 +94,19 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
 def trained_once(job: Job, recipe: Recipe, folder: Path, checkpoint: str) -> dict[str, object]:
     """One iteration, then a checkpoint of this name and SGLang's greedy answers: what this rank saw."""
     metrics = recipe.iteration(job, job.config.algorithm)
-    (produced,), job.rollout.produced = job.rollout.produced, []
+    produced = job.rollout.train_batches.pop()
     job.actor.save(folder / checkpoint, folder / "model")
-    greedy = job.rollout.greedy(list(job.prompts)[:5])
+    greedy = job.rollout.generate_greedy(list(job.prompts)[:5])
     return {
         "checkpoint": checkpoint,
         "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
         "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
         "prompts": greedy["prompt_length"].tolist(),
         "grad_norm": metrics["actor/grad_norm"],
-        "sync": (job.rollout.metrics["sync/bytes_received"], job.rollout.metrics["sync/bytes_lower_bound"]),
+        "sync": (
+            job.rollout.metrics["weight_sync/bytes_received"],
+            job.rollout.metrics["weight_sync/bytes_lower_bound"],
+        ),
         "versions": produced["policy_versions"][produced["loss_mask"]].unique().tolist(),
         "ids": produced["sample_id"].tolist(),
         "mismatch": (produced["old_logprobs"] - produced["rollout_logprobs"]).abs().max().item(),

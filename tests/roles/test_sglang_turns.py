@@ -33,7 +33,7 @@ def iteration(folder: Path) -> dict[str, object]:
     select_outputs: list[tuple[str, list[int], list[int]]] = []
     rollout = job.rollout
     rollout._sampling = replace(rollout._sampling, stop_token_ids=tuple(range(10, 40)))
-    conversations = rollout._fleet.engine
+    conversations = rollout._engines.engine
     if conversations is not None:
         conversations._format.calls = lambda tokens: [ToolCall("calculator", EXPRESSION)]
         engine = conversations._engine
@@ -50,7 +50,7 @@ def iteration(folder: Path) -> dict[str, object]:
 
         engine._generate, engine._complete = see, hear
     recipe.iteration(job, job.config.algorithm)
-    (batch,) = rollout.produced
+    (batch,) = rollout.train_batches
     judged: list[torch.Tensor] = []
 
     def loss(tokens):

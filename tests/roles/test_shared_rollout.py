@@ -71,15 +71,15 @@ def rows(batch: Batch) -> list[dict[str, object]]:
 
 def dealt(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
     """The same prompts, shared and in fixed shares."""
-    fleet = job.rollout._fleet
+    engines = job.rollout._engines
     if fixed:
-        fleet.deal = lambda store, key, groups, enough: StaticWorkQueue(  # type: ignore[method-assign]
-            store, key, groups, enough, dist.get_rank(), fleet.engines
+        engines.make_queue = lambda store, key, groups, needed: StaticWorkQueue(  # type: ignore[method-assign]
+            store, key, groups, needed, dist.get_rank(), engines.num_engines
         )
-    batch = job.rollout.generate(prompts, samples=4)
+    batch = job.rollout.generate(prompts, num_samples=4)
     if fixed:
-        del fleet.deal
-    names = ("time/busiest_engine", "rollout/busiest_engine")
+        del engines.make_queue
+    names = ("time/busiest_engine", "rollout/load_imbalance")
     return {"rows": rows(batch), "busiest": [job.rollout.metrics[name] for name in names]}
 
 
@@ -87,21 +87,20 @@ def partial(job: Job) -> list[list[dict[str, object]]]:
     """Prompts asked beyond those that are kept; then an update of the weights; then the rest goes on."""
     calls = []
     for number in range(3):
-        asked = job.prompts.take(ASKED - job.rollout.unfinished)
-        calls.append(rows(job.rollout.generate(asked, samples=SAMPLES, keep=KEPT)))
+        calls.append(rows(job.rollout.generate(job.prompts.next_batch(KEPT), num_samples=SAMPLES)))
         with torch.no_grad():
             for parameter in job.actor.runner.parameters().values():
                 parameter.mul_(1.01)
         job.actor.num_updates = number + 1
-        job.rollout.sync(job.actor)
+        job.rollout.update_weights(job.actor)
     # The rest, and nothing beside it.
-    calls.append(rows(job.rollout.generate([], samples=SAMPLES)))
+    calls.append(rows(job.rollout.generate([], num_samples=SAMPLES)))
     return calls
 
 
 def killed(job: Job) -> dict[str, object]:
     """The scheduler of one engine is killed while samples are drawn."""
-    engine = job.rollout._fleet.engine
+    engine = job.rollout._engines.engine
     killing = []
 
     def kill() -> None:
@@ -116,15 +115,15 @@ def killed(job: Job) -> dict[str, object]:
     thread = threading.Thread(target=kill)
     if dist.get_rank() == 1:
         thread.start()
-    batch = job.rollout.generate(list(job.prompts)[:24], samples=4)
+    batch = job.rollout.generate(list(job.prompts)[:24], num_samples=4)
     if dist.get_rank() == 1:
         thread.join()
     deaths = job.rollout.metrics["rollout/engine_deaths"]
-    greedy = job.rollout.greedy(list(job.prompts)[:6])
+    greedy = job.rollout.generate_greedy(list(job.prompts)[:6])
     if dist.get_rank() == 0:  # and now an engine that nobody asks for anything
         psutil.Process(engine.pid).kill()
-    job.rollout.sync(job.actor)
-    again = job.rollout.greedy(list(job.prompts)[:6])
+    job.rollout.update_weights(job.actor)
+    again = job.rollout.generate_greedy(list(job.prompts)[:6])
     return {
         "rows": rows(batch),
         "greedy": rows(greedy),
@@ -145,7 +144,9 @@ def trials(folder: Path) -> dict[str, object]:
     )
     prompts = list(job.prompts)[:30]
     told: dict[str, object] = {"shared": dealt(job, prompts, fixed=False), "fixed": dealt(job, prompts, fixed=True)}
+    job.rollout._extra_prompts = ASKED - KEPT
     told["partial"] = partial(job)
+    job.rollout._extra_prompts = 0
     told["killed"] = killed(job)
     job.actor.save(folder / "trained", folder / "model")
     return told

@@ -1,4 +1,4 @@
-"""Dealing work over counters: every sample once, whatever order engines ask in, and groups to one engine first."""
+"""Work queue over shared counters: every sample once, in any order of the engines, and groups to one engine first."""
 
 import random
 
@@ -7,86 +7,86 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, complete_groups
+from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, first_complete_groups
 
 GROUPS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)).filter(any), min_size=1, max_size=9)
 
 
-def groups_of(sizes: list[tuple[int, int]]) -> list[Group]:
+def make_groups(sizes: list[tuple[int, int]]) -> list[Group]:
     groups, start = [], 0
-    for fresh, begun in sizes:
-        groups.append(Group(tuple(range(start, start + fresh)), tuple(range(start + fresh, start + fresh + begun))))
-        start += fresh + begun
+    for fresh, partial in sizes:
+        groups.append(Group(tuple(range(start, start + fresh)), tuple(range(start + fresh, start + fresh + partial))))
+        start += fresh + partial
     return groups
 
 
 @given(GROUPS, st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_engines_that_share_work_begin_each_fresh_sample_once(sizes, engines, room, draw):
-    groups, store = groups_of(sizes), HashStore()
-    deals = [DynamicWorkQueue(store, "call", groups, len(groups)) for _ in range(engines)]
-    taken: list[int] = []
+def test_dynamic_queue_concurrent_engines_start_each_fresh_sample_once(sizes, engines, slots, draw):
+    groups, store = make_groups(sizes), HashStore()
+    queues = [DynamicWorkQueue(store, "call", groups, len(groups)) for _ in range(engines)]
+    popped: list[int] = []
     idle: set[int] = set()
     while len(idle) < engines:
         engine = draw.randrange(engines)
-        got = deals[engine].take(room)
-        assert len(got) <= room
-        taken += got
-        idle = idle if got else idle | {engine}
-    assert sorted(taken) == sorted(i for group in groups for i in group.fresh)
+        samples = queues[engine].pop(slots)
+        assert len(samples) <= slots
+        popped += samples
+        idle = idle if samples else idle | {engine}
+    assert sorted(popped) == sorted(i for group in groups for i in group.fresh)
 
 
 @given(GROUPS, st.integers(1, 4))
-def test_fixed_shares_cover_all_samples_once(sizes, engines):
-    groups, store = groups_of(sizes), HashStore()
-    deals = [StaticWorkQueue(store, "call", groups, len(groups), engine, engines) for engine in range(engines)]
-    taken = [i for deal in deals for i in (*deal.take(2), *deal.take(100))]
-    assert taken == [i for group in groups for i in group.fresh]
+def test_static_queue_shares_cover_all_fresh_samples_once(sizes, engines):
+    groups, store = make_groups(sizes), HashStore()
+    queues = [StaticWorkQueue(store, "call", groups, len(groups), engine, engines) for engine in range(engines)]
+    popped = [i for queue in queues for i in (*queue.pop(2), *queue.pop(100))]
+    assert popped == [i for group in groups for i in group.fresh]
 
 
-def test_samples_of_a_prompt_stay_on_one_engine_until_others_have_nothing_else():
-    groups, store = groups_of([(8, 0)] * 6), HashStore()
-    deals = [DynamicWorkQueue(store, "call", groups, 6) for _ in range(2)]
+def test_dynamic_queue_prompt_stays_on_one_engine_until_all_groups_are_claimed():
+    groups, store = make_groups([(8, 0)] * 6), HashStore()
+    queues = [DynamicWorkQueue(store, "call", groups, 6) for _ in range(2)]
     engines_of: dict[int, set[int]] = {g: set() for g in range(6)}
-    for turn in range(24):
-        for engine, deal in enumerate(deals):
-            for sample in deal.take(1):
+    for _ in range(24):
+        for engine, queue in enumerate(queues):
+            for sample in queue.pop(1):
                 engines_of[sample // 8].add(engine)
-        del turn
     assert all(len(engines) == 1 for engines in engines_of.values())
-    # Of one group alone everybody takes.
+    # All engines pop from a single group.
     both = [DynamicWorkQueue(store, "other", groups[:1], 1) for _ in range(2)]
-    assert [len(deal.take(4)) for deal in both] == [4, 4]
+    assert [len(queue.pop(4)) for queue in both] == [4, 4]
 
 
 @given(GROUPS, st.integers(1, 3), st.data(), st.randoms(use_true_random=False))
-def test_a_call_is_over_when_enough_groups_are_complete(sizes, engines, data, draw):
-    groups, store = groups_of(sizes), HashStore()
-    enough = data.draw(st.integers(1, len(groups)))
-    deals = [DynamicWorkQueue(store, "call", groups, enough) for _ in range(engines)]
-    samples = [i for group in groups for i in (*group.fresh, *group.begun)]
+def test_work_queue_is_done_when_enough_groups_are_complete(sizes, engines, data, draw):
+    groups, store = make_groups(sizes), HashStore()
+    needed = data.draw(st.integers(1, len(groups)))
+    queues = [DynamicWorkQueue(store, "call", groups, needed) for _ in range(engines)]
+    samples = [i for group in groups for i in (*group.fresh, *group.partial)]
     draw.shuffle(samples)
-    left = {g: group.size for g, group in enumerate(groups)}
-    finished: list[int] = []
+    missing = {g: group.size for g, group in enumerate(groups)}
+    complete: list[int] = []
     for sample in samples:
-        assert deals[0].over() == (len(finished) >= enough)
-        deals[draw.randrange(engines)].finish(sample)
-        (group,) = [g for g, one in enumerate(groups) if sample in one.fresh + one.begun]
-        left[group] -= 1
-        finished += [group] if not left[group] else []
-    assert all(deal.over() for deal in deals)
-    assert complete_groups([deal.order for deal in deals], enough) == sorted(finished[:enough])
+        assert queues[0].is_done() == (len(complete) >= needed)
+        queues[draw.randrange(engines)].mark_done(sample)
+        (group,) = [g for g, members in enumerate(groups) if sample in members.fresh + members.partial]
+        missing[group] -= 1
+        complete += [group] if not missing[group] else []
+    assert all(queue.is_done() for queue in queues)
+    orders = [queue.completion_order for queue in queues]
+    assert first_complete_groups(orders, needed) == sorted(complete[:needed])
 
 
-def test_counters_leave_the_store():
-    groups, store = groups_of([(3, 0)] * 3), HashStore()
-    deal = DynamicWorkQueue(store, "call", groups, 3)
-    for sample in deal.take(9):
-        deal.finish(sample)
-    assert deal.over() and store.num_keys() > 0
-    deal.forget()
+def test_work_queue_delete_keys_empties_the_store():
+    groups, store = make_groups([(3, 0)] * 3), HashStore()
+    queue = DynamicWorkQueue(store, "call", groups, 3)
+    for sample in queue.pop(9):
+        queue.mark_done(sample)
+    assert queue.is_done() and store.num_keys() > 0
+    queue.delete_keys()
     assert store.num_keys() == 0
 
 
-def test_a_sample_that_was_not_dealt_is_a_mistake():
+def test_work_queue_unknown_sample_raises():
     with pytest.raises(KeyError):
-        DynamicWorkQueue(HashStore(), "call", groups_of([(1, 0)]), 1).finish(random.randrange(5, 9))
+        DynamicWorkQueue(HashStore(), "call", make_groups([(1, 0)]), 1).mark_done(random.randrange(5, 9))

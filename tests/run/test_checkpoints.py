@@ -68,7 +68,7 @@ CASES = {
     "partial": (
         "grpo",
         1,
-        ["algorithm.oversampling=2", "rollout.partial_rollout=true", "rollout.max_running_requests=2"],
+        ["rollout.extra_prompts=2", "rollout.partial_rollout=true", "rollout.max_running_requests=2"],
     ),
     "offload": ("ppo", 2, ["critic.offload=true", "reference.offload=true", "algorithm.kl_coefficient=0.05"]),
     "lora": ("grpo", 2, ["actor.lora={rank: 4}", "actor.layout=tp2"]),
@@ -167,7 +167,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_said_so(ranks, inpu
     damage(tmp_path / "run" / "checkpoints" / "000003" / file)
     told, other = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
     assert metrics_of(tmp_path / "run") == metrics_of(short) and not other
-    assert file in told and "left out" in told and "goes on after iteration 2" in told
+    assert file in told and "skipped" in told and "goes on after iteration 2" in told
     # Done again, it is whole again.
     told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
     assert "goes on after iteration 3" in told
@@ -187,7 +187,7 @@ def test_where_all_checkpoints_are_damaged_one_line_says_so(ranks, inputs, short
     shutil.copytree(short, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
         flip_a_byte(folder / "rank-00001.safetensors")
-    with pytest.raises(RankError, match=r"UserError: .*SHA-256 .*; no other checkpoint is whole: move .* away"):
+    with pytest.raises(RankError, match=r"UserError: .*SHA-256 .*; no other checkpoint is intact. Move .* away"):
         ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
 
 
@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on(ranks, input
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints").symlink_to(small_disk / "checkpoints")
     told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
-    assert told.count("not written") == 2 and "No space left on device; that of iteration 1 stays" in told
+    assert told.count("not written") == 2 and "No space left on device; the newest is that of iteration 1" in told
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["000001"]
     assert len(metrics_of(tmp_path / "run")) == 3
     (small_disk / "fill").unlink()

@@ -66,7 +66,7 @@ def deterministic_job(inputs: Path, output: Path, overrides: list[str]) -> None:
 
 def refused(inputs: Path, output: Path) -> str:
     with left_as_it_was():
-        return refusal("grpo", inputs, output, ["job.deterministic=true", "algorithm.oversampling=2"])
+        return refusal("grpo", inputs, output, ["job.deterministic=true", "rollout.extra_prompts=2"])
 
 
 def test_two_runs_are_bitwise_the_same_with_all_that_makes_them_so(ranks, inputs, tmp_path):
@@ -82,17 +82,17 @@ def test_two_runs_are_bitwise_the_same_with_all_that_makes_them_so(ranks, inputs
 
 def test_prompts_that_are_answered_first_are_not_chosen(ranks, inputs, tmp_path):
     (told,) = ranks.run(1, refused, inputs, tmp_path / "run")
-    assert told.startswith("job.deterministic=true: ") and "algorithm.oversampling=0" in told
+    assert told.startswith("job.deterministic=true: ") and "rollout.extra_prompts=0" in told
 
 
 def taken(fixed: bool) -> list[int]:
     """Of four groups of two samples, what this rank's engine takes; every second rank leads one."""
     leads = [rank % 2 == 0 for rank in range(dist.get_world_size())]
-    fleet = SGLangEngineGroup(None, None, leads, job_context(), sleeps=False, apart=False, fixed=fixed)
+    engines = SGLangEngineGroup(None, None, leads, job_context(), sleep=False, disjoint=False, static=fixed)
     groups = [Group((2 * g, 2 * g + 1)) for g in range(4)]
-    deal, mine = fleet.deal(job_store(), "key", groups, 4), []
+    queue, mine = engines.make_queue(job_store(), "key", groups, 4), []
     if leads[dist.get_rank()]:
-        while found := deal.take(1):
+        while found := queue.pop(1):
             mine += found
     return mine
 

@@ -19,20 +19,29 @@ from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.rollout_source import RolloutSource
 from verl_mg.run.mode import RunMode
-from verl_mg.run.replay_rollout import ReplayRollout
+from verl_mg.run.replay import ReplayRollout
 
-ENGINES = ("sync/", "eval/", "rollout/busiest_engine", "rollout/engine_deaths")
+ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")
 """What is told of engines, which a replay has not."""
 CHANGING = """
-from recipes.grpo import Config, group_relative, learn, policy_loss, roles, sample
+from recipes.grpo import Config, policy_loss, roles
+from functools import partial
+from verl_mg.algorithms.advantages import group_relative
 
 def iteration(job, cfg):
-    batch = sample(job, cfg)
+    batch = job.rollout.generate(job.prompts.next_batch(cfg.prompts_per_iteration), num_samples=cfg.group_size)
+    batch["reward"] = job.reward.wait(batch)
+    batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+    batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     batch["reward"] += batch["prompt_length"] / 10
-    batch["advantages"] = batch.spread(group_relative(batch["reward"], batch["group"])) * batch["loss_mask"]
-    batch["loss_mask"] = batch["loss_mask"] & ~batch.last
-    return learn(job, cfg, batch, policy_loss)
+    advantages = group_relative(batch["reward"], batch["group"])
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
+    batch["loss_mask"] = batch["loss_mask"] & (batch.positions < batch.expand_to_tokens(batch.lengths) - 1)
+    metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), "token-mean")
+    job.rollout.update_weights(job.actor)
+    return metrics
 """
 ALONE = RunMode(learns=False)
 
@@ -95,11 +104,12 @@ def test_groups_stay_together_on_other_ranks(ranks, first):
     assert not set(told[0]["groups"]) & set(told[1]["groups"]) and told[0]["every"] == list(range(10, 20))
 
 
-def test_to_a_recipe_it_is_a_rollout():
-    methods = ("generate", "begin", "finish", "greedy", "aside", "sync", "enter")
+def test_replay_rollout_methods_have_the_parameters_of_rollout():
+    methods = [name for name in vars(RolloutSource) if not name.startswith("_") and callable(getattr(Rollout, name))]
+    assert len(methods) >= 10
     for name in methods:
-        there, here = getattr(Rollout, name), getattr(ReplayRollout, name)
-        assert inspect.signature(here) == inspect.signature(there), name
+        signatures = [inspect.signature(getattr(kind, name)) for kind in (Rollout, ReplayRollout)]
+        assert signatures[0].parameters == signatures[1].parameters, name
 
 
 def test_other_settings_of_training_may_be_tried(ranks, inputs, first, tmp_path):
@@ -113,14 +123,16 @@ def test_what_cannot_be_replayed_is_said(ranks, inputs, first, tmp_path):
         assert not (tmp_path / "again").exists()
         return told
 
-    assert refused("grpo", of=str(first)) == f"--replay {first}: write RUN@ITERATION, such as runs/first@12"
-    assert "rank-0.parquet: not there; iterations 1 to 3 of the run have samples" in refused("grpo", of=f"{first}@4")
-    assert "name the folder of a run" in refused("grpo", of=f"{tmp_path}@1")
+    remedy = "Write RUN@ITERATION, such as runs/first@12."
+    assert refused("grpo", of=str(first)) == f"--replay {first}: it has no iteration. {remedy}"
+    missing = refused("grpo", of=f"{first}@4")
+    assert "rank-0.parquet: does not exist. Choose one of the iterations 1 to 3 of the run" in missing
+    assert "Name the folder of a run" in refused("grpo", of=f"{tmp_path}@1")
     assert "recorded with the recipe grpo, not dr_grpo" in refused("dr_grpo", of=f"{first}@1")
     other = tiny_model(tmp_path / "other", "qwen3", layers=3)
     assert "recorded with another model" in refused("grpo", f"model.path={other}", of=f"{first}@1")
-    assert "holds a run; a replay goes" in refused("grpo", f"job.output={first}", of=f"{first}@1")
-    assert "recipe sft: draws no samples" in refused("sft", of=f"{first}@1")
+    assert "it contains a run. Choose another folder" in refused("grpo", f"job.output={first}", of=f"{first}@1")
+    assert "recipe sft: it generates no samples" in refused("sft", of=f"{first}@1")
     few, torn = tmp_path / "few", tmp_path / "torn"
     ranks.run(2, job, "grpo", inputs, few, ["record.samples_per_rank=3", "job.iterations=1"])
     assert "6 of 10 samples were recorded (record.samples_per_rank)" in refused("grpo", of=f"{few}@1")
@@ -140,7 +152,7 @@ def test_a_recipe_that_asks_for_more_than_was_recorded_is_told(ranks, inputs, tm
         ["algorithm.rounds=9"],
         RunMode(replayed=f"{tmp_path / 'run'}@1"),
     )
-    assert told.startswith("iteration 1: the recipe asks for more batches than were recorded")
+    assert told.startswith("iteration 1: the recipe requests more batches than were recorded")
 
 
 def test_rollouts_alone_are_scored_and_written_and_nothing_learns(ranks, inputs, first, tmp_path):
@@ -193,7 +205,7 @@ def what_is_built(inputs: Path) -> tuple[bool, int, int]:
     options = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'sums.jsonl'}"]
     options += [f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=6"]
     config = load_config(None, options, recipe.config)
-    built = Job(config, requested_roles(recipe, config.algorithm), job_store(), learns=False)
+    built = Job(config, requested_roles(recipe, config), job_store(), learns=False)
     gradients = sum(getattr(p, "main_grad", p.grad) is not None for p in built.actor.runner.parameters().values())
     return hasattr(built.actor, "trainer"), gradients, dist.get_rank()
 

@@ -134,6 +134,8 @@ class RewardConfig(ConfigSection):
     """JSON or YAML file of new weights by name. It is read again in the iteration after a change."""
     workers: PositiveInt = 8
     """Concurrent calls of the reward on each rank."""
+    from_model: bool = False
+    """Score samples by the frozen reward model of the section `reward_model`, and run no reward functions."""
 
     @field_validator("mixture")
     @classmethod

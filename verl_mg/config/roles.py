@@ -165,6 +165,12 @@ class RolloutConfig(ConfigSection):
     """Samples that an engine generates at once."""
     partial_rollout: bool = False
     """Continue samples that were aborted in the next iteration, instead of discarding them."""
+    extra_prompts: int = Field(0, ge=0)
+    """Prompts submitted in addition to those that the recipe requests, pending ones included. The samples of the first
+    complete ones are returned; the others are aborted, and with `partial_rollout` resumed in the next iteration."""
+    prefetch: bool = False
+    """Generate the samples of the next iteration while this one trains, with the weights of one iteration before. Needs
+    `num_ranks` or `urls`."""
     layout: str = "tp1"
     """Parallel sizes of one SGLang engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
     data-parallel attention (adp), in which ep and adp divide the tp ranks."""

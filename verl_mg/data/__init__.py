@@ -4,6 +4,7 @@ from verl_mg.data.curriculum import Curriculum
 from verl_mg.data.demonstrations import demonstration, demonstrations_batch
 from verl_mg.data.mixture import Mixture
 from verl_mg.data.preferences import pairs_batch, preference
+from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt, Prompts, PromptSet
 from verl_mg.data.reading import read_prompts
 from verl_mg.data.records import read_records
@@ -12,6 +13,7 @@ __all__ = [
     "Curriculum",
     "Mixture",
     "Prompt",
+    "PromptFeed",
     "PromptSet",
     "Prompts",
     "demonstration",

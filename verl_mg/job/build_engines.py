@@ -1,4 +1,4 @@
-"""The rollout engines that a configuration asks for, built by all ranks together."""
+"""The rollout engines that a configuration describes; built by all ranks together."""
 
 from __future__ import annotations
 
@@ -24,41 +24,69 @@ from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
 from verl_mg.sharding.weight_table import WeightTable
 
 
-def num_training_ranks(config: Config, ranks: int) -> int:
-    """How many of the job's ranks, the first ones, hold actor and reference: all that `rollout.num_ranks` leaves.
+def num_training_ranks(config: Config, world_size: int) -> int:
+    """Returns how many of the job's ranks, the first ones, hold models: all but the last `rollout.num_ranks`.
 
-    UserError where that is none, or where engines and actor cannot stand apart.
+    Args:
+        config: of the job.
+        world_size: ranks of the job.
+
+    Raises:
+        UserError: no rank is left, or the engines cannot have ranks of their own.
     """
-    own = 0 if config.rollout.urls else config.rollout.num_ranks
-    if own >= ranks:
-        raise UserError(f"rollout.num_ranks={own}: none of the job's {ranks} is left to train; start {own + 1} or more")
-    if own and config.rollout.engine == "hf":
+    num_ranks = 0 if config.rollout.urls else config.rollout.num_ranks
+    if num_ranks >= world_size:
         raise UserError(
-            f"rollout.num_ranks={own}: the embedded engine stands on the ranks of the actor; leave it out, "
-            "or write rollout.engine=sglang"
+            f"rollout.num_ranks={num_ranks}: none of the job's {world_size} ranks is left to train. Start at least "
+            f"{num_ranks + 1}."
         )
-    return ranks - own
+    if num_ranks and config.rollout.engine == "hf":
+        raise UserError(
+            f"rollout.num_ranks={num_ranks}: the engine hf works on the ranks of the actor. Leave it out, or write "
+            "rollout.engine=sglang."
+        )
+    return world_size - num_ranks
 
 
-def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
-    """UserError, before anything is built, where the rollout's layout or servers fit neither model nor ranks."""
-    if config.actor.offload and config.rollout.engine == "hf":
-        raise UserError("actor.offload=true: the embedded engine works on the actor's own memory; leave it out")
-    if config.rollout.sharding_table and (config.rollout.urls or config.rollout.engine != "sglang"):
+def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
+    """Checks the section `rollout` before anything is built.
+
+    Args:
+        config: of the job.
+        table: weights of the actor.
+        world_size: ranks of the job.
+
+    Raises:
+        UserError: layout, servers or schedule of the rollout do not fit the model, the ranks or the job.
+    """
+    rollout = config.rollout
+    if config.actor.offload and rollout.engine == "hf":
+        raise UserError("actor.offload=true: the engine hf works on the actor's own memory. Leave it out.")
+    if rollout.prefetch and not (rollout.urls or rollout.num_ranks):
+        raise UserError(
+            "rollout.prefetch=true: only engines on ranks of their own generate samples while training computes. Write "
+            "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or leave rollout.prefetch out."
+        )
+    if config.job.deterministic and rollout.extra_prompts:
+        raise UserError(
+            "job.deterministic=true: which prompts are complete first depends on time. Write rollout.extra_prompts=0, "
+            "so that all are kept."
+        )
+    if rollout.sharding_table and (rollout.urls or rollout.engine != "sglang"):
         raise UserError(
             "rollout.sharding_table: only SGLang engines inside the job use a table. Leave it out, or write "
             "rollout.engine=sglang without rollout.urls."
         )
-    if config.rollout.urls:
+    if rollout.urls:
         check_servers(config, table)
-    elif config.rollout.engine == "sglang":
+    elif rollout.engine == "sglang":
         if importlib.util.find_spec("sglang") is None:
             raise UserError(
-                "rollout.engine=sglang: SGLang is not installed; pip install 'verl-mg[sglang]', "
-                "or write rollout.engine=hf"
+                "rollout.engine=sglang: SGLang is not installed. Install it with pip install 'verl-mg[sglang]', or "
+                "write rollout.engine=hf."
             )
-        placement, experts = _placement(config, ranks), table.config.experts
-        table = table.with_traced_table(config.rollout.sharding_table)
+        placement, experts = _placement(config, world_size), table.config.experts
+        table = table.with_traced_table(rollout.sharding_table)
 
         def check(layout: EngineLayout) -> None:
             table.check_engine_layout(layout)
@@ -70,55 +98,67 @@ def check_engines(config: Config, table: WeightTable, ranks: int) -> None:
 def build_engine_group(
     config: Config, dtype: torch.dtype, actor: Actor, context: JobContext, wrap: EngineWrapper
 ) -> EngineGroup:
-    """The engines, without weights: the first sync brings them."""
-    if config.rollout.engine == "hf":
-        model = config.model.path
-        return HFEngineGroup(
-            HFEngine(model, device.current_device(), dtype, config.rollout.max_running_requests, load_weights=False),
-            context,
-            wrap,
+    """Returns the engines, without weights until the first transfer.
+
+    Args:
+        config: of the job.
+        dtype: of the weights.
+        actor: the policy that the engines serve.
+        context: the shared services of the job.
+        wrap: wraps each engine.
+    """
+    rollout = config.rollout
+    if rollout.engine == "hf":
+        engine = HFEngine(
+            config.model.path, device.current_device(), dtype, rollout.max_running_requests, load_weights=False
         )
-    table = actor.runner.table.with_traced_table(config.rollout.sharding_table)
-    if config.rollout.urls:
+        return HFEngineGroup(engine, context, wrap)
+    table = actor.runner.table.with_traced_table(rollout.sharding_table)
+    if rollout.urls:
         return build_remote_engines(config, table, context, wrap)
-    ranks = dist.get_world_size()
-    node = device.ranks_of_a_node(ranks)
-    placement = best_stride(actor.runner.shard_map(), table, _placement(config, ranks), node)
-    leaders = {own[0]: number for number, own in engine_ranks(placement).items()}
-    rank = dist.get_rank()
-    engine = None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    node = device.ranks_of_a_node(world_size)
+    placement = best_stride(actor.runner.shard_map(), table, _placement(config, world_size), node)
+    leaders = {ranks[0]: number for number, ranks in engine_ranks(placement).items()}
+    inner = None
     if rank in leaders:
         settings = _settings(config, dtype, placement, table, leaders[rank])
-        engine = SGLangEngine(
-            config.model.path, settings, _log(config, leaders[rank]), config.rollout.request_timeout_s
-        )
-    leads = [r in leaders for r in range(ranks)]
-    # Engines on ranks of their own have their devices for themselves.
-    apart = config.rollout.num_ranks > 0
-    sleeps = config.rollout.sleep and not apart
-    fixed = config.job.deterministic
-    sync = SGLangEngineSync(placement, engine, table)
-    return SGLangEngineGroup(sync, engine, leads, context, sleeps=sleeps, apart=apart, fixed=fixed, wrap=wrap)
+        inner = SGLangEngine(config.model.path, settings, _log(config, leaders[rank]), rollout.request_timeout_s)
+    # Engines on ranks of their own need not share their devices.
+    disjoint = rollout.num_ranks > 0
+    return SGLangEngineGroup(
+        SGLangEngineSync(placement, inner, table),
+        inner,
+        [r in leaders for r in range(world_size)],
+        context,
+        sleep=rollout.sleep and not disjoint,
+        disjoint=disjoint,
+        static=config.job.deterministic,
+        wrap=wrap,
+    )
 
 
-def _placement(config: Config, ranks: int) -> EnginePlacement:
-    layout, own = EngineLayout.parse(config.rollout.layout), config.rollout.num_ranks or ranks
-    if own % layout.ranks:
-        change = "write rollout.num_ranks as" if config.rollout.num_ranks else "start"
+def _placement(config: Config, world_size: int) -> EnginePlacement:
+    layout, num_ranks = EngineLayout.parse(config.rollout.layout), config.rollout.num_ranks or world_size
+    if num_ranks % layout.ranks:
+        change = "Write rollout.num_ranks as" if config.rollout.num_ranks else "Start"
         raise UserError(
-            f"rollout.layout={layout}: an engine stands on {layout.ranks} ranks, the rollout has {own} of the job's "
-            f"{ranks}; {change} a multiple of {layout.ranks}"
+            f"rollout.layout={layout}: an engine needs {layout.ranks} ranks, but the rollout has {num_ranks} of the "
+            f"job's {world_size}. {change} a multiple of {layout.ranks}."
         )
-    return EnginePlacement(layout, tuple(range(ranks - own, ranks)))
+    return EnginePlacement(layout, tuple(range(world_size - num_ranks, world_size)))
 
 
 def _settings(
     config: Config, dtype: torch.dtype, placement: EnginePlacement, table: WeightTable, number: int
 ) -> EngineSettings:
     node = device.ranks_of_a_node(dist.get_world_size())
-    own = engine_ranks(placement)[number]
-    if own[0] // node != own[-1] // node:
-        raise UserError(f"rollout.layout={placement.layout}: an engine stands within the {node} ranks of a node")
+    ranks = engine_ranks(placement)[number]
+    if ranks[0] // node != ranks[-1] // node:
+        raise UserError(
+            f"rollout.layout={placement.layout}: an engine cannot span nodes, which have {node} ranks. Write a smaller "
+            "layout."
+        )
     return EngineSettings(
         layout=placement.layout,
         dtype=dtype,

@@ -12,8 +12,8 @@ from verl_mg.batch import Batch
 from verl_mg.config import EvaluationConfig
 from verl_mg.data import Prompts
 from verl_mg.distributed.collectives import all_gather_column
-from verl_mg.roles.reward import NO_ANSWER
-from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.reward import NO_ANSWER, RewardRole
+from verl_mg.roles.rollout_source import RolloutSource
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class PromptResults:
     """Key of the final answer of each sample; None where the reward function returned none."""
 
 
-def evaluate(rollout: Rollout, prompts: Prompts, config: EvaluationConfig) -> dict[str, float]:
+def evaluate(
+    rollout: RolloutSource, reward: RewardRole, prompts: Prompts, config: EvaluationConfig
+) -> dict[str, float]:
     """Rewards of answers to the first `config.prompts` prompts of each source; all ranks call it together.
 
     `eval/reward` is the mean. With n answers to a prompt, for k = 1, 2, 4, ..., n: `eval/pass@k` and, where the reward
@@ -36,7 +38,8 @@ def evaluate(rollout: Rollout, prompts: Prompts, config: EvaluationConfig) -> di
     """
     chosen = prompts.first(config.prompts)
     sources = {prompt.id: prompt.source for prompt in chosen}
-    batch = rollout.aside(chosen, config.samples, config.temperature)
+    batch = rollout.generate_for_eval(chosen, config.samples, config.temperature)
+    batch["reward"] = reward.wait(batch)
     tries = _tries(batch, sources)
     metrics = metrics_of(tries, "eval/", config.pass_threshold)
     names = sorted(set(sources.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from verl_mg.batch import Batch
 from verl_mg.config import Config
-from verl_mg.data import Curriculum, Prompt, Prompts, demonstrations_batch, pairs_batch, read_prompts
+from verl_mg.data import Prompt, PromptFeed, Prompts, demonstrations_batch, pairs_batch, read_prompts
 from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
 from verl_mg.job.build_engines import build_engine_group, check_engines, num_training_ranks
@@ -30,6 +30,7 @@ from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRe
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.role import Role
 from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.rollout_source import RolloutRecords, RolloutSource
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout import Sampling
 from verl_mg.rollout.tools.chat_format import ToolCallFormat
@@ -57,7 +58,7 @@ class Job:
         config: Config,
         roles: set[str],
         store: Store,
-        rollout: Callable[[], Any] | None = None,
+        rollout: Callable[[], RolloutSource] | None = None,
         learns: bool = True,
         recipe: str = "",
     ) -> None:
@@ -77,18 +78,16 @@ class Job:
         self.tokenizer = _read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
         schemas, seed = [tool.schema for tool in self._tools], config.job.seed
-        self.prompts = read_prompts(config.data, "train", self.tokenizer, seed=seed, tools=schemas)
+        self.prompts = PromptFeed(read_prompts(config.data, "train", self.tokenizer, seed=seed, tools=schemas))
         self.test_prompts: Prompts | None = None
         if config.data.test is not None:
             self.test_prompts = read_prompts(config.data, "test", self.tokenizer, seed=seed, tools=schemas)
-        self._reward: RewardRole | None = None
-        if "reward" in roles:
-            self._reward = RewardRole(load_rewards(config.reward), self.prompts, self.tokenizer)
         self.roles: Mapping[str, Role] = {name: builder.build(name) for name in MODEL_ROLES if name in roles}
-        self._rollout: Any = None
-        self._has_engines = engines
+        records = RolloutRecords()
+        self._reward = self._build_reward(records) if "reward" in roles else None
+        self._rollout: RolloutSource | None = None
         if "rollout" in roles:
-            self._rollout = self._build_rollout() if rollout is None else rollout()
+            self._rollout = self._build_rollout(records) if rollout is None else rollout()
 
     # -- roles
 
@@ -123,11 +122,11 @@ class Job:
         return self._role("process_reward", Actor)
 
     @property
-    def rollout(self) -> Rollout:
+    def rollout(self) -> RolloutSource:
         """Generates responses with the rollout engines, or replays recorded ones."""
         self._require("rollout")
-        rollout: Rollout = self._rollout
-        return rollout
+        assert self._rollout is not None
+        return self._rollout
 
     @property
     def reward(self) -> RewardRole:
@@ -171,8 +170,8 @@ class Job:
     def start(self) -> None:
         """Give the engines their first weights, when those that training goes on from are there."""
         if self._rollout is not None:
-            self.rollout.sync(self.actor)
-            self.rollout.go_on()
+            self._rollout.update_weights(self.actor)
+            self._rollout.resume_in_flight()
 
     def begin(self, iteration: int) -> dict[str, float]:
         """Before the recipe is called; the weights of the rewards from here on."""
@@ -180,16 +179,15 @@ class Job:
         for role in self.trained.values():
             role.trained_batches = []
         if self._rollout is not None:
-            self.rollout.enter(iteration)
-        return self._reward.refresh() if self._reward is not None else {}
+            self._rollout.start_iteration(iteration, iteration == self.config.job.iterations)
+        return self._reward.start_iteration() if self._reward is not None else {}
 
     def observe(self, batch: Batch) -> dict[str, float]:
         """Tell a curriculum how answers went."""
-        if not isinstance(self.prompts, Curriculum):
+        if not self.prompts.has_curriculum:
             return {}
-        told = (collectives.all_gather_column(batch, name).tolist() for name in ("prompt_id", "reward"))
-        self.prompts.observe(*told)
-        return self.prompts.metrics()
+        columns = (collectives.all_gather_column(batch, name).tolist() for name in ("prompt_id", "reward"))
+        return self.prompts.observe(*columns)
 
     def close(self) -> None:
         """End the engines and let the rewards go."""
@@ -243,13 +241,18 @@ class Job:
 
     def evaluate(self) -> dict[str, float]:
         """See `evaluation.evaluate`; nothing without `data.test`, or without engines."""
-        if self.test_prompts is None or not self._has_engines:
+        if self.test_prompts is None or self.rollout.is_replay:
             return {}
-        return evaluate(self.rollout, self.test_prompts, self.config.evaluation)
+        return evaluate(self.rollout, self.reward, self.test_prompts, self.config.evaluation)
 
     # -- building
 
-    def _build_rollout(self) -> Rollout:
+    def _build_reward(self, records: RolloutRecords) -> RewardRole:
+        config, model = self.config.reward, self.frozen_reward_model if self.config.reward.from_model else None
+        scorer = None if config.from_model else load_rewards(config)
+        return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model)
+
+    def _build_rollout(self, records: RolloutRecords) -> Rollout:
         config, model = self.config.rollout, read_config(self.config.model.path)
         for prompts in (self.prompts, self.test_prompts):
             if prompts is not None:
@@ -263,8 +266,18 @@ class Job:
             stop_token_ids=tuple(sorted(stops)),
         )
         engines = build_engine_group(self.config, self._dtype, self.actor, self.context, self._with_tools())
-        cuts, seed = not self.config.job.deterministic, self.config.job.seed
-        return Rollout(engines, sampling, seed, self.context, config.partial_rollout, self.reward, cuts)
+        return Rollout(
+            engines,
+            sampling,
+            self.config.job.seed,
+            self.context,
+            self.prompts,
+            records,
+            self._reward,
+            extra_prompts=config.extra_prompts,
+            prefetch=config.prefetch,
+            partial_rollout=config.partial_rollout,
+        )
 
     def _with_tools(self) -> EngineWrapper:
         """What puts tools around an engine, where the configuration names any."""
@@ -275,7 +288,7 @@ class Job:
         turns, timeout = config.max_turns, config.tool_timeout_s
         return lambda engine: MultiTurnEngine(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
 
-    def _check_room_to_answer(self, prompts: Prompts, positions: int) -> None:
+    def _check_room_to_answer(self, prompts: Prompts | PromptFeed, positions: int) -> None:
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         if len(longest.tokens) + self.config.rollout.max_new_tokens > positions:
             raise UserError(

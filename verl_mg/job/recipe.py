@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl_mg.config import RecipeConfig
+from verl_mg.config import Config, RecipeConfig
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import MODEL_ROLES
 
@@ -71,11 +71,21 @@ def recipe_from_module(module: ModuleType, name: str) -> Recipe:
     return Recipe(Path(str(module.__file__)).stem, config, module.roles, module.iteration)
 
 
-def requested_roles(recipe: Recipe, cfg: Any) -> set[str]:
-    """The roles that the recipe asks for under this configuration."""
-    roles = set(recipe.roles(cfg))
+def requested_roles(recipe: Recipe, config: Config) -> set[str]:
+    """Returns the roles that the recipe requests, and the frozen reward model where `reward.from_model` needs it.
+
+    Args:
+        recipe: the recipe.
+        config: of the job.
+
+    Raises:
+        UserError: a role does not exist, or one that another role needs is missing.
+    """
+    roles = set(recipe.roles(config.algorithm))
     if unknown := roles - set(ROLES):
         raise UserError(f"recipe {recipe.name}: no role {sorted(unknown)}; there are {', '.join(ROLES)}")
-    if "rollout" in roles and (missing := {"actor", "reward"} - roles):
-        raise UserError(f"recipe {recipe.name}: the role rollout needs {' and '.join(sorted(missing))} beside it")
+    if "rollout" in roles and "actor" not in roles:
+        raise UserError(f"recipe {recipe.name}: the role rollout needs the role actor. Add it to roles(cfg).")
+    if "reward" in roles and config.reward.from_model:
+        roles.add("frozen_reward_model")
     return roles

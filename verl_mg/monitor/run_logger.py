@@ -74,13 +74,13 @@ class RunLogger:
     def iteration(self, iteration: int) -> dict[str, float]:
         """Writes the samples of an iteration, and returns its metrics; only those of time differ between ranks."""
         metrics: dict[str, float] = {}
-        produced = self._job.rollout.produced if self._samples else []
+        produced = self._job.rollout.train_batches if self._samples else []
         if self._samples:
             with self._job.timer("logging"):
                 metrics = rollout_metrics(produced, self._version) | self._job.rollout.metrics
                 for batch in produced:
                     metrics |= self._job.observe(batch)
-                self._samples.write(iteration, self._job.rollout.handed, self._job.trained_batches)
+                self._samples.write(iteration, self._job.rollout.records, self._job.trained_batches)
         seconds = time.perf_counter() - self._started
         rates = self._throughput.iteration(produced, seconds)
         return metrics | {"time/iteration": seconds} | rates | self._profile.iteration()
@@ -116,7 +116,7 @@ def _sample_writer(job: Job, recipe: str) -> SampleWriter:
     config = job.config
     about = FileMetadata(recipe, fingerprint(config.model.path), dist.get_world_size())
     folder, limit = config.job.output / SAMPLES, config.record.samples_per_rank
-    return SampleWriter(folder, dist.get_rank(), about, job.reward, job.prompts, job.tokenizer, limit)
+    return SampleWriter(folder, dist.get_rank(), about, job.prompts, job.tokenizer, limit)
 
 
 def _warn_dropped_prompts(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""The samples of a run, read back as the batches that its recipe was handed; see `samples` for how they are kept."""
+"""Recorded samples read as the batches that the recipe received; see `sample_schema` for the files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_schema import (
-    GIVEN,
-    OTHER_NAMES,
+    COLUMN_RENAMES,
     PART,
+    RECEIVED,
     SAMPLES,
     ColumnSchema,
     FileMetadata,
@@ -28,100 +28,111 @@ Columns = Mapping[str, ColumnSchema]
 
 
 class SampleReader:
-    """The samples of a run, in its folder. Every rank reads the rows that it gets."""
+    """Reads the samples of a run, on every rank the rows that it gets."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / SAMPLES
 
     def check(self, iterations: range, recipe: str, model: str) -> None:
-        """UserError where one of the iterations is not there whole, or is of another recipe or model."""
+        """Checks that iterations can be replayed.
+
+        Args:
+            iterations: numbers of the iterations.
+            recipe: name of the recipe that receives the samples.
+            model: `fingerprint` of its model.
+
+        Raises:
+            UserError: an iteration is missing or incomplete, or of another recipe or model.
+        """
         for iteration in iterations:
-            abouts = self._abouts(iteration)
-            if abouts[0].recipe != recipe:
-                raise UserError(f"{self._folder}: recorded with the recipe {abouts[0].recipe}, not {recipe}")
-            if abouts[0].model != model:
-                raise UserError(f"{self._folder}: recorded with another model; give model.path that of the run")
+            files = self._metadata_of_ranks(iteration)
+            if files[0].recipe != recipe:
+                raise UserError(
+                    f"{self._folder}: recorded with the recipe {files[0].recipe}, not {recipe}. Use that recipe."
+                )
+            if files[0].model != model:
+                raise UserError(f"{self._folder}: recorded with another model. Write the run's model into model.path.")
 
     def batches(self, iteration: int) -> list[Batch]:
-        """This rank's rows of each batch of an iteration.
+        """Returns this rank's rows of each batch of an iteration.
 
-        On as many ranks as the run had each row lies where it lay. On others groups stay together, and each rank has a
-        run of them, in the order of their sample ids.
+        On as many ranks as the run had, each row is on the same rank as in the run. Otherwise groups stay together, and
+        each rank has consecutive ones, in the order of their sample ids.
         """
-        abouts = self._abouts(iteration)
-        calls = range(max(len(about.calls) for about in abouts))
-        # A rank without rows may not know of what a column has entries.
-        columns = [max((about.calls[call] for about in abouts), key=_known) for call in calls]
-        if len(abouts) == dist.get_world_size():
+        files = self._metadata_of_ranks(iteration)
+        calls = range(max(len(file.calls) for file in files))
+        # A rank without rows may not know the kinds of the columns.
+        columns = [max((file.calls[call] for file in files), key=_num_known) for call in calls]
+        if len(files) == dist.get_world_size():
             table = self._table(iteration, dist.get_rank())
-            return [_batch(_of_call(table, call), columns[call]) for call in calls]
-        own = [self._own_groups(iteration, len(abouts), call) for call in calls]
-        tables = [self._table(iteration, rank, own) for rank in range(len(abouts))]
-        return [_gathered([_of_call(table, call) for table in tables], columns[call]) for call in calls]
+            return [_to_batch(_of_call(table, call), columns[call]) for call in calls]
+        groups = [self._local_groups(iteration, len(files), call) for call in calls]
+        tables = [self._table(iteration, rank, groups) for rank in range(len(files))]
+        return [_concat([_of_call(table, call) for table in tables], columns[call]) for call in calls]
 
-    def _abouts(self, iteration: int) -> list[FileMetadata]:
-        """Of each rank that wrote; UserError where something is missing."""
-        first = self._about(iteration, 0)[0]
-        told = [self._about(iteration, rank) for rank in range(first.ranks)]
-        kept, rows = sum(count for _, count in told), sum(about.rows for about, _ in told)
-        if kept < rows:
+    def _metadata_of_ranks(self, iteration: int) -> list[FileMetadata]:
+        """Returns the metadata of each file of an iteration; UserError where something is missing."""
+        first = self._read_metadata(iteration, 0)[0]
+        files = [self._read_metadata(iteration, rank) for rank in range(first.ranks)]
+        recorded, rows = sum(count for _, count in files), sum(metadata.rows for metadata, _ in files)
+        if recorded < rows:
             raise UserError(
-                f"{iteration_folder(self._folder, iteration)}: {kept} of {rows} samples were recorded "
-                "(record.samples_per_rank); "
-                "a replay needs all of them"
+                f"{iteration_folder(self._folder, iteration)}: {recorded} of {rows} samples were recorded "
+                "(record.samples_per_rank), but a replay needs all. Leave record.samples_per_rank out in the run."
             )
-        return [about for about, _ in told]
+        return [metadata for metadata, _ in files]
 
-    def _about(self, iteration: int, rank: int) -> tuple[FileMetadata, int]:
-        """And how many rows there are."""
+    def _read_metadata(self, iteration: int, rank: int) -> tuple[FileMetadata, int]:
+        """Returns the metadata of a file and its number of rows."""
         path = file_of(iteration_folder(self._folder, iteration), rank)
         try:
             metadata = parquet.read_metadata(path)
         except FileNotFoundError:
-            raise UserError(f"{path}: not there; {self._what_there_is()}") from None
+            raise UserError(f"{path}: does not exist. {self._remedy()}") from None
         except (ArrowException, OSError) as error:
             raise _unreadable(path, error) from None
-        about = FileMetadata.of(metadata.metadata)
-        if about is None:
-            raise UserError(f"{path}: not written by verl_mg; {self._what_there_is()}")
-        return about, metadata.num_rows
+        contents = FileMetadata.of(metadata.metadata)
+        if contents is None:
+            raise UserError(f"{path}: not written by verl_mg. {self._remedy()}")
+        return contents, metadata.num_rows
 
-    def _what_there_is(self) -> str:
+    def _remedy(self) -> str:
         numbers = [int(folder.name) for folder in self._folder.glob("*") if folder.name.isdecimal()]
         if not numbers:
-            return "name the folder of a run that has recorded samples"
-        return f"iterations {min(numbers)} to {max(numbers)} of the run have samples"
+            return "Name the folder of a run that has recorded samples."
+        return f"Choose one of the iterations {min(numbers)} to {max(numbers)} of the run, which have samples."
 
     def _table(self, iteration: int, rank: int, groups: Sequence[Sequence[int]] | None = None) -> pa.Table:
-        """What a rank wrote, of each call these groups alone."""
+        """Returns the file of a rank, of each call only the given groups."""
         path = file_of(iteration_folder(self._folder, iteration), rank)
-        chosen = None
+        rows = None
         if groups is not None:
-            chosen = compute.scalar(False)
-            for call, own in enumerate(groups):
-                chosen |= (compute.field("call") == call) & compute.field("group").isin(pa.array(own, pa.int64()))
+            rows = compute.scalar(False)
+            for call, members in enumerate(groups):
+                of_groups = compute.field("group").isin(pa.array(members, pa.int64()))
+                rows |= (compute.field("call") == call) & of_groups
         try:
-            return parquet.read_table(path, filters=chosen)
+            return parquet.read_table(path, filters=rows)
         except (ArrowException, OSError) as error:
             raise _unreadable(path, error) from None
 
-    def _own_groups(self, iteration: int, writers: int, call: int) -> list[int]:
-        """This rank's share of a call's groups, which have the ids of their first samples."""
+    def _local_groups(self, iteration: int, num_files: int, call: int) -> list[int]:
+        """Returns this rank's share of a call's groups, whose numbers are the ids of their first samples."""
         folder = iteration_folder(self._folder, iteration)
-        every: set[int] = set()
-        for writer in range(writers):
-            table = parquet.read_table(file_of(folder, writer), columns=["group"], filters=[("call", "==", call)])
-            every |= set(table["group"].unique().to_pylist())
-        groups, rank, ranks = sorted(every), dist.get_rank(), dist.get_world_size()
-        return groups[rank * len(groups) // ranks : (rank + 1) * len(groups) // ranks]
+        numbers: set[int] = set()
+        for rank in range(num_files):
+            table = parquet.read_table(file_of(folder, rank), columns=["group"], filters=[("call", "==", call)])
+            numbers |= set(table["group"].unique().to_pylist())
+        groups, rank, world_size = sorted(numbers), dist.get_rank(), dist.get_world_size()
+        return groups[rank * len(groups) // world_size : (rank + 1) * len(groups) // world_size]
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); record the run anew")
+    return UserError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}). Record the run again.")
 
 
-def _known(columns: Columns) -> int:
-    """How many columns are described in full."""
+def _num_known(columns: Columns) -> int:
+    """Returns how many columns are described in full."""
     return sum(column.kind != ColumnKind.UNKNOWN for column in columns.values())
 
 
@@ -129,14 +140,14 @@ def _of_call(table: pa.Table, call: int) -> pa.Table:
     return table.filter(compute.equal(table["call"], call))
 
 
-def _gathered(tables: Sequence[pa.Table], columns: Columns) -> Batch:
-    """The rows of several writers, in the order of their sample ids."""
-    batch = Batch.concat([_batch(table, columns) for table in tables])
+def _concat(tables: Sequence[pa.Table], columns: Columns) -> Batch:
+    """Returns the rows of several ranks in the order of their sample ids."""
+    batch = Batch.concat([_to_batch(table, columns) for table in tables])
     return batch.select(batch["sample_id"].argsort())
 
 
-def _batch(table: pa.Table, columns: Columns) -> Batch:
-    """Rows as they were handed."""
+def _to_batch(table: pa.Table, columns: Columns) -> Batch:
+    """Returns rows as they were received."""
     lengths = compute.list_value_length(table["tokens"]).to_numpy()
     batch = Batch(torch.from_numpy(lengths.copy()))
     for name, column in columns.items():
@@ -146,15 +157,15 @@ def _batch(table: pa.Table, columns: Columns) -> Batch:
 
 
 def _values(table: pa.Table, name: str) -> Tensor:
-    """The entries of a column, those of tokens one after another."""
-    before = GIVEN + name
-    changed = before in table.column_names and table[before].null_count == 0
-    column = table[before if changed else OTHER_NAMES.get(name, name)].combine_chunks()
+    """Returns the entries of a column, those of token columns one row after another."""
+    received = RECEIVED + name
+    changed = received in table.column_names and table[received].null_count == 0
+    column = table[received if changed else COLUMN_RENAMES.get(name, name)].combine_chunks()
     entries = column.flatten() if pa.types.is_list(column.type) else column
     return torch.from_numpy(entries.to_numpy(zero_copy_only=False).copy())
 
 
 def _part(table: pa.Table, name: str) -> Tensor:
-    """A part of the reward, NaN where it has none."""
+    """Returns a part of the reward, NaN where a row has no such part."""
     part = name.removeprefix(PART)
     return torch.tensor([dict(parts).get(part, float("nan")) for parts in table["parts"].to_pylist()])

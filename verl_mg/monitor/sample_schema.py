@@ -1,11 +1,12 @@
-"""How samples are kept: a Parquet file an iteration and rank, for people and for a replay.
+"""Format of recorded samples: a Parquet file per iteration and rank, for people and for a replay.
 
-    samples/000012/rank-3.parquet      iteration 12, the rows that lay on rank 3
+    samples/000012/rank-3.parquet      iteration 12, the rows that were on rank 3
 
-A row has `iteration`, `call` (which of the batches that the recipe was handed), what is in `schema`, and all other
-columns of the batch under their own names: of these the recipe has added some, to this batch or to one that it gave to
-a role to learn from (null where a row was not among those). A column that the recipe has changed is there as it was
-left, and under `given.NAME` as it was handed. The file's metadata holds an `FileMetadata`, which a replay needs.
+A row has `iteration`, `call` (number of the batch among those that the recipe received), the columns of `schema`, and
+all other columns of the batch under their own names: the recipe has added some of them, to this batch or to a batch of
+selected rows that a role was trained on (null where a row is not among those). A column that the recipe has changed is
+there as it was left, and under `received.NAME` as it was received. The metadata of a file is a `FileMetadata`, which a
+replay needs.
 """
 
 from __future__ import annotations
@@ -24,55 +25,64 @@ from torch import Tensor
 from verl_mg.batch import Batch, ColumnKind
 
 SAMPLES = "samples"
-"""In the folder of a run."""
+"""Folder of the samples, in the folder of a run."""
 NUMBERS = {"sample_id": pa.int64(), "group": pa.int64(), "prompt_id": pa.int64(), "policy_version": pa.int64()} | {
     "reward": pa.float32(),
     "prompt_length": pa.int32(),
     "truncated": pa.bool_(),
 }
-"""Sequence columns of every batch."""
+"""Sequence columns of every file; `reward` is null where nothing was scored."""
 TOKENS = {"tokens": pa.int32(), "loss_mask": pa.bool_(), "policy_versions": pa.int64()}
 """Token columns of every batch."""
 TEXTS = ("prompt", "response", "answer", "source", "finish")
+"""Text columns of every file."""
 PARTS = pa.map_(pa.string(), pa.float32())
+"""Type of the column `parts`: the parts of the reward by name."""
 TURNS = pa.list_(pa.struct([("by", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
-PART, GIVEN = "reward.", "given."
-OTHER_NAMES = {"answer": "answer_key"}
-"""Columns of a batch that have another name in the file: there, `answer` is what was right."""
+"""Type of the column `turns`: ranges of the response by the policy or by tools."""
+PART, RECEIVED = "reward.", "received."
+"""Prefixes of columns: parts of the reward in a batch, and columns as they were received in a file."""
+COLUMN_RENAMES = {"answer": "answer_key"}
+"""Columns of a batch that have another name in the file, in which `answer` is the correct answer."""
 
 _METADATA = b"verl_mg"
-_EDGE = 2**16
+_EDGE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class ColumnSchema:
-    """A column of a batch: what it has an entry of, torch's name of the type, and the dimensions after the first."""
+    """A column of a batch."""
 
     kind: int
+    """What it has one entry of, a `ColumnKind`."""
     dtype: str
+    """Name of its type in torch."""
     rest: tuple[int, ...]
+    """Its dimensions after the first."""
 
 
 @dataclass(frozen=True)
 class FileMetadata:
-    """What a file does not show. recipe: its name. model: its `fingerprint`. ranks: of the job.
-
-    rows: of the iteration on this rank, whether kept or not. calls: the columns of each batch as it was handed.
-    """
+    """Facts about the samples that the columns of a file do not show."""
 
     recipe: str
+    """Name of the recipe."""
     model: str
+    """`fingerprint` of the initial model."""
     ranks: int
+    """Number of ranks of the job."""
     rows: int = 0
+    """Rows of the iteration on this rank, recorded or not."""
     calls: tuple[Mapping[str, ColumnSchema], ...] = ()
+    """The columns of each batch as it was received."""
 
     def metadata(self) -> dict[bytes, bytes]:
-        """As a file bears it."""
+        """Returns the metadata of the Parquet file."""
         return {_METADATA: json.dumps(asdict(self)).encode()}
 
     @classmethod
     def of(cls, metadata: Mapping[bytes, bytes] | None) -> FileMetadata | None:
-        """The way back; None where a file bears none."""
+        """Returns the contents of a Parquet file's metadata; None where verl_mg did not write it."""
         if not metadata or _METADATA not in metadata:
             return None
         tree: dict[str, Any] = json.loads(metadata[_METADATA])
@@ -88,17 +98,27 @@ def _values(call: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[Any,
 
 
 def iteration_folder(samples: Path, iteration: int) -> Path:
-    """Where an iteration's files lie."""
+    """Returns the folder of an iteration's files.
+
+    Args:
+        samples: folder of all samples of a run.
+        iteration: number of the iteration.
+    """
     return samples / f"{iteration:06d}"
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """A rank's file in the folder of an iteration."""
+    """Returns the file of a rank.
+
+    Args:
+        folder: of an iteration.
+        rank: the rank that has written it.
+    """
     return folder / f"rank-{rank}.parquet"
 
 
 def describe(batch: Batch) -> dict[str, ColumnSchema]:
-    """The columns of a batch."""
+    """Returns the schema of each column of a batch."""
     return {
         name: ColumnSchema(
             int(batch.kind(name)), str(batch[name].dtype).removeprefix("torch."), tuple(batch[name].shape[1:])
@@ -107,33 +127,42 @@ def describe(batch: Batch) -> dict[str, ColumnSchema]:
     }
 
 
-def schema(others: Mapping[str, pa.DataType], about: FileMetadata) -> pa.Schema:
-    """Of a file with these columns beside those that all have."""
+def schema(others: Mapping[str, pa.DataType], metadata: FileMetadata) -> pa.Schema:
+    """Returns the schema of a file.
+
+    Args:
+        others: columns in addition to those of every file.
+        metadata: of the file.
+    """
     fields: dict[str, pa.DataType] = {"iteration": pa.int64(), "call": pa.int32(), **NUMBERS}
     fields |= dict.fromkeys(TEXTS, pa.string()) | {"parts": PARTS}
     fields |= {name: pa.list_(kind) for name, kind in TOKENS.items()}
     fields |= {"pieces": pa.list_(pa.string()), "turns": TURNS} | dict(sorted(others.items()))
-    return pa.schema(list(fields.items()), about.metadata())
+    return pa.schema(list(fields.items()), metadata.metadata())
 
 
 def arrow_type(kind: ColumnKind, values: Tensor) -> pa.DataType:
-    """Of a column of a batch: of rows float32 or int64, of tokens lists of float32, or of whole numbers as they are.
+    """Returns the type of a column: sequences float32 or int64, tokens lists of float32 or of the integers themselves.
 
-    What has several numbers a row or token lies flat in a list.
+    Several numbers per row or token are a flat list.
+
+    Args:
+        kind: what the column has one entry of.
+        values: its values.
     """
-    floating = values.dtype.is_floating_point
+    is_float = values.dtype.is_floating_point
     if kind is ColumnKind.SEQUENCE and values.dim() == 1:
-        return pa.float32() if floating else pa.int64()
+        return pa.float32() if is_float else pa.int64()
     name = str(values.dtype).removeprefix("torch.")
-    return pa.list_(pa.float32() if floating else pa.type_for_alias(name))
+    return pa.list_(pa.float32() if is_float else pa.type_for_alias(name))
 
 
 def fingerprint(model: Path) -> str:
-    """Tells one model from another by its config.json and the sizes and ends of its weight files; not by its place."""
+    """Returns a digest of config.json and of the sizes and ends of the weight files, wherever the model is located."""
     digest = hashlib.blake2b((model / "config.json").read_bytes(), digest_size=16)
     for file in sorted(model.glob("*.safetensors")):
         size = file.stat().st_size
         with file.open("rb") as weights:
-            weights.seek(-min(size, _EDGE), os.SEEK_END)
+            weights.seek(-min(size, _EDGE_BYTES), os.SEEK_END)
             digest.update(f"{file.name} {size}".encode() + weights.read())
     return digest.hexdigest()

@@ -1,12 +1,12 @@
-"""Writing down what the policy wrote; see `samples` for where and how."""
+"""Recording of samples; see `sample_schema` for the files and their columns."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,13 @@ from pyarrow import parquet
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.data import Prompts
-from verl_mg.monitor.sample_columns import Column, other_columns
+from verl_mg.data import PromptFeed
 from verl_mg.monitor.sample_schema import (
+    COLUMN_RENAMES,
     NUMBERS,
     PART,
     PARTS,
+    RECEIVED,
     TEXTS,
     TOKENS,
     TURNS,
@@ -34,102 +35,126 @@ from verl_mg.monitor.sample_schema import (
     iteration_folder,
     schema,
 )
-from verl_mg.roles.reward import RewardRole
-from verl_mg.roles.rollout_record import RolloutRecord
+from verl_mg.roles.reward import row_to_sample
+from verl_mg.roles.rollout_source import NOT_RECORDED, RolloutRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-ROWS_AT_A_TIME = 64
-"""Of which tables are made: they bound the memory, and are what a reader passes over in one step."""
-SPACE = "\u2581"
-"""What SentencePiece writes for a space, which decoding would drop at the beginning of a text."""
+ROWS_PER_TABLE = 64
+"""Rows that are converted at a time: they bound the memory, and are what a reader skips in one step."""
+SENTENCEPIECE_SPACE = "\u2581"
+"""SentencePiece's character for a space, which decoding would drop at the begin of a text."""
+_OTHER = "other."
+_STANDARD = {*NUMBERS, *TOKENS, *NOT_RECORDED, "iteration", "call"}
 
 
 class SampleWriter:
-    """Writes the samples of this rank, the first `limit` of an iteration. That it failed is told, and stops nothing."""
+    """Writes the samples of this rank, the first `limit` of an iteration; a failure is logged and stops nothing."""
 
     def __init__(
         self,
         folder: Path,
         rank: int,
-        about: FileMetadata,
-        scorer: RewardRole,
-        prompts: Prompts,
+        metadata: FileMetadata,
+        prompts: PromptFeed,
         tokenizer: PreTrainedTokenizerBase,
         limit: int | None = None,
     ) -> None:
-        self._folder, self._rank, self._about, self._limit = folder, rank, about, limit
-        self._scorer, self._prompts, self._tokenizer = scorer, prompts, tokenizer
+        """Creates the writer.
+
+        Args:
+            folder: of all samples of the run.
+            rank: this rank.
+            metadata: what files do not show otherwise.
+            prompts: prompts by id.
+            tokenizer: decodes tokens.
+            limit: samples of an iteration at most; None: all.
+        """
+        self._folder, self._rank, self._metadata, self._limit = folder, rank, metadata, limit
+        self._prompts, self._tokenizer = prompts, tokenizer
         self._pieces: dict[int, str] = {}
         self._warned = False
 
-    def write(self, iteration: int, handed: Sequence[RolloutRecord], trained_batches: Sequence[Batch]) -> None:
-        """What a recipe was handed, and what it gave to roles to learn from; on disk when this returns."""
+    def write(self, iteration: int, records: Sequence[RolloutRecord], trained_batches: Sequence[Batch]) -> None:
+        """Writes the samples of an iteration; they are on disk when it returns.
+
+        Args:
+            iteration: number of the iteration.
+            records: the batches that the recipe received.
+            trained_batches: the batches that roles were trained on.
+        """
         if self._limit == 0:
             return
         file = file_of(iteration_folder(self._folder, iteration), self._rank)
-        # Who reads all files of a folder passes over a name that begins with a dot.
-        beside = file.with_name(f".{file.name}.partial")
+        # Readers of all files of a folder skip names that begin with a dot.
+        partial = file.with_name(f".{file.name}.partial")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._write(beside, iteration, handed, trained_batches)
-            os.replace(beside, file)
+            self._write(partial, iteration, records, trained_batches)
+            os.replace(partial, file)
             if self._rank == 0:
-                _forget_further_ranks(file.parent, self._about.ranks)
+                _delete_files_of_further_ranks(file.parent, self._metadata.ranks)
         except (OSError, pa.ArrowException) as error:
             with suppress(OSError):
-                beside.unlink()
+                partial.unlink()
             if not self._warned:
-                log.warning("%s: cannot be written (%s); the run goes on, without samples where it fails", file, error)
+                log.warning("%s: cannot be written (%s); the run continues without these samples", file, error)
             self._warned = True
 
     def _write(
-        self, file: Path, iteration: int, handed: Sequence[RolloutRecord], trained_batches: Sequence[Batch]
+        self, file: Path, iteration: int, records: Sequence[RolloutRecord], trained_batches: Sequence[Batch]
     ) -> None:
-        rows, given = sum(len(one.batch) for one in handed), tuple(describe(one.given) for one in handed)
-        columns = [other_columns(one, trained_batches) for one in handed]
-        # Where a batch has no rows here, it does not tell what a column is of.
+        num_rows = sum(len(record.batch) for record in records)
+        calls = tuple(describe(record.received) for record in records)
+        columns = [other_columns(record, trained_batches) for record in records]
+        # A batch without rows on this rank does not show the kinds of its columns.
         types = {
             name: arrow_type(column.kind, column.values)
-            for one, own in zip(handed, columns, strict=True)
-            for name, column in own.items()
-            if len(one.batch)
+            for record, others in zip(records, columns, strict=True)
+            for name, column in others.items()
+            if len(record.batch)
         }
-        as_written = schema(types, replace(self._about, rows=rows, calls=given))
-        left = rows if self._limit is None else self._limit
-        with parquet.ParquetWriter(file, as_written, compression="zstd") as writer:
-            for call, (one, own) in enumerate(zip(handed, columns, strict=True)):
-                count = min(left, len(one.batch))
-                left -= count
-                for part in torch.arange(count).split(ROWS_AT_A_TIME) if count else ():
-                    writer.write_table(self._table(as_written, iteration, call, one.batch, own, part))
+        file_schema = schema(types, replace(self._metadata, rows=num_rows, calls=calls))
+        remaining = num_rows if self._limit is None else self._limit
+        with parquet.ParquetWriter(file, file_schema, compression="zstd") as writer:
+            for call, (record, others) in enumerate(zip(records, columns, strict=True)):
+                count = min(remaining, len(record.batch))
+                remaining -= count
+                for index in torch.arange(count).split(ROWS_PER_TABLE) if count else ():
+                    writer.write_table(self._table(file_schema, iteration, call, record.batch, others, index))
 
     def _table(
-        self, as_written: pa.Schema, iteration: int, call: int, batch: Batch, others: Mapping[str, Column], part: Tensor
+        self,
+        file_schema: pa.Schema,
+        iteration: int,
+        call: int,
+        batch: Batch,
+        others: Mapping[str, _Column],
+        index: Tensor,
     ) -> pa.Table:
-        """A few rows of a batch; null where it has no column of a name."""
+        """Returns some rows of a batch, with nulls where it has no column of a name."""
         whole = batch.select_columns({*NUMBERS, *TOKENS, *_parts_of(batch)})
         for name, column in others.items():
             whole.put(_OTHER + name, column.values, column.kind)
-        rows = whole.select(part)
-        columns = {name: pa.nulls(len(rows), as_written.field(name).type) for name in as_written.names}
+        rows = whole.select(index)
+        columns = {name: pa.nulls(len(rows), file_schema.field(name).type) for name in file_schema.names}
         columns |= {"iteration": pa.array([iteration] * len(rows)), "call": pa.array([call] * len(rows), pa.int32())}
-        columns |= {name: _array(rows, name, kind) for name, kind in NUMBERS.items()}
+        columns |= {name: _array(rows, name, kind) for name, kind in NUMBERS.items() if name in rows}
         columns |= {name: _array(rows, name, pa.list_(kind)) for name, kind in TOKENS.items()}
         columns |= self._texts(rows)
-        columns["turns"] = pa.array([_turns(mask) for mask in _responses(rows)], TURNS)
+        columns["turns"] = pa.array([_turns(mask) for mask in _response_masks(rows)], TURNS)
         for name, column in others.items():
-            absent = None if column.present is None else ~column.present[part].numpy()
-            columns[name] = _array(rows, _OTHER + name, as_written.field(name).type, absent)
-        return pa.table([columns[name] for name in as_written.names], as_written)
+            absent = None if column.present is None else ~column.present[index].numpy()
+            columns[name] = _array(rows, _OTHER + name, file_schema.field(name).type, absent)
+        return pa.table([columns[name] for name in file_schema.names], file_schema)
 
     def _texts(self, rows: Batch) -> dict[str, pa.Array]:
-        samples = [self._scorer.sample(rows, row) for row in range(len(rows))]
-        told: dict[str, list[Any]] = {name: [getattr(one, name, None) for one in samples] for name in TEXTS}
-        told["source"] = [self._prompts.by_id(prompt).source for prompt in rows["prompt_id"].tolist()]
+        samples = [row_to_sample(rows, row, self._prompts, self._tokenizer) for row in range(len(rows))]
+        texts: dict[str, list[Any]] = {name: [getattr(sample, name, None) for sample in samples] for name in TEXTS}
+        texts["source"] = [self._prompts.by_id(prompt).source for prompt in rows["prompt_id"].tolist()]
         scores = {name.removeprefix(PART): rows[name].tolist() for name in _parts_of(rows)}
         parts = [
             [(name, values[row]) for name, values in scores.items() if values[row] == values[row]]  # not NaN
@@ -138,21 +163,101 @@ class SampleWriter:
         distinct, which = rows["tokens"].unique(return_inverse=True)
         vocabulary = pa.array([self._piece(token) for token in distinct.tolist()], pa.string())
         pieces = vocabulary.take(pa.array(which.numpy()))
-        return {name: pa.array(told[name], pa.string()) for name in TEXTS} | {
+        return {name: pa.array(texts[name], pa.string()) for name in TEXTS} | {
             "parts": pa.array(parts, PARTS),
-            "pieces": pa.ListArray.from_arrays(_edges(rows.lengths), pieces),
+            "pieces": pa.ListArray.from_arrays(_offsets(rows.lengths), pieces),
         }
 
     def _piece(self, token: int) -> str:
-        """The text of a token."""
+        """Returns the text of a token."""
         if token not in self._pieces:
             word = self._tokenizer.convert_ids_to_tokens(token)
-            spaced = isinstance(word, str) and SPACE in word
-            self._pieces[token] = word.replace(SPACE, " ") if spaced else self._tokenizer.decode([token])
+            spaced = isinstance(word, str) and SENTENCEPIECE_SPACE in word
+            text = word.replace(SENTENCEPIECE_SPACE, " ") if spaced else self._tokenizer.decode([token])
+            self._pieces[token] = text
         return self._pieces[token]
 
 
-_OTHER = "other."
+# -- columns of a batch in addition to the standard ones
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of a batch."""
+
+    kind: ColumnKind
+    """What it has one entry of."""
+    values: Tensor
+    """Its values."""
+    present: Tensor | None = None
+    """(n,) bool, the rows that have it; None: all."""
+
+
+def other_columns(record: RolloutRecord, trained_batches: Sequence[Batch]) -> dict[str, _Column]:
+    """Returns the columns in addition to the standard ones, by the names under which they are written.
+
+    Args:
+        record: a batch that the recipe received.
+        trained_batches: the batches that roles were trained on.
+    """
+    batch, received = record.batch, record.received
+    others = {
+        COLUMN_RENAMES.get(name, name): _Column(batch.kind(name), batch[name])
+        for name in batch.names()
+        if name not in _STANDARD and not name.startswith(PART)
+    }
+    changed = {
+        RECEIVED + name: _Column(received.kind(name), received[name])
+        for name in received.names()
+        if name not in batch or (batch[name] is not received[name] and not _equal(batch[name], received[name]))
+    }
+    return _columns_of_selections(batch, trained_batches) | others | changed
+
+
+def _columns_of_selections(batch: Batch, trained_batches: Sequence[Batch]) -> dict[str, _Column]:
+    """Returns columns that a recipe has put into batches of selected rows."""
+    columns: dict[str, _Column] = {}
+    for other in trained_batches:
+        if other is batch or not {"sample_id", "prompt_id", "tokens"} <= set(other.names()):
+            continue
+        row_of = {key: row for row, key in enumerate(_row_keys(other))}
+        pairs = [(row, row_of[key]) for row, key in enumerate(_row_keys(batch)) if key in row_of]
+        if pairs:
+            destination, source = torch.tensor(pairs).T
+            names = [n for n in other.names() if n not in batch and n not in _STANDARD and not n.startswith(PART)]
+            rows = other.select_columns(names).select(source)
+            for name in names:
+                columns[name] = _fill(columns.get(name), batch, destination, rows.kind(name), rows[name])
+    return columns
+
+
+def _fill(column: _Column | None, batch: Batch, rows: Tensor, kind: ColumnKind, values: Tensor) -> _Column:
+    """Returns a column, new or with earlier values, with the values of some rows, whose indices rise."""
+    if column is None:
+        entries = batch.total_tokens if kind is ColumnKind.TOKEN else len(batch)
+        nothing = torch.zeros(len(batch), dtype=torch.bool)
+        column = _Column(kind, values.new_zeros(entries, *values.shape[1:]), nothing)
+    filled = torch.zeros(len(batch), dtype=torch.bool)
+    filled[rows] = True
+    column.values[batch.expand_to_tokens(filled) if kind is ColumnKind.TOKEN else filled] = values.detach()
+    assert column.present is not None
+    return _Column(kind, column.values, column.present | filled)
+
+
+def _row_keys(batch: Batch) -> Iterator[tuple[int, int, bytes]]:
+    """Yields what identifies each sample; its id is not enough, for a recipe may have assigned new ones."""
+    tokens = batch["tokens"].split(batch.lengths.tolist())
+    for sample, prompt, row in zip(batch["sample_id"].tolist(), batch["prompt_id"].tolist(), tokens, strict=True):
+        yield sample, prompt, row.numpy().tobytes()
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.dtype.is_floating_point and b.dtype.is_floating_point:
+        return a.shape == b.shape and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
+    return torch.equal(a, b)
+
+
+# -- arrays
 
 
 def _parts_of(batch: Batch) -> list[str]:
@@ -160,42 +265,42 @@ def _parts_of(batch: Batch) -> list[str]:
 
 
 def _array(rows: Batch, name: str, kind: pa.DataType, absent: np.ndarray | None = None) -> pa.Array:
-    """A column as a file has it."""
+    """Returns a column as it is in the file."""
     values = rows[name].detach().cpu()
     numbers = (values.float() if values.dtype.is_floating_point else values).numpy().reshape(-1)
     if not pa.types.is_list(kind):
         return pa.array(numbers, mask=absent).cast(kind)
     lengths = rows.lengths if rows.kind(name) is ColumnKind.TOKEN else torch.ones_like(rows.lengths)
-    edges = _edges(lengths * int(np.prod(values.shape[1:])))
+    offsets = _offsets(lengths * int(np.prod(values.shape[1:])))
     entries = pa.array(numbers).cast(kind.value_type)
-    return pa.ListArray.from_arrays(edges, entries, mask=None if absent is None else pa.array(absent))
+    return pa.ListArray.from_arrays(offsets, entries, mask=None if absent is None else pa.array(absent))
 
 
-def _edges(lengths: Tensor) -> pa.Array:
+def _offsets(lengths: Tensor) -> pa.Array:
     return pa.array(np.concatenate([[0], lengths.numpy().cumsum()]), pa.int32())
 
 
-def _responses(rows: Batch) -> list[tuple[int, np.ndarray]]:
-    """Where each row's response begins, and its tokens under the loss mask."""
+def _response_masks(rows: Batch) -> list[tuple[int, np.ndarray]]:
+    """Returns the begin of each row's response, and the loss mask of its tokens."""
     masks = rows["loss_mask"].split(rows.lengths.tolist())
     starts = rows["prompt_length"].tolist()
     return [(start, mask[start:].numpy()) for start, mask in zip(starts, masks, strict=True)]
 
 
 def _turns(response: tuple[int, np.ndarray]) -> list[dict[str, Any]]:
-    """The runs of a response that the policy wrote, and those that tools did."""
-    start, written = response
-    if not len(written):
+    """Returns the ranges of a response that the policy generated, and those of tools."""
+    start, generated = response
+    if not len(generated):
         return []
-    edges = [0, *(np.flatnonzero(np.diff(written)) + 1).tolist(), len(written)]
+    edges = [0, *(np.flatnonzero(np.diff(generated)) + 1).tolist(), len(generated)]
     return [
-        {"by": "policy" if written[begin] else "tool", "start": start + begin, "end": start + end}
+        {"by": "policy" if generated[begin] else "tool", "start": start + begin, "end": start + end}
         for begin, end in pairwise(edges)
     ]
 
 
-def _forget_further_ranks(folder: Path, ranks: int) -> None:
-    """What an earlier start of the run, with more ranks, left of this iteration."""
+def _delete_files_of_further_ranks(folder: Path, ranks: int) -> None:
+    """Deletes files of an earlier start of the run that had more ranks."""
     for file in folder.glob("rank-*.parquet"):
         if int(file.stem.removeprefix("rank-")) >= ranks:
             file.unlink()

@@ -1,16 +1,15 @@
-"""The rollout engines of a job, as all ranks see them together."""
+"""The rollout engines of all ranks as one group: weights, memory, distribution of work, restart of dead engines."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_restarts import EngineRestarts
 from verl_mg.roles.models import Actor
 from verl_mg.roles.weight_sync import HFEngineSync, SGLangEngineSync
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
@@ -19,156 +18,200 @@ from verl_mg.rollout.sglang.engine import SGLangEngine
 from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, WorkQueue
 
 EngineWrapper = Callable[[RolloutEngine], RolloutEngine]
-"""Puts something around an engine, such as turns and tools."""
+"""Wraps an engine, for example with turns and tools."""
 
 
 class EngineGroup(ABC):
-    """engine: this rank's, if it leads one. engines: how many there are. leads: which ranks lead one.
-
-    at_home: whether rows are on the ranks where a recipe wants them as soon as they are written. apart: whether the
-    engines can draw samples while training computes. version: of their weights. residence: the roles beside them.
-    fixed: each engine has its share of the work from the start; otherwise whichever has room takes the next sample.
-    """
+    """The engines of a job; all ranks call every method together unless it says otherwise."""
 
     engine: RolloutEngine | None
-    at_home: bool
-    apart: bool
+    """This rank's engine, if it leads one."""
+    rows_are_local: bool
+    """Whether each rank has the rows that a recipe wants there as soon as they are generated."""
+    disjoint: bool
+    """Whether engines have ranks of their own, so that they can generate while training computes."""
 
-    def __init__(self, leads: Sequence[bool], fixed: bool, context: JobContext) -> None:
-        self.leads, self.fixed = tuple(leads), fixed
-        self.engines = sum(leads)
+    def __init__(self, is_leader: Sequence[bool], static: bool, context: JobContext) -> None:
+        """Creates the group and registers its release of memory.
+
+        Args:
+            is_leader: for each rank, whether it leads an engine.
+            static: whether each engine has a fixed share of the work; otherwise engines with free slots take samples.
+            context: the shared services of the job.
+        """
+        self.is_leader, self._static, self._offload = tuple(is_leader), static, context.offload
+        self.num_engines = sum(is_leader)
         self.version = -1
-        self._offload = context.offload
-        self._offload.register_engines(self.rest)
+        """Version of the weights that the engines have."""
+        context.offload.register_engines(self.release_memory)
 
-    def deal(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> WorkQueue:
-        """How the work of a call is shared."""
-        if self.fixed:
-            own = sum(self.leads[: dist.get_rank()])
-            return StaticWorkQueue(store, key, groups, enough, own, self.engines)
-        return DynamicWorkQueue(store, key, groups, enough)
+    def make_queue(self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> WorkQueue:
+        """Returns the work queue of a call.
 
-    def ready(self) -> None:
-        """Called before samples are drawn: take memory that was given back."""
+        Args:
+            store: shared by all ranks.
+            key: prefix of the queue's counters.
+            groups: all samples of the call.
+            num_groups_needed: the call is done when this many groups are complete.
+        """
+        if self._static:
+            number = sum(self.is_leader[: dist.get_rank()])
+            return StaticWorkQueue(store, key, groups, num_groups_needed, number, self.num_engines)
+        return DynamicWorkQueue(store, key, groups, num_groups_needed)
+
+    def acquire_memory(self) -> None:
+        """Prepares the engines to generate: takes the device memory that was released."""
         self._offload.offload_all()
 
-    def rest(self) -> None:  # noqa: B027, not all have something to do
-        """Called before something else computes on the engines' devices: give their memory back."""
+    def release_memory(self) -> None:  # noqa: B027, not all engines share memory with roles
+        """Releases the engines' device memory before a role computes on their devices."""
 
     @abstractmethod
-    def sync(self, actor: Actor) -> dict[str, float]:
-        """Bring the weights to all engines; what that took."""
+    def update_weights(self, actor: Actor) -> dict[str, float]:
+        """Transfers the actor's weights to all engines; returns bytes and seconds as metrics."""
 
-    def close(self) -> None:  # noqa: B027, not all have something to do
-        """End this rank's engine, if it is one of this job's."""
-
-    @abstractmethod
-    def revive(self) -> None:
-        """See `verl_mg.rollout.engine_loop.Rescue`."""
+    def close(self) -> None:  # noqa: B027, not all engines have processes
+        """Ends this rank's engine if this job has started it."""
 
     @abstractmethod
-    def serve(self) -> None:
-        """See `verl_mg.rollout.engine_loop.Rescue`."""
+    def restart_engine(self) -> None:
+        """Implements `EngineRecovery.restart_engine`; called by one rank alone."""
+
+    @abstractmethod
+    def join_recovery(self) -> None:
+        """Implements `EngineRecovery.join_recovery`."""
+
+
+class EngineRestarts:
+    """Restarts of engines, announced in a store that all ranks share, so that all see them in the same order."""
+
+    def __init__(self, context: JobContext) -> None:
+        self._store = PrefixStore("engine_restarts", context.store)
+        self._num_seen = 0
+
+    def announce(self, engine: int) -> None:
+        """Announces that an engine runs again, without weights."""
+        number = self._store.add("count", 1)
+        self._store.set(f"engine/{number}", str(engine))
+
+    def unseen(self) -> Iterator[int]:
+        """Yields the numbers of the engines that were announced since this rank's last call."""
+        while self._num_seen < self._store.add("count", 0):
+            self._num_seen += 1
+            yield int(self._store.get(f"engine/{self._num_seen}"))
 
 
 class HFEngineGroup(EngineGroup):
-    """A module of `transformers` on every rank; each answers its own share, so that runs repeat to the bit."""
+    """A module of `transformers` on every rank; each generates its fixed share, so that runs are bitwise repeatable."""
 
-    at_home, apart = True, False
+    rows_are_local, disjoint = True, False
 
     def __init__(self, engine: HFEngine, context: JobContext, wrap: EngineWrapper = lambda engine: engine) -> None:
-        super().__init__([True] * dist.get_world_size(), True, context)
+        """Creates the group.
+
+        Args:
+            engine: this rank's engine.
+            context: the shared services of the job.
+            wrap: wraps the engine.
+        """
+        super().__init__([True] * dist.get_world_size(), static=True, context=context)
         self.engine = wrap(engine)
         self._sync = HFEngineSync(engine)
 
-    def sync(self, actor: Actor) -> dict[str, float]:
-        """See `EngineGroup`."""
+    def update_weights(self, actor: Actor) -> dict[str, float]:
+        """Transfers the weights into the modules; parameters that a rank has already are shared."""
         self.version = actor.num_updates
-        return self._sync.sync(actor)
+        return self._sync.transfer(actor)
 
-    def revive(self) -> None:
-        """An engine lives and dies with its rank."""
+    def restart_engine(self) -> None:
+        """Does nothing: the engine is part of the rank's process."""
 
-    def serve(self) -> None:
-        """See `revive`."""
+    def join_recovery(self) -> None:
+        """Does nothing: no engine restarts."""
 
 
 class SGLangEngineGroup(EngineGroup):
-    """SGLang engines on groups of ranks.
+    """SGLang engines that this job has started, each on a group of ranks."""
 
-    sleeps: the engines release weights and key-value cache while training computes.
-    """
-
-    at_home = False
+    rows_are_local = False
 
     def __init__(
         self,
         sync: SGLangEngineSync,
         inner: SGLangEngine | None,
-        leads: Sequence[bool],
+        is_leader: Sequence[bool],
         context: JobContext,
         *,
-        sleeps: bool,
-        apart: bool,
-        fixed: bool = False,
+        sleep: bool,
+        disjoint: bool,
+        static: bool = False,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
-        super().__init__(leads, fixed, context)
+        """Creates the group.
+
+        Args:
+            sync: transfers weights.
+            inner: the engine that this rank leads, if any.
+            is_leader: for each rank, whether it leads an engine.
+            context: the shared services of the job.
+            sleep: whether engines release weights and key-value cache while roles compute.
+            disjoint: whether engines have ranks of their own.
+            static: whether each engine has a fixed share of the work.
+            wrap: wraps the engine.
+        """
+        super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
-        self._inner, self._sync, self._revivals = inner, sync, EngineRestarts(PrefixStore("rollout", context.store))
-        self._sleeps, self._resting, self.apart = sleeps, False, apart
+        self._inner, self._sync, self._restarts = inner, sync, EngineRestarts(context)
+        self._sleep, self._is_asleep, self.disjoint = sleep, False, disjoint
         self._actor: Actor | None = None
 
-    def sync(self, actor: Actor) -> dict[str, float]:
-        """See `EngineGroup`.
-
-        The actor's weights stand beside the engines'; when it has left, the key-value cache comes.
-        """
+    def update_weights(self, actor: Actor) -> dict[str, float]:
+        """Transfers the weights. The key-value cache is allocated when the actor's own weights have left the device."""
         self._actor, self.version = actor, actor.num_updates
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         if self._inner:
-            with suppress(EngineDiedError):  # the sync finds that out too
+            with suppress(EngineDiedError):  # the transfer finds a dead engine too, and restarts it
                 self._inner.wake(weights=True, kv=False)
-        report = self._sync.sync(actor)
+        report = self._sync.transfer(actor)
         self._offload.offload_all()
         if self._inner:
             self._inner.wake(weights=False, kv=True)
-        self._resting = False
+        self._is_asleep = False
         return report
 
-    def ready(self) -> None:
-        """See `EngineGroup`. Weights that were released come from the actor again."""
-        if self._resting and self._actor is not None:
-            self.sync(self._actor)
-        super().ready()
+    def acquire_memory(self) -> None:
+        """Wakes the engines; weights that were released are transferred from the actor again."""
+        if self._is_asleep and self._actor is not None:
+            self.update_weights(self._actor)
+        super().acquire_memory()
 
-    def rest(self) -> None:
-        """See `EngineGroup`."""
-        if self._sleeps and not self._resting:
+    def release_memory(self) -> None:
+        """Puts the engines to sleep, if they share devices with roles."""
+        if self._sleep and not self._is_asleep:
             if self._inner:
-                with suppress(EngineDiedError):  # then it has no memory to give
+                with suppress(EngineDiedError):  # then it has no memory to release
                     self._inner.sleep()
-            self._sync.meet()
-            self._resting = True
+            self._sync.barrier()
+            self._is_asleep = True
 
     def close(self) -> None:
-        """See `EngineGroup`."""
+        """Ends this rank's engine."""
         if self._inner:
             self._inner.close()
 
-    def revive(self) -> None:
-        """See `verl_mg.rollout.engine_loop.Rescue`."""
+    def restart_engine(self) -> None:
+        """Restarts this rank's engine and waits until all ranks have transferred its weights."""
         assert self._inner is not None
         self._inner.restart()
-        self._revivals.announce(self._sync.number)
+        self._restarts.announce(self._sync.number)
         while not self._inner.health():
-            self.serve()
+            self.join_recovery()
         self._inner.resume()
 
-    def serve(self) -> None:
-        """See `verl_mg.rollout.engine_loop.Rescue`."""
-        for engine in self._revivals.unseen():
+    def join_recovery(self) -> None:
+        """Transfers weights to the engines that were announced."""
+        for engine in self._restarts.unseen():
             assert self._actor is not None
             self._offload.load_exclusively(self._actor.cpu_offload, training=False)
-            self._sync.sync_one(self._actor, engine)
+            self._sync.transfer_to_engine(self._actor, engine)
             self._offload.offload_all()

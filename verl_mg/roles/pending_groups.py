@@ -1,75 +1,264 @@
-"""Prompts that a rollout was asked to answer, and how they outlive a process."""
+"""Bookkeeping of generation calls: sample ids, groups that wait for a later call, partial samples, save and load.
+
+Nothing here communicates or generates: ids and groups are the same on every rank, samples are those of this rank's
+engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 from pydantic import PositiveInt, model_validator
 
 from verl_mg.config import ConfigSection, Count
 from verl_mg.data.prompts import Prompt
-from verl_mg.rollout.work_queue import Group
+from verl_mg.rollout.engine import Sample
+from verl_mg.rollout.work_queue import Group, first_complete_groups
 
 
 class PendingGroupState(ConfigSection):
-    """A prompt that is not answered yet; samples by their ids."""
+    """A `PendingGroup` in a checkpoint."""
 
     prompt: Count
+    """Id of the prompt."""
     first: Count
+    """Id of its first sample."""
     samples: PositiveInt
+    """Number of its samples; their ids are consecutive."""
     done: list[int]
-    begun: list[int]
+    """Ids of complete samples."""
+    partial: list[int]
+    """Ids of samples that were aborted."""
 
 
 class RolloutState(ConfigSection):
-    """drawing: how many of what waits were being drawn ahead; None where nothing was."""
+    """Everything about a rollout that all ranks know, in a checkpoint."""
 
     next_id: Count
-    waiting: list[PendingGroupState]
-    drawing: Count | None
+    """First sample id that is free."""
+    groups: list[PendingGroupState]
+    """Groups that wait for a later call, or those of the prefetched call that is in flight."""
+    in_flight: Count | None
+    """Groups that the call in flight returns; None where no call is in flight."""
+    prefetched: list[Count]
+    """Prompts that the recipe must request next, for their samples are in flight or ready; in order."""
+    prefetched_samples: Count
+    """Samples of each prefetched prompt; 0 where none was prefetched."""
 
     @model_validator(mode="after")
-    def _ids_are_given_once(self) -> Self:
-        taken = 0
-        for one in sorted(self.waiting, key=lambda one: one.first):
-            if one.first < taken:
-                raise ValueError(f"sample {one.first} is of two prompts")
-            taken = one.first + one.samples
-        if taken > self.next_id:
-            raise ValueError(f"next_id is {self.next_id}, and sample {taken - 1} is there")
+    def _check_ids(self) -> Self:
+        end = 0
+        for group in sorted(self.groups, key=lambda group: group.first):
+            if group.first < end:
+                raise ValueError(f"sample {group.first} belongs to two prompts")
+            end = group.first + group.samples
+        if end > self.next_id:
+            raise ValueError(f"next_id is {self.next_id}, but sample {end - 1} exists")
         return self
 
 
 @dataclass(frozen=True)
 class PendingGroup:
-    """A prompt and the ids of its samples; `done` and `begun` are those of before, wherever they lie."""
+    """A prompt, the ids of its samples, and which of them earlier calls generated, on whatever rank."""
 
     prompt: Prompt
+    """The prompt of all samples."""
     ids: range
+    """Ids of all samples of the group."""
     done: frozenset[int] = frozenset()
-    begun: frozenset[int] = frozenset()
+    """Ids of complete samples."""
+    partial: frozenset[int] = frozenset()
+    """Ids of samples that were aborted, to be resumed."""
 
     @property
-    def group(self) -> Group:
-        """What is left to do."""
-        fresh = tuple(i for i in self.ids if i not in self.done and i not in self.begun)
-        return Group(fresh, tuple(sorted(self.begun)))
+    def missing(self) -> Group:
+        """Returns the samples that are left to generate."""
+        fresh = tuple(i for i in self.ids if i not in self.done and i not in self.partial)
+        return Group(fresh, tuple(sorted(self.partial)))
 
     def state(self) -> PendingGroupState:
-        """To be written down."""
-        done, begun = sorted(self.done), sorted(self.begun)
+        """Returns the group as written into a checkpoint."""
         return PendingGroupState(
-            prompt=self.prompt.id, first=self.ids.start, samples=len(self.ids), done=done, begun=begun
+            prompt=self.prompt.id,
+            first=self.ids.start,
+            samples=len(self.ids),
+            done=sorted(self.done),
+            partial=sorted(self.partial),
         )
 
     @classmethod
-    def of(
-        cls, state: PendingGroupState, prompt_of: Callable[[int], Prompt], done: Container[int], begun: Container[int]
+    def from_state(
+        cls,
+        state: PendingGroupState,
+        prompt_of: Callable[[int], Prompt],
+        done: Container[int],
+        partial: Container[int],
     ) -> PendingGroup:
-        """The way back; of what was done and had begun, those in `done` and `begun` are still somewhere."""
+        """Returns the group of a checkpoint.
+
+        Args:
+            state: as written.
+            prompt_of: returns the prompt of an id.
+            done: ids of the complete samples that a rank has loaded; others are generated again.
+            partial: ids of the aborted samples that a rank has loaded; others are generated again.
+        """
         ids = range(state.first, state.first + state.samples)
-        kept = {i for i in state.done if i in done and i in ids}
-        still = {i for i in state.begun if i in begun and i in ids} - kept
-        return cls(prompt_of(state.prompt), ids, frozenset(kept), frozenset(still))
+        still_done = {i for i in state.done if i in done and i in ids}
+        still_partial = {i for i in state.partial if i in partial and i in ids} - still_done
+        return cls(prompt_of(state.prompt), ids, frozenset(still_done), frozenset(still_partial))
+
+
+@dataclass(frozen=True)
+class GenerationCall:
+    """The groups of one generation call."""
+
+    groups: Sequence[PendingGroup]
+    """All groups, pending ones first."""
+    num_groups_needed: int
+    """How many groups the call returns: the first ones to be complete."""
+
+    @property
+    def complete(self) -> list[int]:
+        """Returns the indices of groups without missing samples."""
+        return [i for i, group in enumerate(self.groups) if not group.missing.size]
+
+    @property
+    def incomplete(self) -> list[int]:
+        """Returns the indices of groups with missing samples."""
+        return [i for i, group in enumerate(self.groups) if group.missing.size]
+
+    @property
+    def num_missing_groups(self) -> int:
+        """Returns how many incomplete groups must be completed."""
+        return max(0, self.num_groups_needed - len(self.complete))
+
+    @property
+    def prompt_of(self) -> dict[int, Prompt]:
+        """Returns the prompt of each sample id."""
+        return {i: group.prompt for group in self.groups for i in group.ids}
+
+    def select(self, completion_orders: Iterable[dict[int, int]]) -> list[int]:
+        """Returns the sorted indices of the groups that the call returns.
+
+        Args:
+            completion_orders: of every rank, for the work queue over the incomplete groups.
+        """
+        incomplete, missing = self.incomplete, self.num_groups_needed - len(self.complete)
+        completed = [incomplete[g] for g in first_complete_groups(completion_orders, missing)]
+        return sorted([*self.complete, *completed][: self.num_groups_needed])
+
+    def returns_fresh_groups_only(self, selected: Sequence[int]) -> bool:
+        """Returns whether all groups are selected and none was started in an earlier call."""
+        return len(selected) == len(self.groups) and not any(group.done or group.partial for group in self.groups)
+
+
+class PendingGroups:
+    """Groups between calls, the next free sample id, and samples of this rank's engine that wait for their group."""
+
+    def __init__(self) -> None:
+        self.next_id = 0
+        self.groups: list[PendingGroup] = []
+        self.completed: dict[int, Sample] = {}
+        """Complete samples of this rank's engine whose group has not been returned."""
+        self.partial: dict[int, Sample] = {}
+        """Aborted samples of this rank's engine, without those of which no token was generated."""
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def new_call(self, prompts: Sequence[Prompt], num_samples: int, num_groups_needed: int) -> GenerationCall:
+        """Returns a call of all pending groups and of new ones with new sample ids.
+
+        Args:
+            prompts: one new group each.
+            num_samples: samples of each new group.
+            num_groups_needed: how many groups the call returns.
+        """
+        new, self.next_id = self._new_groups(prompts, num_samples)
+        groups, self.groups = self.groups + new, []
+        return GenerationCall(groups, min(num_groups_needed, len(groups)))
+
+    def new_evaluation_call(self, prompts: Sequence[Prompt], num_samples: int) -> GenerationCall:
+        """Returns a call of new groups whose sample ids are used again by the next call, so that evaluations do not
+        change the samples of training.
+
+        Args:
+            prompts: one group each.
+            num_samples: samples of each group.
+        """
+        return GenerationCall(self._new_groups(prompts, num_samples)[0], len(prompts))
+
+    def add_results(self, completed: Mapping[int, Sample], aborted: Mapping[int, Sample]) -> None:
+        """Stores what this rank's engine generated in a call.
+
+        Args:
+            completed: complete samples by id.
+            aborted: partial samples by id.
+        """
+        self.completed |= completed
+        self.partial |= {i: sample for i, sample in aborted.items() if sample.tokens}
+
+    def finish(
+        self,
+        call: GenerationCall,
+        selected: Sequence[int],
+        completed: Container[int],
+        partial: Container[int],
+        *,
+        keep_rest: bool,
+    ) -> set[int]:
+        """Ends a call: groups that were not selected wait for the next one or are dropped, with their samples.
+
+        Args:
+            call: the call.
+            selected: indices of the groups that it returns.
+            completed: ids of the samples that all ranks completed in it.
+            partial: ids of the partial samples that all ranks have.
+            keep_rest: whether groups that were not selected are resumed in the next call.
+
+        Returns:
+            ids of the samples that were returned or dropped.
+        """
+        kept = set(selected)
+        rest = [
+            replace(
+                group,
+                done=group.done | {i for i in group.ids if i in completed},
+                partial=frozenset(i for i in group.ids if i in partial),
+            )
+            for i, group in enumerate(call.groups)
+            if keep_rest and i not in kept
+        ]
+        # Samples of other calls stay: an evaluation may come between two parts of a sample.
+        gone = {i for group in call.groups for i in group.ids} - {i for group in rest for i in group.ids}
+        self.groups += rest
+        self.completed = {i: sample for i, sample in self.completed.items() if i not in gone}
+        self.partial = {i: sample for i, sample in self.partial.items() if i not in gone}
+        return gone
+
+    def load(
+        self,
+        next_id: int,
+        groups: Iterable[PendingGroup],
+        completed: Mapping[int, Sample],
+        partial: Mapping[int, Sample],
+    ) -> None:
+        """Replaces the contents by those of a checkpoint.
+
+        Args:
+            next_id: first free sample id.
+            groups: the pending groups.
+            completed: complete samples that this rank loads; those of no pending group are dropped.
+            partial: aborted samples that this rank loads; those of no pending group are dropped.
+        """
+        self.next_id, self.groups = next_id, list(groups)
+        known = {i for group in self.groups for i in group.done | group.partial}
+        self.completed = {i: sample for i, sample in completed.items() if i in known}
+        self.partial = {i: sample for i, sample in partial.items() if i in known}
+
+    def _new_groups(self, prompts: Sequence[Prompt], num_samples: int) -> tuple[list[PendingGroup], int]:
+        starts = [self.next_id + i * num_samples for i in range(len(prompts) + 1)]
+        groups = [PendingGroup(p, range(starts[i], starts[i + 1])) for i, p in enumerate(prompts)]
+        return groups, starts[-1]

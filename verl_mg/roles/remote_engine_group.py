@@ -1,4 +1,4 @@
-"""SGLang servers that somebody else has started, as the rollout engines of a job."""
+"""SGLang servers outside the job as its rollout engines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 
 from verl_mg import device
 from verl_mg.config import Config, RolloutConfig
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import EngineGroup, EngineWrapper
-from verl_mg.roles.engine_restarts import EngineRestarts
+from verl_mg.roles.engine_group import EngineGroup, EngineRestarts, EngineWrapper
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_weight_sync import ProcessGroupSync, RemoteWeightSync, SharedFolderSync
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
@@ -22,105 +20,136 @@ from verl_mg.rollout.sglang.server_info import ServerRequirements, probe_server
 from verl_mg.sharding.weight_table import WeightTable
 
 NO_SERVER = -1
+"""Number of the server of a rank that leads none."""
 
 
 class RemoteEngineGroup(EngineGroup):
-    """Servers, each led by one rank."""
+    """SGLang servers that were started outside the job, each led by one rank."""
 
-    at_home, apart = False, True
+    rows_are_local, disjoint = False, True
 
     def __init__(
         self,
         sync: RemoteWeightSync,
         inner: RemoteEngine | None,
         server: int,
-        leads: Sequence[bool],
+        is_leader: Sequence[bool],
         context: JobContext,
-        fixed: bool = False,
+        static: bool = False,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
-        super().__init__(leads, fixed, context)
+        """Creates the group.
+
+        Args:
+            sync: transfers weights.
+            inner: client of the server that this rank leads, if any.
+            server: number of that server, or NO_SERVER.
+            is_leader: for each rank, whether it leads a server.
+            context: the shared services of the job.
+            static: whether each server has a fixed share of the work.
+            wrap: wraps the engine.
+        """
+        super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
         self._inner, self._server, self._sync = inner, server, sync
-        self._revivals = EngineRestarts(PrefixStore("rollout", context.store))
+        self._restarts = EngineRestarts(context)
         self._actor: Actor | None = None
 
-    def sync(self, actor: Actor) -> dict[str, float]:
-        """See `EngineGroup`."""
+    def update_weights(self, actor: Actor) -> dict[str, float]:
+        """Transfers the weights to all servers."""
         self._actor, self.version = actor, actor.num_updates
         self._offload.load_exclusively(actor.cpu_offload, training=False)
-        return self._sync.sync(actor)
+        return self._sync.transfer(actor)
 
-    def revive(self) -> None:
-        """See `verl_mg.rollout.engine_loop.Rescue`."""
+    def restart_engine(self) -> None:
+        """Waits until this rank's server answers again and all ranks have transferred its weights."""
         assert self._inner is not None
         self._inner.restart()
-        self._revivals.announce(self._server)
+        self._restarts.announce(self._server)
         while not self._inner.health():
-            self.serve()
+            self.join_recovery()
         self._inner.resume()
 
-    def serve(self) -> None:
-        """See `verl_mg.rollout.engine_loop.Rescue`."""
-        for server in self._revivals.unseen():
+    def join_recovery(self) -> None:
+        """Transfers weights to the servers that were announced."""
+        for server in self._restarts.unseen():
             assert self._actor is not None
             self._offload.load_exclusively(self._actor.cpu_offload, training=False)
-            self._sync.sync_one(self._actor, server)
+            self._sync.transfer_to_engine(self._actor, server)
 
 
 def check_servers(config: Config, table: WeightTable) -> None:
-    """UserError, before anything is built, where the servers' section is not sound, or this rank's server unfit."""
-    rollout, ranks = config.rollout, dist.get_world_size()
+    """Checks the section `rollout` and this rank's server before anything is built.
+
+    Args:
+        config: of the job.
+        table: weights of the actor.
+
+    Raises:
+        UserError: the section is not sound, or the server does not fit the job.
+    """
+    rollout, world_size = config.rollout, dist.get_world_size()
     if rollout.engine != "sglang":
-        raise UserError(f"rollout.urls: these are SGLang servers, rollout.engine is {rollout.engine}; write sglang")
+        raise UserError(
+            f"rollout.urls: these are SGLang servers, but rollout.engine is {rollout.engine}. Write sglang."
+        )
     if len(set(rollout.urls)) < len(rollout.urls):
-        raise UserError("rollout.urls: a server is named twice; name each once")
-    if len(rollout.urls) > ranks:
-        raise UserError(f"rollout.urls: {len(rollout.urls)} servers for {ranks} ranks; start at least one for each")
+        raise UserError("rollout.urls: a server is named twice. Name each once.")
+    if len(rollout.urls) > world_size:
+        raise UserError(
+            f"rollout.urls: {len(rollout.urls)} servers for {world_size} ranks. Start at least one rank for each."
+        )
     if rollout.weight_transfer == "disk":
         _check_folder(rollout.shared_folder)
-    number = _server_of(dist.get_rank(), rollout, ranks)
+    number = _server_of(dist.get_rank(), rollout, world_size)
     if number != NO_SERVER:
-        probe_server(rollout.urls[number], _demand(config, table))
+        probe_server(rollout.urls[number], _requirements(config, table))
 
 
 def _check_folder(folder: Path | None) -> None:
-    remedy = "name a folder that job and servers see under the same path"
+    remedy = "Name a folder that job and servers see under the same path."
     if folder is None:
-        raise UserError(f"rollout.weight_transfer=disk: rollout.shared_folder is missing; {remedy}")
+        raise UserError(f"rollout.shared_folder: it is missing, for rollout.weight_transfer=disk. {remedy}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"rollout.shared_folder={folder}: cannot be made ({error.strerror}); {remedy}") from None
+        raise UserError(f"rollout.shared_folder={folder}: cannot be made ({error.strerror}). {remedy}") from None
 
 
 def build_remote_engines(
     config: Config, table: WeightTable, context: JobContext, wrap: EngineWrapper
 ) -> RemoteEngineGroup:
-    """The fleet that the configuration names; without weights of this job until the first sync."""
-    rollout, ranks = config.rollout, dist.get_world_size()
-    number = _server_of(dist.get_rank(), rollout, ranks)
+    """Returns the servers of the configuration, without weights of this job until the first transfer.
+
+    Args:
+        config: of the job.
+        table: weights of the actor.
+        context: the shared services of the job.
+        wrap: wraps each engine.
+    """
+    rollout, world_size = config.rollout, dist.get_world_size()
+    number = _server_of(dist.get_rank(), rollout, world_size)
     engine = None
     if number != NO_SERVER:
         engine = RemoteEngine(
             rollout.urls[number],
-            _demand(config, table),
+            _requirements(config, table),
             max_running=rollout.max_running_requests,
             request_timeout=rollout.request_timeout_s,
         )
-    leads = [_server_of(rank, rollout, ranks) != NO_SERVER for rank in range(ranks)]
-    fixed = config.job.deterministic
-    return RemoteEngineGroup(_sync(config, engine, number), engine, number, leads, context, fixed, wrap)
+    is_leader = [_server_of(rank, rollout, world_size) != NO_SERVER for rank in range(world_size)]
+    static = config.job.deterministic
+    return RemoteEngineGroup(_weight_sync(config, engine, number), engine, number, is_leader, context, static, wrap)
 
 
-def _sync(config: Config, engine: RemoteEngine | None, number: int) -> RemoteWeightSync:
+def _weight_sync(config: Config, engine: RemoteEngine | None, number: int) -> RemoteWeightSync:
     rollout = config.rollout
     if rollout.weight_transfer == "disk":
         return SharedFolderSync(engine, number, rollout.shared_folder or Path(), config.model.path)
     return ProcessGroupSync(engine, number, _leaders(len(rollout.urls), dist.get_world_size()), rollout.urls)
 
 
-def _demand(config: Config, table: WeightTable) -> ServerRequirements:
+def _requirements(config: Config, table: WeightTable) -> ServerRequirements:
     rollout = config.rollout
     return ServerRequirements(
         table.config,
@@ -131,11 +160,11 @@ def _demand(config: Config, table: WeightTable) -> ServerRequirements:
     )
 
 
-def _leaders(servers: int, ranks: int) -> list[int]:
-    """The rank that leads each server, spread evenly."""
-    return [server * ranks // servers for server in range(servers)]
+def _leaders(num_servers: int, world_size: int) -> list[int]:
+    """Returns the rank that leads each server, spread evenly over the ranks."""
+    return [server * world_size // num_servers for server in range(num_servers)]
 
 
-def _server_of(rank: int, rollout: RolloutConfig, ranks: int) -> int:
-    leaders = _leaders(len(rollout.urls), ranks)
+def _server_of(rank: int, rollout: RolloutConfig, world_size: int) -> int:
+    leaders = _leaders(len(rollout.urls), world_size)
     return leaders.index(rank) if rank in leaders else NO_SERVER

@@ -1,9 +1,10 @@
-"""The reward as a rollout and a recipe see it: samples are scored while others are still being written."""
+"""The reward role: samples are scored while others are generated, and `wait` collects the scores."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,88 +12,216 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.data import Prompt, Prompts
-from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.data.prompt_feed import PromptFeed
+from verl_mg.data.prompts import Prompt
+from verl_mg.distributed.collectives import all_gather_json, all_to_all_bytes
 from verl_mg.rewards import AsyncScorer, Reward, Sample
-from verl_mg.rollout.engine import Sample as Written
+from verl_mg.roles.context import JobContext
+from verl_mg.roles.models import RewardModel
+from verl_mg.roles.rollout_source import RolloutRecords
+from verl_mg.rollout.engine import Sample as GeneratedSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_ANSWER = 0
+"""Value of the column `answer` where a reward reports no final answer."""
+NOT_SCORED = -1
+"""Value of the column `score_id` of rows that were not submitted."""
+PART = "reward."
+"""Prefix of the columns with the parts of the reward."""
 
 
 class RewardRole:
-    """Asks a panel about samples, as text. A row of a batch is read back as text with the prompt of its `prompt_id`."""
+    """Scores samples by the reward functions of the job, or by its frozen reward model.
 
-    def __init__(self, panel: AsyncScorer, prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._panel, self._prompts, self._tokenizer = panel, prompts, tokenizer
+    The engine loop submits each sample on the rank whose engine generated it; results stay there until `wait` sends
+    them to the ranks of the rows, which the columns `generated_by` (rank) and `score_id` (number there) identify.
+    """
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """(n,) float32, what the rows' samples were given; see `columns` for what else is in the batch."""
-        return batch["reward"]
+    def __init__(
+        self,
+        scorer: AsyncScorer | None,
+        prompts: PromptFeed,
+        tokenizer: PreTrainedTokenizerBase,
+        context: JobContext,
+        records: RolloutRecords,
+        model: RewardModel | None = None,
+    ) -> None:
+        """Creates the role.
 
-    def refresh(self) -> dict[str, float]:
-        """The weights of a mixture for this iteration, as rank 0 reads them; all ranks call it together."""
-        mixture = self._panel.mixture
+        Args:
+            scorer: the reward functions; None where the model scores.
+            prompts: prompts by id.
+            tokenizer: decodes responses.
+            context: the shared services of the job.
+            records: receives the scores for the recording of samples.
+            model: frozen reward model that scores whole batches in `wait`, instead of reward functions.
+        """
+        self._scorer, self._prompts, self._tokenizer, self._model = scorer, prompts, tokenizer, model
+        self._timer, self._records = context.timer, records
+        self._next_id = itertools.count()
+        self._collected: list[int] = []
+
+    def start_iteration(self) -> dict[str, float]:
+        """Reads the weights of a mixture on rank 0, for all ranks; returns them as metrics."""
+        self.discard(self._collected)
+        self._collected = []
+        mixture = self._scorer.mixture if self._scorer else None
         if mixture is None:
             return {}
         mixture.use(all_gather_json(mixture.refresh() if dist.get_rank() == 0 else {})[0])
         return {f"reward/weight/{name}": weight for name, weight in mixture.weights.items()}
 
-    def begin(self, prompt: Prompt, written: Written) -> None:
-        """Start to score a sample that this rank's engine has finished; returns at once."""
-        self._panel.submit(written.id, self._sample(prompt, written.tokens, written.finish != "stop"))
+    def submit(self, prompt: Prompt, sample: GeneratedSample) -> int:
+        """Starts to score a sample of this rank's engine and returns at once, from any thread.
 
-    def forget(self, ids: Sequence[int]) -> None:
-        """Drop samples that nobody will ask for, known or not."""
-        for i in ids:
-            self._panel.discard(i)
+        Args:
+            prompt: the prompt of the sample.
+            sample: the complete sample.
 
-    def columns(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What the samples were given, in sequence columns; waits for it. All ranks call it together.
-
-        `reward` (n,) float32; `reward.PART` the same, NaN where a reward lacks the part; `answer` (n,) int64, equal for
-        equal final answers, NO_ANSWER where none was found.
+        Returns:
+            the number of the score on this rank, for the column `score_id`.
         """
-        rewards = [self._panel.result(i) for i in ids]
-        self.forget(ids)
-        own = sorted({name for reward in rewards for name in reward.parts})
-        # A part that only some ranks have seen is a column on all, or batches would not fit together.
-        parts = sorted({name for names in all_gather_json(own) for name in names})
-        columns = {
-            f"reward.{part}": _column([reward.parts.get(part, float("nan")) for reward in rewards]) for part in parts
-        }
-        columns["reward"] = _column([reward.value for reward in rewards])
-        columns["answer"] = torch.tensor([_number(reward) for reward in rewards], dtype=torch.int64)
-        return columns
+        if self._scorer is None:
+            return NOT_SCORED
+        score_id = next(self._next_id)
+        truncated = sample.finish != "stop"
+        self._scorer.submit(score_id, _to_sample(prompt, sample.tokens, truncated, self._tokenizer))
+        return score_id
 
-    def add_columns(self, batch: Batch) -> None:
-        """`columns` of a batch of samples that were begun here."""
-        for name, values in self.columns(batch["sample_id"].tolist()).items():
-            batch.put(name, values, ColumnKind.SEQUENCE)
+    def submit_row(self, batch: Batch, row: int) -> int:
+        """Starts to score a row of a batch that comes from a checkpoint; returns the number of the score.
+
+        Args:
+            batch: the batch.
+            row: index of the row.
+        """
+        if self._scorer is None:
+            return NOT_SCORED
+        score_id = next(self._next_id)
+        self._scorer.submit(score_id, self.sample(batch, row))
+        return score_id
+
+    def discard(self, score_ids: Iterable[int]) -> None:
+        """Drops samples that are not waited for, scored or not."""
+        for score_id in score_ids:
+            if self._scorer and score_id != NOT_SCORED:
+                self._scorer.discard(score_id)
+
+    def wait(self, batch: Batch) -> Tensor:
+        """Waits until the rows of a batch are scored; all ranks call it together.
+
+        Adds the sequence columns `reward.PART` (float32, NaN where a reward has no such part) and `answer` (int64,
+        equal for equal final answers, NO_ANSWER where there is none) to the batch. Rows that already have a reward,
+        those of a replay, keep it.
+
+        Returns:
+            (n,) float32, the reward of each row.
+
+        Raises:
+            UserError: a reward function failed; the message says which and how.
+        """
+        if "reward" in batch:
+            return batch["reward"]
+        if self._model is not None:
+            columns = {
+                "reward": self._model.compute_scores(batch),
+                "answer": torch.full((len(batch),), NO_ANSWER, dtype=torch.int64),
+            }
+        else:
+            with self._timer("wait_reward"):
+                columns = self._collect(batch)
+        for name, values in columns.items():
+            if name != "reward":
+                batch.put(name, values, ColumnKind.SEQUENCE)
+        self._records.add_columns(batch, columns)
+        return columns["reward"]
 
     def sample(self, batch: Batch, row: int) -> Sample:
-        """A row as a reward and a reader see it."""
-        prompt = self._prompts.by_id(int(batch["prompt_id"][row]))
-        response = batch.row("tokens", row)[int(batch["prompt_length"][row]) :]
-        return self._sample(prompt, response.tolist(), bool(batch["truncated"][row]))
+        """Returns a row as a reward function sees it; see `row_to_sample`.
+
+        Args:
+            batch: the batch.
+            row: index of the row.
+        """
+        return row_to_sample(batch, row, self._prompts, self._tokenizer)
 
     def close(self) -> None:
-        """Let go of what the rewards hold."""
-        self._panel.close()
+        """Releases the resources of the reward functions."""
+        if self._scorer:
+            self._scorer.close()
 
-    def _sample(self, prompt: Prompt, response: Sequence[int], truncated: bool) -> Sample:
-        text = self._tokenizer.decode(response, skip_special_tokens=True)
-        return Sample(prompt.text, text, prompt.answer, prompt.record, "length" if truncated else "stop")
+    def _collect(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns the columns of the rows' scores, fetched from the ranks that generated them."""
+        assert self._scorer is not None
+        world_size = dist.get_world_size()
+        generated_by, score_ids = batch["generated_by"], batch["score_id"]
+        rows = [(generated_by == rank).nonzero().flatten() for rank in range(world_size)]
+        requested = _exchange([score_ids[index] for index in rows])
+        rewards = [[self._scorer.result(i) for i in ids.tolist()] for ids in requested]
+        self._collected += [i for ids in requested for i in ids.tolist()]
+        local_parts = sorted({part for replies in rewards for reward in replies for part in reward.parts})
+        # A part that only some ranks have seen is a column on all, or batches would not fit together.
+        parts = sorted({part for names in all_gather_json(local_parts) for part in names})
+        received = all_to_all_bytes(
+            [_to_bytes(replies, parts) for replies in rewards], [_num_bytes(len(index), parts) for index in rows]
+        )
+        scores, answers = torch.empty(len(batch), 1 + len(parts)), torch.empty(len(batch), dtype=torch.int64)
+        for index, data in zip(rows, received, strict=True):
+            split = len(index) * 4 * (1 + len(parts))
+            scores[index] = data[:split].clone().view(torch.float32).view(len(index), 1 + len(parts))
+            answers[index] = data[split:].clone().view(torch.int64)
+        values = {"reward": scores[:, 0].clone()}
+        values |= {f"{PART}{part}": scores[:, 1 + i].clone() for i, part in enumerate(parts)}
+        return values | {"answer": answers}
 
 
-def _column(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
+def row_to_sample(batch: Batch, row: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Returns a row as text, as a reward function and a reader of recorded samples see it.
+
+    Args:
+        batch: a batch with the columns `prompt_id`, `prompt_length` and `truncated`.
+        row: index of the row.
+        prompts: prompts by id.
+        tokenizer: decodes the response.
+    """
+    prompt = prompts.by_id(int(batch["prompt_id"][row]))
+    response = batch.row("tokens", row)[int(batch["prompt_length"][row]) :]
+    return _to_sample(prompt, response.tolist(), bool(batch["truncated"][row]), tokenizer)
 
 
-def _number(reward: Reward) -> int:
-    """Of an answer, the same on every rank."""
+def _to_sample(prompt: Prompt, response: Sequence[int], truncated: bool, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    text = tokenizer.decode(response, skip_special_tokens=True)
+    return Sample(prompt.text, text, prompt.answer, prompt.record, "length" if truncated else "stop")
+
+
+def _exchange(outgoing: Sequence[Tensor]) -> list[Tensor]:
+    """Sends int64 tensors of any lengths to all ranks; returns those received, in rank order."""
+    counts = [torch.tensor([len(part)], dtype=torch.int64).view(torch.uint8) for part in outgoing]
+    sizes = [8 * int(count.view(torch.int64)) for count in all_to_all_bytes(counts, [8] * len(outgoing))]
+    received = all_to_all_bytes([part.contiguous().view(torch.uint8) for part in outgoing], sizes)
+    return [part.clone().view(torch.int64) for part in received]
+
+
+def _num_bytes(num_rows: int, parts: Sequence[str]) -> int:
+    return num_rows * (4 * (1 + len(parts)) + 8)
+
+
+def _to_bytes(rewards: Sequence[Reward], parts: Sequence[str]) -> Tensor:
+    """Returns the values and parts (rows, 1 + parts) float32 followed by the answers (rows,) int64, as bytes."""
+    scores = [[reward.value, *(reward.parts.get(part, float("nan")) for part in parts)] for reward in rewards]
+    answers = [_answer_number(reward) for reward in rewards]
+    return torch.cat(
+        [
+            torch.tensor(scores, dtype=torch.float32).reshape(-1).view(torch.uint8),
+            torch.tensor(answers, dtype=torch.int64).view(torch.uint8),
+        ]
+    )
+
+
+def _answer_number(reward: Reward) -> int:
+    """Returns a number of the final answer that is the same on every rank."""
     if reward.answer is None:
         return NO_ANSWER
     return int.from_bytes(hashlib.blake2b(reward.answer.encode(), digest_size=8).digest()) >> 1 or 1

@@ -1,4 +1,22 @@
-"""The rollout as a recipe sees it: prompts in, a `Batch` spread over the ranks out."""
+"""The rollout as a recipe uses it: prompts in, a `Batch` distributed over the ranks out.
+
+States between calls, and what leads from one to the other:
+
+    IDLE       no samples in flight; `generate` generates its samples and waits for them
+      |  generate, with rollout.prefetch and not in the last iteration: submits the prompts of the next call
+      v
+    IN_FLIGHT  engines generate for the next call in a thread of each rank, while the recipe trains;
+      |        `update_weights` only takes note of the actor
+      |  generate, of exactly the prefetched prompts:   waits for the samples, unblocked by the engines;
+      |                                                 transfers the noted weights                        -> IDLE
+      |  generate_greedy, generate_for_eval:            wait for the samples, unblocked by the engines;
+      v                                                 transfer the noted weights; keep the batch
+    READY      the batch of the next call is in memory; `update_weights` transfers at once
+         generate, of exactly the prefetched prompts:   returns the batch                                  -> IDLE
+
+`generate` waits for samples, never for their scores (`RewardRole.wait`) nor for computation of other roles. A
+checkpoint of IN_FLIGHT contains the prompts; its samples are generated again after a resume (`resume_in_flight`).
+"""
 
 from __future__ import annotations
 
@@ -9,317 +27,350 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore
 
-from verl_mg.batch import Batch
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup
 from verl_mg.roles.models import Actor
-from verl_mg.roles.pending_groups import PendingGroup, RolloutState
-from verl_mg.roles.reward import RewardRole
-from verl_mg.roles.rollout_record import RolloutRecord
+from verl_mg.roles.pending_groups import GenerationCall, PendingGroup, PendingGroups, RolloutState
+from verl_mg.roles.reward import NOT_SCORED, RewardRole
+from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecord, RolloutRecords
 from verl_mg.roles.row_dispatch import build_row_index, gather_rows
-from verl_mg.rollout.engine import NOT_GENERATED, Request, Sample, Sampling
+from verl_mg.roles.sample_batch import samples_to_batch
+from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_loop import EngineLoop
-from verl_mg.rollout.work_queue import WorkQueue, complete_groups
+from verl_mg.rollout.work_queue import WorkQueue
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Samples that are being drawn. ready, open_groups: indices of prompts that are complete, and that are not."""
+class _InFlight:
+    """A generation call that was started on this rank."""
 
-    asked: Sequence[PendingGroup]
-    ready: Sequence[int]
-    open_groups: Sequence[int]
-    enough: int
-    deal: WorkQueue
-    shift: EngineLoop
+    call: GenerationCall
+    queue: WorkQueue
+    loop: EngineLoop
+
+
+@dataclass(frozen=True)
+class _Prefetched:
+    """What the next `generate` must be called with."""
+
+    prompt_ids: list[int]
+    num_samples: int
 
 
 class Rollout:
-    """Engines that answer prompts together. Every rank calls every method.
+    """Generates samples on the engines of all ranks; all ranks call every method together."""
 
-    partial: samples that were cut go on in the next call; otherwise their prompts are given up. scorer: scores samples
-    while others are still being written. cuts: whether it may keep the prompts that were answered first.
-    """
+    is_replay = False
 
     def __init__(
         self,
-        fleet: EngineGroup,
+        engines: EngineGroup,
         sampling: Sampling,
         seed: int,
         context: JobContext,
-        partial: bool = False,
-        scorer: RewardRole | None = None,
-        cuts: bool = True,
+        prompts: PromptFeed,
+        records: RolloutRecords,
+        reward: RewardRole | None = None,
+        *,
+        extra_prompts: int = 0,
+        prefetch: bool = False,
+        partial_rollout: bool = False,
     ) -> None:
-        self._scorer, self._cuts = scorer, cuts
-        self._fleet, self._sampling, self._seed, self._partial = fleet, sampling, seed, partial
+        """Creates the rollout of a job.
+
+        Args:
+            engines: the engines of all ranks.
+            sampling: how tokens are drawn in training.
+            seed: of the job; with the sample id it is the seed of a sample.
+            context: the shared services of the job.
+            prompts: the prompts of the job, from which extra and prefetched ones are drawn.
+            records: receives the batches for the recording of samples.
+            reward: scores samples while others are generated; None: nothing is scored.
+            extra_prompts: this many prompts more than requested are submitted, pending ones included; the first
+                complete ones are returned.
+            prefetch: whether the samples of the next `generate` are generated while this iteration trains.
+            partial_rollout: whether groups that were not complete are resumed in the next call, not dropped.
+        """
+        self._engines, self._sampling, self._seed, self._feed, self._reward = engines, sampling, seed, prompts, reward
+        self._extra_prompts, self._prefetch, self._partial_rollout = extra_prompts, prefetch, partial_rollout
         self._context, self._store = context, PrefixStore("rollout", context.store)
-        self._next_id = self._calls = 0
-        self._waiting: list[PendingGroup] = []
-        # This rank's engine wrote them, and their groups are not complete.
-        self._done: dict[int, Sample] = {}
-        self._cut: dict[int, Sample] = {}
-        self._call: _Call | None = None
+        self._num_calls = 0
+        self._pending = PendingGroups()
+        self._score_ids: dict[int, int] = {}
+        """Score of each complete sample of this rank's engine that has not been returned."""
+        self._in_flight: _InFlight | None = None
         self._ready: Batch | None = None
-        self._newer: Actor | None = None
-        """Whose weights the engines are given when the samples that they draw are done."""
-        self._to_draw: int | None = None
-        self.produced: list[Batch] = []
-        self.handed: list[RolloutRecord] = []
+        self._prefetched: _Prefetched | None = None
+        self._deferred_actor: Actor | None = None
+        """Actor whose weights are transferred when the samples in flight are complete."""
+        self._num_resumed_groups: int | None = None
+        """Groups to return of the call that was in flight at the checkpoint."""
+        self._is_last = True
+        self._records = records
+        self._train_batches: list[Batch] = []
         self.metrics: dict[str, float] = {}
 
-    def enter(self, iteration: int) -> None:
-        """An iteration begins: `produced`, the batches to train on, and `handed`, all batches, are those of it."""
-        self.produced, self.handed = [], []
+    @property
+    def train_batches(self) -> list[Batch]:
+        """Returns the batches of this iteration that `generate` returned."""
+        return self._train_batches
 
     @property
-    def unfinished(self) -> int:
-        """Prompts that the next call goes on with."""
-        return len(self._waiting)
-
-    def generate(self, prompts: Sequence[Prompt], samples: int = 1, keep: int | None = None) -> Batch:
-        """`samples` responses to each prompt; all ranks call it with the same prompts and get different rows.
-
-        With `keep` the first `keep` prompts whose samples are all done are returned, those of earlier calls
-        included, and the engines are cut; `unfinished` tells what is left.
-        Columns: tokens, loss_mask, rollout_logprobs, policy_versions, prompt_id, prompt_length, group, sample_id,
-        policy_version, truncated, routed_experts where the engines tell, and with a scorer what that says, see
-        `RewardRole.columns`.
-        A sample depends on the job's seed and its sample id, not on how many ranks there are, where the engine can.
-        """
-        self.begin(prompts, samples, keep)
-        return self.finish()
-
-    def begin(self, prompts: Sequence[Prompt], samples: int = 1, keep: int | None = None, ahead: bool = False) -> None:
-        """`generate` that returns at once: `finish` brings the samples.
-
-        ahead: they are drawn meanwhile, from the weights that the engines have now; a `sync` before `finish` waits for
-        it. UserError where the engines share their ranks with training.
-        """
-        if self.drawing:
-            raise RuntimeError("what was begun comes first: call finish")
-        if ahead and not self._fleet.apart:
-            raise UserError(
-                "samples are drawn while training computes only by engines on ranks of their own: write "
-                "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or leave one_step_off out"
-            )
-        self._call = self._open(self._waiting + self._ask(prompts, samples), self._sampling, keep)
-        if ahead:
-            self._call.shift.ahead()
-
-    def finish(self) -> Batch:
-        """What `begin` asked for."""
-        # A rank's batch may have no rows, and is no less one.
-        batch, self._ready = self._finished() if self._ready is None else self._ready, None
-        self.produced.append(batch)
-        self.handed.append(RolloutRecord.of(batch))
-        return batch
+    def records(self) -> list[RolloutRecord]:
+        """Returns the records of all batches of this iteration."""
+        return self._records.records
 
     @property
-    def drawing(self) -> bool:
-        """Whether there is something to `finish`."""
-        return self._call is not None or self._ready is not None
+    def num_pending_prompts(self) -> int:
+        """Returns how many prompts the next call resumes."""
+        return len(self._pending)
 
-    def greedy(self, prompts: Sequence[Prompt]) -> Batch:
-        """The most probable response to each prompt; see `aside`."""
-        return self.aside(prompts, 1, 0.0)
+    @property
+    def is_prefetching(self) -> bool:
+        """Returns whether samples of the next `generate` are in flight or ready."""
+        return self._prefetched is not None
 
-    def aside(self, prompts: Sequence[Prompt], samples: int, temperature: float) -> Batch:
-        """Responses that are not trained on; the samples of training stay the same."""
-        if self._call:
-            self._ready = self._finished()
-        asked = self._ask(prompts, samples)
-        self._next_id -= len(prompts) * samples
-        metrics = dict(self.metrics)
-        batch, _ = self._close(self._open(asked, replace(self._sampling, temperature=temperature), None))
-        self.metrics = metrics
-        self.handed.append(RolloutRecord.of(batch))
-        return batch
+    def start_iteration(self, iteration: int, is_last: bool) -> None:
+        """Starts the records of an iteration; in the last one nothing is prefetched."""
+        self._is_last, self._train_batches = is_last, []
+        self._records.clear()
 
-    def sync(self, actor: Actor) -> None:
-        """Bring the actor's weights into the engines, each byte that a rank lacks once."""
-        self._context.executor.require_outside_block("rollout.sync")
-        if self._call:
-            self._newer = actor
+    def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
+        """Returns samples of as many prompts as requested, different rows on each rank.
+
+        With extra prompts or pending ones the groups that are complete first are returned, which may be others than
+        those requested. Columns: tokens, loss_mask, rollout_logprobs, policy_versions, prompt_id, prompt_length, group,
+        sample_id, policy_version, truncated, generated_by; routed_experts where the engines report them; score_id with
+        a reward. Where the engine can, a sample depends on the job's seed and its sample id alone, not on the ranks.
+
+        Args:
+            prompts: the prompts, the same on every rank; with none all pending groups are completed.
+            num_samples: samples of each prompt.
+
+        Raises:
+            UserError: prefetched samples are ready, and `prompts` are not those prefetched.
+        """
+        self._context.executor.require_outside_block("rollout.generate")
+        if self._prefetched is None:
+            batch = self._finish(self._start(self._new_call(prompts, num_samples), self._sampling))
         else:
-            with self._context.timer("weight_sync"):
-                self.metrics |= self._fleet.sync(actor)
+            self._check_prefetched(prompts, num_samples)
+            # A rank's batch may have no rows and is ready nevertheless.
+            batch = self._wait_in_flight() if self._ready is None else self._ready
+            self._ready = self._prefetched = None
+        self._train_batches.append(batch)
+        self._records.add(batch)
+        if self._prefetch and not self._is_last and prompts:
+            self._start_prefetch(len(prompts), num_samples)
+        return batch
+
+    def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
+        """Returns the greedy response to each prompt; see `generate_for_eval`."""
+        return self.generate_for_eval(prompts, 1, 0.0)
+
+    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
+        """Returns samples with the columns of `generate`, after those in flight; those of training stay the same."""
+        self._context.executor.require_outside_block("rollout.generate_for_eval")
+        if self._in_flight:
+            self._ready = self._wait_in_flight()
+        metrics = dict(self.metrics)
+        call = self._pending.new_evaluation_call(prompts, num_samples)
+        batch = self._finish(self._start(call, replace(self._sampling, temperature=temperature)))
+        self.metrics = metrics
+        self._records.add(batch)
+        return batch
+
+    def update_weights(self, actor: Actor) -> None:
+        """Transfers the actor's weights to the engines; where samples are in flight, as soon as these are complete."""
+        self._context.executor.require_outside_block("rollout.update_weights")
+        if self._in_flight:
+            self._deferred_actor = actor
+            return
+        with self._context.timer("weight_sync"):
+            self.metrics |= self._engines.update_weights(actor)
 
     def close(self) -> None:
-        """End the engines that this job has started."""
-        self._fleet.close()
+        """Ends the engines that this job has started."""
+        self._engines.close()
 
-    # -- over the end of a process
+    # -- checkpoints
 
     def state(self) -> RolloutState:
-        """What all ranks know of samples that are not finished; see `kept` for what this one holds of them."""
-        drawing = self._call
+        """Returns the sample ids, the pending groups and the prefetched prompts."""
+        call = self._in_flight.call if self._in_flight else None
+        groups = call.groups if call else self._pending.groups
         return RolloutState(
-            next_id=self._next_id,
-            waiting=[one.state() for one in (drawing.asked if drawing else self._waiting)],
-            drawing=drawing.enough if drawing else None,
+            next_id=self._pending.next_id,
+            groups=[group.state() for group in groups],
+            in_flight=call.num_groups_needed if call else None,
+            prefetched=self._prefetched.prompt_ids if self._prefetched else [],
+            prefetched_samples=self._prefetched.num_samples if self._prefetched else 0,
         )
 
-    @property
-    def kept(self) -> tuple[Mapping[int, Sample], Mapping[int, Sample], Batch | None]:
-        """Samples that this rank's engine has finished, those that it has begun, and rows that wait for `finish`."""
-        return self._done, self._cut, self._ready
+    def local_state(self) -> LocalRolloutState:
+        """Returns the samples of this rank's engine that wait for their group, and the rows that are ready."""
+        return LocalRolloutState(self._pending.completed, self._pending.partial, self._ready)
 
-    def load(
-        self,
-        state: RolloutState,
-        prompt_of: Callable[[int], Prompt],
-        done: Mapping[int, Sample],
-        cut: Mapping[int, Sample],
-        ready: Batch | None,
-    ) -> None:
-        """Go on from there, with this rank's part; all ranks call it together, before the first `sync`.
+    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
+        """Resumes from a checkpoint; samples that were in flight are generated again, complete ones scored again."""
+        reports = all_gather_json([list(local.completed), list(local.partial)])
+        completed, partial = ({i for report in reports for i in report[which]} for which in (0, 1))
+        groups = [PendingGroup.from_state(group, prompt_of, completed, partial) for group in state.groups]
+        self._pending.load(state.next_id, groups, local.completed, local.partial)
+        self._num_resumed_groups, self._ready = state.in_flight, local.ready
+        if state.prefetched:
+            self._prefetched = _Prefetched(list(state.prefetched), state.prefetched_samples)
+        if self._reward is None:
+            return
+        prompt_of_sample = {i: group.prompt for group in groups for i in group.ids}
+        for i, sample in self._pending.completed.items():
+            self._score_ids[i] = self._reward.submit(prompt_of_sample[i], sample)
+        if self._ready is not None:
+            score_ids = [self._reward.submit_row(self._ready, row) for row in range(len(self._ready))]
+            _put_origin(self._ready, score_ids)
 
-        What was in flight begins anew; samples that wait for the rest of their group are scored again.
-        """
-        told = all_gather_json([list(done), list(cut)])
-        there, begun = ({i for own in told for i in own[which]} for which in (0, 1))
-        self._next_id = state.next_id
-        self._waiting = [PendingGroup.of(one, prompt_of, there, begun) for one in state.waiting]
-        self._to_draw, self._ready = state.drawing, ready
-        known = {i for one in self._waiting for i in one.done | one.begun}
-        self._done = {i: sample for i, sample in done.items() if i in known}
-        self._cut = {i: sample for i, sample in cut.items() if i in known}
-        owner = {i: one.prompt for one in self._waiting for i in one.ids}
-        for i, sample in self._done.items():
-            if self._scorer and i in owner:
-                self._scorer.begin(owner[i], sample)
+    def resume_in_flight(self) -> None:
+        """Submits the groups that were in flight at the checkpoint, after the first `update_weights`."""
+        if self._num_resumed_groups is None:
+            return
+        call = self._pending.new_call([], 0, self._num_resumed_groups)
+        self._num_resumed_groups = None
+        self._in_flight = self._start(call, self._sampling)
+        self._in_flight.loop.start_background()
 
-    def go_on(self) -> None:
-        """After the first `sync`: draw ahead what was being drawn ahead."""
-        if self._to_draw is not None:
-            asked, self._waiting = self._waiting, []
-            keep, self._to_draw = self._to_draw, None
-            self._call = self._open(asked, self._sampling, keep)
-            self._call.shift.ahead()
+    # -- prefetch
 
-    def _ask(self, prompts: Sequence[Prompt], samples: int) -> list[PendingGroup]:
-        first, self._next_id = self._next_id, self._next_id + len(prompts) * samples
-        return [PendingGroup(p, range(first + i * samples, first + (i + 1) * samples)) for i, p in enumerate(prompts)]
+    def _start_prefetch(self, num_prompts: int, num_samples: int) -> None:
+        """Submits the prompts that the next `job.prompts.next_batch(num_prompts)` returns."""
+        prompts = self._feed.peek(num_prompts)
+        self._prefetched = _Prefetched([prompt.id for prompt in prompts], num_samples)
+        self._in_flight = self._start(self._new_call(prompts, num_samples), self._sampling)
+        self._in_flight.loop.start_background()
 
-    def _finished(self) -> Batch:
-        assert self._call is not None
-        call, self._call = self._call, None
-        batch, self._waiting = self._close(call)
-        if self._newer is not None:
-            actor, self._newer = self._newer, None
-            self.sync(actor)
+    def _check_prefetched(self, prompts: Sequence[Prompt], num_samples: int) -> None:
+        requested = _Prefetched([prompt.id for prompt in prompts], num_samples)
+        if requested != self._prefetched and self._prefetched:
+            raise UserError(
+                f"rollout.prefetch=true: {self._prefetched.num_samples} samples of each of "
+                f"{len(self._prefetched.prompt_ids)} prompts were generated in advance, but the recipe requests "
+                f"{num_samples} of {len(prompts)} prompts, or other prompts. Request the prompts of "
+                "job.prompts.next_batch(n) with the same n and number of samples each time, or write "
+                "rollout.prefetch=false."
+            )
+
+    def _wait_in_flight(self) -> Batch:
+        """Returns the batch of the call in flight, and transfers the weights that waited for it."""
+        assert self._in_flight is not None
+        in_flight, self._in_flight = self._in_flight, None
+        batch = self._finish(in_flight)
+        if self._deferred_actor is not None:
+            actor, self._deferred_actor = self._deferred_actor, None
+            self.update_weights(actor)
         return batch
 
-    def _open(self, asked: Sequence[PendingGroup], sampling: Sampling, keep: int | None) -> _Call:
-        """Give the engines their first work."""
-        self._context.executor.require_outside_block("rollout.generate")
-        enough = len(asked) if keep is None else min(keep, len(asked))
-        if enough < len(asked) and not self._cuts:
-            raise UserError(
-                "job.deterministic=true: which prompts are answered first is a matter of time; write "
-                "algorithm.oversampling=0, so that all are kept"
-            )
-        ready = [i for i, one in enumerate(asked) if not one.group.size]
-        open_groups = [i for i, one in enumerate(asked) if one.group.size]
-        prompt_of = {i: one.prompt for one in asked for i in one.ids}
-        self._calls += 1
-        key = f"rollout/{self._calls}"
-        deal = self._fleet.deal(self._store, key, [asked[i].group for i in open_groups], max(0, enough - len(ready)))
+    # -- one call
+
+    def _new_call(self, prompts: Sequence[Prompt], num_samples: int) -> GenerationCall:
+        num_extra = max(0, self._extra_prompts - len(self._pending)) if prompts else 0
+        extra = self._feed.draw_extra(num_extra)
+        num_groups_needed = len(prompts) or len(self._pending)
+        return self._pending.new_call([*prompts, *extra], num_samples, num_groups_needed)
+
+    def _start(self, call: GenerationCall, sampling: Sampling) -> _InFlight:
+        """Submits the first requests to the engines."""
+        self._num_calls += 1
+        key = f"rollout/{self._num_calls}"
+        groups = [call.groups[i].missing for i in call.incomplete]
+        queue = self._engines.make_queue(self._store, key, groups, call.num_missing_groups)
+        prompt_of, partial, reward = call.prompt_of, self._pending.partial, self._reward
 
         def request_of(sample: int) -> Request:
-            return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), self._cut.pop(sample, None))
+            return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), partial.pop(sample, None))
 
-        def finished(sample: Sample) -> None:
-            self._context.timer.progress += 1  # a long call goes on, sample by sample
-            if self._scorer:
-                self._scorer.begin(prompt_of[sample.id], sample)
+        def on_sample(sample: Sample) -> None:
+            self._context.timer.progress += 1  # the watchdog sees that a long call progresses
+            if reward:
+                self._score_ids[sample.id] = reward.submit(prompt_of[sample.id], sample)
 
-        begun = [request_of(i) for i in sorted(self._cut.keys() & prompt_of.keys())]
-        self._fleet.ready()
-        shift = EngineLoop(self._fleet.engine, self._fleet.engines, deal, self._store, key, self._fleet, finished)
-        shift.begin(begun, request_of, sampling)
-        return _Call(asked, ready, open_groups, enough, deal, shift)
-
-    def _close(self, call: _Call) -> tuple[Batch, list[PendingGroup]]:
-        """The rows of the first `enough` prompts to be complete, at home on this rank, and the prompts that wait."""
-        asked, ready = call.asked, call.ready
-        orders, done, cut = self._work(call)
-        missing = call.enough - len(ready)
-        kept = sorted([*ready, *(call.open_groups[g] for g in complete_groups(orders, missing))][: call.enough])
-        untouched = len(kept) == len(asked) and not any(one.done or one.begun for one in asked)
-        with self._context.timer("row_dispatch"):
-            home = self._bring_home([asked[i] for i in kept], untouched)
-        waiting = [
-            replace(one, done=one.done | (done & set(one.ids)), begun=frozenset(cut & set(one.ids)))
-            for i, one in enumerate(asked)
-            if self._partial and i not in set(kept)
-        ]
-        # Other calls' samples stay: an evaluation comes between the parts of a sample that was cut.
-        gone = {i for one in asked for i in one.ids} - {i for one in waiting for i in one.ids}
-        self._done = {i: sample for i, sample in self._done.items() if i not in gone}
-        self._cut = {i: sample for i, sample in self._cut.items() if i not in gone}
-        if self._scorer:
-            self._scorer.forget(list(gone))
-        return home, waiting
-
-    def _work(self, call: _Call) -> tuple[list[dict[int, int]], set[int], set[int]]:
-        """Run the engines; the orders in which ranks completed groups, and all samples that are done, and cut."""
-        with self._context.timer("generate"):
-            work = call.shift.run()
-        self._context.timer.barrier("generate")
-        self._done |= work.done
-        self._cut |= {i: sample for i, sample in work.cut.items() if sample.tokens}
-        told = all_gather_json(
-            {
-                "done": list(work.done),
-                "cut": list(self._cut),
-                "order": list(call.deal.order.items()),
-                "tokens": work.tokens,
-                "busy": work.busy_seconds,
-                "deaths": work.deaths,
-            }
+        partial_requests = [request_of(i) for i in sorted(partial.keys() & prompt_of.keys())]
+        self._engines.acquire_memory()
+        loop = EngineLoop(
+            self._engines.engine, self._engines.num_engines, queue, self._store, key, self._engines, on_sample
         )
-        call.deal.forget()
-        self._measure(told)
-        orders = [{group: place for group, place in own["order"]} for own in told]
-        return orders, {i for own in told for i in own["done"]}, {i for own in told for i in own["cut"]}
+        loop.start(partial_requests, request_of, sampling)
+        return _InFlight(call, queue, loop)
 
-    def _measure(self, told: Sequence[dict[str, float]]) -> None:
-        """How even the engines' work was: seconds and tokens of the busiest one over the mean."""
-        engines = [own for own, leads in zip(told, self._fleet.leads, strict=True) if leads]
+    def _finish(self, in_flight: _InFlight) -> Batch:
+        """Waits for a call and returns this rank's rows of the groups that were complete first."""
+        call, timer = in_flight.call, self._context.timer
+        with timer("generate"):
+            result = in_flight.loop.run()
+        timer.barrier("generate")
+        self._pending.add_results(result.completed, result.aborted)
+        with timer("row_dispatch"):
+            reports = all_gather_json(
+                {
+                    "completed": list(result.completed),
+                    "partial": list(self._pending.partial),
+                    "order": list(in_flight.queue.completion_order.items()),
+                    "tokens": result.num_tokens,
+                    "busy": result.busy_seconds,
+                    "deaths": result.num_deaths,
+                }
+            )
+            in_flight.queue.delete_keys()
+            self._measure(reports)
+            selected = call.select([dict(report["order"]) for report in reports])
+            batch = self._assemble([call.groups[i] for i in selected], call.returns_fresh_groups_only(selected))
+        completed, partial = ({i for report in reports for i in report[name]} for name in ("completed", "partial"))
+        gone = self._pending.finish(call, selected, completed, partial, keep_rest=self._partial_rollout)
+        self._forget_scores(gone, {i for g in selected for i in call.groups[g].ids})
+        return batch
+
+    def _forget_scores(self, gone: set[int], returned: set[int]) -> None:
+        """Drops the scores of samples that are neither returned nor pending."""
+        score_ids = {i: self._score_ids.pop(i) for i in gone if i in self._score_ids}
+        if self._reward:
+            self._reward.discard(score_id for i, score_id in score_ids.items() if i not in returned)
+
+    def _measure(self, reports: Sequence[Mapping[str, float]]) -> None:
+        """Sets the metrics of a call: how evenly engines were loaded, the largest load over the mean."""
+        engines = [report for report, is_leader in zip(reports, self._engines.is_leader, strict=True) if is_leader]
         self.metrics |= {
-            "time/busiest_engine": _over_mean([own["busy"] for own in engines]),
-            "rollout/busiest_engine": _over_mean([own["tokens"] for own in engines]),
-            "rollout/engine_deaths": sum(own["deaths"] for own in told),
-            "time/rollout_busy": max(own["busy"] for own in told),
+            "time/busiest_engine": _max_over_mean([report["busy"] for report in engines]),
+            "rollout/load_imbalance": _max_over_mean([report["tokens"] for report in engines]),
+            "rollout/engine_deaths": sum(report["deaths"] for report in reports),
+            "time/rollout_busy": max(report["busy"] for report in reports),
         }
 
-    def _bring_home(self, kept: Sequence[PendingGroup], untouched: bool) -> Batch:
-        """This rank's rows of the kept groups, straight from the engines that wrote them.
+    def _assemble(self, groups: Sequence[PendingGroup], fresh_only: bool) -> Batch:
+        """Returns this rank's rows of groups, each sent by the rank that generated it.
 
-        untouched: all groups that were dealt are kept, and were begun in this call.
+        Args:
+            groups: the groups that are returned.
+            fresh_only: all groups of the call are returned, and none was started in an earlier call.
         """
-        mine = [(one, i) for one in kept for i in one.ids if i in self._done]
-        batch = _as_batch([one.prompt for one, _ in mine], [self._done[i] for _, i in mine], self._fleet.version)
-        batch["group"] = torch.tensor([one.ids.start for one, _ in mine], dtype=torch.int64)
-        if self._scorer:
-            self._scorer.add_columns(batch)
-        if untouched and self._fleet.at_home:
+        rows = [(group, i) for group in groups for i in group.ids if i in self._pending.completed]
+        samples = [self._pending.completed[i] for _, i in rows]
+        batch = samples_to_batch([group.prompt for group, _ in rows], samples, self._engines.version)
+        batch["group"] = torch.tensor([group.ids.start for group, _ in rows], dtype=torch.int64)
+        _put_origin(batch, [self._score_ids.get(i, NOT_SCORED) for _, i in rows] if self._reward else None)
+        if fresh_only and self._engines.rows_are_local:
             return batch
         index = build_row_index(batch)
-        ranks = dist.get_world_size()
-        # Rows of the index stand in the order of the sample ids, as the kept groups do.
+        world_size = dist.get_world_size()
+        # Rows of the index are in the order of sample ids, as the groups are.
         ends = [0]
-        for one in kept:
-            ends.append(ends[-1] + len(one.ids))
-        edges = [ends[rank * len(kept) // ranks] for rank in range(ranks + 1)]
+        for group in groups:
+            ends.append(ends[-1] + len(group.ids))
+        edges = [ends[rank * len(groups) // world_size] for rank in range(world_size + 1)]
         return gather_rows(batch, index, [range(*edge) for edge in pairwise(edges)])
 
     def _seed_of(self, sample_id: int) -> int:
@@ -327,36 +378,12 @@ class Rollout:
         return int.from_bytes(digest) >> 1
 
 
-def _over_mean(values: Sequence[float]) -> float:
+def _max_over_mean(values: Sequence[float]) -> float:
     return max(values) * len(values) / sum(values) if any(values) else 1.0
 
 
-def _as_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], version: int) -> Batch:
-    """Prompt and response side by side; everything but `group`. `version`: that of a response of no token."""
-    batch = Batch.from_rows((*p.tokens, *s.tokens) for p, s in zip(prompts, samples, strict=True))
-    batch["prompt_length"] = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int64)
-    batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)
-    batch["sample_id"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)
-    oldest = [min((v for v in sample.policy_versions if v != NOT_GENERATED), default=version) for sample in samples]
-    batch["policy_version"] = torch.tensor(oldest, dtype=torch.int64)
-    batch["truncated"] = torch.tensor([sample.finish != "stop" for sample in samples], dtype=torch.bool)
-    response = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
-    batch["policy_versions"] = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)
-    batch["policy_versions"][response] = torch.tensor(
-        [v for sample in samples for v in sample.policy_versions], dtype=torch.int64
-    )
-    batch["loss_mask"] = batch["policy_versions"] != NOT_GENERATED
-    logprobs = torch.zeros(batch.total_tokens)
-    logprobs[response] = torch.tensor([value for sample in samples for value in sample.logprobs])
-    batch["rollout_logprobs"] = logprobs
-    if samples and samples[0].routed_experts is not None:
-        lengths = batch.lengths.tolist()
-        batch["routed_experts"] = torch.cat([_routing(s, n) for s, n in zip(samples, lengths, strict=True)])
-    return batch
-
-
-def _routing(sample: Sample, length: int) -> Tensor:
-    """(length, layers, top_k) int16; -1 for tokens that the engine never fed, the last one among them."""
-    told = sample.routed_experts
-    assert told is not None
-    return torch.cat([told, told.new_full((length - len(told), *told.shape[1:]), -1)])
+def _put_origin(batch: Batch, score_ids: Sequence[int] | None) -> None:
+    """Sets the columns by which `RewardRole.wait` identifies the score of a row of this rank's engine."""
+    batch.put("generated_by", torch.full((len(batch),), dist.get_rank(), dtype=torch.int64), ColumnKind.SEQUENCE)
+    if score_ids is not None:
+        batch.put("score_id", torch.tensor(score_ids, dtype=torch.int64), ColumnKind.SEQUENCE)

@@ -1,4 +1,4 @@
-"""The actor's weights on their way into the rollout engines: planned once, moved after each update."""
+"""Weight sync from the actor into the engines of this job: planned once, transferred after each update."""
 
 from __future__ import annotations
 
@@ -27,157 +27,173 @@ from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import WeightTable
 
 CHUNK_BYTES = 2**30
-"""An engine takes about so much at a time from each rank; two such portions stand beside its weights."""
+"""Bytes that an engine receives at a time from each rank; two such chunks exist in addition to its weights."""
 
 
 class WeightSync(Protocol):
-    """Called by all ranks together."""
+    """Transfer of weights to all engines; all ranks call it together."""
 
-    def sync(self, actor: Actor) -> dict[str, float]:
-        """Bring the weights to all engines; what that took."""
+    def transfer(self, actor: Actor) -> dict[str, float]:
+        """Transfers the actor's weights to all engines; returns bytes and seconds as metrics."""
         ...
 
 
 class HFEngineSync:
-    """Into a module of `transformers` on every rank, in place; what a rank holds already is shared, not copied."""
+    """Transfer into a module of `transformers` on every rank, in place; parameters that a rank has are shared."""
 
     def __init__(self, engine: HFEngine) -> None:
         self._engine = engine
         self._schedules: list[Schedule] = []
         self._lower_bound = 0
 
-    def sync(self, actor: Actor) -> dict[str, float]:
-        """See `WeightSync`."""
+    def transfer(self, actor: Actor) -> dict[str, float]:
+        """Transfers the actor's weights into the module of each rank."""
         started = time.perf_counter()
         self._engine.begin_update()
         self._schedules = self._schedules or list(self._plan(actor))
         runner, target = actor.runner, self._engine.parameters()
-        own = runner.parameters()
-        traffic = [execute(portion, sources(portion, runner, own), target) for portion in self._schedules]
+        parameters = runner.parameters()
+        traffic = [execute(chunk, source_tensors(chunk, runner, parameters), target) for chunk in self._schedules]
         self._engine.end_update(actor.num_updates)
-        return report(traffic, self._lower_bound, started)
+        return transfer_metrics(traffic, self._lower_bound, started)
 
     def _plan(self, actor: Actor) -> Iterator[Schedule]:
-        """Made once: layouts do not change between iterations."""
+        """Yields the schedules, once: layouts do not change between iterations."""
         rank, ranks, runner = dist.get_rank(), range(dist.get_world_size()), actor.runner
-        whole, size = runner.table.shard_map_replicated(ranks), runner.dtype.itemsize
-        for portion in split_into_chunks(whole, ranks[:1], CHUNK_BYTES // size):
-            moves = plan(runner.shard_map(), portion, device.ranks_of_a_node(len(ranks)))
-            self._lower_bound += moves.lower_bound(rank, size)
-            found = aliases(moves, rank)
-            as_they_are = {
-                name: alias for name, alias in found.items() if alias.source not in runner.adapted_parameters
+        whole, itemsize = runner.table.shard_map_replicated(ranks), runner.dtype.itemsize
+        for chunk in split_into_chunks(whole, ranks[:1], CHUNK_BYTES // itemsize):
+            moves = plan(runner.shard_map(), chunk, device.ranks_of_a_node(len(ranks)))
+            self._lower_bound += moves.lower_bound(rank, itemsize)
+            unchanged = {
+                name: alias
+                for name, alias in aliases(moves, rank).items()
+                if alias.source not in runner.adapted_parameters
             }
-            self._engine.share(aliased_parameters(as_they_are, runner.parameters()))
+            self._engine.share(aliased_parameters(unchanged, runner.parameters()))
             yield schedule(moves, rank, runner.dtype)
 
 
 @dataclass(frozen=True)
-class _Portion:
-    """What one rank does for a portion, and the shards that it puts together for the rank of SGLang beside it."""
+class _Chunk:
+    """A part of the weights that is transferred at a time."""
 
     schedule: Schedule
+    """Messages of this rank."""
     shards: Mapping[str, Shard]
+    """Shards that this rank assembles for the SGLang rank on its device, by parameter."""
     dtypes: Mapping[str, torch.dtype]
+    """Type of each parameter."""
 
 
 class SGLangEngineSync:
-    """Into SGLang: each rank puts together the shard of the SGLang rank on its device and hands over its memory.
-
-    engine: on the first rank of each engine of the placement, else None. table: weight table of the actor, with the
-    traced table of the engine where the configuration names one.
-    """
+    """Transfer into SGLang: each rank assembles the shard of the SGLang rank on its device and shares its memory."""
 
     def __init__(self, placement: EnginePlacement, engine: SGLangEngine | None, table: WeightTable) -> None:
+        """Creates the groups of the engines' ranks; all ranks call it together.
+
+        Args:
+            placement: ranks and layout of the engines.
+            engine: on the first rank of each engine, else None.
+            table: weight table of the actor, with the engine's traced table where the configuration names one.
+        """
         self._placement, self._engine, self._table = placement, engine, table
         self._ranks_of = engine_ranks(placement)
-        # Every rank takes part in the making of every group.
-        made = {number: dist.new_group(ranks, backend="gloo") for number, ranks in self._ranks_of.items()}
-        self._groups = {rank: made[number] for number, ranks in self._ranks_of.items() for rank in ranks}
+        # Every rank takes part in the creation of every group.
+        groups = {number: dist.new_group(ranks, backend="gloo") for number, ranks in self._ranks_of.items()}
+        self._groups = {rank: groups[number] for number, ranks in self._ranks_of.items() for rank in ranks}
         self._planned = cache(self._plan)
 
     @property
     def number(self) -> int:
-        """Of this rank's engine."""
+        """Returns the number of this rank's engine."""
         return self._placement.coordinates(dist.get_rank()).engine
 
-    def sync(self, actor: Actor) -> dict[str, float]:
-        """See `WeightSync`."""
-        return self._bring(actor, self._placement)
+    def transfer(self, actor: Actor) -> dict[str, float]:
+        """Transfers the actor's weights to all engines."""
+        return self._transfer(actor, self._placement)
 
-    def sync_one(self, actor: Actor, engine: int) -> None:
-        """Bring the weights to one engine, which was started anew; the others go on with their samples."""
-        self._bring(actor, EnginePlacement(self._placement.layout, self._ranks_of[engine]))
+    def transfer_to_engine(self, actor: Actor, engine: int) -> None:
+        """Transfers the weights to an engine that was restarted; the others continue to generate.
 
-    def _bring(self, actor: Actor, target: EnginePlacement) -> dict[str, float]:
-        started = time.perf_counter()
-        planned, lower_bound = self._planned(actor, target)
-        here = dist.get_rank() in target.ranks
-        engine = self._engine if here else None
-        if engine:
-            _open(engine)
-        traffic, loading, parameters = [], None, actor.runner.parameters()
-        staged: list[dict[str, Tensor]] = []
-        for number, portion in enumerate(planned):
-            tensors = staging(portion.shards, portion.dtypes, device.current_device())
-            traffic.append(execute(portion.schedule, sources(portion.schedule, actor.runner, parameters), tensors))
-            # What the engine is still copying, and what comes next.
-            staged = [*staged[-1:], tensors]
-            payloads = self._handles(tensors) if here else []
-            if engine:
-                if loading is not None:
-                    engine.loaded(loading)
-                last = number == len(planned) - 1
-                loading = engine.load(payloads, actor.num_updates if last else None)
-        if engine and loading is not None:
-            engine.loaded(loading)
-            engine.end_update(actor.num_updates)
-        self.meet()
-        return report(traffic, lower_bound, started)
+        Args:
+            actor: has the weights.
+            engine: number of the engine.
+        """
+        self._transfer(actor, EnginePlacement(self._placement.layout, self._ranks_of[engine]))
 
-    def meet(self) -> None:
-        """Wait for the other ranks of this rank's engine."""
+    def barrier(self) -> None:
+        """Waits for the other ranks of this rank's engine."""
         if dist.get_rank() in self._groups:
             dist.barrier(self._groups[dist.get_rank()])
 
-    def _handles(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The payloads of this rank's engine, in the order of SGLang's ranks."""
+    def _transfer(self, actor: Actor, target: EnginePlacement) -> dict[str, float]:
+        started = time.perf_counter()
+        chunks, lower_bound = self._planned(actor, target)
+        is_target = dist.get_rank() in target.ranks
+        engine = self._engine if is_target else None
+        if engine:
+            _begin_update(engine)
+        traffic, loading, parameters = [], None, actor.runner.parameters()
+        staged: list[dict[str, Tensor]] = []
+        for number, chunk in enumerate(chunks):
+            tensors = staging(chunk.shards, chunk.dtypes, device.current_device())
+            traffic.append(execute(chunk.schedule, source_tensors(chunk.schedule, actor.runner, parameters), tensors))
+            # Keeps the chunk that the engine is still copying, and the next one.
+            staged = [*staged[-1:], tensors]
+            payloads = self._gather_payloads(tensors) if is_target else []
+            if engine:
+                if loading is not None:
+                    engine.loaded(loading)
+                is_last = number == len(chunks) - 1
+                loading = engine.load(payloads, actor.num_updates if is_last else None)
+        if engine and loading is not None:
+            engine.loaded(loading)
+            engine.end_update(actor.num_updates)
+        self.barrier()
+        return transfer_metrics(traffic, lower_bound, started)
+
+    def _gather_payloads(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Returns the payloads of this rank's engine, in the order of SGLang's ranks."""
         return all_gather_json(payload(tensors), self._groups[dist.get_rank()])
 
-    def _plan(self, actor: Actor, placement: EnginePlacement) -> tuple[list[_Portion], int]:
-        """Made once: layouts do not change between iterations."""
+    def _plan(self, actor: Actor, placement: EnginePlacement) -> tuple[list[_Chunk], int]:
+        """Returns chunks and the lower bound of bytes, once: layouts do not change between iterations."""
         rank, dtype = dist.get_rank(), actor.runner.dtype
         whole = self._table.shard_map_sglang(placement)
         first = placement.ranks[: placement.layout.ranks * placement.stride : placement.stride]
         node = device.ranks_of_a_node(dist.get_world_size())
-        planned, lower_bound = [], 0
-        for portion in split_into_chunks(whole, first, CHUNK_BYTES // dtype.itemsize):
-            moves = plan(actor.runner.shard_map(), portion, node)
+        chunks, lower_bound = [], 0
+        for chunk in split_into_chunks(whole, first, CHUNK_BYTES // dtype.itemsize):
+            moves = plan(actor.runner.shard_map(), chunk, node)
             lower_bound += moves.lower_bound(rank, dtype.itemsize)
-            shards = portion.shards(rank)
+            shards = chunk.shards(rank)
             dtypes = {
-                name: torch.float32 if portion.tensors[shard.pieces[0].tensor].float32 else dtype
+                name: torch.float32 if chunk.tensors[shard.pieces[0].tensor].float32 else dtype
                 for name, shard in shards.items()
             }
-            planned.append(_Portion(schedule(moves, rank, dtype), shards, dtypes))
-        return planned, lower_bound
+            chunks.append(_Chunk(schedule(moves, rank, dtype), shards, dtypes))
+        return chunks, lower_bound
 
 
-def sources(portion: Schedule, runner: ModelRunner, own: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    """What a rank's part of a portion is taken from: the network's `own` parameters, with the adapters of those that it
-    takes merged into copies.
+def source_tensors(chunk: Schedule, runner: ModelRunner, parameters: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    """Returns the tensors that this rank's messages of a chunk are taken from, adapters merged into copies.
+
+    Args:
+        chunk: the messages.
+        runner: of the actor.
+        parameters: the runner's parameters.
     """
     if not runner.adapted_parameters:
-        return own
-    taken = {copy.source for copy in portion.copies if not copy.from_target}
-    messages = (message for bucket in portion.buckets for message in bucket.messages)
-    taken |= {part.parameter for m in messages if m.outgoing and not m.forwarded for part in m.segments}
-    served = runner.merged_parameters()
-    return own | {name: served[name] for name in taken & runner.adapted_parameters}
+        return parameters
+    used = {copy.source for copy in chunk.copies if not copy.from_target}
+    messages = (message for bucket in chunk.buckets for message in bucket.messages)
+    used |= {part.parameter for m in messages if m.outgoing and not m.forwarded for part in m.segments}
+    merged = runner.merged_parameters()
+    return parameters | {name: merged[name] for name in used & runner.adapted_parameters}
 
 
-def _open(engine: SGLangEngine) -> None:
-    """Open the weights for writing; where the engine died while nobody asked it for anything, those of a new one."""
+def _begin_update(engine: SGLangEngine) -> None:
+    """Makes the weights writable; an engine that died while it had no requests is restarted first."""
     try:
         engine.begin_update()
     except EngineDiedError:
@@ -186,23 +202,29 @@ def _open(engine: SGLangEngine) -> None:
 
 
 def engine_ranks(placement: EnginePlacement) -> dict[int, tuple[int, ...]]:
-    """The ranks of each engine, in the order of SGLang's."""
+    """Returns the ranks of each engine, in the order of SGLang's ranks."""
     ranks: dict[int, list[int]] = defaultdict(list)
     at = {rank: placement.coordinates(rank) for rank in placement.ranks}
     for rank in sorted(placement.ranks, key=lambda rank: (at[rank].pp, at[rank].tp)):
         ranks[at[rank].engine].append(rank)
-    return {number: tuple(own) for number, own in ranks.items()}
+    return {number: tuple(members) for number, members in ranks.items()}
 
 
-def report(traffic: Sequence[Traffic], lower_bound: int, started: float) -> dict[str, float]:
-    """The metrics of a sync that began at `started`: bytes of all ranks, and this rank's seconds."""
+def transfer_metrics(traffic: Sequence[Traffic], lower_bound: int, started: float) -> dict[str, float]:
+    """Returns the metrics of a transfer: bytes of all ranks, and this rank's seconds.
+
+    Args:
+        traffic: of each chunk.
+        lower_bound: the fewest bytes that this rank can receive.
+        started: `time.perf_counter()` at the begin.
+    """
     moved = {
-        "sync/bytes_received": sum(part.bytes_received for part in traffic),
-        "sync/bytes_lower_bound": lower_bound,
+        "weight_sync/bytes_received": sum(part.bytes_received for part in traffic),
+        "weight_sync/bytes_lower_bound": lower_bound,
     }
     return sum_over_ranks([moved]) | {
-        "time/sync": time.perf_counter() - started,
-        "time/sync_moving": sum(part.seconds for part in traffic),
-        "time/sync_packing": sum(part.seconds_packing for part in traffic),
-        "time/sync_waiting": sum(part.seconds_waiting for part in traffic),
+        "time/weight_sync": time.perf_counter() - started,
+        "time/weight_sync_moving": sum(part.seconds for part in traffic),
+        "time/weight_sync_packing": sum(part.seconds_packing for part in traffic),
+        "time/weight_sync_waiting": sum(part.seconds_waiting for part in traffic),
     }

@@ -1,4 +1,4 @@
-"""One call's work on one rank: requests dealt to its engine, samples taken from it, deaths of engines survived."""
+"""The generation loop of one rank in one call: pops requests, collects samples, restarts engines that died."""
 
 from __future__ import annotations
 
@@ -15,142 +15,168 @@ from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Samp
 from verl_mg.rollout.work_queue import WorkQueue
 
 COLLECT_SECONDS = 0.05
+"""Longest wait for samples before the loop looks at other things again."""
 IDLE_SECONDS = 0.02
-DEATHS_BEFORE_GIVING_UP = 3
+"""Pause of a loop that has nothing to do."""
+MAX_DEATHS = 3
+"""An engine that dies this often in one call ends the job."""
 
 
 class EngineRecovery(Protocol):
-    """How an engine whose process ended comes back: all ranks bring the weights, since all hold some."""
+    """Restart of an engine whose process ended: all ranks transfer weights to it, since each has a part of them."""
 
-    def revive(self) -> None:
-        """On the rank of the engine: start it anew, tell the others, and go on with what was unfinished."""
+    def restart_engine(self) -> None:
+        """Restarts this rank's engine, announces it to the other ranks, and submits its unfinished requests again."""
         ...
 
-    def serve(self) -> None:
-        """On every rank, again and again while samples are drawn: take part where an engine was started anew."""
+    def join_recovery(self) -> None:
+        """Takes part in the recovery of engines that other ranks have announced; all ranks call it repeatedly."""
         ...
 
 
 @dataclass
 class EngineLoopResult:
-    """What one rank's engine did: samples that are done, samples that were cut, and how much that was."""
+    """What the engine of this rank generated in one call."""
 
-    done: dict[int, Sample] = field(default_factory=dict)
-    cut: dict[int, Sample] = field(default_factory=dict)
-    deaths: int = 0
-    tokens: int = 0
+    completed: dict[int, Sample] = field(default_factory=dict)
+    """Complete samples by id."""
+    aborted: dict[int, Sample] = field(default_factory=dict)
+    """Partial samples by id: those in flight when enough groups were complete."""
+    num_deaths: int = 0
+    """How often the engine died."""
+    num_tokens: int = 0
+    """Tokens that the policy generated."""
     busy_seconds: float = 0.0
+    """Seconds with requests in flight."""
 
 
 class EngineLoop:
-    """Every rank runs one in each call; those without an engine wait, and help to bring an engine back.
+    """Runs on every rank in each call; ranks without an engine wait, and help to recover engines of others.
 
-    `begin`, then `run`. Between the two `ahead` may work in a thread, where engines have ranks of their own.
+    `start`, then `run`. In between, `start_background` continues in a thread while the rank does something else.
     """
 
     def __init__(
         self,
         engine: RolloutEngine | None,
-        engines: int,
-        deal: WorkQueue,
+        num_engines: int,
+        queue: WorkQueue,
         store: Store,
         key: str,
-        rescue: EngineRecovery,
-        finished: Callable[[Sample], None] = lambda sample: None,
+        recovery: EngineRecovery,
+        on_sample: Callable[[Sample], None] = lambda sample: None,
     ) -> None:
-        """Args: finished: told of each sample as soon as it is whole, while others are still being written."""
-        self._engine, self._engines, self._deal, self._rescue = engine, engines, deal, rescue
-        self._tell = finished
-        self._store, self._handed_in = store, f"{key}/handed in"
+        """Creates the loop of one call.
+
+        Args:
+            engine: this rank's engine; None on a rank without one.
+            num_engines: number of engines on all ranks.
+            queue: the requests of the call.
+            store: shared by all ranks.
+            key: prefix of the call's keys in the store.
+            recovery: restarts engines.
+            on_sample: called with each sample as soon as it is complete, maybe in the background thread.
+        """
+        self._engine, self._num_engines, self._queue, self._recovery = engine, num_engines, queue, recovery
+        self._on_sample = on_sample
+        self._store, self._num_finished_key = store, f"{key}/engines finished"
         self._in_flight = 0
-        self._cutting = False
+        self._draining = False
         self._finished = engine is None
-        self._work = EngineLoopResult()
+        self._result = EngineLoopResult()
         self._thread: threading.Thread | None = None
-        self._stopped = threading.Event()
+        self._stop = threading.Event()
         self._error: Exception | None = None
 
-    def begin(self, begun: Sequence[Request], request_of: Callable[[int], Request], sampling: Sampling) -> None:
-        """Give the engine what was `begun` earlier; what the deal gives comes next."""
+    def start(
+        self, partial_requests: Sequence[Request], request_of: Callable[[int], Request], sampling: Sampling
+    ) -> None:
+        """Submits the samples that this rank resumes; samples from the queue follow.
+
+        Args:
+            partial_requests: requests with the tokens that this rank's engine generated in earlier calls.
+            request_of: returns the request of a sample id from the queue.
+            sampling: how tokens are drawn.
+        """
         self._request_of, self._sampling = request_of, sampling
         if self._engine is not None:
-            self._submit(list(begun))
+            self._submit(list(partial_requests))
 
-    def ahead(self) -> None:
-        """Work in a thread while this rank does something else, until `run` goes on."""
+    def start_background(self) -> None:
+        """Continues in a thread until `run` takes over."""
         if self._engine is not None:
-            self._thread = threading.Thread(target=self._work_ahead, args=(self._engine,), daemon=True)
+            self._thread = threading.Thread(target=self._run_background, args=(self._engine,), daemon=True)
             self._thread.start()
 
     def run(self) -> EngineLoopResult:
-        """Until enough groups are complete and all engines have stopped."""
-        self._take_over()
-        while self._store.add(self._handed_in, 0) < self._engines:
-            self._rescue.serve()
+        """Returns when enough groups are complete and all engines have stopped."""
+        self._join_background_thread()
+        while self._store.add(self._num_finished_key, 0) < self._num_engines:
+            self._recovery.join_recovery()
             if self._engine is None or self._finished:
                 time.sleep(IDLE_SECONDS)
                 continue
             try:
-                self._advance(self._engine)
+                self._step(self._engine)
             except EngineDiedError as error:
-                self._survive(error)
-        return self._work
+                self._recover(error)
+        return self._result
 
-    def _work_ahead(self, engine: RolloutEngine) -> None:
+    def _run_background(self, engine: RolloutEngine) -> None:
         try:
-            while not (self._finished or self._stopped.is_set()):
-                self._advance(engine)
+            while not (self._finished or self._stop.is_set()):
+                self._step(engine)
         except Exception as error:
-            self._error = error  # a dead engine needs all ranks to come back: `run` sees to it
+            self._error = error  # recovery of a dead engine needs all ranks: `run` does it
 
-    def _take_over(self) -> None:
-        self._stopped.set()
+    def _join_background_thread(self) -> None:
+        self._stop.set()
         if self._thread:
             self._thread.join()
         if isinstance(self._error, EngineDiedError):
-            self._survive(self._error)
+            self._recover(self._error)
         elif self._error:
             raise self._error
 
-    def _advance(self, engine: RolloutEngine) -> None:
+    def _step(self, engine: RolloutEngine) -> None:
         started = time.perf_counter()
-        if not self._cutting:
-            ahead = engine.num_queue_slots() if self._deal.plenty(self._engines) else 0
-            fresh = self._deal.take(max(0, engine.num_free_slots() + ahead))
-            self._submit([self._request_of(sample) for sample in fresh])
+        if not self._draining:
+            queue_slots = engine.num_queue_slots() if self._queue.can_queue(self._num_engines) else 0
+            samples = self._queue.pop(max(0, engine.num_free_slots() + queue_slots))
+            self._submit([self._request_of(sample) for sample in samples])
         if self._in_flight:
             for sample in engine.collect(COLLECT_SECONDS):
                 self._in_flight -= 1
-                self._put_away(sample)
-            self._work.busy_seconds += time.perf_counter() - started
+                self._store_result(sample)
+            self._result.busy_seconds += time.perf_counter() - started
         else:
             time.sleep(IDLE_SECONDS)
-        if not self._cutting and self._deal.over():
-            self._cutting = True
+        if not self._draining and self._queue.is_done():
+            self._draining = True
             if self._in_flight:
                 engine.abort()
-        if self._cutting and not self._in_flight:
+        if self._draining and not self._in_flight:
             self._finished = True
-            self._store.add(self._handed_in, 1)
+            self._store.add(self._num_finished_key, 1)
 
     def _submit(self, requests: list[Request]) -> None:
         if requests and self._engine is not None:
             self._in_flight += len(requests)
             self._engine.submit(requests, self._sampling)
 
-    def _put_away(self, sample: Sample) -> None:
-        if self._cutting and sample.finish == "abort":
-            self._work.cut[sample.id] = sample
+    def _store_result(self, sample: Sample) -> None:
+        if self._draining and sample.finish == "abort":
+            self._result.aborted[sample.id] = sample
             return
-        self._work.done[sample.id] = sample
-        self._work.tokens += sum(sample.generated_mask)
-        self._deal.finish(sample.id)
-        self._tell(sample)
+        self._result.completed[sample.id] = sample
+        self._result.num_tokens += sum(sample.generated_mask)
+        self._queue.mark_done(sample.id)
+        self._on_sample(sample)
 
-    def _survive(self, error: EngineDiedError) -> None:
-        self._work.deaths += 1
-        if self._work.deaths == DEATHS_BEFORE_GIVING_UP:
-            raise UserError(f"the engine died {self._work.deaths} times in one rollout: {error}") from error
-        self._rescue.revive()
-        if self._cutting and self._engine is not None:
+    def _recover(self, error: EngineDiedError) -> None:
+        self._result.num_deaths += 1
+        if self._result.num_deaths == MAX_DEATHS:
+            raise UserError(f"rollout: the engine died {MAX_DEATHS} times in one call: {error}.") from error
+        self._recovery.restart_engine()
+        if self._draining and self._engine is not None:
             self._engine.abort()

@@ -1,12 +1,12 @@
-"""Who works on which sample, without anybody who tells: leaders of engines take work from counters that all share.
+"""Distributed work queue for rollout requests: counters in a store that all ranks share, no central scheduler.
 
-    deal.take(room)        ids for this engine to begin, as many as it has room for
-    deal.finish(id)        a sample is done; when the last of its group is, the group is complete
-    deal.over()            whether nothing is left to begin or to wait for: enough groups are complete
+    queue.pop(max_samples)     ids of samples for this engine to start
+    queue.mark_done(id)        a sample is complete; with the last one of a group the group is complete
+    queue.is_done()            whether enough groups are complete, on all engines together
 
-`DynamicWorkQueue`: an engine opens a group and takes its samples as it finds room, so that samples of one prompt meet
-one prefix cache; with no group left to open, it takes what is left of the groups that others have opened.
-`StaticWorkQueue`: an engine has its share from the start, which makes a run repeatable to the bit where its engine is.
+`DynamicWorkQueue`: an engine claims a group and pops its samples as slots become free, so that samples of one prompt
+share a prefix cache; when every group is claimed, it pops what is left of the groups that other engines claimed.
+`StaticWorkQueue`: an engine has its share from the start, which makes a run bitwise repeatable where its engine is.
 """
 
 from __future__ import annotations
@@ -20,115 +20,143 @@ from torch.distributed import Store
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt that are missing: `fresh` ones, which any engine begins, and `begun`, which the engine
-    that began them goes on with."""
+    """The missing samples of one prompt."""
 
     fresh: tuple[int, ...]
-    begun: tuple[int, ...] = ()
+    """Ids of samples that any engine may start."""
+    partial: tuple[int, ...] = ()
+    """Ids of samples that were aborted earlier; the engine that has their tokens resumes them."""
 
     @property
     def size(self) -> int:
-        """How many samples are missing."""
-        return len(self.fresh) + len(self.begun)
+        """Returns how many samples are missing."""
+        return len(self.fresh) + len(self.partial)
 
 
 class WorkQueue(ABC):
-    """The work of one call, the same on every rank. `key` is new for each call; `enough`: groups that are wanted."""
+    """The work of one generation call, created with the same arguments on every rank."""
 
-    def __init__(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> None:
-        self._store, self._key, self._groups, self._enough = store, key, groups, enough
-        self._group_of = {i: g for g, group in enumerate(groups) for i in (*group.fresh, *group.begun)}
-        self._used: set[str] = set()
-        self.order: dict[int, int] = {}
-        """Groups that were completed here -> how many were complete before."""
+    def __init__(self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> None:
+        """Creates this rank's view of the queue.
+
+        Args:
+            store: shared by all ranks; holds the counters.
+            key: prefix of the counters, unique for each call.
+            groups: all samples of the call.
+            num_groups_needed: the call is done when this many groups are complete.
+        """
+        self._store, self._key, self._groups, self._num_groups_needed = store, key, groups, num_groups_needed
+        self._group_of = {i: g for g, group in enumerate(groups) for i in (*group.fresh, *group.partial)}
+        self._used_keys: set[str] = set()
+        self.completion_order: dict[int, int] = {}
+        """Groups that were completed on this rank, each with the number of groups completed before it on all ranks."""
 
     @abstractmethod
-    def take(self, room: int) -> list[int]:
-        """Up to `room` samples to begin, each given to one engine."""
+    def pop(self, max_samples: int) -> list[int]:
+        """Returns up to `max_samples` ids of samples to start; no other engine gets them."""
 
-    def plenty(self, engines: int) -> bool:
-        """Whether every engine can take some work ahead, and none would later wait for what another took."""
+    def can_queue(self, num_engines: int) -> bool:
+        """Returns whether engines may pop samples before they have free slots, without others running out of work."""
         return False
 
-    def finish(self, sample: int) -> None:
-        """Count a sample; ids that were not dealt here do not exist."""
+    def mark_done(self, sample: int) -> None:
+        """Counts a completed sample; KeyError for an id that is not in the queue."""
         group = self._group_of[sample]
         if self._add(f"done/{group}", 1) == self._groups[group].size:
-            self.order[group] = self._add("complete", 1) - 1
+            self.completion_order[group] = self._add("complete", 1) - 1
 
-    def over(self) -> bool:
-        """Whether enough groups are complete, on whatever engines."""
-        return self._add("complete", 0) >= self._enough
+    def is_done(self) -> bool:
+        """Returns whether enough groups are complete, on all engines together."""
+        return self._add("complete", 0) >= self._num_groups_needed
 
-    def forget(self) -> None:
-        """Take this rank's counters out of the store, once nobody asks any more."""
-        for name in self._used:
+    def delete_keys(self) -> None:
+        """Deletes the counters that this rank has used; called when no rank reads them any more."""
+        for name in self._used_keys:
             self._store.delete_key(name)
 
     def _add(self, name: str, count: int) -> int:
         key = f"{self._key}/{name}"
-        self._used.add(key)
+        self._used_keys.add(key)
         return int(self._store.add(key, count))
 
 
 class DynamicWorkQueue(WorkQueue):
-    """Work goes to whichever engine has room."""
+    """Queue that gives samples to whichever engine has free slots."""
 
-    def __init__(self, store: Store, key: str, groups: Sequence[Group], enough: int) -> None:
-        super().__init__(store, key, groups, enough)
-        self._open: int | None = None
-        self._unopened = True
-        # What others have opened: the last groups have most left.
-        self._others = list(range(len(groups)))
+    def __init__(self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> None:
+        """Creates this rank's view of the queue; see `WorkQueue` for the arguments."""
+        super().__init__(store, key, groups, num_groups_needed)
+        self._claimed: int | None = None
+        self._has_unclaimed = True
+        # In the end engines help with groups that others claimed, the last ones first: they have most left.
+        self._remaining = list(range(len(groups)))
 
-    def take(self, room: int) -> list[int]:
-        """See `WorkQueue`."""
-        taken: list[int] = []
-        while len(taken) < room and (group := self._current()) is not None:
-            found = self._from(group, room - len(taken))
-            taken += found
-            if not found:
-                self._leave(group)
-        return taken
+    def pop(self, max_samples: int) -> list[int]:
+        """Returns samples of the group that this engine has claimed, then of groups that others have."""
+        popped: list[int] = []
+        while len(popped) < max_samples and (group := self._current_group()) is not None:
+            samples = self._pop_from(group, max_samples - len(popped))
+            popped += samples
+            if not samples:
+                self._drop(group)
+        return popped
 
-    def plenty(self, engines: int) -> bool:
-        """See `WorkQueue`: while there are more unopened groups than engines."""
-        return self._unopened and self._add("opened", 0) + engines < len(self._groups)
+    def can_queue(self, num_engines: int) -> bool:
+        """Returns whether there are more unclaimed groups than engines."""
+        return self._has_unclaimed and self._add("claimed", 0) + num_engines < len(self._groups)
 
-    def _current(self) -> int | None:
-        if self._open is None and self._unopened:
-            opened = self._add("opened", 1) - 1
-            self._unopened = opened < len(self._groups)
-            self._open = opened if self._unopened else None
-        if self._open is not None:
-            return self._open
-        return self._others[-1] if self._others else None
+    def _current_group(self) -> int | None:
+        if self._claimed is None and self._has_unclaimed:
+            claimed = self._add("claimed", 1) - 1
+            self._has_unclaimed = claimed < len(self._groups)
+            self._claimed = claimed if self._has_unclaimed else None
+        if self._claimed is not None:
+            return self._claimed
+        return self._remaining[-1] if self._remaining else None
 
-    def _from(self, group: int, count: int) -> list[int]:
-        end = self._add(f"taken/{group}", count)
+    def _pop_from(self, group: int, count: int) -> list[int]:
+        end = self._add(f"popped/{group}", count)
         return list(self._groups[group].fresh[end - count : end])
 
-    def _leave(self, group: int) -> None:
-        self._others.remove(group)
-        if group == self._open:
-            self._open = None
+    def _drop(self, group: int) -> None:
+        self._remaining.remove(group)
+        if group == self._claimed:
+            self._claimed = None
 
 
 class StaticWorkQueue(WorkQueue):
-    """Each engine has its run of the groups."""
+    """Queue in which each engine has a fixed, contiguous share of the groups."""
 
-    def __init__(self, store: Store, key: str, groups: Sequence[Group], enough: int, engine: int, engines: int) -> None:
-        super().__init__(store, key, groups, enough)
-        mine = groups[engine * len(groups) // engines : (engine + 1) * len(groups) // engines]
-        self._left = [sample for group in mine for sample in group.fresh]
+    def __init__(
+        self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int, engine: int, num_engines: int
+    ) -> None:
+        """Creates this rank's view of the queue; see `WorkQueue` for the other arguments.
 
-    def take(self, room: int) -> list[int]:
-        """See `WorkQueue`."""
-        taken, self._left = self._left[: max(room, 0)], self._left[max(room, 0) :]
-        return taken
+        Args:
+            store: shared by all ranks.
+            key: prefix of the counters.
+            groups: all samples of the call.
+            num_groups_needed: the call is done when this many groups are complete.
+            engine: number of this rank's engine.
+            num_engines: number of engines on all ranks.
+        """
+        super().__init__(store, key, groups, num_groups_needed)
+        share = groups[engine * len(groups) // num_engines : (engine + 1) * len(groups) // num_engines]
+        self._remaining = [sample for group in share for sample in group.fresh]
+
+    def pop(self, max_samples: int) -> list[int]:
+        """Returns the next samples of this engine's share."""
+        count = max(max_samples, 0)
+        popped, self._remaining = self._remaining[:count], self._remaining[count:]
+        return popped
 
 
-def complete_groups(orders: Iterable[dict[int, int]], enough: int) -> list[int]:
-    """The first `enough` groups to be complete, in their own order, from the orders of all leaders."""
-    order = {group: place for own in orders for group, place in own.items()}
-    return sorted(sorted(order, key=lambda group: order[group])[:enough])
+def first_complete_groups(completion_orders: Iterable[dict[int, int]], count: int) -> list[int]:
+    """Returns the first `count` groups to be complete, sorted by number.
+
+    Args:
+        completion_orders: the `WorkQueue.completion_order` of every rank.
+        count: how many groups to return at most.
+    """
+    order = {group: place for completion in completion_orders for group, place in completion.items()}
+    return sorted(sorted(order, key=lambda group: order[group])[:count])

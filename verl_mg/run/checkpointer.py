@@ -1,12 +1,18 @@
-"""Writing checkpoints while training goes on."""
+"""Checkpoints on disk: written in a thread while training continues, checked before a resume, pruned.
+
+A checkpoint is a folder named by its iteration, with the files of all ranks and their SHA-256 sums in SHA256SUMS. It is
+written under a name that ends in `.partial` and renamed when it is complete, so a crash leaves no half of one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
+import re
 import shutil
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,41 +21,61 @@ import torch.distributed as dist
 from verl_mg.checkpoint.sharded_safetensors import write_tensors
 from verl_mg.config import CheckpointConfig, ConfigSection
 from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.errors import UserError
 from verl_mg.job.job import Job
-from verl_mg.run.checkpoint_integrity import PARTIAL, SUMS, prune, sums
-from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, rank_name
+from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, rank_name, read_state
 
+SUMS = "SHA256SUMS"
+"""File with the sums of all others, in the format of `sha256sum`."""
+PARTIAL = ".partial"
+"""Ending of the name of a checkpoint that is being written."""
 SLOWEST = timedelta(hours=6)
-"""Ranks wait so long for one whose disk is slow."""
+"""Longest wait for a rank whose disk is slow."""
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
 log = logging.getLogger(__name__)
 
 
 class AsyncCheckpointer:
-    """Checkpoints in a folder. Every rank has one, and all call its methods together.
-
-    latest: the iteration of the last one that is known to be written.
-    """
+    """Writes checkpoints into a folder. Every rank has one, and all call its methods together."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, recipe: str, latest: int | None = None) -> None:
+        """Creates the checkpointer and removes what an interrupted one has left.
+
+        Args:
+            folder: of all checkpoints of the run.
+            config: when to write, and what to keep.
+            recipe: name of the recipe.
+            latest: iteration of the newest checkpoint.
+        """
         self._folder, self._config, self._recipe, self.latest = folder, config, recipe, latest
-        # Of its own, so that the thread meets other ranks' threads alone.
+        # A separate group, in which the threads of the ranks meet no other collectives.
         self._group = dist.new_group(backend="gloo", timeout=SLOWEST)
         self._collector = StateCollector()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._problem = ""
         if dist.get_rank() == 0:
-            for left in folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(left, ignore_errors=True)
+            for unfinished in folder.glob(f"*{PARTIAL}"):
+                shutil.rmtree(unfinished, ignore_errors=True)
 
     def due(self, iteration: int, last: int) -> bool:
-        """Whether a checkpoint is to be written after the iteration."""
+        """Returns whether a checkpoint is to be written.
+
+        Args:
+            iteration: number of the iteration that is complete.
+            last: number of the last iteration.
+        """
         every = self._config.every
         return bool(every) and (iteration % every == 0 or iteration == last)
 
     def begin(self, job: Job, metrics: dict[str, float]) -> None:
-        """Copy what the job is now, and write it in a thread."""
+        """Copies the state of the job and writes it in a thread.
+
+        Args:
+            job: the job after an iteration.
+            metrics: of the iteration, among which is the score for `checkpoint.best`.
+        """
         self._join()
         best = self._config.best
         if best and best not in metrics and dist.get_rank() == 0:
@@ -59,7 +85,7 @@ class AsyncCheckpointer:
         self._thread.start()
 
     def finish(self) -> str:
-        """Wait until what was begun is written; why it could not be, or "". The same on every rank."""
+        """Waits until the checkpoint is written; returns why it could not be, or "", the same on every rank."""
         self._join()
         return str(all_gather_json(self._problem)[0])
 
@@ -73,7 +99,7 @@ class AsyncCheckpointer:
     def _run(self, contents: CheckpointState) -> None:
         try:
             self._write(contents)
-        except BaseException as error:  # belongs to the thread that joins this one
+        except BaseException as error:  # raised again by the thread that joins this one
             self._error = error
 
     def _write(self, contents: CheckpointState) -> None:
@@ -81,38 +107,72 @@ class AsyncCheckpointer:
         folder = self._folder / f"{iteration:06d}"
         partial = folder.with_name(folder.name + PARTIAL)
         try:
-            written = {"digests": _write_own(partial, contents), "problem": ""}
+            report = {"digests": _write_local(partial, contents), "problem": ""}
         except OSError as error:
-            written = {"digests": {}, "problem": _why(error, partial)}
-        told = all_gather_json(written, self._group)
-        problem = next((own["problem"] for own in told if own["problem"]), "")
+            report = {"digests": {}, "problem": _reason(error, partial)}
+        reports = all_gather_json(report, self._group)
+        problem = next((report["problem"] for report in reports if report["problem"]), "")
         if dist.get_rank() == 0:
-            digests = {name: digest for own in told for name, digest in own["digests"].items()}
+            digests = {name: digest for report in reports for name, digest in report["digests"].items()}
             problem = problem or self._commit(partial, folder, digests)
             if problem:
                 shutil.rmtree(partial, ignore_errors=True)
-                stays = "none is there" if self.latest is None else f"that of iteration {self.latest} stays"
-                log.warning("checkpoint of iteration %d not written: %s; %s", iteration, problem, stays)
+                newest = "there is none" if self.latest is None else f"the newest is that of iteration {self.latest}"
+                log.warning("checkpoint of iteration %d not written: %s; %s", iteration, problem, newest)
             else:
                 self.latest = iteration
             self._problem = problem
 
     def _commit(self, partial: Path, folder: Path, digests: dict[str, str]) -> str:
-        """Make it a checkpoint, at once and whole; why that failed, or ""."""
+        """Renames the folder at once and whole; returns why that failed, or ""."""
         try:
-            _write_text(partial / SUMS, sums(digests))
-            if folder.exists():  # one that was damaged, and has been done again
+            _write_text(partial / SUMS, _sums_text(digests))
+            if folder.exists():  # a damaged one, after the run resumed from the one before
                 shutil.rmtree(folder)
             os.replace(partial, folder)
-            _sync(folder.parent)
+            _fsync_folder(folder.parent)
         except OSError as error:
-            return _why(error, folder)
-        prune(folder.parent, folder, self._config.keep, self._config.best is not None)
+            return _reason(error, folder)
+        _prune(folder.parent, folder, self._config.keep, self._config.best is not None)
         return ""
 
 
-def _write_own(folder: Path, contents: CheckpointState) -> dict[str, str]:
-    """This rank's files; their SHA-256 by name."""
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Returns the complete checkpoints in a folder, the oldest first."""
+    return sorted((path for path in folder.glob("*") if path.name.isdecimal()), key=lambda path: int(path.name))
+
+
+def newest_intact(folder: Path, before: int | None = None) -> Path | None:
+    """Returns the newest checkpoint whose files match their sums, or None where there is none.
+
+    All ranks call it together and share the reading. Damaged checkpoints are logged and skipped.
+
+    Args:
+        folder: of the checkpoints.
+        before: only checkpoints of earlier iterations are looked at.
+
+    Raises:
+        UserError: all checkpoints are damaged.
+    """
+    names = all_gather_json([path.name for path in checkpoints_in(folder)])[0]
+    names = [name for name in names if before is None or int(name) < before]
+    problem = ""
+    for name in reversed(names):
+        problem = _problem_of(folder / name)
+        if not problem:
+            return folder / name
+        if dist.get_rank() == 0:
+            log.warning("%s: skipped", problem)
+    if problem:
+        raise UserError(f"{problem}: no other checkpoint is intact. Move {folder} away to start from the beginning.")
+    return None
+
+
+# -- writing
+
+
+def _write_local(folder: Path, contents: CheckpointState) -> dict[str, str]:
+    """Writes this rank's files; returns their SHA-256 by name."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank()
     name = rank_name(rank)
@@ -136,8 +196,8 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
-    """Renames in it are on disk."""
+def _fsync_folder(folder: Path) -> None:
+    """Makes the renames in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -145,5 +205,70 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _why(error: OSError, path: Path) -> str:
+def _reason(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: {error.strerror or error}"
+
+
+def _sums_text(digests: Mapping[str, str]) -> str:
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+
+
+def _prune(folder: Path, newest: Path, keep: int, keep_best: bool) -> None:
+    """Removes all but the last `keep` checkpoints up to the newest and, with `keep_best`, that with the highest score.
+
+    Checkpoints of later iterations are damaged, for the run resumed from one before: they do not count.
+    """
+    paths = [path for path in checkpoints_in(folder) if int(path.name) <= int(newest.name)]
+    kept = set(paths[-keep:])
+    if keep_best:
+        scores = {path: score for path in paths if (score := _score_of(path)) is not None}
+        kept |= {max(scores, key=lambda path: (scores[path], path.name))} if scores else set()
+    for path in paths:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _score_of(path: Path) -> float | None:
+    try:
+        return read_state(path).score
+    except UserError:
+        return None
+
+
+# -- integrity
+
+
+def _problem_of(folder: Path) -> str:
+    """Returns what is wrong with a checkpoint, the same on every rank, or ""; ranks share the files."""
+    try:
+        digests = _read_sums(folder)
+        names = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
+        problem = next((text for text in (_check_file(folder / name, digests[name]) for name in names) if text), "")
+    except UserError as error:
+        problem = str(error)
+    return next((text for text in all_gather_json(problem) if text), "")
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / SUMS}: cannot be read ({error})") from None
+    matches = [_SUM_LINE.fullmatch(line) for line in lines]
+    digests = {match[2]: match[1] for match in matches if match}
+    if len(digests) != len(lines) or JOB not in digests:
+        raise UserError(f"{folder / SUMS}: not the sums of a checkpoint")
+    for number in range(read_state(folder).ranks):
+        for name in (f"{rank_name(number)}.json", f"{rank_name(number)}.safetensors"):
+            if name not in digests:
+                raise UserError(f"{folder / SUMS}: {name} is missing")
+    return digests
+
+
+def _check_file(path: Path, digest: str) -> str:
+    try:
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path}: cannot be read ({error.strerror})"
+    return "" if actual == digest else f"{path}: damaged, its SHA-256 is not that of {SUMS}"

@@ -1,18 +1,22 @@
-"""What of a job outlives its processes, and how it comes back."""
+"""The state of a job in a checkpoint: collected after an iteration, restored into a job that was just built."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import PositiveInt, ValidationError
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from pydantic import PositiveInt, ValidationError, model_validator
 from torch import Tensor
 
-from verl_mg.batch import Batch
+from verl_mg.batch import Batch, ColumnKind
 from verl_mg.checkpoint.sharded_safetensors import ShardedReader
 from verl_mg.config import ConfigSection, Count
 from verl_mg.distributed.watchdog import is_peer_failure
@@ -20,54 +24,128 @@ from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.pending_groups import RolloutState
+from verl_mg.roles.rollout_source import LocalRolloutState
 from verl_mg.roles.trainable import RoleCounters
-from verl_mg.run import rank_files
-from verl_mg.run.rank_files import RankState, rank_state, rank_tensors
+from verl_mg.rollout.engine import Finish, Sample
 
 JOB = "job.json"
+"""File with the `JobState`."""
 READY = "ready"
-"""The batch of a rollout that nobody has fetched yet, among those of `job.state`, whose names begin with STATE."""
+"""Name of the batch that the rollout generated in advance, among those of `job.state`, whose names begin with STATE."""
 STATE = "state."
+"""Prefix of the names of batches in `job.state`."""
+LENGTHS = "lengths"
+"""Name of the tensor with a batch's lengths."""
 
 S = TypeVar("S", bound=ConfigSection)
 
 
 class JobState(ConfigSection):
-    """What all ranks know. score: of the metric that decides which checkpoint is best, where there is one."""
+    """The state that all ranks know."""
 
     recipe: str
+    """Name of the recipe."""
     iteration: Count
+    """Number of the iteration after which the checkpoint was written."""
     ranks: PositiveInt
+    """Number of ranks that have written files."""
     score: float | None
+    """Metric that decides which checkpoint is the best, where there is one."""
     next_row: Count
+    """Number of the next row of data that is used as it is."""
     prompts: dict[str, Any]
+    """State of the prompt feed."""
     numbers: dict[str, float]
+    """Numbers in `job.state`."""
     batches: list[str]
-    learned: dict[str, RoleCounters]
+    """Names of the batches among the ranks' tensors."""
+    trained: dict[str, RoleCounters]
+    """Counters of the trained roles."""
     rollout: RolloutState | None
+    """State of the rollout, if there is one."""
+
+
+class SampleState(ConfigSection):
+    """A `verl_mg.rollout.engine.Sample`; its routed experts are among the tensors."""
+
+    id: Count
+    """Sample id."""
+    tokens: tuple[Count, ...]
+    """Token ids of the response."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each token."""
+    policy_versions: tuple[int, ...]
+    """Version of the weights that generated each token."""
+    finish: Finish
+    """Reason why the response ended."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if not len(self.tokens) == len(self.logprobs) == len(self.policy_versions):
+            raise ValueError("tokens, log-probabilities and versions must have the same length")
+        return self
+
+
+class NumpyState(ConfigSection):
+    """The result of `numpy.random.get_state(legacy=False)`."""
+
+    bit_generator: str
+    """Name of the generator."""
+    key: list[int]
+    """State of the generator."""
+    pos: int
+    """Position in the state."""
+    has_gauss: int
+    """Whether a normal number is cached."""
+    gauss: float
+    """The cached normal number."""
+
+
+class RankState(ConfigSection):
+    """The state that one rank alone has, without tensors."""
+
+    completed: list[SampleState]
+    """Complete samples whose groups have not been returned."""
+    partial: list[SampleState]
+    """Aborted samples."""
+    kinds: dict[str, dict[str, ColumnKind]]
+    """Kind of each column, by batch and column."""
+    python: tuple[int, list[int], float | None]
+    """State of the generator of `random`."""
+    numpy: NumpyState
+    """State of NumPy's generator."""
 
 
 @dataclass
 class CheckpointState:
-    """What this rank writes; `tensors` are on the host, and changed by nobody before they are written."""
+    """Everything that this rank writes."""
 
     job: JobState
+    """State that all ranks know."""
     rank: RankState
+    """State of this rank."""
     tensors: dict[str, Tensor]
+    """Tensors by key, on the host; they are not changed before they are written."""
 
 
 @dataclass
 class StateCollector:
-    """Takes the contents of a job, into memory that is used again."""
+    """Copies the state of a job into host memory, which the next checkpoint uses again."""
 
-    _rooms: dict[str, Tensor] = field(default_factory=dict)
+    _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def collect(self, job: Job, recipe: str, score: float | None) -> CheckpointState:
-        """What the job is after its iteration; all ranks call it together."""
+        """Returns the state of a job after an iteration; all ranks call it together.
+
+        Args:
+            job: the job.
+            recipe: name of its recipe.
+            score: metric that decides which checkpoint is the best.
+        """
         rollout = job.rollout if "rollout" in job.requested else None
-        done, cut, ready = rollout.kept if rollout else ({}, {}, None)
+        local = rollout.local_state() if rollout else LocalRolloutState()
         batches = {STATE + name: value for name, value in job.state.items() if isinstance(value, Batch)}
-        batches |= {} if ready is None else {READY: ready}
+        batches |= {} if local.ready is None else {READY: local.ready}
         state = JobState(
             recipe=recipe,
             iteration=job.iteration,
@@ -77,90 +155,101 @@ class StateCollector:
             prompts=job.prompts.state(),
             numbers={name: value for name, value in job.state.items() if not isinstance(value, Batch)},
             batches=sorted(batches),
-            learned={name: role.counts() for name, role in job.trained.items()},
+            trained={name: role.counts() for name, role in job.trained.items()},
             rollout=rollout.state() if rollout else None,
         )
-        kept: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for role in job.trained.values():
             for part in role.parts():
-                kept[part.key] = self._on_host(part.key, part.values)
-        for key, values in rank_tensors(batches, done, cut):
-            kept[key] = self._on_host(key, values)
+                tensors[part.key] = self._to_host(part.key, part.values)
+        for key, values in _rank_tensors(batches, local):
+            tensors[key] = self._to_host(key, values)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._rooms = kept
-        return CheckpointState(state, rank_state(batches, done, cut), kept)
+        self._buffers = tensors
+        return CheckpointState(state, _rank_state(batches, local), tensors)
 
-    def _on_host(self, key: str, values: Tensor) -> Tensor:
-        room = self._rooms.get(key)
-        if room is None or room.shape != values.shape or room.dtype != values.dtype:
-            room = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-        return room.copy_(values, non_blocking=True)
+    def _to_host(self, key: str, values: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        return buffer.copy_(values, non_blocking=True)
 
 
 def restore(job: Job, folder: Path, recipe: str) -> int:
-    """Bring a job that was just built to where the checkpoint was written; its iteration. All ranks call it together.
+    """Restores a checkpoint, written under any layout and on any number of ranks; all ranks call it together.
 
-    Layouts and the number of ranks may be others than then. UserError where the checkpoint is of something else.
+    Args:
+        job: a job that was just built.
+        folder: of the checkpoint.
+        recipe: name of the job's recipe.
+
+    Returns:
+        number of the iteration after which the checkpoint was written.
+
+    Raises:
+        UserError: the checkpoint is of another recipe, or its files do not fit each other or the job.
     """
     state = read_state(folder)
     if state.recipe != recipe:
-        raise UserError(f"{folder}: written by the recipe {state.recipe}, now {recipe}; choose another job.output")
-    if other := job.trained.keys() ^ state.learned.keys():
-        raise UserError(f"{folder}: {min(other)} learns in one of the two runs alone; choose another job.output")
+        raise UserError(f"{folder}: written by the recipe {state.recipe}, not {recipe}. Choose another job.output.")
+    if other := job.trained.keys() ^ state.trained.keys():
+        raise UserError(f"{folder}: {min(other)} is trained in only one of the two runs. Choose another job.output.")
     try:
         job.prompts.load_state(state.prompts)
-        with ShardedReader(_file(folder, number) for number in range(state.ranks)) as stored:
+        with ShardedReader(_tensor_file(folder, number) for number in range(state.ranks)) as stored:
             for name, role in job.trained.items():
-                role.load(stored.fill, state.learned[name])
-        _restore_own(job, folder, state)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # whole, and yet not ours
+                role.load(stored.fill, state.trained[name])
+        _restore_local(job, folder, state)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # intact, but inconsistent
         if is_peer_failure(error):
             raise
         raise UserError(
-            f"{folder}: what stands in it does not go together ({type(error).__name__}: {error}); move it away to go "
-            "on from the one before"
+            f"{folder}: its contents do not fit each other ({type(error).__name__}: {error}). Move it away to resume "
+            "from the one before."
         ) from error
     job.iteration, job.next_row = state.iteration, state.next_row
     return state.iteration
 
 
 def read_state(folder: Path) -> JobState:
-    """What job.json says; UserError where it cannot be read."""
+    """Returns the contents of job.json; UserError where it cannot be read."""
     return _read(folder / JOB, JobState)
 
 
 def rank_name(rank: int) -> str:
-    """Of a rank's files, without their endings."""
+    """Returns the name of a rank's files, without their endings."""
     return f"rank-{rank:05d}"
 
 
-def _restore_own(job: Job, folder: Path, state: JobState) -> None:
-    """Of more ranks than now, each takes what several had."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    numbers = list(range(rank, state.ranks, ranks))
+def _restore_local(job: Job, folder: Path, state: JobState) -> None:
+    """Restores the states of ranks; where the checkpoint has more ranks than the job, a rank takes several of them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    numbers = list(range(rank, state.ranks, world_size))
     with ExitStack() as stack:
-        files = {n: stack.enter_context(ShardedReader([_file(folder, n)])) for n in (*numbers, 0)}
+        files = {n: stack.enter_context(ShardedReader([_tensor_file(folder, n)])) for n in (*numbers, 0)}
         states = {n: _read(folder / f"{rank_name(n)}.json", RankState) for n in files}
 
-        def batch(name: str) -> Batch:
-            parts = [rank_files.batch(name, states[n], files[n]) for n in numbers]
-            return Batch.concat(parts) if parts else rank_files.batch(name, states[0], files[0]).select([])
+        def load_batch(name: str) -> Batch:
+            parts = [_load_batch(name, states[n], files[n]) for n in numbers]
+            return Batch.concat(parts) if parts else _load_batch(name, states[0], files[0]).select([])
 
-        batches = {name: batch(name) for name in state.batches}
+        batches = {name: load_batch(name) for name in state.batches}
         job.state = {**state.numbers, **{n.removeprefix(STATE): b for n, b in batches.items() if n != READY}}
         if state.rollout and "rollout" in job.requested:
-            words = read_config(job.config.model.path).vocab
-            done = {
-                i: s for n in numbers for i, s in rank_files.samples("done", states[n].done, files[n], words).items()
-            }
-            cut = {i: s for n in numbers for i, s in rank_files.samples("cut", states[n].cut, files[n], words).items()}
-            job.rollout.load(state.rollout, job.prompts.by_id, done, cut, batches.get(READY))
-        if state.ranks == ranks:
-            rank_files.restore_random_numbers(states[rank], files[rank])
+            vocab_size = read_config(job.config.model.path).vocab
+            completed: dict[int, Sample] = {}
+            partial: dict[int, Sample] = {}
+            for n in numbers:
+                completed |= _load_samples("completed", states[n].completed, files[n], vocab_size)
+                partial |= _load_samples("partial", states[n].partial, files[n], vocab_size)
+            local = LocalRolloutState(completed, partial, batches.get(READY))
+            job.rollout.load(state.rollout, local, job.prompts.by_id)
+        if state.ranks == world_size:
+            _restore_random_numbers(states[rank], files[rank])
 
 
-def _file(folder: Path, rank: int) -> Path:
+def _tensor_file(folder: Path, rank: int) -> Path:
     return folder / f"{rank_name(rank)}.safetensors"
 
 
@@ -172,5 +261,100 @@ def _read(path: Path, kind: type[S]) -> S:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
-        why = problem["msg"].removeprefix("Value error, ")
-        raise UserError(f"{path}: {where or 'the text'}: {why}; the checkpoint is damaged") from None
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise UserError(f"{path}: {where or 'the text'}: {reason}; the checkpoint is damaged") from None
+
+
+# -- the state of one rank
+
+
+def _rank_state(batches: Mapping[str, Batch], local: LocalRolloutState) -> RankState:
+    version, numbers, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    return RankState(
+        completed=[_sample_state(sample) for sample in local.completed.values()],
+        partial=[_sample_state(sample) for sample in local.partial.values()],
+        kinds={name: {column: batch.kind(column) for column in batch.names()} for name, batch in batches.items()},
+        python=(version, list(numbers), gauss),
+        numpy=NumpyState(
+            bit_generator=numpy_state["bit_generator"],
+            key=numpy_state["state"]["key"].tolist(),
+            pos=numpy_state["state"]["pos"],
+            has_gauss=numpy_state["has_gauss"],
+            gauss=numpy_state["gauss"],
+        ),
+    )
+
+
+def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that belong to a `RankState`, by key."""
+    for name, batch in batches.items():
+        yield f"batch/{name}/{LENGTHS}", batch.lengths
+        yield from ((_column_key(name, column), batch[column]) for column in batch.names())
+    for which, samples in (("completed", local.completed), ("partial", local.partial)):
+        for i, sample in samples.items():
+            if sample.routed_experts is not None:
+                yield _routing_key(which, i), sample.routed_experts
+    yield "random/torch", torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield "random/cuda", torch.cuda.get_rng_state()
+        yield from ((f"random/megatron/{name}", state) for name, state in get_cuda_rng_tracker().get_states().items())
+
+
+def _load_samples(
+    which: str, states: Sequence[SampleState], stored: ShardedReader, vocab_size: int
+) -> dict[int, Sample]:
+    """Returns samples by id; `which` is "completed" or "partial". ValueError for a token beyond the vocabulary."""
+    samples = {}
+    for state in states:
+        if max(state.tokens, default=0) >= vocab_size:
+            raise ValueError(f"sample {state.id} contains the token {max(state.tokens)}, the model has {vocab_size}")
+        key = _routing_key(which, state.id)
+        routed = stored.tensor(key) if key in stored.keys(key) else None
+        samples[state.id] = Sample(**state.model_dump(), routed_experts=routed)
+    return samples
+
+
+def _load_batch(name: str, state: RankState, stored: ShardedReader) -> Batch:
+    batch = Batch(stored.tensor(f"batch/{name}/{LENGTHS}"))
+    for column, kind in state.kinds[name].items():
+        batch.put(column, stored.tensor(_column_key(name, column)), kind)
+    return batch
+
+
+def _restore_random_numbers(state: RankState, stored: ShardedReader) -> None:
+    """Restores all generators of this process."""
+    version, numbers, gauss = state.python
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(
+        {
+            "bit_generator": state.numpy.bit_generator,
+            "state": {"key": np.array(state.numpy.key, dtype=np.uint32), "pos": state.numpy.pos},
+            "has_gauss": state.numpy.has_gauss,
+            "gauss": state.numpy.gauss,
+        }
+    )
+    torch.set_rng_state(stored.tensor("random/torch"))
+    if torch.cuda.is_available() and stored.keys("random/cuda"):
+        torch.cuda.set_rng_state(stored.tensor("random/cuda"))
+        prefix = "random/megatron/"
+        states = {key.removeprefix(prefix): stored.tensor(key) for key in stored.keys(prefix)}
+        get_cuda_rng_tracker().set_states(states)
+
+
+def _sample_state(sample: Sample) -> SampleState:
+    return SampleState(
+        id=sample.id,
+        tokens=sample.tokens,
+        logprobs=sample.logprobs,
+        policy_versions=sample.policy_versions,
+        finish=sample.finish,
+    )
+
+
+def _column_key(batch: str, column: str) -> str:
+    return f"batch/{batch}/columns/{column}"
+
+
+def _routing_key(which: str, sample: int) -> str:
+    return f"routed_experts/{which}/{sample}"

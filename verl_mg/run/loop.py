@@ -21,8 +21,7 @@ from verl_mg.roles.trainable import NoOptimizerError
 from verl_mg.run.checkpointer import AsyncCheckpointer
 from verl_mg.run.job_state import restore
 from verl_mg.run.mode import FULL_RUN, RunMode
-from verl_mg.run.replay import Replay
-from verl_mg.run.replay_rollout import ReplayRollout
+from verl_mg.run.replay import Replay, ReplayRollout
 from verl_mg.run.run_dir import CHECKPOINTS, open_run_dir
 
 log = logging.getLogger(__name__)
@@ -30,20 +29,20 @@ log = logging.getLogger(__name__)
 MODEL, EXPORTS = "model", "export"
 
 
-def train(recipe: Recipe, config: Config, world: World, half: RunMode = FULL_RUN) -> None:
+def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN) -> None:
     """All iterations of a job, on every rank; see `JobConfig` for where its results go."""
-    roles = requested_roles(recipe, config.algorithm)
-    half.check(recipe.name, roles)
-    config = half.configured(config)
+    roles = requested_roles(recipe, config)
+    mode.check(recipe.name, roles)
+    config = mode.apply_to(config)
     if config.job.deterministic:
         device.compute_deterministically()
     check_trackers_and_profile(config, world.size)
-    replay = Replay.open(half.replayed, config, recipe.name) if half.replayed else None
+    replay = Replay.open(mode.replayed, config, recipe.name) if mode.replayed else None
     checkpoint = open_run_dir(config)
     checkpoint, last = (replay.checkpoint, replay.last) if replay else (checkpoint, config.job.iterations)
     with StatusFile(config.job.output, recipe.name, last, world.rank, world.size) as status:
         rollout = partial(ReplayRollout, replay.recording) if replay else None
-        job = Job(config, roles, world.store, rollout, half.learns, recipe.name)
+        job = Job(config, roles, world.store, rollout, mode.learns, recipe.name)
         world.watch_progress(job.timer)
         done = restore(job, checkpoint, recipe.name) if checkpoint else 0
         job.start()
@@ -60,7 +59,7 @@ def train(recipe: Recipe, config: Config, world: World, half: RunMode = FULL_RUN
             books.log(iteration, metrics)
             _keep(job, saver, iteration, last, metrics)
             if iteration < last and world.signals.any_rank_stop_requested():
-                if half.whole:
+                if mode.is_full:
                     _leave(job, saver, iteration, last, metrics)
                 status.left(f"told to leave after iteration {iteration}")
                 break

@@ -1,4 +1,4 @@
-"""What of a job is run: all of it, its rollouts alone, or training alone on the rollouts of an earlier run."""
+"""The part of a job that is run: all of it, its rollouts alone, or training alone on the samples of an earlier run."""
 
 from __future__ import annotations
 
@@ -10,27 +10,34 @@ from verl_mg.errors import UserError
 
 @dataclass(frozen=True)
 class RunMode:
-    """learns: whether roles have optimizers; without them an iteration ends where a recipe first asks for an update.
-
-    replayed: RUN@ITERATION, whose rollouts stand in place of engines, see `verl_mg.run.replay`.
-    """
+    """The part of a job that is run."""
 
     learns: bool = True
+    """Whether roles have optimizers; without them an iteration ends where the recipe first requests an update."""
     replayed: str | None = None
+    """RUN@ITERATION, whose samples replace those of engines; see `verl_mg.run.replay`."""
 
     @property
-    def whole(self) -> bool:
-        """Whether it is all of the job, and another start can go on with it."""
+    def is_full(self) -> bool:
+        """Returns whether the whole job is run, so that another start can resume it."""
         return self.learns and self.replayed is None
 
     def check(self, recipe: str, roles: set[str]) -> None:
-        """UserError where the recipe has no such half."""
-        if not self.whole and "rollout" not in roles:
-            raise UserError(f"recipe {recipe}: draws no samples; leave --rollout-only and --replay out")
+        """Checks that the recipe has this part.
 
-    def configured(self, config: Config) -> Config:
-        """Without what this half does not leave: checkpoints, and models where nothing learns."""
-        if self.whole:
+        Args:
+            recipe: name of the recipe.
+            roles: roles that it requests.
+
+        Raises:
+            UserError: the recipe generates no samples.
+        """
+        if not self.is_full and "rollout" not in roles:
+            raise UserError(f"recipe {recipe}: it generates no samples. Leave --rollout-only and --replay out.")
+
+    def apply_to(self, config: Config) -> Config:
+        """Returns the configuration without what this part does not write: checkpoints, models that nothing trains."""
+        if self.is_full:
             return config
         checkpoint = config.checkpoint.model_copy(update={"every": 0, "best": None})
         if self.learns:
@@ -41,3 +48,4 @@ class RunMode:
 
 
 FULL_RUN = RunMode()
+"""The whole job."""

@@ -1,47 +1,137 @@
-"""Training alone, on the rollouts of an earlier run: from its newest checkpoint before an iteration up to that one.
+"""Replay of training on the samples of an earlier run, from its newest checkpoint before an iteration up to that one.
 
     verl-mg train recipes/grpo.py --config my.yaml job.output=runs/again --replay runs/first@12
 
-On the layout of the run the metrics of training are bitwise those of then, so what went wrong in iteration 12 can be
-looked at again and again, with no engine and on other ranks too.
+On the layout of the run the metrics of training are bitwise those of the run, so the cause of a problem in iteration 12
+can be looked for again and again, without engines and on other ranks too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_mg.batch import Batch
 from verl_mg.config import Config
+from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import fingerprint
-from verl_mg.run.checkpoint_integrity import newest_intact
+from verl_mg.roles.models import Actor
+from verl_mg.roles.pending_groups import RolloutState
+from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecord, RolloutRecords
+from verl_mg.run.checkpointer import newest_intact
 from verl_mg.run.run_dir import CHECKPOINTS
 
 
 @dataclass(frozen=True)
 class Replay:
-    """checkpoint: what is gone on from; None: the model itself. last: the iteration that it ends with."""
+    """A range of iterations of an earlier run."""
 
     recording: SampleReader
+    """The samples of the run."""
     checkpoint: Path | None
+    """Checkpoint of the run that training resumes from; None: it starts from the model itself."""
     last: int
+    """Number of the last iteration."""
 
     @classmethod
     def open(cls, text: str, config: Config, recipe: str) -> Replay:
-        """As RUN@ITERATION says; all ranks call it together.
+        """Returns the replay that the command line describes; all ranks call it together.
+
+        Args:
+            text: RUN@ITERATION.
+            config: of the job.
+            recipe: name of the recipe.
 
         Raises:
-            UserError: it says nothing of the kind, what is needed was not recorded, or job.output holds a run.
+            UserError: the text has another form, samples are missing, or job.output contains a run.
         """
         folder, _, number = text.rpartition("@")
         if not folder or not number.isdecimal() or not int(number):
-            raise UserError(f"--replay {text}: write RUN@ITERATION, such as runs/first@12")
+            raise UserError(f"--replay {text}: it has no iteration. Write RUN@ITERATION, such as runs/first@12.")
         run, last = Path(folder), int(number)
         output = config.job.output
         if run.resolve() == output.resolve() or (output / CHECKPOINTS).exists():
-            raise UserError(f"job.output={output}: holds a run; a replay goes into a folder of its own")
+            raise UserError(f"job.output={output}: it contains a run. Choose another folder for the replay.")
         recording, checkpoint = SampleReader(run), newest_intact(run / CHECKPOINTS, before=last)
         first = int(checkpoint.name) + 1 if checkpoint else 1
         recording.check(range(first, last + 1), recipe, fingerprint(config.model.path))
         return cls(recording, checkpoint, last)
+
+
+class ReplayRollout:
+    """Returns recorded batches, with their rewards, in the order in which the recipe received them in the run.
+
+    Prompts and numbers of samples are those of the run, whatever the recipe requests.
+    """
+
+    is_replay = True
+
+    def __init__(self, recording: SampleReader) -> None:
+        self._recording, self._iteration = recording, 0
+        self._remaining: list[Batch] = []
+        self._records = RolloutRecords()
+        self._train_batches: list[Batch] = []
+        self.metrics: dict[str, float] = {}
+
+    @property
+    def train_batches(self) -> list[Batch]:
+        """Returns the batches of this iteration that `generate` returned."""
+        return self._train_batches
+
+    @property
+    def records(self) -> list[RolloutRecord]:
+        """Returns the records of all batches of this iteration."""
+        return self._records.records
+
+    def start_iteration(self, iteration: int, is_last: bool) -> None:
+        """Reads the batches of an iteration."""
+        self._iteration, self._remaining = iteration, self._recording.batches(iteration)
+        self._train_batches = []
+        self._records.clear()
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
+        """Returns the next recorded batch."""
+        batch = self._next()
+        self._train_batches.append(batch)
+        return batch
+
+    def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
+        """Returns the next recorded batch."""
+        return self._next()
+
+    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
+        """Returns the next recorded batch."""
+        return self._next()
+
+    def update_weights(self, actor: Actor) -> None:
+        """Does nothing: there are no engines."""
+
+    def state(self) -> RolloutState | None:
+        """Returns None: a replay writes no checkpoints."""
+        return None
+
+    def local_state(self) -> LocalRolloutState:
+        """Returns an empty state."""
+        return LocalRolloutState()
+
+    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
+        """Does nothing: samples in flight at the checkpoint are recorded in the iteration that received them."""
+
+    def resume_in_flight(self) -> None:
+        """Does nothing, for the same reason as `load`."""
+
+    def close(self) -> None:
+        """Does nothing: there are no engines."""
+
+    def _next(self) -> Batch:
+        if not self._remaining:
+            raise UserError(
+                f"iteration {self._iteration}: the recipe requests more batches than were recorded. Replay with the "
+                "settings of the run."
+            )
+        batch = self._remaining.pop(0)
+        self._records.add(batch)
+        return batch

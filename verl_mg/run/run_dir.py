@@ -14,7 +14,7 @@ import yaml
 from verl_mg.config import Config, dump_config
 from verl_mg.errors import UserError
 from verl_mg.monitor.progress import METRICS
-from verl_mg.run.checkpoint_integrity import newest_intact
+from verl_mg.run.checkpointer import newest_intact
 
 CHECKPOINTS, CONFIG = "checkpoints", "config.yaml"
 

@@ -1,0 +1,171 @@
+"""Interface of everything that gives a recipe its samples, and the record of what the recipe was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.data.prompts import Prompt
+from verl_mg.roles.models import Actor
+from verl_mg.roles.pending_groups import RolloutState
+from verl_mg.rollout.engine import Sample
+
+NOT_RECORDED = frozenset({"generated_by", "score_id"})
+"""Columns that have a meaning only within the processes that generated the row."""
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """A batch as a recipe received it, and as the recipe has left it."""
+
+    batch: Batch
+    """The batch itself, which the recipe adds columns to and changes."""
+    received: Batch
+    """The columns as the recipe received them from the rollout and the reward."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> RolloutRecord:
+        """Returns the record of a batch that is about to be given to the recipe."""
+        record = cls(batch, Batch(batch.lengths))
+        for name in batch.names():
+            if name not in NOT_RECORDED:
+                record.add(name, batch[name], batch.kind(name))
+        return record
+
+    def add(self, name: str, values: Tensor, kind: ColumnKind) -> None:
+        """Adds a column that the recipe receives.
+
+        Args:
+            name: name of the column.
+            values: its values, copied where the recipe may change them in place.
+            kind: what the column has one entry of.
+        """
+        # Columns with several numbers per token are large, and no recipe changes them.
+        self.received.put(name, values.clone() if values.dim() == 1 else values, kind)
+
+
+@dataclass
+class RolloutRecords:
+    """The records of an iteration, written by the rollout and by the reward."""
+
+    records: list[RolloutRecord] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Starts the records of another iteration."""
+        self.records = []
+
+    def add(self, batch: Batch) -> None:
+        """Records a batch that is about to be given to the recipe."""
+        self.records.append(RolloutRecord.of(batch))
+
+    def add_columns(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
+        """Adds sequence columns to the record of a batch; nothing where the batch is not one of the rollout's.
+
+        Args:
+            batch: a batch that the recipe received.
+            columns: values (n,) by name.
+        """
+        for record in self.records:
+            if record.batch is batch:
+                for name, values in columns.items():
+                    record.add(name, values, ColumnKind.SEQUENCE)
+
+
+@dataclass(frozen=True)
+class LocalRolloutState:
+    """The part of a rollout's state that only this rank has."""
+
+    completed: Mapping[int, Sample] = field(default_factory=dict)
+    """Complete samples by id, whose groups have not been returned."""
+    partial: Mapping[int, Sample] = field(default_factory=dict)
+    """Aborted samples by id."""
+    ready: Batch | None = None
+    """Rows that were generated in advance, and that the next `generate` returns."""
+
+
+class RolloutSource(Protocol):
+    """Source of samples, as a recipe and the training loop use it; all ranks call every method together.
+
+    `Rollout` generates the samples, `ReplayRollout` reads those of an earlier run.
+    """
+
+    metrics: dict[str, float]
+    """Metrics of the last `generate` and the last transfer of weights."""
+    is_replay: bool
+    """Whether the samples were recorded in an earlier run: then there are no engines and no evaluation."""
+
+    @property
+    def train_batches(self) -> Sequence[Batch]:
+        """Returns the batches of this iteration that `generate` returned."""
+        ...
+
+    @property
+    def records(self) -> Sequence[RolloutRecord]:
+        """Returns the records of all batches of this iteration, in the order in which they were returned."""
+        ...
+
+    def start_iteration(self, iteration: int, is_last: bool) -> None:
+        """Starts the records of an iteration.
+
+        Args:
+            iteration: number of the iteration, from 1.
+            is_last: whether no iteration follows, so that no samples are generated in advance.
+        """
+        ...
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
+        """Returns samples of prompts; each rank has other rows.
+
+        Args:
+            prompts: the prompts, the same on every rank.
+            num_samples: samples of each prompt.
+        """
+        ...
+
+    def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
+        """Returns the greedy response to each prompt."""
+        ...
+
+    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
+        """Returns samples that are not trained on and do not change those of training.
+
+        Args:
+            prompts: the prompts, the same on every rank.
+            num_samples: samples of each prompt.
+            temperature: sampling temperature; 0 is greedy.
+        """
+        ...
+
+    def update_weights(self, actor: Actor) -> None:
+        """Transfers the actor's weights to the engines."""
+        ...
+
+    def state(self) -> RolloutState | None:
+        """Returns what all ranks know of unfinished samples, for a checkpoint; None where there is nothing to save."""
+        ...
+
+    def local_state(self) -> LocalRolloutState:
+        """Returns what this rank alone has of unfinished samples, for a checkpoint."""
+        ...
+
+    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
+        """Resumes from a checkpoint, before the first `update_weights`.
+
+        Args:
+            state: of the checkpoint, the same on every rank.
+            local: this rank's share of the ranks' local states.
+            prompt_of: returns the prompt of an id.
+        """
+        ...
+
+    def resume_in_flight(self) -> None:
+        """Starts the samples that were in flight at the checkpoint again, after the first `update_weights`."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engines that this job has started."""
+        ...
