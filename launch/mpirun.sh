@@ -7,7 +7,7 @@
 # MPI_OPTIONS   further options of mpirun, such as --hostfile FILE or -x NAME
 set -euo pipefail
 
-: "${RANKS:?error: RANKS has to tell how many ranks the job has}"
+: "${RANKS:?error: RANKS is not set. Write the number of ranks.}"
 read -ra options <<<"${MPI_OPTIONS:-}"
 # Ranks choose their cores and devices themselves.
 command=(mpirun -n "$RANKS" --bind-to none "${options[@]}" python -m verl_mg train "$@")

@@ -1,4 +1,4 @@
-"""A job from Python: the sections of the configuration as arguments, the reward as a function.
+"""Python interface of a job: configuration sections as arguments, the reward as a function.
 
 # my_job.py, started by: python -m verl_mg.launch --nproc-per-node 2 my_job.py
 from recipes import grpo
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """What `verl-mg train` reads from a file.
+    """Job described in Python instead of a configuration file.
 
     Args:
-        actor: the model's directory; or the section `actor` with that as `path`.
-        data: the training file or folder; or the section `data`.
-        reward: a function of a `Sample`, see `load_reward`; or the section `reward`.
-        output: the run's folder.
+        actor: the model's directory, or the section `actor` with the directory as `path`.
+        data: the training file or folder, or the section `data`.
+        reward: a function of a `Sample`, or the section `reward`.
+        output: folder of the run.
         sections: further sections of the configuration, such as `rollout={"max_new_tokens": 64}`.
     """
 
@@ -55,20 +55,25 @@ class Job:
         self._tree = tree
 
     def run(self, recipe: ModuleType | str | Path, *, iterations: int, **algorithm: Any) -> None:
-        """Run a recipe, a module or the path of one, to its end; once in a process, on all ranks.
+        """Runs all iterations of a recipe. All ranks call it, once in a process.
 
-        algorithm: the recipe's own settings. A mistake ends the process with code 2 and one line on one rank.
+        Invalid input ends the process with exit code 2 and one line on one rank.
+
+        Args:
+            recipe: module of the recipe, or path of its file.
+            iterations: iterations to run.
+            algorithm: keys of the recipe's section.
         """
         from verl_mg.run.main import run_recipe
 
-        def described() -> tuple[Recipe, Config]:
+        def load() -> tuple[Recipe, Config]:
             from verl_mg.config import validate_config
             from verl_mg.job.recipe import load_recipe, recipe_from_module
 
-            found = (
+            loaded = (
                 recipe_from_module(recipe, recipe.__name__) if isinstance(recipe, ModuleType) else load_recipe(recipe)
             )
             job = {**self._tree["job"], "iterations": iterations}
-            return found, validate_config({**self._tree, "job": job, "algorithm": algorithm}, "Job", found.config)
+            return loaded, validate_config({**self._tree, "job": job, "algorithm": algorithm}, "Job", loaded.config)
 
-        run_recipe(described)
+        run_recipe(load)

@@ -1,4 +1,4 @@
-"""Which device this process computes on, and which backend its process groups use."""
+"""Device of this process, backend of its process groups, and deterministic kernels."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 
 def current_device() -> torch.device:
-    """The GPU of this process, or the CPU."""
+    """Returns the GPU of this process, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def backend() -> str:
-    """`nccl` for tensors on GPUs with gloo beside it for those on the host, or gloo alone."""
+    """Returns the backend: nccl for tensors on GPUs and gloo for those in host memory, or gloo alone."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def compute_deterministically() -> None:
-    """From here on kernels and collectives that repeat to the bit alone; before any of them has run.
+    """Allows only bitwise repeatable kernels and collectives from here on. Call it before any of them has run.
 
-    torch raises where an operation has none.
+    torch raises an error for an operation without such a kernel.
     """
-    # https://docs.nvidia.com/cuda/cublas/#results-reproducibility; and what Megatron's deterministic mode asks for.
+    # https://docs.nvidia.com/cuda/cublas/#results-reproducibility; Megatron requires them too.
     for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}.items():
         os.environ.setdefault(name, value)
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -33,7 +33,7 @@ def compute_deterministically() -> None:
 
 
 def ranks_of_a_node(ranks: int) -> int:
-    """How many of the job's `ranks` stand on one machine, as torchrun or mpirun tell it; all, if neither does."""
+    """Returns how many of the job's `ranks` share a machine, from variables of torchrun or mpirun; all without them."""
     for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         if variable in os.environ:
             return min(int(os.environ[variable]), ranks)

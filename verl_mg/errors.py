@@ -1,14 +1,15 @@
-"""The one exception for input that its writer can mend."""
+"""Exception for invalid input that the user can fix."""
 
 EXIT_CODE = 2
-"""With which every rank leaves after a `UserError`."""
+"""Exit code of every rank after a `UserError`."""
 
 
 class UserError(Exception):
-    """Bad configuration, layout, data or model directory: one line that names it and the remedy.
+    """Invalid configuration, layout, data or model directory.
 
-    The command line prints it on one rank, without a traceback, and every rank leaves with code 2.
+    The message is one line, `<key, file or line>: <what is wrong>. <How to fix it>.` The command line prints it on one
+    rank, without a traceback, and every rank exits with code 2.
     """
 
     def __str__(self) -> str:
-        return " ".join(line.strip() for line in super().__str__().splitlines())  # what it quotes may have several
+        return " ".join(line.strip() for line in super().__str__().splitlines())  # quoted text may have several lines

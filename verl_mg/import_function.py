@@ -1,4 +1,4 @@
-"""Finding a function of the user's by its name."""
+"""Import of a user's function by its name."""
 
 import difflib
 import importlib
@@ -13,34 +13,36 @@ from verl_mg.errors import UserError
 
 
 def load_function(name: str, kind: str) -> Callable[..., Any]:
-    """The function of that name.
+    """Imports and returns a function.
 
     Args:
         name: `package.module:function` or `path/to/file.py:function`.
-        kind: what it is to be, such as "reward", for errors.
+        kind: purpose such as "reward", for errors.
 
     Raises:
         UserError: no such module, file or function, or importing it fails.
     """
     where, colon, function_name = name.rpartition(":")
     if not (colon and where and function_name):
-        raise UserError(f"{kind} '{name}': write package.module:function or path/to/file.py:function")
+        raise UserError(
+            f"{kind} '{name}': not a function's name. Write package.module:function or path/to/file.py:function."
+        )
     module = _imported(where, name, kind)
     function = getattr(module, function_name, None)
     if not callable(function):
         near = _near(function_name, module)
         raise UserError(f"{kind} '{name}': {where} has no function '{function_name}'{near}")
-    found: Callable[..., Any] = function
-    return found
+    result: Callable[..., Any] = function
+    return result
 
 
 def _imported(where: str, name: str, kind: str) -> ModuleType:
     try:
         return _from_file(Path(where), kind) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:  # a module runs the user's code: it raises what it likes
+    except Exception as error:  # a module runs the user's code, which may raise anything
         raise UserError(
-            f"{kind} '{name}': {where} cannot be imported ({type(error).__name__}: {error}); mend it, or the "
-            "name: an importable module, or the path of a file ending in .py"
+            f"{kind} '{name}': {where} cannot be imported ({type(error).__name__}: {error}). Fix it, or "
+            "write an importable module or the path of a .py file."
         ) from error
 
 
@@ -58,4 +60,4 @@ def _from_file(path: Path, kind: str) -> ModuleType:
 def _near(function_name: str, module: ModuleType) -> str:
     public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     near = difflib.get_close_matches(function_name, public)
-    return f"; write one of: {', '.join(near or public)}" if public else "; define it there"
+    return f". Write one of: {', '.join(near or public)}." if public else ". Define it there."

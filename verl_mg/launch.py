@@ -1,10 +1,10 @@
-"""torchrun, ending with the ranks' own exit code and without its traceback.
+"""torchrun with the exit code of the ranks and without its traceback.
 
     python -m verl_mg.launch --nproc-per-node 2 -m verl_mg train ...
 
-takes torchrun's arguments. A rank has already said what was wrong; torchrun would add a report of its own. SIGTERM and
-SIGUSR1 are handed on to the ranks, which save and leave; the exit code is then 128 + signal, so that a scheduler
-knows that the job is to be started again.
+takes torchrun's arguments. A rank has already reported what was wrong; torchrun would add a second report. SIGTERM and
+SIGUSR1 are forwarded to the ranks, which save a checkpoint and exit; the exit code is then 128 + signal, so that a
+scheduler starts the job again.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from verl_mg.distributed.signals import HANDLED_SIGNALS, STOP_SIGNAL_FILE
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
 UNSEEN_SECONDS = 10
-"""In which torchrun should have seen that the ranks have ended; it looks many times a second."""
+"""Seconds in which torchrun, which polls many times a second, should notice that the ranks have ended."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run torchrun with the given arguments (those of the process otherwise)."""
-    # What torchrun sets itself, with a warning, where a rank is not alone; a rank then chooses by its cores.
+    """Runs torchrun with the given arguments, or those of the process."""
+    # torchrun sets it with a warning if there are several ranks; a rank then chooses by its cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Of those that torchrun would answer by ending the ranks, without the ones that are handed on.
+    # Signals upon which torchrun ends the ranks, without those that are forwarded.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT")
     for number in HANDLED_SIGNALS:
-        signal.signal(number, _hand_on)
+        signal.signal(number, _forward_signal)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="verl_mg-") as folder:
         threading.Thread(target=_follow_the_ranks, args=(folder,), daemon=True).start()
@@ -63,17 +63,17 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(128 + int(left.read_text(encoding="utf-8")))
 
 
-def _hand_on(number: int, frame: FrameType | None) -> None:
+def _forward_signal(number: int, frame: FrameType | None) -> None:
     ranks = psutil.Process().children()
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(number)
-    if not ranks:  # none has started yet, or other hosts are waited for
+    if not ranks:  # none has started yet, or torchrun waits for other hosts
         sys.exit(128 + number)
 
 
 def _follow_the_ranks(folder: str) -> None:
-    """End where all ranks have ended and torchrun does not see it, as when it asks a host that is cut off."""
+    """Exits if all ranks have ended and torchrun does not notice, as when it queries a host that is cut off."""
     unseen = 0
     while unseen < UNSEEN_SECONDS:
         time.sleep(1)

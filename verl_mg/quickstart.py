@@ -30,7 +30,7 @@ FOLDERS = ("model", "data", "sft", "grpo")
 def quickstart(
     output: str, *, sft_overrides: Sequence[str] = (), grpo_overrides: Sequence[str] = (), model_seed: int = 0
 ) -> None:
-    """Make a model and sums, warm the model up with SFT, improve it with GRPO, and tell how far it came.
+    """Make a model and sums, warm the model up with SFT, improve it with GRPO, and print the accuracies.
 
     Args:
         output: the folder to work in; what an earlier quickstart left there is replaced.
@@ -39,7 +39,7 @@ def quickstart(
         model_seed: of the model's random weights.
 
     Raises:
-        UserError: the recipes are not beside the package, or `output` cannot be written.
+        UserError: the recipes are not next to the package, or `output` cannot be written.
         SystemExit: a job failed; the code is the job's.
     """
     started = time.monotonic()
@@ -58,24 +58,39 @@ def quickstart(
 
 
 def sft_command(folder: Path, overrides: Iterable[str] = ()) -> list[str]:
-    """Imitation of right answers, stopped early."""
+    """Returns the command of the SFT job: imitation of right answers, stopped early.
+
+    Args:
+        folder: folder of the quickstart.
+        overrides: further `a.b=c`.
+    """
     return _train_command("sft", folder / "model", folder, overrides)
 
 
 def grpo_command(folder: Path, overrides: Iterable[str] = ()) -> list[str]:
-    """Reinforcement from where SFT ended; the reward is 1 for the right sum and 0 for anything else."""
+    """Returns the command of the GRPO job, which starts from the model of SFT. Its reward is 0 or 1.
+
+    Args:
+        folder: folder of the quickstart.
+        overrides: further `a.b=c`.
+    """
     test = f"data.test={folder / 'data' / 'test.jsonl'}"
     return _train_command("grpo", folder / "sft" / "model", folder, [test, *overrides])
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    """A Qwen3 of a few hundred thousand random weights that reads single characters, long texts too."""
+    """Writes a Qwen3 of a few hundred thousand random weights with one token per character.
+
+    Args:
+        folder: model directory to write.
+        seed: random seed of the weights.
+    """
     # So small a model starts to learn much sooner from weights larger than the usual 0.02.
     return make_tiny_model(folder, "qwen3", hidden=128, layers=2, ffn=256, max_positions=2048, init_std=0.06, seed=seed)
 
 
 def write_sums(folder: Path) -> None:
-    """`train.jsonl` and `test.jsonl`: every sum of two operands stands in exactly one of them."""
+    """`train.jsonl` and `test.jsonl`: each sum of two operands is in exactly one of them."""
     # Operands of equal width let a model this small start from any random weights alike.
     sums = [{"prompt": f"{a:02}+{b:02}=", "answer": str(a + b)} for a, b in itertools.product(OPERANDS, repeat=2)]
     random.Random(DATA_SEED).shuffle(sums)
@@ -95,7 +110,7 @@ def _train_command(recipe: str, model: Path, folder: Path, overrides: Iterable[s
     file, config = RECIPES / f"{recipe}.py", RECIPES / "configs" / f"quickstart_{recipe}.yaml"
     for path in (file, config):
         if not path.is_file():
-            raise UserError(f"{path}: no such file; quickstart needs the recipes of a checkout, so run it from one")
+            raise UserError(f"{path}: no such file. Run the quickstart from a checkout, which has the recipes.")
     return [
         *(_short(sys.executable), "-m", "verl_mg.launch", "--nproc-per-node", str(RANKS)),
         *("-m", "verl_mg", "train", _short(file), "--config", _short(config)),
@@ -107,7 +122,7 @@ def _train_command(recipe: str, model: Path, folder: Path, overrides: Iterable[s
 
 
 def _short(path: str | Path) -> str:
-    """Relative where it lies below the working directory: commands are there to be read."""
+    """Returns a relative path below the working directory, since people read the commands."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith(os.pardir) else relative
 
@@ -119,7 +134,7 @@ def _clear(folder: Path) -> None:
             if (folder / name).exists():
                 shutil.rmtree(folder / name)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from None
+        raise UserError(f"{folder}: cannot be written ({error.strerror}). Choose another --output.") from None
 
 
 def _run(command: Sequence[str]) -> None:

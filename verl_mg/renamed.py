@@ -183,7 +183,13 @@ class RenamedModuleFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns an empty package for a former one, so that its modules are reported one by one."""
+        """Returns an empty package for a former one, so that its modules are reported one by one.
+
+        Args:
+            fullname: name of the imported module.
+            path: search path of the package.
+            target: not used.
+        """
         if fullname in RENAMED_PACKAGES:
             return ModuleSpec(fullname, _EmptyPackageLoader(), is_package=True)
         message = _renamed(fullname)

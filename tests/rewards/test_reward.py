@@ -96,7 +96,7 @@ def test_loaded_reward_invalid_result_raises(file: Path, function: str, reason: 
     [
         ("verl_mg.rewards.exact", "package.module:function"),
         ("verl_mg.rewards.exact:", "package.module:function"),
-        ("verl_mg.rewards.exact:scroe", "no function 'scroe'; write one of: score"),
+        ("verl_mg.rewards.exact:scroe", "no function 'scroe'. Write one of: score"),
         ("verl_mg.rewards.exakt:score", "ModuleNotFoundError: No module named 'verl_mg.rewards.exakt'"),
         ("nowhere/own.py:score", "FileNotFoundError"),
     ],

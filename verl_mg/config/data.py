@@ -41,7 +41,7 @@ class CurriculumConfig(ConfigSection):
     high: float = Field(1.0, ge=0, le=1)
     """Largest pass rate of a prompt that is taken. 1 excludes none."""
     revisit: PositiveInt = 3
-    """How many times in a row a prompt is skipped before it is taken again, since the policy has changed."""
+    """Times in a row that a prompt is skipped before it is taken again, since the policy has changed."""
     pass_threshold: float = 0.5
     """Smallest reward of an answer that passes."""
     decay: float = Field(0.5, ge=0, lt=1)
@@ -80,7 +80,7 @@ class DataConfig(ConfigSection):
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """What to do with a longer prompt: stop with an error, or leave it out. Prompts are never truncated."""
+    """Treatment of longer prompts: stop with an error, or leave them out. Prompts are never truncated."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Selection of training prompts by their pass rate. Off by default."""
 
@@ -111,7 +111,7 @@ RewardFunction = Annotated[str | Callable[..., Any], PlainSerializer(_function_n
 
 
 class WeightedRewardConfig(ConfigSection):
-    """One reward of a mixture."""
+    """One reward of a weighted sum."""
 
     function: RewardFunction
     """Reward function or class, as in `reward.function`."""
@@ -122,7 +122,7 @@ class WeightedRewardConfig(ConfigSection):
 
 
 class RewardConfig(ConfigSection):
-    """Reward of a sample."""
+    """Reward of a sample: one function, or a weighted sum."""
 
     function: RewardFunction = "verl_mg.rewards.math:score"
     """Reward function or class: `package.module:name` or `path/file.py:name`."""

@@ -25,7 +25,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section."""
+    """One key of a section, in words."""
 
     name: str
     """Name within the section."""

@@ -84,7 +84,7 @@ def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
 
 
 class RoleSection(ConfigSection):
-    """Role with a model."""
+    """Role with a model on some ranks."""
 
     layout: str = "tp1"
     """Parallel sizes such as tp4-pp2-cp2-ep8: tensor (tp), pipeline (pp), virtual pipeline (vpp), context (cp), expert
@@ -116,7 +116,7 @@ class RoleSection(ConfigSection):
 
 
 class TrainableConfig(RoleSection):
-    """Trained model."""
+    """Model that is trained by the job."""
 
     tokens_per_micro_batch: PositiveInt = 8192
     """Largest number of tokens of a micro-batch per rank (per context-parallel group with cp). Affects memory and
@@ -149,10 +149,10 @@ class ReferenceConfig(RoleSection):
 
 
 class RolloutConfig(ConfigSection):
-    """Generation of samples."""
+    """Generation of samples by engines."""
 
     engine: Literal["hf", "sglang"] = "hf"
-    """hf: transformers in the training process, for small models and tests. sglang: SGLang engines."""
+    """Engine. hf: transformers in the training process, for small models and tests. sglang: SGLang engines."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature. 0: greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -192,7 +192,7 @@ class RolloutConfig(ConfigSection):
     urls: list[str] = []
     """SGLang servers that are already running, such as [http://node7:30000], instead of engines of this job."""
     weight_transfer: Literal["disk", "process_group"] = "process_group"
-    """How weights reach the servers of `urls`: through a process group, or through files in `shared_folder`."""
+    """Path of the weights to the servers of `urls`: a process group, or files in `shared_folder`."""
     shared_folder: Path | None = None
     """Folder for weights with `weight_transfer: disk`, used by this job only. Job and servers see it under the same
     path."""

@@ -78,7 +78,7 @@ class TrackingConfig(ConfigSection):
 
 
 class ProfileConfig(ConfigSection):
-    """Profiling."""
+    """Profiling of time and memory."""
 
     synchronize: bool = False
     """Wait for devices and ranks between phases, so that `time/phase/` is exact. Prints a table at the end. Slower."""

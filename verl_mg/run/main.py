@@ -1,4 +1,4 @@
-"""A job from the meeting of its ranks to their end, whoever started them and however it was described."""
+"""A job from the rendezvous of its ranks to their exit, for every launcher and interface."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ if TYPE_CHECKING:
     from verl_mg.job.recipe import Recipe
 
 
-def run_recipe(
-    described: Callable[[], tuple[Recipe, Config]], learns: bool = True, replayed: str | None = None
-) -> None:
-    """Join the other ranks, run, leave together; a user's mistake is one line on one rank and exit code 2.
+def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, replayed: str | None = None) -> None:
+    """Joins the other ranks, runs the recipe and exits with them. Invalid input: one line on one rank, exit code 2.
 
-    described: called when this rank has joined, so that what it refuses is told once. learns, replayed: see `RunMode`.
+    Args:
+        load: returns recipe and configuration. It is called after the rendezvous, so that one rank reports its errors.
+        learns: whether models are trained; see `RunMode`.
+        replayed: RUN@ITERATION to train on; see `RunMode`.
     """
     from verl_mg.distributed.world import World
 
     world = World.join()
     with world.signals.handled():
         try:
-            recipe, config = described()
+            recipe, config = load()
             world.set_timeouts(config.job)
             from verl_mg.run.loop import train
             from verl_mg.run.mode import RunMode
