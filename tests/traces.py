@@ -127,12 +127,13 @@ def change_config(source: Path, folder: Path, **fields: Any) -> Path:
 
 
 def sglang_trace(family: str, layout: EngineLayout) -> list[dict[str, Shard]]:
-    """What each rank holds, as SGLang loads it."""
+    """Shards of each rank, as SGLang loads them."""
     return _all_traces()[family, layout]
 
 
 @cache
 def _all_traces() -> dict[tuple[str, EngineLayout], list[dict[str, Shard]]]:
     keys = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
+    keys += [(family, EngineLayout(tp=2)) for family in WITHOUT_TABLE]
     traces = trace_sglang_many([(folder_of(family), layout) for family, layout in keys])
     return dict(zip(keys, traces, strict=True))

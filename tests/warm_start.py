@@ -66,8 +66,9 @@ class WarmStart:
             path.chmod(0o755)
             # Its standard input ends with this process, and with that the server.
             command = [sys.executable, "-m", __name__, str(self._folder)]
-            self._server = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE)
-            self._wait()
+            server = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE)
+            self._wait(server)
+            self._server = server
         return str(path)
 
     @property
@@ -86,10 +87,10 @@ class WarmStart:
             self._server.communicate()
             self._server = None
 
-    def _wait(self) -> None:
+    def _wait(self, server: subprocess.Popen[bytes]) -> None:
         until = time.monotonic() + START_TIMEOUT_S
         while not (self._folder / "ready").exists():
-            assert self._server is not None and self._server.poll() is None, "the server of warm_start ended"
+            assert server.poll() is None, "the server of warm_start ended"
             assert time.monotonic() < until, "the server of warm_start does not start"
             time.sleep(0.05)
 

@@ -28,7 +28,7 @@ def made(folder: Path, architecture: str, **fields: object) -> Path:
     return make_tiny_model(folder, architecture, characters="abcdefgh", **sizes, **fields)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
     model = made(tmp_path / "model", "qwen3", tie_embeddings=tied)
     settings = dataclasses.replace(SETTINGS, layout=EngineLayout(pp=2))
