@@ -1,48 +1,98 @@
-"""Clip-Cov: entropy kept by leaving out few tokens (arXiv:2505.22617).
+"""Clip-Cov: no gradient from a few of the tokens that reduce the entropy most (arXiv:2505.22617).
 
-As in KL-Cov, few tokens cost most of the entropy. Among those whose covariance of log-probability and advantage lies
-between two bounds, so many as are a `fraction` of all tokens of the iteration are drawn, and give no gradient.
+    prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+As in KL-Cov few tokens cause most of the loss of entropy. Among the tokens whose covariance of log-probability and
+advantage is between two bounds, a `fraction` of all tokens is drawn at random and excluded from the loss.
 """
 
-from pydantic import Field
-from torch import Tensor
+from functools import partial
 
-from recipes.common import sampling
-from recipes.common.penalties import regularized, scores, steered
-from recipes.common.sampling import learn, roles, sample
-from recipes.kl_cov import token_covariances
-from verl_mg.algorithms.advantages import group_relative
-from verl_mg.algorithms.losses import clip_cov_loss, priorities, share_count, tokens_at_least, tokens_between
+from pydantic import Field, PositiveInt
+
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from verl_mg.algorithms.advantages import group_relative, moments
+from verl_mg.algorithms.losses import (
+    clip_cov_loss,
+    covariances,
+    priorities,
+    share_count,
+    tokens_at_least,
+    tokens_between,
+)
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs
-
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
-class Config(sampling.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(8, ge=2)
+    """Number of responses to each prompt."""
     fraction: float = Field(2e-4, gt=0, le=1)
+    """Share of the tokens of an iteration that is excluded."""
     covariance_low: float = 1.0
+    """Lower bound of the covariance of the tokens that are drawn from."""
     covariance_high: float = 5.0
+    """Upper bound of the covariance of the tokens that are drawn from."""
     clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
     clip_high: float = Field(0.2, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
-def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantages, clips = tokens["old_logprobs"], tokens["advantages"], (cfg.clip_low, cfg.clip_high)
-    loss = clip_cov_loss(tokens.logprobs, old, advantages, tokens.mask, tokens["cut"], *clips)
-    return regularized(loss, tokens, cfg)
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    columns = (inputs.old_logprobs, inputs.advantages, inputs.mask, inputs["cut"])
+    loss = clip_cov_loss(inputs.logprobs, *columns, cfg.clip_low, cfg.clip_high)
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    batch["advantages"] = (
-        batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"])
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
+    mask = batch["loss_mask"]
+    logprob_moments = job.all_reduce_sum(moments(batch["old_logprobs"], mask))
+    advantage_moments = job.all_reduce_sum(moments(batch["advantages"], mask))
+    covariance = covariances(batch["old_logprobs"], batch["advantages"], mask, logprob_moments, advantage_moments)
+    num_selected = share_count(int(logprob_moments[0]), cfg.fraction)
+    candidates = tokens_between(covariance, mask, cfg.covariance_low, cfg.covariance_high)
+    priority = priorities(batch.expand_to_tokens(batch["sample_id"]), batch.positions, seed=job.iteration)
+    threshold = job.global_kth_largest(priority[candidates], num_selected)
+    batch["cut"] = tokens_at_least(priority, candidates, threshold)
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "token-mean",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
     )
-    covariance, tokens = token_covariances(job, batch)
-    candidates = tokens_between(covariance, batch["loss_mask"], cfg.covariance_low, cfg.covariance_high)
-    lots = priorities(batch.expand_to_tokens(batch["sample_id"]), batch.positions, seed=job.iteration)
-    threshold = job.global_kth_largest(lots[candidates], share_count(tokens, cfg.fraction))
-    batch["cut"] = tokens_at_least(lots, candidates, threshold)
-    return learn(job, cfg, batch, policy_loss)
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

@@ -1,61 +1,101 @@
 """DAPO: decoupled clip and dynamic sampling policy optimisation (arXiv:2503.14476).
 
-GRPO with four changes: a higher upper clip; more prompts are sampled until `prompts_per_iteration` groups have a
-difference to learn from, `rounds` times at most; every token weighs the same; the score of a long response is lowered
-within the last `overlong_buffer` tokens, and with `overlong_filter` those cut at the limit teach nothing.
+    (prompts -> rollout -> reward) until enough groups differ -> log-probs -> advantages -> actor update -> weight sync
+
+GRPO with four changes: a higher upper clip; sampling is repeated until enough groups have rewards that differ; every
+token has the same weight; and the reward of a response is lowered within the last `overlong_buffer` tokens.
 """
+
+from functools import partial
 
 import torch
 from pydantic import Field, PositiveInt
 
-from recipes.common import clipping
-from recipes.common.clipping import policy_loss
-from recipes.common.penalties import scores, steered
-from recipes.common.sampling import draw, judge, learn, roles, together
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from recipes.common.rows import concat_rollouts
 from verl_mg.algorithms.advantages import group_relative, informative, soft_overlong_penalty
+from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.batch import Batch
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
 
-
-class Config(clipping.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(16, ge=2)
-    clip_high: float = Field(0.28, gt=0)
-    rounds: PositiveInt = 10
+    """Number of responses to each prompt."""
+    max_sampling_rounds: PositiveInt = 10
+    """Largest number of rollouts in an iteration to find `prompts_per_iteration` groups whose rewards differ."""
     overlong_buffer: int = Field(0, ge=0)
+    """Tokens before `rollout.max_new_tokens` in which the reward falls linearly by 1; 0 turns this off."""
     overlong_filter: bool = False
+    """Excludes responses that are cut at `rollout.max_new_tokens` from the loss."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
+    clip_high: float = Field(0.28, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
-def sample_informative(job: Job, cfg: Config) -> tuple[Batch, dict[str, float]]:
-    """Rounds of sampling until enough groups have scores that differ; the first ones of these."""
-    kept: list[Batch] = []
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = with_current_kl(cfg, job.state)
+    rounds: list[Batch] = []
     groups = torch.empty(0)
-    while len(groups) < cfg.prompts_per_iteration and len(kept) < cfg.rounds:
-        batch = draw(job, cfg)
-        kept.append(batch.select(informative(batch["reward"], batch["group"])))
-        groups = job.all_gather_column(together(kept), "group").unique()
-    batch = together(kept)
-    first = groups[: cfg.prompts_per_iteration]
-    told = {"dapo/rounds": float(len(kept)), "dapo/groups": float(len(first))}
-    return batch.select(torch.isin(batch["group"], first)), told
+    while len(groups) < cfg.prompts_per_iteration and len(rounds) < cfg.max_sampling_rounds:
+        prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+        batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
+        batch["reward"] = job.reward.wait(batch)
+        rounds.append(batch.select(informative(batch["reward"], batch["group"])))
+        groups = job.all_gather_column(concat_rollouts(rounds), "group").unique()
+    groups = groups[: cfg.prompts_per_iteration]
+    batch = concat_rollouts(rounds)
+    batch = batch.select(torch.isin(batch["group"], groups))
 
-
-def shape(job: Job, batch: Batch, cfg: Config) -> None:
-    lengths = batch.lengths - batch["prompt_length"]
     if cfg.overlong_buffer:
-        limit = job.config.rollout.max_new_tokens
+        lengths, limit = batch.lengths - batch["prompt_length"], job.config.rollout.max_new_tokens
         batch["reward"] = batch["reward"] + soft_overlong_penalty(lengths, limit, cfg.overlong_buffer)
     if cfg.overlong_filter:
         batch["loss_mask"] = batch["loss_mask"] & ~batch.expand_to_tokens(batch["truncated"])
 
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
 
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch, told = sample_informative(job, cfg)
-    shape(job, batch, cfg)
-    judge(job, cfg, batch)
-    batch["advantages"] = (
-        batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"])
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "token-mean",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
     )
-    return told | learn(job, cfg, batch, policy_loss)
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    sampling_metrics = {"dapo/rounds": float(len(rounds)), "dapo/groups": float(len(groups))}
+    return {**sampling_metrics, **metrics, **kl_metrics}

@@ -1,35 +1,75 @@
 """On-policy distillation (GKD, arXiv:2306.13649, with the reverse KL).
 
-The student writes, the teacher judges each token: what it finds likelier than the student did is pushed up. The
-reward takes no part; it tells how well the student does. `reference.path` is the teacher.
+    prompts -> rollout -> reward -> log-probs of student and teacher -> advantages -> actor update -> weight sync
+
+The student generates, and the teacher gives the log-probability of each token: tokens that the teacher finds more
+likely than the student become more likely. The reward is only reported. `reference.path` is the teacher.
 """
 
-from pydantic import Field
+from functools import partial
 
-from recipes import cispo
-from recipes.cispo import policy_loss
-from recipes.common import sampling
-from recipes.common.penalties import steered
-from recipes.common.sampling import learn, sample
+from pydantic import Field, PositiveInt
+
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.algorithms.advantages import distillation_advantages
+from verl_mg.algorithms.losses import cispo_loss
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
 
-
-class Config(cispo.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(1, ge=1)
+    """Number of responses to each prompt."""
+    clip_low: float = Field(1.0, gt=0, le=1)
+    """Distance of the lower bound of the importance weight from 1."""
     clip_high: float = Field(4.0, gt=0)
+    """Distance of the upper bound of the importance weight from 1."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
 def roles(cfg: Config) -> set[str]:
-    return sampling.roles(cfg) | {"reference"}
+    return {"actor", "reference", "rollout", "reward"}
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = cispo_loss(inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high)
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    teacher, mask = job.reference.compute_logprobs(batch), batch["loss_mask"]
-    batch["advantages"] = distillation_advantages(batch["old_logprobs"], teacher, mask)
-    total = job.all_reduce_sum(-batch["advantages"].sum()) / job.all_reduce_sum(mask.sum())
-    return {"distillation/reverse_kl": float(total)} | learn(job, cfg, batch, policy_loss)
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    mask = batch["loss_mask"]
+    batch["advantages"] = distillation_advantages(batch["old_logprobs"], batch["ref_logprobs"], mask)
+    reverse_kl = job.all_reduce_sum(-batch["advantages"].sum()) / job.all_reduce_sum(mask.sum())
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "token-mean",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {"distillation/reverse_kl": float(reverse_kl), **metrics, **kl_metrics}

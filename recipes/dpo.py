@@ -1,7 +1,9 @@
 """DPO: direct preference optimisation (arXiv:2305.18290).
 
-Of two answers the policy is to find the preferred one likelier than the reference does, and the other less likely:
-no reward model, no sampling. `kind` "ipo" is IPO (arXiv:2310.12036), "hinge" RSO's loss (arXiv:2309.06657).
+    prompts with two answers -> reference log-probs -> actor update
+
+The policy learns to find the preferred answer more likely than the reference does, and the other one less likely,
+without reward model and without sampling. IPO (arXiv:2310.12036) and RSO's hinge loss (arXiv:2309.06657) are options.
 """
 
 from collections.abc import Mapping
@@ -9,31 +11,35 @@ from functools import partial
 from typing import Literal
 
 from pydantic import Field, PositiveInt
-from torch import Tensor
 
 from verl_mg.algorithms.losses import dpo_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
 class Config(RecipeConfig):
     pairs_per_iteration: PositiveInt = 64
+    """Number of pairs of answers of an optimizer step."""
     beta: float = Field(0.1, gt=0)
-    kind: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """Factor of the log-ratios to the reference; a lower one lets the policy depart further."""
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """Loss of a pair: that of DPO, of RSO, or of IPO."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Assumed probability of a wrong preference, with `loss_type: sigmoid`."""
 
 
 def roles(cfg: Config) -> set[str]:
     return {"actor", "reference"}
 
 
-def preference_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    columns = (tokens["ref_logprobs"], tokens.mask, tokens["pair"], tokens["chosen"])
-    return dpo_loss(tokens.logprobs, *columns, cfg.beta, cfg.label_smoothing, cfg.kind)
+def preference_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    columns = (inputs.ref_logprobs, inputs.mask, inputs["pair"], inputs["chosen"])
+    return dpo_loss(inputs.logprobs, *columns, cfg.beta, cfg.label_smoothing, cfg.loss_type)
 
 
 def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
-    batch = job.preference_batch(job.prompts.next_batch(cfg.pairs_per_iteration))
+    prompts = job.prompts.next_batch(cfg.pairs_per_iteration)
+    batch = job.preference_batch(prompts)
     batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     return job.actor.update(batch, partial(preference_loss, cfg=cfg), "seq-mean-token-mean")

@@ -1,17 +1,84 @@
 """Dr. GRPO: GRPO done right (arXiv:2503.20783).
 
-GRPO without its two biases: no division by the group's deviation, which favours questions that are too easy or too
-hard, and none by the length of a response, which favours long wrong ones. Every token weighs the same constant.
+    prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+GRPO without its two biases: no division by the group's standard deviation, which favours prompts that are too easy or
+too hard, and no division by the length of a response, which favours long wrong ones. Token losses are summed and
+divided by a constant, `rollout.max_new_tokens` times the number of responses.
 """
 
-from typing import Literal
+from functools import partial
 
-from recipes import grpo
-from recipes.grpo import iteration, roles
+from pydantic import Field, PositiveInt
 
-__all__ = ["Config", "iteration", "roles"]
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from verl_mg.algorithms.advantages import group_relative
+from verl_mg.algorithms.aggregation import LossAggregation
+from verl_mg.algorithms.losses import clipped_policy_loss
+from verl_mg.config import RecipeConfig
+from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
-class Config(grpo.Config):
-    normalize_std: bool = False
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-sum-norm"
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
+    group_size: int = Field(8, ge=2)
+    """Number of responses to each prompt."""
+    normalize_by_std: bool = False
+    """Divides the advantages of a group by the standard deviation of its rewards."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    loss_aggregation: LossAggregation = "seq-mean-token-sum-norm"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
+
+
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"], cfg.normalize_by_std)
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        cfg.loss_aggregation,
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+        max_length=job.config.rollout.max_new_tokens,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

@@ -1,39 +1,83 @@
 """GMPO: geometric-mean policy optimisation (arXiv:2507.20673).
 
-GRPO maximises the arithmetic mean of a response's weighted token ratios, in which one outlier counts for all. The
-geometric mean hardly notices it, so the clip, of log-ratios, can be much wider.
+    prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+GRPO maximises the arithmetic mean of the weighted token ratios of a response, which one outlier dominates. The
+geometric mean is insensitive to it, so the clip, here of log-ratios, can be much wider.
 """
 
-from pydantic import Field
-from torch import Tensor
+from functools import partial
 
-from recipes.common import sampling
-from recipes.common.penalties import regularized, scores, steered
-from recipes.common.sampling import learn, roles, sample
+from pydantic import Field, PositiveInt
+
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.algorithms.advantages import group_relative
 from verl_mg.algorithms.losses import gmpo_loss
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs
-
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
-class Config(sampling.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(8, ge=2)
+    """Number of responses to each prompt."""
     clip_low: float = Field(0.4, gt=0)
+    """Distance of the lower bound of the log-ratio from 0, in nats."""
     clip_high: float = Field(0.4, gt=0)
+    """Distance of the upper bound of the log-ratio from 0, in nats."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
-def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantages, clips = tokens["old_logprobs"], tokens["advantages"], (cfg.clip_low, cfg.clip_high)
-    loss = gmpo_loss(tokens.logprobs, old, advantages, tokens.mask, tokens.sequence_ids, *clips)
-    return regularized(loss, tokens, cfg)
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = gmpo_loss(
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        inputs.mask,
+        inputs.sequence_ids,
+        cfg.clip_low,
+        cfg.clip_high,
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    batch["advantages"] = (
-        batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"])
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "seq-mean-token-mean",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
     )
-    return learn(job, cfg, batch, policy_loss, "seq-mean-token-mean")
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

@@ -1,37 +1,76 @@
 """GPG: group policy gradient (arXiv:2504.02546).
 
-The plain policy gradient of centred rewards: no ratio, no clip, no reference, one update an iteration. Groups without
-a difference have no gradient; the others are scaled up for them.
+    prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+The plain policy gradient of centred rewards, without ratio, clip or reference, and with one update in an iteration.
+Groups whose rewards are all equal have no gradient; the advantages of the others are scaled up by all rows /
+informative rows.
 """
 
-import torch
-from pydantic import Field
-from torch import Tensor
+from functools import partial
 
-from recipes.common import sampling
-from recipes.common.penalties import regularized, scores, steered
-from recipes.common.sampling import learn, roles, sample
+import torch
+from pydantic import Field, PositiveInt
+
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.algorithms.advantages import group_relative, informative
 from verl_mg.algorithms.losses import gpg_loss
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs
-
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
-class Config(sampling.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(8, ge=2)
+    """Number of responses to each prompt."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
-def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    return regularized(gpg_loss(tokens.logprobs, tokens["advantages"], tokens.mask), tokens, cfg)
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = gpg_loss(inputs.logprobs, inputs.advantages, inputs.mask)
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    score = scores(batch, cfg)
-    rows, useful = job.all_reduce_sum(torch.tensor([len(batch), informative(score, batch["group"]).sum()])).tolist()
-    advantages = group_relative(score, batch["group"], normalize_std=False) * (rows / max(useful, 1))
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    rewards = rewards_with_kl(batch, cfg.kl)
+    counts = torch.tensor([len(batch), informative(rewards, batch["group"]).sum()])
+    num_rows, num_informative = job.all_reduce_sum(counts).tolist()
+    advantages = group_relative(rewards, batch["group"], normalize_by_std=False) * (num_rows / max(num_informative, 1))
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
-    return learn(job, cfg, batch, policy_loss)
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "token-mean",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

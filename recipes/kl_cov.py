@@ -1,50 +1,84 @@
-"""KL-Cov: entropy kept by a KL penalty on few tokens (arXiv:2505.22617).
+"""KL-Cov: a KL penalty on the few tokens that reduce the entropy most (arXiv:2505.22617).
 
-Entropy falls with the covariance of log-probability and advantage, and few tokens make most of it. The `fraction` of
-all tokens of the iteration with the highest covariance is held back by a penalty to the old policy.
+    prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+The entropy of the policy falls with the covariance of log-probability and advantage, and few tokens cause most of it.
+The `fraction` of all tokens with the highest covariance gets a penalty on its distance from the old policy.
 """
 
-from pydantic import Field
-from torch import Tensor
+from functools import partial
 
-from recipes.common import sampling
-from recipes.common.penalties import regularized, scores, steered
-from recipes.common.sampling import learn, roles, sample
+from pydantic import Field, PositiveInt
+
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.algorithms.advantages import group_relative, moments
 from verl_mg.algorithms.losses import covariances, kl_cov_loss, share_count, tokens_at_least
-from verl_mg.batch import Batch
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs
-
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
-class Config(sampling.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(8, ge=2)
+    """Number of responses to each prompt."""
     fraction: float = Field(2e-3, gt=0, le=1)
+    """Share of the tokens of an iteration that is penalised."""
     penalty: float = Field(1.0, ge=0)
+    """Weight of the penalty on these tokens, in loss per nat."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
-def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantages, penalized = tokens["old_logprobs"], tokens["advantages"], tokens["penalized"]
-    loss = kl_cov_loss(tokens.logprobs, old, advantages, tokens.mask, penalized, cfg.penalty)
-    return regularized(loss, tokens, cfg)
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
 
 
-def token_covariances(job: Job, batch: Batch) -> tuple[Tensor, int]:
-    """Of each token over the whole batch, and how many tokens that has."""
-    mask, columns = batch["loss_mask"], (batch["old_logprobs"], batch["advantages"])
-    means = [job.all_reduce_sum(moments(column, mask)) for column in columns]
-    return covariances(*columns, mask, *means), int(means[0][0])
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = kl_cov_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, inputs["penalized"], cfg.penalty
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    batch["advantages"] = (
-        batch.expand_to_tokens(group_relative(scores(batch, cfg), batch["group"])) * batch["loss_mask"]
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"])
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
+    mask = batch["loss_mask"]
+    logprob_moments = job.all_reduce_sum(moments(batch["old_logprobs"], mask))
+    advantage_moments = job.all_reduce_sum(moments(batch["advantages"], mask))
+    covariance = covariances(batch["old_logprobs"], batch["advantages"], mask, logprob_moments, advantage_moments)
+    num_selected = share_count(int(logprob_moments[0]), cfg.fraction)
+    threshold = job.global_kth_largest(covariance[mask], num_selected)
+    batch["penalized"] = tokens_at_least(covariance, mask, threshold)
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "token-mean",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
     )
-    covariance, tokens = token_covariances(job, batch)
-    threshold = job.global_kth_largest(covariance[batch["loss_mask"]], share_count(tokens, cfg.fraction))
-    batch["penalized"] = tokens_at_least(covariance, batch["loss_mask"], threshold)
-    return learn(job, cfg, batch, policy_loss)
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

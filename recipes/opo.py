@@ -1,22 +1,72 @@
 """OPO: on-policy RL with the optimal reward baseline (arXiv:2505.23585).
 
-One exact on-policy update an iteration, neither clip nor KL, against the baseline of least gradient variance: the mean
-reward of the group with responses weighed by their length.
+    prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+One exact on-policy update in an iteration, without clip, against the baseline of least gradient variance: the mean
+reward of the group with responses weighted by their length.
 """
 
-from recipes.common.penalties import scores, steered
-from recipes.common.sampling import learn, roles, sample
-from recipes.gpg import Config, policy_loss
-from verl_mg.algorithms.advantages import opo
-from verl_mg.job.job import Job
+from functools import partial
 
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
+from pydantic import Field, PositiveInt
+
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from verl_mg.algorithms.advantages import opo
+from verl_mg.algorithms.losses import gpg_loss
+from verl_mg.config import RecipeConfig
+from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
+
+
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
+    group_size: int = Field(8, ge=2)
+    """Number of responses to each prompt."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
+
+
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = gpg_loss(inputs.logprobs, inputs.advantages, inputs.mask)
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    lengths, _ = batch.pad("loss_mask")
-    advantages = opo(scores(batch, cfg), lengths.sum(1), batch["group"])
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    lengths = batch.pad("loss_mask")[0].sum(1)
+    advantages = opo(rewards_with_kl(batch, cfg.kl), lengths, batch["group"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
-    return learn(job, cfg, batch, policy_loss)
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "token-mean",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

@@ -1,55 +1,124 @@
 """PF-PPO: policy filtration in PPO (arXiv:2409.06957).
 
-A reward model is most reliable where its score is high or low. Responses of the last `replay` iterations wait in a
-buffer; each iteration trains on as many as were sampled, drawn from there by a weight of their score.
+    prompts -> rollout -> reward -> log-probs -> resample -> values -> advantages -> critic, actor update -> weight sync
+
+A reward model is most reliable where its score is high or low. Responses of the last iterations are kept in a buffer,
+and as many as were sampled in this iteration are drawn from it, with replacement, by weights of their rewards.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import torch
 from pydantic import Field, PositiveInt
 
-from recipes import ppo
-from recipes.common.penalties import steered
-from recipes.common.sampling import sample, together
-from recipes.ppo import add_advantages, learn_both, policy_loss, roles
-from verl_mg.algorithms.advantages import select
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, token_rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from recipes.common.rows import concat_rollouts
+from verl_mg.algorithms.advantages import gae, moments, select, whiten
+from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, value_loss
 from verl_mg.batch import Batch
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
 
-
-class Config(ppo.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(4, ge=1)
-    replay: PositiveInt = 2
+    """Number of responses to each prompt."""
+    buffer_iterations: PositiveInt = 2
+    """Number of iterations, this one included, whose responses are drawn from."""
     resampling: Literal["pow", "max_min", "max_random"] = "max_min"
+    """Weights of responses: a power of the reward's magnitude, only best and worst, or best preferred."""
     power: float = Field(2.0, ge=0)
+    """Exponent of `resampling: pow`."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    kl: KLConfig = KLConfig(placement="reward", estimator="k1")
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount from one token to the next."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """Lambda of the generalized advantage estimation for the policy."""
+    critic_lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the returns that the critic is trained on; 1 gives Monte Carlo returns."""
+    critic_warmup: int = Field(0, ge=0)
+    """Number of first iterations in which only the critic is trained."""
+    value_clip: float | None = Field(0.5, gt=0)
+    """Largest distance of a value from the one at the start of the iteration that has a gradient; null is unlimited."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
-def replayed(job: Job, batch: Batch, cfg: Config) -> Batch:
-    """The rows of the last iterations, these ones included; the buffer forgets older ones."""
-    batch["iteration"] = torch.full((len(batch),), job.iteration)
-    earlier = job.state.get("replay")
-    pool = together([earlier, batch] if isinstance(earlier, Batch) else [batch])
-    pool = pool.select(pool["iteration"] > job.iteration - cfg.replay)
-    job.state["replay"] = pool
-    return pool
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "critic", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
 
 
-def drawn(job: Job, pool: Batch, count: int, cfg: Config) -> Batch:
-    """`count` rows of all ranks' pools, with replacement; the same draw on every rank, each takes its own rows."""
-    generator = torch.Generator().manual_seed(job.config.job.seed + job.iteration)
-    ids, scores = job.all_gather_column(pool, "sample_id"), job.all_gather_column(pool, "reward")
-    times = select(scores, count, cfg.resampling, cfg.power, generator).bincount(minlength=len(ids))
-    own = times[torch.searchsorted(ids, pool["sample_id"])]
-    return job.reassign_sample_ids(pool.select(torch.arange(len(pool)).repeat_interleave(own)))
+def critic_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    return value_loss(inputs.values, inputs["values"], inputs["returns"], inputs.mask, cfg.value_clip)
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    fresh = sample(job, cfg)
-    pool = replayed(job, fresh, cfg)
-    batch = drawn(job, pool, int(job.all_reduce_sum(torch.tensor(len(fresh)))), cfg)
-    add_advantages(job, batch, cfg, cfg.lam)
-    return learn_both(job, cfg, batch, policy_loss)
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    # Buffer: every rank keeps the rows of its last iterations.
+    batch["iteration"] = torch.full((len(batch),), job.iteration)
+    earlier = job.state.get("response_buffer")
+    buffer = concat_rollouts([earlier, batch] if isinstance(earlier, Batch) else [batch])
+    job.state["response_buffer"] = buffer = buffer.select(buffer["iteration"] > job.iteration - cfg.buffer_iterations)
+
+    # All ranks draw the same responses, and each repeats its rows as often as they were drawn.
+    generator = torch.Generator().manual_seed(job.config.job.seed + job.iteration)
+    sample_ids, rewards = job.all_gather_column(buffer, "sample_id"), job.all_gather_column(buffer, "reward")
+    num_samples = int(job.all_reduce_sum(torch.tensor(len(batch))))
+    drawn = select(rewards, num_samples, cfg.resampling, cfg.power, generator)
+    times = drawn.bincount(minlength=len(sample_ids))[torch.searchsorted(sample_ids, buffer["sample_id"])]
+    batch = job.reassign_sample_ids(buffer.select(torch.arange(len(buffer)).repeat_interleave(times)))
+
+    batch["values"] = job.critic.compute_values(batch)
+    rewards, mask = token_rewards_with_kl(batch, cfg.kl)
+    values, _ = batch.pad("values")
+    advantages, _ = gae(rewards, values, mask, cfg.gamma, cfg.lam)
+    _, returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam)
+    batch["advantages"] = batch.unpad(whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask))))
+    batch["returns"] = batch.unpad(returns)
+
+    train_actor = job.iteration > cfg.critic_warmup
+    steps = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
+    actor_metrics: Mapping[str, float] = {}
+    with job.concurrent_roles():
+        critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
+        if train_actor:
+            actor_metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), "token-mean", **steps)
+    metrics = {**critic_metrics, "critic/explained_variance": explained_variance(critic_metrics, prefix="critic/")}
+    if train_actor:
+        job.rollout.update_weights(job.actor)
+        if cfg.kl.enabled:
+            metrics |= adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state)
+    return {**metrics, **actor_metrics}

@@ -1,71 +1,100 @@
-"""PPO with a critic (arXiv:1707.06347), as RLHF uses it (arXiv:2203.02155).
+"""PPO with a critic (arXiv:1707.06347), as used for RLHF (arXiv:2203.02155).
 
-The critic predicts the return of each token; generalized advantage estimation weighs how much better it went. `lam`
-is the policy's, `critic_lam` the critic's own: with both at 1 it is Monte Carlo, with another for each decoupled
-(VC-PPO, arXiv:2503.01491). In the first `critic_warmup` iterations the critic learns alone.
+    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight sync
+
+The critic predicts the return from each token on; generalized advantage estimation compares what followed with it.
+Policy and critic can have different lambdas (decoupled GAE, VC-PPO, arXiv:2503.01491).
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
-from typing import Literal
 
-from pydantic import Field
-from torch import Tensor
+from pydantic import Field, PositiveInt
 
-from recipes.common import clipping, sampling
-from recipes.common.clipping import policy_loss
-from recipes.common.penalties import Loss, steered, token_scores
-from recipes.common.sampling import learn, sample
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, token_rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.algorithms.advantages import gae, moments, whiten
-from verl_mg.algorithms.losses import explained_variance, value_loss
-from verl_mg.batch import Batch
+from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, value_loss
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs
-
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
-class Config(clipping.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(1, ge=1)
-    kl_in: Literal["loss", "reward"] = "reward"
-    kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k1"
+    """Number of responses to each prompt."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    kl: KLConfig = KLConfig(placement="reward", estimator="k1")
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
     gamma: float = Field(1.0, gt=0, le=1)
+    """Discount from one token to the next."""
     lam: float = Field(0.95, ge=0, le=1)
+    """Lambda of the generalized advantage estimation for the policy."""
     critic_lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the returns that the critic is trained on; 1 gives Monte Carlo returns."""
     critic_warmup: int = Field(0, ge=0)
+    """Number of first iterations in which only the critic is trained."""
     value_clip: float | None = Field(0.5, gt=0)
+    """Largest distance of a value from the one at the start of the iteration that has a gradient; null is unlimited."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
 def roles(cfg: Config) -> set[str]:
-    return sampling.roles(cfg) | {"critic"}
+    return {"actor", "critic", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
 
 
-def critic_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    return value_loss(tokens.values, tokens["values"], tokens["returns"], tokens.mask, cfg.value_clip)
+def critic_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    return value_loss(inputs.values, inputs["values"], inputs["returns"], inputs.mask, cfg.value_clip)
 
 
-def add_advantages(job: Job, batch: Batch, cfg: Config, lam: float | Tensor) -> None:
-    """From the critic's values, with one lambda for the policy and one for the returns that the critic learns."""
-    batch["values"] = job.critic.compute_values(batch)
-    rewards, mask = token_scores(batch, cfg)
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+        batch["values"] = job.critic.compute_values(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    rewards, mask = token_rewards_with_kl(batch, cfg.kl)
     values, _ = batch.pad("values")
-    advantages, _ = gae(rewards, values, mask, cfg.gamma, lam)
+    advantages, _ = gae(rewards, values, mask, cfg.gamma, cfg.lam)
     _, returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam)
     batch["advantages"] = batch.unpad(whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask))))
     batch["returns"] = batch.unpad(returns)
 
-
-def learn_both(job: Job, cfg: Config, batch: Batch, loss: Callable[..., Loss]) -> dict[str, float]:
-    """Critic and, after the warm-up, policy; on ranks of their own at the same time."""
-    steps = {"num_minibatches": cfg.minibatches, "num_epochs": cfg.epochs}
-    of_critic = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
-    of_actor = learn(job, cfg, batch, loss) if job.iteration > cfg.critic_warmup else {}
-    means = {name.removeprefix("critic/"): value for name, value in of_critic.items()}
-    return {**of_critic, "critic/explained_variance": explained_variance(means), **of_actor}
-
-
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    add_advantages(job, batch, cfg, cfg.lam)
-    return learn_both(job, cfg, batch, policy_loss)
+    train_actor = job.iteration > cfg.critic_warmup
+    steps = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
+    actor_metrics: Mapping[str, float] = {}
+    with job.concurrent_roles():
+        critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
+        if train_actor:
+            actor_metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), "token-mean", **steps)
+    metrics = {**critic_metrics, "critic/explained_variance": explained_variance(critic_metrics, prefix="critic/")}
+    if train_actor:
+        job.rollout.update_weights(job.actor)
+        if cfg.kl.enabled:
+            metrics |= adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state)
+    return {**metrics, **actor_metrics}

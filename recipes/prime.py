@@ -1,54 +1,91 @@
 """PRIME: process reinforcement through implicit rewards (arXiv:2502.01456).
 
-A language model that is trained to tell right responses from wrong ones by `beta` times the log-ratio to its own
-beginning is a reward model of single tokens. It learns online, from the outcomes of each iteration, before it judges.
+    prompts -> rollout -> reward -> log-probs -> process_reward update -> advantages -> actor update -> weight sync
+
+A language model is trained as a classifier of outcomes, whose logit is `beta` times the log-ratio to its initial
+weights. The log-ratio of a single token is then a process reward. The model is updated with the outcomes of an
+iteration before it gives the process rewards of the same iteration.
 """
 
 from functools import partial
 
-from pydantic import Field
-from torch import Tensor
+from pydantic import Field, PositiveInt
 
-from recipes.common import clipping, sampling
-from recipes.common.clipping import policy_loss
-from recipes.common.penalties import scores, steered
-from recipes.common.sampling import learn, sample
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.algorithms.advantages import implicit_rewards, prime_advantages
-from verl_mg.algorithms.losses import prime_loss
-from verl_mg.batch import Batch
+from verl_mg.algorithms.losses import clipped_policy_loss, prime_loss
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs
-
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
-class Config(clipping.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(4, ge=2)
+    """Number of responses to each prompt."""
     beta: float = Field(0.05, gt=0)
+    """Factor of the log-ratio in the process rewards."""
     gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of process rewards from one token to the next."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
 def roles(cfg: Config) -> set[str]:
-    return sampling.roles(cfg) | {"process_reward", "reference"}
+    return {"actor", "reference", "process_reward", "rollout", "reward"}
 
 
-def outcome_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    ids, right = tokens.sequence_ids, (tokens["reward"] > 0).float()
-    return prime_loss(tokens.logprobs, tokens["ref_logprobs"], tokens.mask, ids, right, cfg.beta)
+def outcome_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    labels = (inputs["reward"] > 0).float()
+    return prime_loss(inputs.logprobs, inputs.ref_logprobs, inputs.mask, inputs.sequence_ids, labels, cfg.beta)
 
 
-def process_rewards(job: Job, batch: Batch, cfg: Config) -> Tensor:
-    """(n, T), by the model that has just learned from these outcomes."""
-    batch["process_logprobs"] = job.process_reward.compute_logprobs(batch)
-    new, reference, mask = (batch.pad(name)[0] for name in ("process_logprobs", "ref_logprobs", "loss_mask"))
-    return implicit_rewards(new, reference, mask, cfg.beta)
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
-    metrics = job.process_reward.update(batch, partial(outcome_loss, cfg=cfg), "seq-mean-token-mean")
-    process, mask = process_rewards(job, batch, cfg), batch.pad("loss_mask")[0]
-    batch["advantages"] = batch.unpad(prime_advantages(process, scores(batch, cfg), mask, batch["group"], cfg.gamma))
-    return {**metrics, **learn(job, cfg, batch, policy_loss)}
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    process_metrics = job.process_reward.update(batch, partial(outcome_loss, cfg=cfg), "seq-mean-token-mean")
+    batch["process_logprobs"] = job.process_reward.compute_logprobs(batch)
+
+    mask, logprobs, ref_logprobs = (batch.pad(name)[0] for name in ("loss_mask", "process_logprobs", "ref_logprobs"))
+    process_rewards = implicit_rewards(logprobs, ref_logprobs, mask, cfg.beta)
+    rewards = rewards_with_kl(batch, cfg.kl)
+    batch["advantages"] = batch.unpad(prime_advantages(process_rewards, rewards, mask, batch["group"], cfg.gamma))
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "token-mean",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**process_metrics, **metrics, **kl_metrics}

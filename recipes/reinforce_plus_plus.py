@@ -1,34 +1,80 @@
 """REINFORCE++ (arXiv:2501.03262).
 
-No critic and no group: the return of each token, its KL penalties taken off, is whitened over the whole batch, and
-that is its advantage. Clipped as in PPO.
+    prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+Neither critic nor group: the advantage of a token is its return, KL penalties subtracted, normalised to zero mean and
+unit variance over the whole batch. The loss is PPO's.
 """
 
-from typing import Literal
+from functools import partial
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from recipes.common import clipping
-from recipes.common.clipping import policy_loss
-from recipes.common.penalties import steered, token_scores
-from recipes.common.sampling import learn, roles, sample
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, token_rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.algorithms.advantages import moments, reinforce_plus_plus, whiten
+from verl_mg.algorithms.losses import clipped_policy_loss
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
 
-
-class Config(clipping.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(1, ge=1)
-    kl_in: Literal["loss", "reward"] = "reward"
-    kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k1"
+    """Number of responses to each prompt."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    kl: KLConfig = KLConfig(placement="reward", estimator="k1")
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
     gamma: float = Field(1.0, gt=0, le=1)
+    """Discount from one token to the next."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
+
+
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    rewards, mask = token_scores(batch, cfg)
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    rewards, mask = token_rewards_with_kl(batch, cfg.kl)
     returns = reinforce_plus_plus(rewards, mask, cfg.gamma)
     batch["advantages"] = batch.unpad(whiten(returns, mask, job.all_reduce_sum(moments(returns, mask))))
-    return learn(job, cfg, batch, policy_loss)
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "token-mean",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

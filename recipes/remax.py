@@ -1,49 +1,85 @@
-"""ReMax: REINFORCE with the greedy response's score as baseline (arXiv:2310.10505).
+"""ReMax: REINFORCE with the reward of the greedy response as baseline (arXiv:2310.10505).
 
-No critic and no group: one more response to each prompt, the most probable one, tells what was to be expected.
+    prompts -> rollout -> reward -> log-probs -> greedy rollout, reward -> advantages -> actor update -> weight sync
+
+Neither critic nor group: for each prompt the most probable response is generated too, and its reward is the baseline.
 """
 
-from typing import Literal
+from functools import partial
 
 import torch
-from pydantic import Field
-from torch import Tensor
+from pydantic import Field, PositiveInt
 
-from recipes.common import clipping
-from recipes.common.clipping import policy_loss
-from recipes.common.penalties import scores, steered
-from recipes.common.sampling import learn, roles, sample
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.algorithms.advantages import remax
-from verl_mg.batch import Batch
+from verl_mg.algorithms.losses import clipped_policy_loss
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
 
-
-class Config(clipping.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(1, ge=1)
-    kl_in: Literal["loss", "reward"] = "reward"
-    kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k1"
+    """Number of responses to each prompt."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    kl: KLConfig = KLConfig(placement="reward", estimator="k1")
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
-def greedy_scores(job: Job, batch: Batch) -> Tensor:
-    """(n,): what the most probable response to each row's prompt scores, whichever rank wrote it."""
-    asked = job.all_gather_column(batch, "prompt_id").unique().tolist()
-    greedy = job.rollout.generate_greedy([job.prompts.by_id(prompt) for prompt in asked])
-    greedy["reward"] = job.reward.wait(greedy)
-    known = dict(
-        zip(
-            job.all_gather_column(greedy, "prompt_id").tolist(),
-            job.all_gather_column(greedy, "reward").tolist(),
-            strict=True,
-        )
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high
     )
-    return torch.tensor([known[prompt] for prompt in batch["prompt_id"].tolist()])
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    return add_kl_loss(loss, inputs, cfg.kl)
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    advantages = remax(scores(batch, cfg), greedy_scores(job, batch))
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    # A greedy response may be on another rank than the rows that it is compared with: both are matched by prompt.
+    prompt_ids = job.all_gather_column(batch, "prompt_id").unique().tolist()
+    greedy = job.rollout.generate_greedy([job.prompts.by_id(prompt_id) for prompt_id in prompt_ids])
+    greedy["reward"] = job.reward.wait(greedy)
+    greedy_ids = job.all_gather_column(greedy, "prompt_id").tolist()
+    baselines = dict(zip(greedy_ids, job.all_gather_column(greedy, "reward").tolist(), strict=True))
+
+    greedy_rewards = torch.tensor([baselines[prompt_id] for prompt_id in batch["prompt_id"].tolist()])
+    advantages = remax(rewards_with_kl(batch, cfg.kl), greedy_rewards)
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
-    return learn(job, cfg, batch, policy_loss, "seq-mean-token-sum")
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        "seq-mean-token-sum",
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

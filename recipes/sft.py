@@ -1,28 +1,32 @@
-"""Supervised fine-tuning: raise the log-probability of given answers, each token weighing the same."""
+"""SFT: supervised fine-tuning on given answers, with the same weight for every token (arXiv:2203.02155).
+
+prompts with answers -> actor update
+"""
 
 from collections.abc import Mapping
 
 from pydantic import PositiveInt
-from torch import Tensor
 
 from verl_mg.algorithms.losses import sft_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
 class Config(RecipeConfig):
     examples_per_iteration: PositiveInt = 64
+    """Number of examples of an optimizer step."""
 
 
 def roles(cfg: Config) -> set[str]:
     return {"actor"}
 
 
-def imitation_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    return sft_loss(tokens.logprobs, tokens.mask)
+def imitation_loss(inputs: LossInputs) -> LossOutput:
+    return sft_loss(inputs.logprobs, inputs.mask)
 
 
 def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
-    batch = job.sft_batch(job.prompts.next_batch(cfg.examples_per_iteration))
+    prompts = job.prompts.next_batch(cfg.examples_per_iteration)
+    batch = job.sft_batch(prompts)
     return job.actor.update(batch, imitation_loss, "token-mean")

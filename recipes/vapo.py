@@ -1,52 +1,112 @@
 """VAPO: value-based augmented PPO for long chains of thought (arXiv:2504.05118).
 
-PPO with a critic that is trained before the policy moves (`critic_warmup`), lambda 1 for the critic and one that grows
-with the response's length for the policy, DAPO's clip-higher and token mean, groups of responses, and a language-model
-loss on the right ones, weighed by `imitation`.
+    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight sync
+
+PPO with a critic that is trained before the policy (`critic_warmup`), lambda 1 for the critic and one that grows with
+the length of the response for the policy, DAPO's higher upper clip and token mean, groups of responses, and a
+language-model loss on the responses with a reward above 0.
 """
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
-from pydantic import Field
-from torch import Tensor
+from pydantic import Field, PositiveInt
 
-from recipes import ppo
-from recipes.common.penalties import steered
-from recipes.common.sampling import sample
-from recipes.ppo import add_advantages, learn_both, roles
-from verl_mg.algorithms.advantages import length_adaptive_lambda
-from verl_mg.algorithms.losses import imitation_loss
-from verl_mg.batch import Batch
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, token_rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from verl_mg.algorithms.advantages import gae, length_adaptive_lambda, moments, whiten
+from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, imitation_loss, value_loss
+from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs
-
-__all__ = ["Config", "iteration", "policy_loss", "roles"]
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
 
 
-class Config(ppo.Config):
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(16, ge=1)
-    lam_alpha: float = Field(0.05, gt=0)
-    critic_warmup: int = Field(50, ge=0)
+    """Number of responses to each prompt."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
     clip_high: float = Field(0.28, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    kl: KLConfig = KLConfig(placement="reward", estimator="k1")
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount from one token to the next."""
+    lam_alpha: float = Field(0.05, gt=0)
+    """Constant alpha of the policy's lambda, 1 - 1 / (alpha * length of the response)."""
+    critic_lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the returns that the critic is trained on; 1 gives Monte Carlo returns."""
+    critic_warmup: int = Field(50, ge=0)
+    """Number of first iterations in which only the critic is trained."""
+    value_clip: float | None = Field(0.5, gt=0)
+    """Largest distance of a value from the one at the start of the iteration that has a gradient; null is unlimited."""
     imitation: float = Field(0.1, ge=0)
+    """Weight of the language-model loss on right responses."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
 
 
-def policy_loss(tokens: LossInputs, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    loss, metrics = ppo.policy_loss(tokens, cfg)
-    likeness, seen = imitation_loss(tokens.logprobs, tokens["right"], tokens.mask)
-    return loss + cfg.imitation * likeness, metrics | seen
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "critic", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
 
 
-def add_right_tokens(job: Job, batch: Batch) -> None:
-    """Weights whose mean over all tokens is the mean over those of responses with a reward above 0."""
-    right = batch["loss_mask"] & batch.expand_to_tokens(batch["reward"] > 0)
-    tokens, of_right = job.all_reduce_sum(torch.stack([batch["loss_mask"].sum(), right.sum()])).tolist()
-    batch["right"] = right.float() * (tokens / max(of_right, 1))
+def critic_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    return value_loss(inputs.values, inputs["values"], inputs["returns"], inputs.mask, cfg.value_clip)
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    policy, metrics = add_kl_loss(loss, inputs, cfg.kl)
+    imitation, imitation_metrics = imitation_loss(inputs.logprobs, inputs["right"], inputs.mask)
+    return policy + cfg.imitation * imitation, metrics | imitation_metrics
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = steered(job, cfg)
-    batch = sample(job, cfg)
-    lengths = batch.pad("loss_mask")[0].sum(1)
-    add_advantages(job, batch, cfg, length_adaptive_lambda(lengths, cfg.lam_alpha))
-    add_right_tokens(job, batch)
-    return learn_both(job, cfg, batch, policy_loss)
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+        batch["values"] = job.critic.compute_values(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    rewards, mask = token_rewards_with_kl(batch, cfg.kl)
+    lam = length_adaptive_lambda(mask.sum(1), cfg.lam_alpha)
+    values, _ = batch.pad("values")
+    advantages, _ = gae(rewards, values, mask, cfg.gamma, lam)
+    _, returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam)
+    batch["advantages"] = batch.unpad(whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask))))
+    batch["returns"] = batch.unpad(returns)
+
+    # Weights of right tokens: their mean over all tokens is the mean over the tokens of right responses.
+    right = batch["loss_mask"] & batch.expand_to_tokens(batch["reward"] > 0)
+    num_tokens, num_right = job.all_reduce_sum(torch.stack([batch["loss_mask"].sum(), right.sum()])).tolist()
+    batch["right"] = right.float() * (num_tokens / max(num_right, 1))
+
+    train_actor = job.iteration > cfg.critic_warmup
+    steps = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
+    actor_metrics: Mapping[str, float] = {}
+    with job.concurrent_roles():
+        critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
+        if train_actor:
+            actor_metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), "token-mean", **steps)
+    metrics = {**critic_metrics, "critic/explained_variance": explained_variance(critic_metrics, prefix="critic/")}
+    if train_actor:
+        job.rollout.update_weights(job.actor)
+        if cfg.kl.enabled:
+            metrics |= adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state)
+    return {**metrics, **actor_metrics}

@@ -95,8 +95,8 @@ SMALL: dict[str, int] = {
     "algorithm.prompts_per_iteration": 3,
     "algorithm.examples_per_iteration": 9,
     "algorithm.group_size": 3,
-    "algorithm.oversampling": 3,
-    "algorithm.epochs": 3,
+    "rollout.extra_prompts": 3,
+    "algorithm.num_epochs": 3,
     "evaluation.samples": 3,
     "evaluation.prompts": 9,
     "*.lora.rank": 9,
@@ -440,8 +440,7 @@ def checkpointed(runs: Runs, tmp_path: Path) -> dict[str, Path]:
 def checkpointing_job(recipe: str) -> dict[str, Any]:
     tree = tiny_job(recipe) | {"checkpoint": {"every": 1}}
     if recipe == "grpo":
-        tree["rollout"] |= {"partial": True, "max_running_requests": 3}
-        tree["algorithm"] |= {"oversampling": 2}
+        tree["rollout"] |= {"partial_rollout": True, "extra_prompts": 2, "max_running_requests": 3}
     return tree
 
 

@@ -60,7 +60,7 @@ def test_quickstart_commands_name_files_of_the_folder() -> None:
 
 def test_grpo_command_decays_learning_rate_over_the_run() -> None:
     grpo = parsed(grpo_command(Path("x")))
-    assert grpo.actor.optimizer.decay_steps == grpo.job.iterations * grpo.algorithm.minibatches
+    assert grpo.actor.optimizer.decay_steps == grpo.job.iterations * grpo.algorithm.num_minibatches
 
 
 @pytest.mark.parametrize(

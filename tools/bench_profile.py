@@ -1,4 +1,4 @@
-"""Where the time of a PPO iteration goes, as the run itself tells it with profile.synchronize=true.
+"""Times of the phases of a PPO iteration, as a run reports them with profile.synchronize=true.
 
     python -m tools.bench_profile [--ranks 2] [--hidden 512] [--layers 4] [--iterations 4] [KEY=VALUE ...]
 
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools import wide_letters
+from tools import wide_repeat_digit
 
 
 def main() -> None:
@@ -22,9 +22,9 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder)
-        wide_letters.make(task, options.hidden, options.layers)
+        wide_repeat_digit.make(task, options.hidden, options.layers)
         launch = [sys.executable, "-m", "verl_mg.launch", f"--nproc-per-node={options.ranks}"]
-        train = ["-m", "verl_mg", "train", str(wide_letters.RECIPE), *_overrides(task, options.iterations)]
+        train = ["-m", "verl_mg", "train", str(wide_repeat_digit.RECIPE), *_overrides(task, options.iterations)]
         subprocess.run([*launch, *train, *options.overrides], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
@@ -38,7 +38,7 @@ def _options() -> argparse.Namespace:
 
 def _overrides(task: Path, iterations: int) -> list[str]:
     return [
-        *wide_letters.overrides(task),
+        *wide_repeat_digit.overrides(task),
         f"job.output={task / 'run'}",
         f"job.iterations={iterations}",
         "job.save=false",

@@ -11,7 +11,13 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "ppo.py"
 
 
 def make(folder: Path, hidden: int, layers: int) -> None:
-    """Data and `model/`."""
+    """Writes the data of the task and `model/`.
+
+    Args:
+        folder: where to write.
+        hidden: width of the model.
+        layers: number of its layers.
+    """
     repeat_digit.make(folder)
     make_tiny_model(
         folder / "model",
@@ -25,7 +31,13 @@ def make(folder: Path, hidden: int, layers: int) -> None:
 
 
 def overrides(folder: Path, prompts: int = 48, tokens: int = 48) -> list[str]:
-    """PPO with a reference: two epochs of two optimizer steps over so many prompts."""
+    """Returns overrides for PPO with a reference: two epochs of two optimizer steps.
+
+    Args:
+        folder: the folder of `make`.
+        prompts: prompts of an iteration.
+        tokens: most tokens of a response.
+    """
     return [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'data' / 'train.jsonl'}",
@@ -33,7 +45,7 @@ def overrides(folder: Path, prompts: int = 48, tokens: int = 48) -> list[str]:
         f"rollout.max_new_tokens={tokens}",
         f"algorithm.prompts_per_iteration={prompts}",
         "algorithm.critic_warmup=0",
-        "algorithm.kl_coefficient=0.01",
-        "algorithm.minibatches=2",
-        "algorithm.epochs=2",
+        "algorithm.kl.coefficient=0.01",
+        "algorithm.num_minibatches=2",
+        "algorithm.num_epochs=2",
     ]

@@ -1,11 +1,11 @@
-"""Sums that a tiny model cannot do in its head, and a calculator that it may call: a model, data and a reward.
+"""Task of sums that a tiny model can only solve by calling a calculator: a model, data and a reward.
 
     python recipes/tasks/calculator.py runs/calculator
     verl-mg train recipes/sft.py --config recipes/configs/calculator_sft.yaml
     verl-mg train recipes/grpo.py --config recipes/configs/calculator_grpo.yaml
 
 Imitation shows how a call is written and how its result is used, but half of its answers come without a call;
-reinforcement finds out that calling pays.
+reinforcement learns that calls increase the reward.
 """
 
 import json
@@ -35,13 +35,18 @@ CHAT_TEMPLATE = """\
 
 
 def score(sample: Sample) -> Reward:
-    """1.0 where the last line is the answer, which stands behind the calculator's if that was called."""
+    """Returns 1.0 if the last line is the answer, and whether the calculator was called."""
     last_line, called = sample.response.rpartition("\n")[2], CALL[0] in sample.response
     return Reward(float(last_line == sample.answer), {"called": float(called)})
 
 
 def make(folder: Path, seed: int = 0) -> None:
-    """`model/`, and `data/` with demonstrations.jsonl, train.jsonl and test.jsonl."""
+    """Writes `model/`, and `data/` with demonstrations.jsonl, train.jsonl and test.jsonl.
+
+    Args:
+        folder: where to write; made if it is missing.
+        seed: seed of the weights and of the sums.
+    """
     make_tiny_model(
         folder / "model",
         "qwen3",
@@ -66,7 +71,7 @@ def _question(pair: tuple[int, int]) -> dict[str, Any]:
 
 
 def _demonstrations(pairs: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """In turn: an answer from the head, a call, and an answer behind the result of a call."""
+    """Yields, in turn, an answer without a call, a call, and an answer after the result of a call."""
     for i, pair in enumerate(pairs):
         question, result = [{"role": "user", "content": f"{pair[0]}+{pair[1]}"}], str(sum(pair))
         call = f"{CALL[0]}\n{CALL[1]}{pair[0]}+{pair[1]}{CALL[2]}\n{CALL[3]}"

@@ -1,4 +1,4 @@
-"""The smallest task: answer a digit with that digit six times. A model, prompts, preferences, and a reward.
+"""Task of answering a digit with that digit six times: a model, prompts, preferences, and a reward.
 
     python recipes/tasks/repeat_digit.py runs/repeat_digit
     verl-mg train recipes/ppo.py --config recipes/configs/repeat_digit/ppo.yaml
@@ -25,13 +25,18 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def score(sample: Sample) -> Reward:
-    """From -1 to 1 with the share of the six places that hold the digit; above 0 where more than half do."""
+    """Returns a reward from -1 to 1, linear in the share of the six places that have the digit."""
     right = sum(written == sample.prompt[-2] for written in sample.response[:LENGTH])
     return Reward(2 * right / LENGTH - 1, {"right": right / LENGTH}, answer=sample.response[:LENGTH])
 
 
 def make(folder: Path, seed: int = 0) -> None:
-    """`model/`, a mixture of experts `mixture/`, and `data/` with prompts to train and test on, and preferences."""
+    """Writes `model/`, a mixture of experts `mixture/`, and `data/` with training and test prompts and preferences.
+
+    Args:
+        folder: where to write; made if it is missing.
+        seed: seed of the weights and of the data.
+    """
     for name, architecture in (("model", "qwen3"), ("mixture", "qwen3_moe")):
         size: dict[str, Any] = {"hidden": 64, "layers": 2, "ffn": 128, "max_positions": 64, "init_std": 0.06}
         make_tiny_model(folder / name, architecture, characters=DIGITS + "=", seed=seed, **size)
@@ -47,7 +52,7 @@ def make(folder: Path, seed: int = 0) -> None:
 
 def _embed_padding(weights: Path) -> None:
     # A policy of random weights writes padding too. Its embedding is 0, where the gradient of a norm is a thousand
-    # times that of other tokens: the first update would see nothing else.
+    # times that of other tokens and would dominate the first update.
     tensors = load_file(weights)
     tensors[EMBEDDING][0] = -tensors[EMBEDDING][1]
     save_file(tensors, weights, {"format": "pt"})

@@ -88,17 +88,6 @@ def test_any_split_gives_the_loss_of_the_batch(mode: str, split: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sequences_cut_over_ranks(mode: str) -> None:
-    loss, mask, ids = batch()
-    tokens_of = torch.bincount(ids[mask], minlength=len(LENGTHS))
-    halves = [torch.arange(len(ids)) % 2 == half for half in range(2)]
-    found = sum(
-        aggregate(loss[half], mask[half], ids[half], mode, global_normalizer(mode), tokens_of) for half in halves
-    )
-    assert float(found) == pytest.approx(by_hand(mode)[0], rel=1e-12)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_an_empty_mask_is_zero_with_a_gradient(mode: str) -> None:
     loss = torch.full((3,), torch.nan, requires_grad=True)
     ids = torch.zeros(3, dtype=torch.int64)
@@ -118,7 +107,7 @@ def test_what_is_unknown_or_missing() -> None:
         lambda: normalizer("mean", 1, 1, None),
         lambda: aggregate(column, column.bool(), column.long(), "mean", 1.0),
     ):
-        with pytest.raises(UserError, match="'mean' is unknown; write one of token-mean, seq-mean-token-sum, "):
+        with pytest.raises(UserError, match="'mean' is unknown. Write one of token-mean, seq-mean-token-sum, "):
             call()
-    with pytest.raises(UserError, match="give max_length"):
+    with pytest.raises(UserError, match="max_length is None"):
         normalizer("seq-mean-token-sum-norm", 1, 1, None)

@@ -163,8 +163,8 @@ def test_gradient_flows_through_the_loss_and_not_through_the_weights(kind: str) 
 
 def test_what_is_unknown_or_makes_no_sense() -> None:
     column = torch.zeros(1)
-    with pytest.raises(UserError, match="'tis' is unknown; write one of token-tis, sequence-tis, "):
+    with pytest.raises(UserError, match="'tis' is unknown. Write one of token-tis, sequence-tis, "):
         correct("tis", column, column, column.bool(), column.long(), LOW, HIGH)
     for low, high in ((-0.1, 2.0), (1.1, 2.0), (0.5, 0.9), (0.5, math.inf), (math.nan, 2.0), (0.5, math.nan)):
-        with pytest.raises(UserError, match="write bounds around 1"):
+        with pytest.raises(UserError, match="Write bounds such as"):
             correct("icepop", column, column, column.bool(), column.long(), low, high)

@@ -82,7 +82,7 @@ def test_k3_keeps_small_differences_in_float32() -> None:
 
 
 def test_unknown_kind_lists_the_kinds() -> None:
-    with pytest.raises(UserError, match="'k4' is unknown; write one of k1, abs, k2, k3, k1\\+, k3\\+"):
+    with pytest.raises(UserError, match="'k4' is unknown. Write one of k1, abs, k2, k3, k1\\+, k3\\+"):
         penalty(LOGPROBS, REFERENCE, "k4")
 
 

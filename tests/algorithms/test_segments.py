@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mg.algorithms.segments import segment_sums, totals
+from verl_mg.algorithms.segments import segment_sums, segment_totals
 
 
 @settings(max_examples=50)
@@ -12,7 +12,7 @@ from verl_mg.algorithms.segments import segment_sums, totals
 def test_totals(entries: list[tuple[float, int]]) -> None:
     values = torch.tensor([value for value, _ in entries], dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([number for _, number in entries], dtype=torch.int64)
-    found = totals(values, ids)
+    found = segment_totals(values, ids)
     expected = [sum(value for value, other in entries if other == number) for _, number in entries]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
     found.square().sum().backward()
@@ -24,4 +24,4 @@ def test_totals(entries: list[tuple[float, int]]) -> None:
 
 def test_segments_and_counts_of_bools() -> None:
     assert segment_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 1])).tolist() == [3.0, 4.0]
-    assert totals(torch.tensor([True, True, False]), torch.tensor([9, 2, 9])).tolist() == [1.0, 1.0, 1.0]
+    assert segment_totals(torch.tensor([True, True, False]), torch.tensor([9, 2, 9])).tolist() == [1.0, 1.0, 1.0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.common.sampling import add_correction
+from recipes.common.off_policy import add_off_policy_weights
 from tests.rank_pool import job_context
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
@@ -77,9 +77,9 @@ def update(model, layout, budget, kind, scale=None):
     # The last of several ranks holds no rows at all.
     rank, holders = dist.get_rank(), max(dist.get_world_size() - 1, 1)
     mine = batch.select(range(rank, COUNT, holders) if rank < holders else [])
-    cfg = GRPO.config(correction=kind, correction_low=LOW, correction_high=HIGH)
+    cfg = GRPO.config.model_validate({"off_policy": {"correction": kind, "low": LOW, "high": HIGH}})
     if kind != "none":
-        add_correction(mine, cfg)
+        add_off_policy_weights(mine, cfg.off_policy)
     return actor.update(mine, partial(recipe.policy_loss, cfg=cfg), "seq-mean-token-mean")
 
 
@@ -106,7 +106,7 @@ def test_the_kl_term_is_not_weighed():
     names = ("old_logprobs", "advantages", "correction", "correction_below", "correction_above")
     columns = {**dict.fromkeys(names, torch.zeros(2)), "ref_logprobs": column - 0.5}
     tokens = LossInputs(torch.stack([column, column]), torch.tensor([True, True]), torch.tensor([0, 1]), columns)
-    cfg = GRPO.config(correction="icepop", kl_coefficient=0.1)
+    cfg = GRPO.config.model_validate({"off_policy": {"correction": "icepop"}, "kl": {"coefficient": 0.1}})
     loss, metrics = sys.modules["recipe_grpo"].policy_loss(tokens, cfg)
     assert loss.tolist() == pytest.approx([0.1 * (math.exp(-0.5) - 0.5)] * 2)
     assert set(names[2:]) | {"kl", "ratio"} <= metrics.keys()

@@ -31,7 +31,7 @@ SCHEMA = {
     **dict.fromkeys(("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"), "list<element: float>"),
     "answer_key": "int64",
 }
-KL = ["algorithm.kl_coefficient=0.01"]
+KL = ["algorithm.kl.coefficient=0.01"]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,9 @@ def test_all_batches_that_a_recipe_was_handed_and_none_of_an_evaluation(ranks, i
 
 
 def test_columns_come_back_from_the_rows_that_dapo_chose(ranks, inputs, tmp_path):
-    ranks.run(3, job, "dapo", inputs, tmp_path / "run", ["algorithm.rounds=3", "algorithm.overlong_buffer=2"])
+    ranks.run(
+        3, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=3", "algorithm.overlong_buffer=2"]
+    )
     rows = samples_of(tmp_path / "run", 1)
     assert {row["call"] for row in rows} > {0}
     scores: dict[int, list[float]] = {}

@@ -58,7 +58,7 @@ def counted(inputs, layout):  # noqa: F811
         "actor.tokens_per_micro_batch=64",
         f"actor.layout={layout}",
         f"reference.layout={layout}",
-        "algorithm.epochs=2",
+        "algorithm.num_epochs=2",
     ]
     config = load_config(None, [*common, *GRPO], recipe.config)
     run = Job(config, requested_roles(recipe, config), job_store())

@@ -11,12 +11,12 @@ UNSEEN = {
     "critic.optimizer.cpu_offload=true": "critic.optimizer.cpu_offload: counted as if the moments were on the device",
     "actor.lora={rank: 4}": "actor.lora: counted as if all weights were trained",
     "reference.dynamic_context=true": "reference.dynamic_context: counted as if every row were sharded over all",
-    "algorithm.one_step_off=true": "algorithm.one_step_off: counted as if generation finished before training",
+    "rollout.prefetch=true": "rollout.prefetch: counted as if generation finished before training",
 }
 
 
 def notes(*overrides: str) -> tuple[str, ...]:
-    config = load_config(None, [*PLANNED, "algorithm.kl_coefficient=0.1", *overrides], ppo.Config)
+    config = load_config(None, [*PLANNED, "algorithm.kl.coefficient=0.1", *overrides], ppo.Config)
     return plan_request(config, ppo.roles(config.algorithm)).notes
 
 

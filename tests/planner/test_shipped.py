@@ -81,7 +81,7 @@ def test_plan_file_equals_plan_of_its_options(capsys):
 
 def test_plan_options_override_file(capsys):
     options = ["--train", "tp2-pp4-ep2-etp1", "--micro-batch", "45056", "--minibatches", "2", "--no-offload"]
-    overrides = ["rollout.layout=tp4", "algorithm.kl_coefficient=0.1", "reference.layout=ep8"]
+    overrides = ["rollout.layout=tp4", "algorithm.kl.coefficient=0.1", "reference.layout=ep8"]
     numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"), *options, *overrides)
     assert numbers["train"]["layout"] == "tp2-pp4-ep2-etp1" and numbers["rollout"]["layout"] == "tp4"
     assumptions = " ".join(numbers["assumptions"])
@@ -135,7 +135,7 @@ def test_plan_rollout_ranks_separates_engines_from_training(capsys):
 
 def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
     """Half of the ranks each: the reference runs inference while the actor does, on other devices."""
-    both = ["algorithm.kl_coefficient=0.1", "reference.layout=tp2-pp2-ep4-etp1"]
+    both = ["algorithm.kl.coefficient=0.1", "reference.layout=tp2-pp2-ep4-etp1"]
     shared = planned(capsys, *command("dapo_qwen3_30b_a3b"), *both)
     apart = ["actor.ranks=0-31", "reference.ranks=32-63"]
     numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"), *both, *apart)
@@ -154,7 +154,7 @@ def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
     [
         (["actor.ranks=60-71"], "ranks 60-71: rank 71 is out of range. Model roles can use ranks 0-63"),
         (
-            ["algorithm.kl_coefficient=0.1", "reference.ranks=63-64"],
+            ["algorithm.kl.coefficient=0.1", "reference.ranks=63-64"],
             "reference: ranks 63-64: rank 64 is out of range",
         ),
         (["rollout.engine=hf"], "rollout.engine=hf: only SGLang engines can be planned"),
@@ -162,7 +162,7 @@ def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
         (["rollout.urls=[http://a:1]"], "rollout.urls: servers outside the job cannot be planned"),
         (["actor.layuot=tp2"], "Did you mean actor.layout?"),
         (["actor.layout=tp8"], "tp8-dp8: tp8 does not divide the 4 key-value heads"),
-        (["algorithm.kl_coefficient=0.1", "reference.layout=tp8"], "reference: layout tp8-dp8: tp8 does not divide"),
+        (["algorithm.kl.coefficient=0.1", "reference.layout=tp8"], "reference: layout tp8-dp8: tp8 does not divide"),
     ],
 )
 def test_plan_invalid_configuration_is_one_line(capsys, overrides, words):

@@ -1,4 +1,4 @@
-"""An iteration of every recipe tells the same whatever the ranks, the layout and the micro-batches."""
+"""Metrics of an iteration of every recipe are independent of ranks, layout and micro-batches."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.tiny_jobs import RECIPES
 from verl_mg.job.recipe import load_recipe
 
 NAMES = sorted(recipe.stem for recipe in RECIPES.glob("*.py"))
-# What depends on the ranks, and what compares the engines with the trainer, which differ by roundings alone.
+# Metrics that depend on the ranks, and that compare engines with trainer, which differ only by rounding.
 OTHER = ("time/", "weight_sync/", "rollout/", "mismatch/")
 TRAINED = ("actor", "critic", "process_reward", "reward_model")
 SMALL = [f"{role}.tokens_per_micro_batch=40" for role in (*TRAINED, "reference")]
@@ -19,15 +19,15 @@ SIZES = {
     "examples_per_iteration": 9,
     "pairs_per_iteration": 9,
     "critic_warmup": 0,
-    "minibatches": 2,
-    "epochs": 1,
-    "kl_coefficient": 0.01,
+    "num_minibatches": 2,
+    "num_epochs": 1,
+    "kl": "{coefficient: 0.01}",
 }
 
 
 @pytest.fixture(scope="module")
 def task(ranks, tasks, tmp_path_factory) -> Path:
-    """With a model that is sometimes right: a random one gives nothing to imitate or to filter."""
+    """Task with a model that is sometimes right: a random one gives no right answers to imitate or to filter."""
     output = tmp_path_factory.mktemp("taught") / "sft"
     tiny_run(ranks, "sft", tasks(0), output, ["job.iterations=12"])
     (output / "data").symlink_to(tasks(0) / "data")
@@ -53,7 +53,7 @@ def compare(found: dict[str, float], expected: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_and_micro_batches_change_nothing(ranks, task, tmp_path, name):
+def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task, tmp_path, name):
     alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, [])
     norms = [value for key, value in alone.items() if key.endswith("/grad_norm")]
     assert norms and all(norm > 1e-3 for norm in norms)
@@ -63,7 +63,7 @@ def test_ranks_and_micro_batches_change_nothing(ranks, task, tmp_path, name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "tp2-pp2"])
 @pytest.mark.parametrize("name", NAMES)
-def test_layouts_change_nothing(ranks, task, tmp_path, name, layout):
+def test_iteration_in_other_layouts_is_unchanged(ranks, task, tmp_path, name, layout):
     alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, [])
     # The reference too: a policy is compared with it, and where the two are equal a rounding would decide.
     layouts = [f"{role}.layout={layout}" for role in (*TRAINED, "reference")]

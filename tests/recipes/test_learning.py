@@ -11,7 +11,7 @@ RANDOM = (-1.0, -0.75)
 """The mean reward of a policy of random weights, -0.93 to -0.89, and of the first updates."""
 
 REWARD = Goal("reward/mean", start=RANDOM, end=0.1, margin=0.4)
-"""What a policy has learned that has most digits right for half of the prompts; a constant answer has -0.8."""
+"""Reward of a policy with most digits right for half of the prompts; a constant answer has -0.8."""
 
 DAPO = (Goal("reward/mean", (-1.0, -0.85), -0.55, 0.2), Goal("response/truncated", (0.2, 0.6), 0.07, 0.1))
 """It stops answering too long before it answers right."""
@@ -24,7 +24,7 @@ SHORT = {
     "dpo": (20, (Goal("actor/loss", (0.6, 0.7), 0.15, 0.1), Goal("actor/margin", (0.0, 0.15), 1.9, 0.6))),
     "reward_model": (20, (Goal("reward_model/loss", (0.5, 0.7), 0.03, 0.1),)),
 }
-"""Iterations, and what is reached in them; with seeds 0, 1 and 2 the ends lie within half of the margins."""
+"""Iterations and goals; with seeds 0, 1 and 2 the last values are within half of the margins."""
 
 GOALS: dict[str, tuple[Goal, ...]] = {
     **{recipe.stem: (REWARD,) for recipe in sorted(RECIPES.glob("*.py"))},
@@ -40,7 +40,7 @@ SEEDS = (0, 1)
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_it_learns_from_the_first_iterations_on(ranks, tasks, tmp_path, name):
+def test_recipe_in_first_iterations_improves_its_objective(ranks, tasks, tmp_path, name):
     iterations, goals = SHORT[name]
     overrides = [f"job.iterations={iterations}", "job.save=false"]
     lines = tiny_run(ranks, name, tasks(0), tmp_path / name, overrides)
@@ -50,7 +50,7 @@ def test_it_learns_from_the_first_iterations_on(ranks, tasks, tmp_path, name):
         check_refills(lines, asked=32)
 
 
-def test_dapo_trains_a_mixture_whose_experts_are_dealt(ranks, tasks, tmp_path):
+def test_dapo_with_experts_on_two_ranks_improves_its_objective(ranks, tasks, tmp_path):
     overrides = ["job.iterations=22", "job.save=false"]
     lines = tiny_run(ranks, "dapo_mixture", tasks(0), tmp_path / "run", overrides)
     for goal in DAPO:
@@ -60,8 +60,8 @@ def test_dapo_trains_a_mixture_whose_experts_are_dealt(ranks, tasks, tmp_path):
         assert line["weight_sync/bytes_received"] == line["weight_sync/bytes_lower_bound"] > 0
 
 
-def test_the_process_reward_model_of_prime_learns_outcomes(ranks, tasks, tmp_path):
-    # Those of a policy that stands still and is often right: a random one never is, and there is nothing to tell apart.
+def test_prime_with_a_fixed_policy_learns_outcomes(ranks, tasks, tmp_path):
+    # Outcomes of a fixed policy that is often right: a random one never is, and there are no classes to separate.
     tiny_run(ranks, "sft", tasks(0), tmp_path / "sft", ["job.iterations=16"])
     still = [f"model.path={tmp_path}/sft/model", "actor.optimizer.lr=1e-12"]
     quick = ["process_reward.optimizer.lr=1e-3", "algorithm.beta=0.5", "job.iterations=15", "job.save=false"]
@@ -77,7 +77,7 @@ def check_refills(lines: Metrics, asked: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", GOALS)
-def test_it_reaches_its_goal_with_every_seed(ranks, tasks, tmp_path, name, capsys):
+def test_recipe_with_every_seed_reaches_its_goal(ranks, tasks, tmp_path, name, capsys):
     runs: list[Metrics] = []
     started = time.perf_counter()
     for seed in SEEDS:
@@ -97,11 +97,11 @@ def row(name: str, goal: Goal, runs: list[Metrics], seconds: float) -> str:
     return "| " + " | ".join([name, f"`{goal.metric}`", str(len(runs[0])), *ends, f"{seconds:.0f}"]) + " |"
 
 
-def test_every_configuration_of_the_task_has_a_goal():
+def test_goals_cover_every_configuration_of_the_task():
     assert {config.stem for config in LETTERS.glob("*.yaml")} == GOALS.keys()
 
 
-def test_a_goal_is_in_the_direction_of_its_end():
+def test_goal_check_of_other_directions_raises():
     up, down = Goal("m", (0, 1), 5, 1), Goal("m", (4, 5), 0, 1)
     rising = [{"m": value, "other": 0.0} for value in (0.0, 1.0, 1.0, 4.0, 5.0, 5.0)]
     up.check(rising)

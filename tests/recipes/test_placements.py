@@ -1,4 +1,4 @@
-"""Each role under its own layout, on its own ranks, resting on the host: the numbers of one layout for all."""
+"""PPO with roles in other layouts, on other ranks or offloaded has the metrics of one layout for all."""
 
 from pathlib import Path
 
@@ -27,16 +27,16 @@ PLACEMENTS = {
     "apart": ["actor.layout=tp2", "actor.ranks=0-1", "critic.layout=pp2", "critic.ranks=2-3", "reference.ranks=3"],
     "overlapping": ["actor.layout=tp2", "actor.ranks=1-2", "critic.ranks=0,2", "critic.offload=true"],
 }
-# What tells of ranks and bytes, and what compares the engine with the trainer, which differ by roundings alone.
+# Metrics of ranks and bytes, and metrics that compare engine with trainer, which differ only by rounding.
 OTHER = ("time/", "weight_sync/", "rollout/load_imbalance", "mismatch/")
 
 
 @pytest.fixture(scope="module")
 def task(tasks, tmp_path_factory) -> Path:
-    """With heads enough for four tensor-parallel ranks, and models to score answers."""
+    """Task with enough attention heads for four tensor-parallel ranks, and a model to score answers."""
     folder = tmp_path_factory.mktemp("placements")
     (folder / "data").symlink_to(tasks(0) / "data")
-    for name, seed in (("model", 0), ("judge", 1)):
+    for name, seed in (("model", 0), ("scorer", 1)):
         make_tiny_model(
             folder / name,
             "qwen3",
@@ -76,7 +76,7 @@ def one_layout(ranks, task, tmp_path_factory):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_ppo_tells_the_same_wherever_its_roles_stand(ranks, task, one_layout, tmp_path, placement):
+def test_ppo_with_roles_on_other_ranks_has_equal_metrics(ranks, task, one_layout, tmp_path, placement):
     expected, trained = one_layout
     compare(run(ranks, task, tmp_path / "run", PLACEMENTS[placement]), expected)
     for role in (MODEL, "critic"):
@@ -86,8 +86,8 @@ def test_ppo_tells_the_same_wherever_its_roles_stand(ranks, task, one_layout, tm
             assert (after[name] - weight).abs().max() <= 1e-5 * weight.abs().max(), name
 
 
-def test_a_reward_model_stands_on_ranks_of_its_own(ranks, task, tmp_path):
-    scored = ["algorithm.reward_model=true", f"reward_model.path={task / 'judge'}"]
+def test_reward_model_on_separate_ranks_has_equal_metrics(ranks, task, tmp_path):
+    scored = ["reward.from_model=true", f"reward_model.path={task / 'scorer'}"]
     expected = run(ranks, task, tmp_path / "one", [*ONE, *scored])
     apart = ["reward_model.ranks=3", "reward_model.offload=true", "actor.ranks=0-1", "actor.layout=pp2"]
     compare(run(ranks, task, tmp_path / "apart", [*scored, *apart]), expected)

@@ -143,7 +143,7 @@ def train_with_engines(folder):
         patch.setattr(weight_sync, "execute", counting)
         job, recipe = sglang_job(
             folder,
-            *("actor.layout=tp2", "reference.layout=pp2", "algorithm.kl_coefficient=0.01"),
+            *("actor.layout=tp2", "reference.layout=pp2", "algorithm.kl.coefficient=0.01"),
             *("rollout.layout=tp2", "rollout.num_ranks=2"),
         )
         told = [trained_once(job, recipe, folder, f"step-{update}") for update in range(2)]

@@ -30,7 +30,7 @@ OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, w
 
 
 def settings(mode):
-    return GRPO.config(kl_coefficient=0.05, aggregation=mode, clip_high=0.3)
+    return GRPO.config.model_validate({"kl": {"coefficient": 0.05}, "loss_aggregation": mode, "clip_high": 0.3})
 
 
 def rows(model):
@@ -84,7 +84,7 @@ def oracle_update(model, mode, chunks=1):
             ratio = (lp - old).exp()
             policy = -torch.minimum(ratio * adv, ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * adv)
             kl = (ref - lp).exp() - (ref - lp) - 1
-            per_token = policy + cfg.kl_coefficient * kl - 0.01 * h
+            per_token = policy + cfg.kl.coefficient * kl - 0.01 * h
             if mode == "token-mean":
                 total = total + per_token.sum() / mini["loss_mask"].sum()
             elif mode == "seq-mean-token-mean":

@@ -46,7 +46,7 @@ def job(recipe: str, inputs: Path, output: Path, iterations: int, overrides: lis
         f"reward.function={inputs / 'reward.py'}:digits",
     ]
     if recipe != "sft":
-        common += ["algorithm.prompts_per_iteration=6", "algorithm.group_size=2", "algorithm.minibatches=2"]
+        common += ["algorithm.prompts_per_iteration=6", "algorithm.group_size=2", "algorithm.num_minibatches=2"]
     for role in ("actor", "critic"):
         common += [f"{role}.optimizer.lr=2e-3", f"{role}.tokens_per_micro_batch=64"]
     config = load_config(None, common + overrides, loaded.config)
@@ -63,14 +63,14 @@ def job(recipe: str, inputs: Path, output: Path, iterations: int, overrides: lis
 # What each run has that another has not: two roles and a steered coefficient, a buffer of batches, samples that were
 # cut, adapters, moments on the host and weights in bfloat16, experts, a pipeline with several chunks, a rollback.
 CASES = {
-    "ppo": ("ppo", 2, ["algorithm.kl_coefficient=0.05", "algorithm.kl_target=0.01"]),
+    "ppo": ("ppo", 2, ["algorithm.kl.coefficient=0.05", "algorithm.kl.target=0.01"]),
     "pf_ppo": ("pf_ppo", 2, ["algorithm.group_size=4"]),
     "partial": (
         "grpo",
         1,
         ["rollout.extra_prompts=2", "rollout.partial_rollout=true", "rollout.max_running_requests=2"],
     ),
-    "offload": ("ppo", 2, ["critic.offload=true", "reference.offload=true", "algorithm.kl_coefficient=0.05"]),
+    "offload": ("ppo", 2, ["critic.offload=true", "reference.offload=true", "algorithm.kl.coefficient=0.05"]),
     "lora": ("grpo", 2, ["actor.lora={rank: 4}", "actor.layout=tp2"]),
     "cpu_offload": ("grpo", 2, ["actor.optimizer.cpu_offload=true", "model.dtype=bfloat16"]),
     "experts": ("grpo", 2, ["actor.layout=ep2", "MIXTURE"]),

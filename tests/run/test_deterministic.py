@@ -70,7 +70,7 @@ def refused(inputs: Path, output: Path) -> str:
 
 
 def test_two_runs_are_bitwise_the_same_with_all_that_makes_them_so(ranks, inputs, tmp_path):
-    layout = ["actor.layout=tp2", "algorithm.kl_coefficient=0.01"]
+    layout = ["actor.layout=tp2", "algorithm.kl.coefficient=0.01"]
     for name in ("one", "two"):
         ranks.run(2, deterministic_job, inputs, tmp_path / name, layout)
     one = lines_of(tmp_path / "one")

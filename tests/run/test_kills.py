@@ -25,7 +25,7 @@ PHASES = (
     WRITING,
     "generate",
 )
-SETTINGS = ["checkpoint.every=2", "algorithm.kl_coefficient=0.05", "algorithm.kl_target=0.01", "actor.layout=tp2"]
+SETTINGS = ["checkpoint.every=2", "algorithm.kl.coefficient=0.05", "algorithm.kl.target=0.01", "actor.layout=tp2"]
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def job(recipe: str, inputs: Path, output: Path, overrides: list[str]) -> None:
     run_here(loaded, config)
 
 
-GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorithm.kl_coefficient=0.01"]
+GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorithm.kl.coefficient=0.01"]
 
 
 @pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])
@@ -70,7 +70,7 @@ def test_a_grpo_job_leaves_metrics_curve_samples_and_a_model(ranks, inputs, tmp_
     assert metrics[1]["response/samples"] == 24
     assert (tmp_path / "run" / "reward_curve.png").stat().st_size > 5000
     assert list((tmp_path / "run" / "tensorboard").iterdir())
-    assert "kl_coefficient: 0.01" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "coefficient: 0.01" in (tmp_path / "run" / "config.yaml").read_text()
     files = sorted((tmp_path / "run" / "samples").glob("*/*"))
     folders = [f"{iteration:06d}" for iteration in (1, 2, 3)]
     assert [file.relative_to(tmp_path / "run" / "samples") for file in files] == [
@@ -91,7 +91,7 @@ def test_a_grpo_job_leaves_metrics_curve_samples_and_a_model(ranks, inputs, tmp_
 def test_a_correction_of_rollouts_that_agree_changes_nothing(ranks, inputs, tmp_path):
     overrides = ["algorithm.prompts_per_iteration=3", "algorithm.group_size=2", "job.iterations=1"]
     for kind in ("none", "sequence-tis", "icepop"):
-        ranks.run(2, job, "grpo", inputs, tmp_path / kind, [*overrides, f"algorithm.correction={kind}"])
+        ranks.run(2, job, "grpo", inputs, tmp_path / kind, [*overrides, f"algorithm.off_policy.correction={kind}"])
     plain = metrics_of(tmp_path / "none")[0]
     assert "actor/correction" not in plain
     for kind in ("sequence-tis", "icepop"):

@@ -70,7 +70,7 @@ def of_training(output: Path) -> dict[int, dict[str, float]]:
 def test_what_is_trained_again_is_bitwise_the_same(ranks, inputs, tmp_path, recipe):
     run, again = tmp_path / "run", tmp_path / "again"
     of = inputs / "changing.py" if recipe == "changing" else recipe
-    settings = ["algorithm.kl_coefficient=0.01", "algorithm.minibatches=2", f"data.test={inputs / 'sums.jsonl'}"]
+    settings = ["algorithm.kl.coefficient=0.01", "algorithm.num_minibatches=2", f"data.test={inputs / 'sums.jsonl'}"]
     ranks.run(2, job, of, inputs, run, [*settings, "checkpoint.every=1", "checkpoint.keep=3", "evaluation.every=1"])
     shutil.rmtree(run / "checkpoints" / "000002")
     ranks.run(2, job, of, inputs, again, [*settings, "evaluation.every=1"], RunMode(replayed=f"{run}@3"))
@@ -142,14 +142,14 @@ def test_what_cannot_be_replayed_is_said(ranks, inputs, first, tmp_path):
 
 
 def test_a_recipe_that_asks_for_more_than_was_recorded_is_told(ranks, inputs, tmp_path):
-    ranks.run(1, job, "dapo", inputs, tmp_path / "run", ["algorithm.rounds=1", "job.iterations=1"])
+    ranks.run(1, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=1", "job.iterations=1"])
     (told,) = ranks.run(
         1,
         refusal,
         "dapo",
         inputs,
         tmp_path / "again",
-        ["algorithm.rounds=9"],
+        ["algorithm.max_sampling_rounds=9"],
         RunMode(replayed=f"{tmp_path / 'run'}@1"),
     )
     assert told.startswith("iteration 1: the recipe requests more batches than were recorded")

@@ -68,7 +68,7 @@ def test_view_invalid_arguments_print_one_line(tmp_path, monkeypatch, capsys, ar
 
 def test_view_run_of_a_real_job(ranks, tmp_path):
     inputs = make_inputs(tmp_path)
-    ranks.run(2, job, "grpo", inputs, tmp_path / "run", ["algorithm.kl_coefficient=0.01"])
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", ["algorithm.kl.coefficient=0.01"])
     run = Run(tmp_path / "run")
     about = run.about()
     assert about["status"]["state"] == "finished" and about["status"]["iteration"] == 3

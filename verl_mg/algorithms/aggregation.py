@@ -1,4 +1,4 @@
-"""From per-token losses to the one number that is differentiated, whatever the split of the batch.
+"""Aggregation of per-token losses to the number that is differentiated, for any split of the batch.
 
 Every mode divides by a count over the whole global batch. So the plain sum of `aggregate` over
 micro-batches and data parallel ranks is the loss of the batch: no split, packing or order changes it.
@@ -31,18 +31,15 @@ def aggregate(
     sequence_ids: Tensor,
     mode: str,
     normalizer: float,
-    sequence_tokens: Tensor | None = None,
 ) -> Tensor:
-    """This micro-batch's part of the loss of the global batch.
+    """Returns this micro-batch's part of the loss of the global batch.
 
     Args:
-        loss: (tokens,) float; what stands outside the mask reaches neither value nor gradient.
+        loss: (tokens,) float; values outside the mask reach neither value nor gradient.
         mask: (tokens,) bool.
         sequence_ids: (tokens,) int64, index from 0 of a token's sequence in this micro-batch.
         mode: one of MODES; UserError for any other.
         normalizer: the number that the function `normalizer` gives, the same on all ranks.
-        sequence_tokens: (sequences,) int64, masked tokens of each whole sequence, needed by
-            "seq-mean-token-mean" when sequences are cut over ranks; None counts those that are here.
 
     Returns:
         () float; 0, still attached to `loss`, when the mask is empty.
@@ -51,13 +48,12 @@ def aggregate(
     kept = loss[mask]
     if mode == "seq-mean-token-mean":
         ids = sequence_ids[mask]
-        counts = torch.bincount(ids) if sequence_tokens is None else sequence_tokens
-        kept = kept / counts[ids]
+        kept = kept / torch.bincount(ids)[ids]
     return kept.sum() / normalizer
 
 
 def normalizer(mode: str, tokens: int, sequences: int, max_length: int | None) -> float:
-    """The global number by which `mode` divides.
+    """Returns the global number by which `mode` divides.
 
     A global batch without a masked token gets 1: its loss is 0, not 0 / 0.
 
@@ -73,10 +69,10 @@ def normalizer(mode: str, tokens: int, sequences: int, max_length: int | None) -
     if mode != "seq-mean-token-sum-norm":
         return float(max(sequences, 1))
     if max_length is None or max_length < 1:
-        raise UserError(f"aggregation {mode!r} divides by a length, not by {max_length}; give max_length")
+        raise UserError(f"aggregation {mode!r}: max_length is {max_length}. Pass the longest response, in tokens")
     return float(max(sequences, 1) * max_length)
 
 
 def _check(mode: str) -> None:
     if mode not in MODES:
-        raise UserError(f"aggregation {mode!r} is unknown; write one of {', '.join(MODES)}")
+        raise UserError(f"aggregation {mode!r} is unknown. Write one of {', '.join(MODES)}")

@@ -1,4 +1,4 @@
-"""What k tries at a problem are worth, from n tries at each."""
+"""Scores of k tries at a problem, estimated from n tries: pass@k, avg@k, maj@k."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from verl_mg.errors import UserError
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
-    """The chance that one of k tries is right: 1 - C(n - c, k) / C(n, k), arXiv:2107.03374, equation 1.
+    """Returns the probability that one of k tries is right: 1 - C(n - c, k) / C(n, k), arXiv:2107.03374, equation 1.
 
     The unbiased estimate from c right ones of n tries, exact until its last rounding.
 
@@ -30,7 +30,7 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
 
 
 def avg_at_k(rewards: Tensor, k: int) -> Tensor:
-    """The expected mean reward of k tries, which is the mean of all n tries whatever k is.
+    """Returns the expected mean reward of k tries, which is the mean of all n tries whatever k is.
 
     Args:
         rewards: (problems, n) float.
@@ -44,15 +44,15 @@ def avg_at_k(rewards: Tensor, k: int) -> Tensor:
 
 
 def maj_at_k(answers: Sequence[Sequence[str | None]], rewards: Tensor, k: int) -> Tensor:
-    """The reward of the answer that most of k tries give: self-consistency, arXiv:2203.11171.
+    """Returns the reward of the answer that most of k tries give: self-consistency, arXiv:2203.11171.
 
     The tries of a problem are taken in their order as n // k blocks of k, and the blocks' rewards averaged; fewer
-    than k left over are not used. Answers are compared as strings. None, no answer, has no vote; a block without
-    votes is worth 0. Of answers with equally many votes the one that came first wins, and the winner's reward is
+    than k tries at the end are not used. Answers are compared as strings. None, no answer, has no vote; a block without
+    votes scores 0. Of answers with equally many votes the one that came first wins, and the winner's reward is
     that of its first try.
 
     Args:
-        answers: problems lists of n.
+        answers: for each problem a list of n; None is no answer.
         rewards: (problems, n) float, of each try.
         k: from 1 to n.
 
@@ -62,12 +62,12 @@ def maj_at_k(answers: Sequence[Sequence[str | None]], rewards: Tensor, k: int) -
     n = rewards.shape[1]
     _check_tries(k, n)
     if [len(tries) for tries in answers] != [n] * len(rewards):
-        raise UserError(f"majority vote: answers must be {len(rewards)} lists of {n}, as the rewards are")
-    worth = [
+        raise UserError(f"majority vote: answers are not {len(rewards)} lists of {n}. Pass an answer for every reward")
+    scores = [
         [_majority(tries[start : start + k], row[start : start + k]) for start in range(0, n - k + 1, k)]
         for tries, row in zip(answers, rewards.tolist(), strict=True)
     ]
-    return torch.tensor(worth, dtype=torch.float64).reshape(len(rewards), n // k).mean(1)
+    return torch.tensor(scores, dtype=torch.float64).reshape(len(rewards), n // k).mean(1)
 
 
 def _majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
@@ -80,4 +80,4 @@ def _majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
 
 def _check_tries(k: int, n: int) -> None:
     if not 1 <= k <= n:
-        raise UserError(f"k is {k}, but each problem has {n} tries; write 1 to {n}")
+        raise UserError(f"k is {k}, but each problem has {n} tries. Write 1 to {n}")

@@ -1,12 +1,12 @@
-"""Off-policy correction of rollout log-probs that differ from the trainer's: a weight for every token.
+"""Off-policy correction for rollout log-probs that differ from the trainer's: a weight for every token.
 
 The engine that samples and the trainer that differentiates never agree to the last digit (other kernels, another
-precision, weights of an earlier update): what is trained on is a sample of another policy. A correction is a ratio r
-and a rule that makes a weight of it, with d = old_logprobs - rollout_logprobs:
+precision, weights of an earlier update): training data are samples of another policy. A correction is a ratio r
+and a rule that turns it into a weight, with d = old_logprobs - rollout_logprobs:
 
     ratio       r of a token                                            rule        weight of a token
     token       exp(d)                                                  tis         min(r, high)
-    sequence    exp(sum of d over the judged tokens of its sequence)    icepop      r if low <= r <= high, else 0
+    sequence    exp(sum of d over the scored tokens of its sequence)    icepop      r if low <= r <= high, else 0
     geometric   exp(mean of d over the same tokens)                     rejection   1 if low <= r <= high, else 0
 
 The loss is multiplied by the weights; no gradient flows through them. A rejected token still counts in the
@@ -45,7 +45,7 @@ def correct(
     low: float,
     high: float,
 ) -> tuple[Tensor, Metrics]:
-    """The weights by which the correction `kind` multiplies the loss of each token.
+    """Returns the weights by which the correction `kind` multiplies the loss of each token.
 
         kind                    ratio and rule           source
         "token-tis"             token, tis               Yao et al. 2025, "Your Efficient RL Framework Secretly
@@ -62,39 +62,39 @@ def correct(
         kind: one of `Correction`; UserError for any other.
         old_logprobs: (tokens,) nats, of the policy in training at the start of the iteration.
         rollout_logprobs: (tokens,) nats, as the rollout engine sampled, each token under the weights that wrote it.
-        mask: (tokens,) bool, true on judged tokens; outside it anything may stand, NaN too.
+        mask: (tokens,) bool, true on scored tokens; values outside it are ignored, NaN too.
         sequence_ids: (tokens,) int64, index from 0 of a token's sequence; every sequence is here as a whole.
-        low, high: bounds of the ratio, 0 <= low <= 1 <= high; "tis" has no use for `low`.
+        low, high: bounds of the ratio, 0 <= low <= 1 <= high; "tis" ignores `low`.
 
     Returns:
         (tokens,) float32 weights, 0 outside the mask, and the metrics `correction_below` and `correction_above`, 1
-        where the ratio is below `low` or above `high`; the caller reports their means over all judged tokens.
+        where the ratio is below `low` or above `high`; the caller reports their means over all scored tokens.
     """
     if kind not in KINDS:
-        raise UserError(f"correction {kind!r} is unknown; write one of {', '.join(KINDS)}")
+        raise UserError(f"correction {kind!r} is unknown. Write one of {', '.join(KINDS)}")
     if not 0 <= low <= 1 <= high < float("inf"):
-        raise UserError(f"a correction between {low} and {high}: write bounds around 1, as in 0.5 and 2.0")
+        raise UserError(f"correction bounds {low} and {high}: 1 is not between them. Write bounds such as 0.5 and 2.0")
     log_ratio, rule = KINDS[kind]
     difference = torch.where(mask, old_logprobs.detach().float() - rollout_logprobs.detach().float(), 0.0)
-    # May overflow to infinity, which every rule brings back to its bounds or to 0.
+    # May overflow to infinity, which every rule limits to its bounds or replaces by 0.
     ratio = log_ratio(difference, mask, sequence_ids).exp()
     weights = torch.where(mask, rule(ratio, low, high), 0.0)
     outside = {"correction_below": mask & (ratio < low), "correction_above": mask & (ratio > high)}
     return weights, {name: where.float() for name, where in outside.items()}
 
 
-def _of_token(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+def _token_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     return difference
 
 
-def _of_sequence(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+def _sequence_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     # float64: the sum over a long sequence keeps the digits that its ratio to 1 is about.
     return torch.bincount(sequence_ids, difference.double())[sequence_ids].float()
 
 
-def _of_sequence_mean(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    judged = torch.bincount(sequence_ids, mask.double()).clamp(min=1)
-    return (torch.bincount(sequence_ids, difference.double()) / judged)[sequence_ids].float()
+def _geometric_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    counts = torch.bincount(sequence_ids, mask.double()).clamp(min=1)
+    return (torch.bincount(sequence_ids, difference.double()) / counts)[sequence_ids].float()
 
 
 def _truncate(ratio: Tensor, low: float, high: float) -> Tensor:
@@ -113,11 +113,11 @@ LogRatio = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rule = Callable[[Tensor, float, float], Tensor]
 
 KINDS: dict[str, tuple[LogRatio, Rule]] = {
-    "token-tis": (_of_token, _truncate),
-    "sequence-tis": (_of_sequence, _truncate),
-    "geometric-tis": (_of_sequence_mean, _truncate),
-    "icepop": (_of_token, _keep_inside),
-    "token-rejection": (_of_token, _accept_inside),
-    "sequence-rejection": (_of_sequence, _accept_inside),
-    "geometric-rejection": (_of_sequence_mean, _accept_inside),
+    "token-tis": (_token_log_ratio, _truncate),
+    "sequence-tis": (_sequence_log_ratio, _truncate),
+    "geometric-tis": (_geometric_log_ratio, _truncate),
+    "icepop": (_token_log_ratio, _keep_inside),
+    "token-rejection": (_token_log_ratio, _accept_inside),
+    "sequence-rejection": (_sequence_log_ratio, _accept_inside),
+    "geometric-rejection": (_geometric_log_ratio, _accept_inside),
 }

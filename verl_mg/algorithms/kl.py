@@ -21,16 +21,16 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 STRAIGHT_THROUGH = {"k1+": "k1", "k3+": "k3"}
-"""Estimators with the value of another and the gradient of "k2"."""
+"""Estimators with the value of another one and the gradient of "k2"."""
 
 
 def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """One-sample estimate of KL(policy || reference) for tokens that the policy sampled.
+    """Returns a one-sample estimate of KL(policy || reference) for each token that the policy sampled.
 
     With d = logprobs - ref_logprobs (Schulman, "Approximating KL Divergence", 2020):
 
         kind    value             expectation of the value   expectation of the gradient, as a loss
-        "k1"    d                 the KL                     0: it teaches nothing
+        "k1"    d                 the KL                     0: nothing is learned
         "abs"   |d|               above the KL               of no divergence
         "k2"    d^2 / 2           near the KL                the gradient of the KL
         "k3"    exp(-d) - 1 + d   the KL                     the gradient of KL(reference || policy)
@@ -42,7 +42,7 @@ def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     expectations are over tokens of the policy in training: off-policy, all need its ratio as a weight.
 
     Nothing is clamped: "k3" overflows float32 where the reference finds a token e^88 times likelier.
-    What stands outside a mask and is no log-probability must be set to 0 before, not after.
+    Set entries that are no log-probabilities to 0 before the call: the gradient of a NaN is NaN even if masked later.
 
     Args:
         logprobs, ref_logprobs: (...) nats, the same shape.
@@ -52,7 +52,7 @@ def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
         (...) nats.
     """
     if kind not in ESTIMATORS and kind not in STRAIGHT_THROUGH:
-        raise UserError(f"KL estimator {kind!r} is unknown; write one of {', '.join([*ESTIMATORS, *STRAIGHT_THROUGH])}")
+        raise UserError(f"KL estimator {kind!r} is unknown. Write one of {', '.join([*ESTIMATORS, *STRAIGHT_THROUGH])}")
     difference = logprobs - ref_logprobs
     if kind in ESTIMATORS:
         return ESTIMATORS[kind](difference)
@@ -63,12 +63,12 @@ def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def in_reward(
     token_rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coefficient: float, kind: str = "k1"
 ) -> Tensor:
-    """Token rewards minus the penalty of each token: arXiv:2203.02155, equation 2.
+    """Returns token rewards minus the penalty of each token: arXiv:2203.02155, equation 2.
 
     Args:
         token_rewards: (...) float, any shape.
         logprobs, ref_logprobs: (...) nats; the former of the policy that wrote the tokens.
-        mask: (...) bool; outside it anything may stand, NaN too.
+        mask: (...) bool; values outside it are ignored, NaN too.
         coefficient: reward per nat.
         kind: as in `penalty`.
 
@@ -80,19 +80,19 @@ def in_reward(
 
 
 def adapted(coefficient: float, observed: float, target: float, horizon: float, samples: int) -> float:
-    """The coefficient that steers the KL to its target: arXiv:1909.08593, section 2.2.
+    """Returns the coefficient that steers the KL to its target: arXiv:1909.08593, section 2.2.
 
     coefficient * (1 + e samples / horizon) with the error e = observed / target - 1, clipped to -0.2 and 0.2.
 
     Args:
-        coefficient: of the iteration that is over.
-        observed: the mean KL of its samples, nats; of tokens or of responses, as `target` is.
+        coefficient: that of the last iteration.
+        observed: mean KL of its samples, in nats per token or per response, as `target`.
         target: above 0, nats.
         horizon: samples over which a lasting error of 1 would double the coefficient if it were not clipped; above 0.
-        samples: of the iteration.
+        samples: number of samples of the iteration.
     """
     for name, value in (("target", target), ("horizon", horizon)):
         if not value > 0:
-            raise UserError(f"the {name} of an adaptive KL coefficient is {value}; write a number above 0")
+            raise UserError(f"the {name} of an adaptive KL coefficient is {value}. Write a number above 0")
     error = min(max(observed / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * samples / horizon)

@@ -1,10 +1,10 @@
-"""How far the trainer's log-probs are from those the rollout engine sampled with, over any split of the tokens.
+"""Statistics of the difference between the log-probs of trainer and rollout engine, over any split of the tokens.
 
     statistics    sums and maxima over some tokens
-    merge         those of several parts of the tokens as those of the whole
+    merge         statistics of several parts of the tokens as those of the whole
     summarize     means, divergences and correlations of the whole
 
-So what is told of a batch does not depend on the ranks, batches or micro-batches that its tokens lie in.
+So the result does not depend on the ranks, batches or micro-batches that the tokens are distributed over.
 """
 
 import math
@@ -19,15 +19,15 @@ LARGEST = 300.0
 
 
 def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """What `merge` and `summarize` need of some tokens; empty where the mask is.
+    """Returns the sums and maxima that `merge` and `summarize` need of some tokens; nothing for an empty mask.
 
     Args:
         old_logprobs: (tokens,) nats, of the trainer.
         rollout_logprobs: (tokens,) nats, of the engine that sampled the tokens.
-        mask: (tokens,) bool, true on judged tokens.
+        mask: (tokens,) bool, true on scored tokens.
 
     Returns:
-        Sums by name; under names that start with "max_" maxima.
+        Sums by name; maxima under names that start with "max_".
     """
     if not mask.any():
         return {}
@@ -57,7 +57,7 @@ def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
 
 
 def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The statistics of all tokens from those of its parts, in any grouping; empty parts change nothing."""
+    """Returns the statistics of all tokens from those of their parts, in any grouping; empty parts change nothing."""
     whole: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -71,13 +71,15 @@ def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def summarize(whole: Mapping[str, float]) -> dict[str, float]:
-    """What statistics say; empty where there was no token. With d = old - rollout and r = exp(d), over all tokens:
+    """Returns means, divergences and correlations; nothing where there was no token.
+
+    With d = old - rollout and r = exp(d), over all tokens:
 
     `mean_abs`, `max_abs` of |d|; `mean_ratio`, `max_ratio` of r; `k1`, `k3`, estimates of KL(rollout || trainer) in
     nats (see `kl.penalty`); `rollout_perplexity`, `trainer_perplexity`, exp of the mean negative log-prob;
-    `effective_samples`, (sum r)^2 / (n sum r^2), the share of the n tokens that would say as much had the trainer
-    sampled them (Kish 1965); `correlation`, Pearson's, of the probabilities exp(old) and exp(rollout), absent where one
-    of them is the same for all tokens.
+    `effective_samples`, (sum r)^2 / (n sum r^2), the share of the n tokens that would give the same variance had the
+    trainer sampled them (Kish 1965); `correlation`, Pearson's, of the probabilities exp(old) and exp(rollout), absent
+    where one of them is the same for all tokens.
     """
     if not whole:
         return {}

@@ -1,26 +1,61 @@
-"""Sums over the entries that share an id, in an order that the entries alone decide: no atomics, so no noise."""
+"""Sums over the entries that share an id, in an order that only the entries decide: no atomics, so repeatable."""
 
 import torch
 from torch import Tensor
 
 
 def segment_sums(values: Tensor, counts: Tensor) -> Tensor:
-    """Sums (g,) of consecutive runs of `values` (n,), the i-th of them `counts[i]` long."""
-    # unsafe: skips the check of the lengths, which stumbles over a batch without rows.
+    """Returns the sums of consecutive segments.
+
+    Args:
+        values: (n,) float.
+        counts: (g,) int64, lengths of the segments; they add up to n.
+
+    Returns:
+        (g,) of the dtype of `values`.
+    """
+    # unsafe: skips the check of the lengths, which raises for a batch without rows.
     return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
 
 
-def totals(values: Tensor, ids: Tensor) -> Tensor:
-    """For each entry the sum of `values` over all entries with its id; differentiable.
+def segment_totals(values: Tensor, ids: Tensor) -> Tensor:
+    """Returns for each entry the sum of `values` over all entries with its id; differentiable.
 
     Args:
         values: (n,) float; bool and integers are counted as numbers.
         ids: (n,) int64, neither sorted nor consecutive.
 
     Returns:
-        (n,) float64: the sum over a long sequence keeps the digits that its ratio to 1 is about.
+        (n,) float64: the sum over a long sequence keeps the digits by which its ratio differs from 1.
     """
     order = torch.argsort(ids, stable=True)
     _, index, counts = torch.unique_consecutive(ids[order], return_inverse=True, return_counts=True)
     place = torch.empty_like(order).index_copy_(0, order, index)
     return segment_sums(values[order].double(), counts)[place]
+
+
+def sequence_sums(values: Tensor, ids: Tensor) -> Tensor:
+    """Returns for each token the sum over the tokens of its sequence, computed in float64.
+
+    Args:
+        values: (tokens,) float.
+        ids: (tokens,) int64, the sequence of each token.
+
+    Returns:
+        (tokens,) of the dtype of `values`.
+    """
+    return segment_totals(values, ids).to(values.dtype)
+
+
+def sequence_means(values: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
+    """Returns for each token the mean over the masked tokens of its sequence, computed in float64.
+
+    Args:
+        values: (tokens,) float, 0 outside the mask.
+        mask: (tokens,) bool.
+        ids: (tokens,) int64, the sequence of each token.
+
+    Returns:
+        (tokens,) of the dtype of `values`.
+    """
+    return (segment_totals(values, ids) / segment_totals(mask, ids).clamp(min=1)).to(values.dtype)

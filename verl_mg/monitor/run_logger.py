@@ -14,7 +14,7 @@ from verl_mg.jsonl import read_lines
 from verl_mg.monitor.profile import Profile, Timeline
 from verl_mg.monitor.progress import METRICS, summary
 from verl_mg.monitor.reward_curve import plot_reward_curve
-from verl_mg.monitor.rollout_metrics import rollout_metrics
+from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
 from verl_mg.monitor.sample_schema import SAMPLES, FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import SampleWriter
 from verl_mg.monitor.status import StatusFile
@@ -78,6 +78,7 @@ class RunLogger:
         if self._samples:
             with self._job.timer("logging"):
                 metrics = rollout_metrics(produced, self._version) | self._job.rollout.metrics
+                metrics |= mismatch_metrics(self._job.actor.trained_batches)
                 for batch in produced:
                     metrics |= self._job.observe(batch)
                 self._samples.write(iteration, self._job.rollout.records, self._job.trained_batches)

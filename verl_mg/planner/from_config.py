@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from verl_mg.config import Config, ConfigSection, CriticConfig, ReferenceConfig, TrainableConfig
+from verl_mg.config import Config, CriticConfig, ReferenceConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import parse_ranks
 
@@ -89,8 +89,8 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         "sequence": sequence,
         "micro_batch": actor.tokens_per_micro_batch,
         "recompute": actor.recompute,
-        "minibatches": _first_of(algorithm, "num_minibatches", "minibatches"),
-        "epochs": _first_of(algorithm, "num_epochs", "epochs"),
+        "minibatches": getattr(algorithm, "num_minibatches", 1),
+        "epochs": getattr(algorithm, "num_epochs", 1),
         "rollout_ranks": rollout.num_ranks,
         "memory_fraction": rollout.memory_fraction,
         "max_running_requests": rollout.max_running_requests,
@@ -134,14 +134,8 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
             yield f"{name}.optimizer.cpu_offload: counted as if the moments were on the device"
         if name in roles and role.dynamic_context:
             yield f"{name}.dynamic_context: counted as if every row were sharded over all context-parallel ranks"
-    for section, key in (("rollout", "prefetch"), ("algorithm", "one_step_off")):
-        if getattr(getattr(config, section), key, False):
-            yield f"{section}.{key}: counted as if generation finished before training, not at the same time"
-
-
-def _first_of(algorithm: ConfigSection, *keys: str) -> int:
-    """Returns the value of the first key that the recipe's section has; 1 without any."""
-    return next((getattr(algorithm, key) for key in keys if hasattr(algorithm, key)), 1)
+    if config.rollout.prefetch:
+        yield "rollout.prefetch: counted as if generation finished before training, not at the same time"
 
 
 def _role(name: str, section: TrainableConfig | ReferenceConfig) -> RoleRequest:

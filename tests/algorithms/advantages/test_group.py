@@ -12,12 +12,12 @@ from verl_mg.algorithms.advantages import group_relative, informative, opo, rema
 ROWS = st.lists(st.tuples(st.floats(-10, 10), st.sampled_from([-3, 0, 1, 2, 700])), min_size=1, max_size=24)
 
 
-def by_hand(rows: list[tuple[float, int]], normalize_std: bool) -> list[float]:
+def by_hand(rows: list[tuple[float, int]], normalize_by_std: bool) -> list[float]:
     advantages = []
     for score, group in rows:
         peers = [other for other, theirs in rows if theirs == group]
         advantage = score - statistics.fmean(peers)
-        if normalize_std:
+        if normalize_by_std:
             advantage /= (statistics.stdev(peers) if len(peers) > 1 else 0.0) + 1e-6
         advantages.append(advantage)
     return advantages
@@ -25,21 +25,21 @@ def by_hand(rows: list[tuple[float, int]], normalize_std: bool) -> list[float]:
 
 @settings(max_examples=100)
 @given(ROWS, st.booleans())
-def test_against_loops(rows: list[tuple[float, int]], normalize_std: bool) -> None:
+def test_against_loops(rows: list[tuple[float, int]], normalize_by_std: bool) -> None:
     scores = torch.tensor([score for score, _ in rows], dtype=torch.float64)
     groups = torch.tensor([group for _, group in rows])
-    expected = torch.tensor(by_hand(rows, normalize_std), dtype=torch.float64)
-    torch.testing.assert_close(group_relative(scores, groups, normalize_std), expected, rtol=1e-8, atol=1e-8)
+    expected = torch.tensor(by_hand(rows, normalize_by_std), dtype=torch.float64)
+    torch.testing.assert_close(group_relative(scores, groups, normalize_by_std), expected, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("normalize_std", [True, False])
-def test_row_order_changes_no_bit(normalize_std: bool) -> None:
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+def test_row_order_changes_no_bit(normalize_by_std: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(200, generator=generator)
     groups = torch.randint(0, 17, (200,), generator=generator)
     order = torch.randperm(200, generator=generator)
-    advantages = group_relative(scores, groups, normalize_std)
-    assert torch.equal(group_relative(scores[order], groups[order], normalize_std), advantages[order])
+    advantages = group_relative(scores, groups, normalize_by_std)
+    assert torch.equal(group_relative(scores[order], groups[order], normalize_by_std), advantages[order])
     assert advantages.abs().max() > 1
 
 

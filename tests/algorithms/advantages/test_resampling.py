@@ -40,7 +40,7 @@ def test_scores_of_zero_are_drawn_evenly() -> None:
 
 def test_what_makes_no_sense() -> None:
     generator = torch.Generator()
-    with pytest.raises(UserError, match="'best' is unknown; write one of pow, max_min, max_random"):
+    with pytest.raises(UserError, match="'best' is unknown. Write one of pow, max_min, max_random"):
         select(SCORES, 3, "best", 2.0, generator)
     with pytest.raises(UserError, match="power is -1"):
         select(SCORES, 3, "pow", -1.0, generator)

@@ -16,5 +16,5 @@ def test_every_length() -> None:
 
 @pytest.mark.parametrize("buffer", [0, 11, -1])
 def test_buffers_that_make_no_sense(buffer: int) -> None:
-    with pytest.raises(UserError, match=f"overlong buffer of {buffer} tokens of 10: write 1 to 10"):
+    with pytest.raises(UserError, match=f"overlong buffer is {buffer} tokens of 10. Write 1 to 10"):
         soft_overlong_penalty(torch.tensor([3]), 10, buffer)

@@ -53,7 +53,7 @@ def test_counts_and_bounds() -> None:
     values, mask = torch.tensor([1.0, 2.0, 5.0, 3.0]), torch.tensor([True, True, True, False])
     assert tokens_between(values, mask, 1.0, 5.0).tolist() == [False, True, False, False]
     for fraction in (0.0, 1.5, math.nan):
-        with pytest.raises(UserError, match="a fraction of"):
+        with pytest.raises(UserError, match="fraction is"):
             share_count(10, fraction)
     with pytest.raises(UserError, match="lower bound first"):
         tokens_between(values, mask, 5.0, 1.0)

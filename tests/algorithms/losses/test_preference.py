@@ -129,10 +129,10 @@ def test_margins_far_out_stay_finite() -> None:
 def test_what_makes_no_sense() -> None:
     new, ref, mask, pair, chosen, ids = columns()
     for options, message in [
-        ({"kind": "dpo"}, f"'dpo' is unknown; write one of {', '.join(DPO_KINDS)}"),
+        ({"kind": "dpo"}, f"'dpo' is unknown. Write one of {', '.join(DPO_KINDS)}"),
         ({"beta": 0.0}, "beta is 0.0"),
-        ({"label_smoothing": 0.5}, "label_smoothing 0.5"),
-        ({"label_smoothing": 0.1, "kind": "ipo"}, "label_smoothing 0.1"),
+        ({"label_smoothing": 0.5}, "label_smoothing is 0.5"),
+        ({"label_smoothing": 0.1, "kind": "ipo"}, "label_smoothing is 0.1"),
     ]:
         with pytest.raises(UserError, match=message):
             dpo_loss(new, ref, mask, pair, chosen, **{"beta": 0.1} | options)
@@ -142,7 +142,7 @@ def test_what_makes_no_sense() -> None:
 
 def test_a_pair_cut_in_two_is_an_error() -> None:
     new, ref, mask, pair, chosen, _ = columns()
-    with pytest.raises(UserError, match="pair 5 has not both of its rows"):
+    with pytest.raises(UserError, match="pair 5: a row is in another micro-batch"):
         dpo_loss(new, ref, mask & ((pair != 5) | ~chosen), pair, chosen, BETA)
-    with pytest.raises(UserError, match="pair 7 has not both of its rows"):
+    with pytest.raises(UserError, match="pair 7: a row is in another micro-batch"):
         bradley_terry_loss(new, mask, pair, chosen | (pair == 7))

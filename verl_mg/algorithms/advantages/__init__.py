@@ -1,14 +1,14 @@
-"""Advantage estimators: from rewards to how much better than expected a sample or a token was.
+"""Advantage estimators: rewards of samples or tokens in, advantages out.
 
     group         (n,) scores against those of the same prompt: GRPO, Dr. GRPO, RLOO, OPO, ReMax; dynamic sampling
     gae           (n, T) token rewards to advantages or returns: PPO, VC-PPO, VAPO, REINFORCE++
     prime         (n, T) implicit process rewards and their advantages
-    distillation  what a teacher thinks of each token
-    whitening     zero mean and unit variance over the whole batch, whatever the ranks hold of it
+    distillation  log-ratios of teacher and student
+    whitening     zero mean and unit variance over the whole batch, however it is distributed
     shaping       changes of the score before anything is estimated from it
     resampling    which samples are trained on
 
-Tokens outside an (n, T) mask are no step of the policy: they are skipped, and nothing decays over them. What stands
+Tokens outside an (n, T) mask are no step of the policy: they are skipped, and nothing decays over them. Values
 there may be anything, NaN too; every result is 0 there.
 """
 

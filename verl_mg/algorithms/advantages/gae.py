@@ -1,4 +1,4 @@
-"""From token rewards to token advantages and returns, over the tokens that the policy wrote."""
+"""Advantages and returns of tokens from rewards of tokens, over the tokens that the policy wrote."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,11 @@ from verl_mg.errors import UserError
 
 
 def token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
-    """The score of a response as the reward of its last token.
+    """Returns rewards of tokens, where the last token of a response has its score.
 
     Args:
         scores: (n,) float.
-        mask: (n, T) bool, true on tokens that the policy wrote; a row without any loses its score.
+        mask: (n, T) bool, true on tokens that the policy wrote; the score of a row without any is ignored.
 
     Returns:
         (n, T) of the dtype of `scores`, 0 but on the last masked token of each row.
@@ -21,22 +21,22 @@ def token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation: arXiv:1506.02438, equation 16, over the masked tokens of each row.
+    """Returns generalized advantage estimates (arXiv:1506.02438, equation 16) and returns over the masked tokens.
 
     With t running over masked tokens alone, and zero value and advantage after the last:
     A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}, and the return is A_t + V_t. The advantages are not
     whitened. Decoupled GAE (VC-PPO, arXiv:2503.01491; VAPO, arXiv:2504.05118) is two calls: the returns of one with
-    lam 1 teach the critic, the advantages of another the policy.
+    lam 1 train the critic, the advantages of another one the policy.
 
     Args:
-        rewards: (n, T) float, of each token; one outside the mask is lost.
-        values: (n, T) float, what the critic expected before each token.
+        rewards: (n, T) float, of each token; those outside the mask are ignored.
+        values: (n, T) float, predictions of the critic before each token.
         mask: (n, T) bool, true on tokens that the policy wrote.
         gamma: discount from one masked token to the next, from 0 to 1.
-        lam: the same for advantages: one number, or (n,) a row.
+        lam: the same for advantages: a number, or (n,) one per row.
 
     Returns:
-        (n, T) advantages and (n, T) returns of the dtype of `values`, 0 outside the mask; made in float64.
+        (n, T) advantages and (n, T) returns of the dtype of `values`, 0 outside the mask; computed in float64.
     """
     _check_fraction("gamma", gamma)
     if not isinstance(lam, Tensor):
@@ -47,35 +47,35 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     advantage = next_value = value.new_zeros(len(value))
     for t in range(mask.shape[1] - 1, -1, -1):
         here = mask[:, t]
-        found = reward[:, t] + gamma * next_value - value[:, t] + gamma * lam * advantage
-        advantage = torch.where(here, found, advantage)
+        estimate = reward[:, t] + gamma * next_value - value[:, t] + gamma * lam * advantage
+        advantage = torch.where(here, estimate, advantage)
         next_value = torch.where(here, value[:, t], next_value)
-        advantages[:, t] = torch.where(here, found, 0.0)
+        advantages[:, t] = torch.where(here, estimate, 0.0)
     return advantages.to(values.dtype), (advantages + value).to(values.dtype)
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """1 - 1 / (alpha l), never below 0: lam of the policy's advantages in VAPO, arXiv:2504.05118.
+    """Returns 1 - 1 / (alpha l), at least 0: lam of the policy's advantages in VAPO, arXiv:2504.05118.
 
     The weights lam^k of a long response's TD errors then add up to about alpha l.
 
     Args:
-        lengths: (n,) tokens that the policy wrote.
+        lengths: (n,) l, tokens that the policy wrote.
         alpha: above 0; 0.05 in the paper.
 
     Returns:
         (n,) float64 for `gae`.
     """
     if not alpha > 0:
-        raise UserError(f"alpha is {alpha}; write a number above 0, as in 0.05")
+        raise UserError(f"alpha is {alpha}. Write a number above 0, as in 0.05")
     return (1 - 1 / (alpha * lengths.double())).clamp(min=0)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """The rewards to come, G_t = r_t + gamma G_{t+1} with t running over masked tokens alone.
+    """Returns the rewards to come, G_t = r_t + gamma G_{t+1} with t running over masked tokens only.
 
     Args:
-        rewards: (n, T) float, of each token; one outside the mask is lost.
+        rewards: (n, T) float, of each token; those outside the mask are ignored.
         mask: (n, T) bool, true on tokens that the policy wrote.
         gamma: discount from one masked token to the next, from 0 to 1.
 
@@ -86,14 +86,20 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """REINFORCE++ before its normalisation: arXiv:2501.03262.
+    """Returns the advantages of REINFORCE++ before their normalisation: arXiv:2501.03262.
 
-    The discounted returns of rewards that already hold the KL penalty (`kl.in_reward`); `whiten` them over the whole
-    batch. Shapes as in `discounted_returns`.
+    The discounted returns of rewards that already contain the KL penalty (`kl.in_reward`); `whiten` them over the whole
+    batch.
+
+    Args:
+        rewards, mask, gamma: arguments of `discounted_returns`.
+
+    Returns:
+        (n, T) of the dtype of `rewards`, 0 outside the mask.
     """
     return discounted_returns(rewards, mask, gamma)
 
 
 def _check_fraction(name: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise UserError(f"{name} is {value}; write a number from 0 to 1")
+        raise UserError(f"{name} is {value}. Write a number from 0 to 1")

@@ -1,8 +1,8 @@
-"""A sample's score against the scores of the other samples of its prompt.
+"""Advantages from the score of a sample and the scores of the other samples of its prompt.
 
-Every sum runs in an order that the values alone decide, so neither the order of the rows nor a device's atomics
-change a bit of a result. All functions take `groups` (n,) int64, equal for samples of one prompt; neither sorted nor
-consecutive. All rows of a group must be here; a group of one teaches nothing and has advantage 0.
+Every sum runs in an order that only the values decide, so results are bitwise independent of the order of the rows and
+of a device's atomics. All functions take `groups` (n,) int64, equal for samples of one prompt; neither sorted nor
+consecutive. All rows of a group must be here; a group of one has advantage 0.
 """
 
 import torch
@@ -10,37 +10,37 @@ from torch import Tensor
 
 from verl_mg.algorithms.segments import segment_sums
 
-STD_FLOOR = 1e-6  # keeps a group whose scores nearly agree finite
+EPSILON = 1e-6  # avoids a division by 0 where the scores of a group are equal
 
 
-def group_relative(scores: Tensor, groups: Tensor, normalize_std: bool = True) -> Tensor:
-    """How much better a sample scored than the other samples of its prompt.
+def group_relative(scores: Tensor, groups: Tensor, normalize_by_std: bool = True) -> Tensor:
+    """Returns the score minus the mean score of the prompt, GRPO's advantage.
 
-    The score minus the mean of its group, divided by the group's (unbiased) standard deviation plus 1e-6 when
-    `normalize_std`: GRPO with outcome supervision, arXiv:2402.03300, section 4.1.2. Without the division:
-    Dr. GRPO, arXiv:2503.20783, section 3.2; whitened over the batch afterwards, that is REINFORCE++ with
-    baseline, arXiv:2501.03262.
+    With `normalize_by_std` it is divided by the (unbiased) standard deviation of the group plus 1e-6: GRPO with outcome
+    supervision, arXiv:2402.03300, section 4.1.2. Without the division: Dr. GRPO, arXiv:2503.20783, section 3.2;
+    whitened over the batch afterwards, that is REINFORCE++ with baseline, arXiv:2501.03262.
 
     Args:
-        scores: (n,) float, in any unit; the result has their dtype, the sums are made in float64.
+        scores: (n,) float, in any unit; the result has their dtype, sums are computed in float64.
         groups: (n,) int64.
+        normalize_by_std: divides by the standard deviation of the group.
 
     Returns:
         (n,) advantages.
     """
     order, index, counts = _in_groups(groups, scores)
     advantages = _centered(scores[order].double(), index, counts)
-    if normalize_std:
+    if normalize_by_std:
         variance = segment_sums(advantages.square(), counts) / (counts - 1).clamp(min=1)
-        advantages = advantages / (variance.sqrt() + STD_FLOOR)[index]
+        advantages = advantages / (variance.sqrt() + EPSILON)[index]
     return _in_rows(advantages, order, scores)
 
 
 def rloo(scores: Tensor, groups: Tensor) -> Tensor:
-    """The score minus the mean score of the other samples of its prompt: RLOO, arXiv:2402.14740.
+    """Returns the score minus the mean score of the other samples of its prompt: RLOO, arXiv:2402.14740.
 
     Args:
-        scores: (n,) float, in any unit; the result has their dtype, the sums are made in float64.
+        scores: (n,) float, in any unit; the result has their dtype, sums are computed in float64.
         groups: (n,) int64.
 
     Returns:
@@ -53,17 +53,17 @@ def rloo(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def opo(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
-    """The score minus the optimal baseline sum(l r) / sum(l) of its prompt: OPO, arXiv:2505.23585.
+    """Returns the score minus the optimal baseline sum(l r) / sum(l) of its prompt: OPO, arXiv:2505.23585.
 
     The baseline of least gradient variance where a response's squared gradient norm grows with its length l.
 
     Args:
-        scores: (n,) float, in any unit; the result has their dtype, the sums are made in float64.
+        scores: (n,) float, in any unit; the result has their dtype, sums are computed in float64.
         lengths: (n,) tokens that the policy wrote.
         groups: (n,) int64.
 
     Returns:
-        (n,) advantages. A row of length 0 has no part in the baseline.
+        (n,) advantages. A row of length 0 does not count in the baseline.
     """
     order, index, counts = _in_groups(groups, scores, lengths)
     score, weight = scores[order].double(), lengths[order].double()
@@ -73,7 +73,7 @@ def opo(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
 
 
 def remax(scores: Tensor, greedy_scores: Tensor) -> Tensor:
-    """The score minus that of the greedy response to the same prompt: ReMax, arXiv:2310.10505, algorithm 1.
+    """Returns the score minus that of the greedy response to the same prompt: ReMax, arXiv:2310.10505, algorithm 1.
 
     Args:
         scores, greedy_scores: (n,) float; row i of the second answers the prompt of row i of the first.
@@ -85,9 +85,9 @@ def remax(scores: Tensor, greedy_scores: Tensor) -> Tensor:
 
 
 def informative(scores: Tensor, groups: Tensor) -> Tensor:
-    """Whether the scores of a sample's group differ, so that it has an advantage to learn from.
+    """Returns whether the scores of a sample's group differ, so that its advantage is not 0.
 
-    DAPO's dynamic sampling keeps these rows alone (arXiv:2503.14476, equation 11). GPG multiplies the advantages by
+    DAPO's dynamic sampling keeps only these rows (arXiv:2503.14476, equation 11). GPG multiplies the advantages by
     all rows over these rows, both counted over all ranks (accurate gradient estimation, arXiv:2504.02546).
 
     Args:

@@ -9,7 +9,7 @@ from verl_mg.errors import UserError
 
 
 def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """beta (log pi_phi - log pi_ref) of each token: arXiv:2502.01456, equation 3.
+    """Returns beta (log pi_phi - log pi_ref) of each token: arXiv:2502.01456, equation 3.
 
     Args:
         logprobs: (...) nats, of the process reward model pi_phi.
@@ -21,7 +21,7 @@ def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta:
         (...), 0 outside the mask.
     """
     if not beta > 0:
-        raise UserError(f"beta is {beta}; write a number above 0, as in 0.05")
+        raise UserError(f"beta is {beta}. Write a number above 0, as in 0.05")
     return torch.where(mask, beta * (logprobs - ref_logprobs), 0.0).detach()
 
 
@@ -34,10 +34,10 @@ def prime_advantages(
     process_weight: float = 1.0,
     outcome_weight: float = 1.0,
 ) -> Tensor:
-    """Process and outcome rewards, each against the other responses to the prompt: arXiv:2502.01456, equation 5.
+    """Returns advantages from process and outcome rewards with leave-one-out baselines: arXiv:2502.01456, equation 5.
 
-    A token's process reward loses the baseline, the mean over the other responses of a response's mean process reward;
-    what is left is summed over the tokens to come. To that the `rloo` advantage of the score is added.
+    From a token's process reward the baseline is subtracted, the mean over the other responses of a response's mean
+    process reward; the differences are summed over the tokens to come. The `rloo` advantage of the score is added.
     The published code subtracts another baseline from single tokens, K / (K - 1) r_t minus the sum of all K means over
     K - 1, which agrees with the equation in the mean over a response alone; this is the equation.
 

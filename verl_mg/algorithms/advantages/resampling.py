@@ -1,6 +1,6 @@
-"""PF-PPO: train on the responses whose score a reward model can be trusted with (arXiv:2409.06957).
+"""PF-PPO: training on the responses whose scores are the most reliable (arXiv:2409.06957).
 
-Its rewards are least noisy where they are high or low, so the batch is drawn anew, with replacement, by weight:
+The scores of a reward model are least noisy where they are high or low, so the batch is resampled by weight:
 
     kind          weight of a response
     "pow"         |score| ^ power
@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from verl_mg.errors import UserError
 
-WEIGHT_FLOOR = 1e-8  # lets a batch of zero weights be drawn from, evenly
+MIN_WEIGHT = 1e-8  # a batch of zero weights is drawn from uniformly
 
 
 def _max_min(scores: Tensor, power: float) -> Tensor:
@@ -34,10 +34,10 @@ KINDS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def resampling_weights(scores: Tensor, kind: str, power: float = 2.0) -> Tensor:
-    """How often each response is drawn, up to a common factor.
+    """Returns the relative frequency with which each response is drawn.
 
     Args:
-        scores: (n,) float, of all responses that are drawn from.
+        scores: (n,) float, of all responses to draw from.
         kind: one of "pow", "max_min", "max_random"; UserError for any other.
         power: of "pow", 0 or more; else unused.
 
@@ -45,26 +45,26 @@ def resampling_weights(scores: Tensor, kind: str, power: float = 2.0) -> Tensor:
         (n,) float64, above 0.
     """
     if kind not in KINDS:
-        raise UserError(f"resampling {kind!r} is unknown; write one of {', '.join(KINDS)}")
+        raise UserError(f"resampling {kind!r} is unknown. Write one of {', '.join(KINDS)}")
     if not power >= 0:
-        raise UserError(f"resampling power is {power}; write 0 or more, as in 2.0")
-    return KINDS[kind](scores, power) + WEIGHT_FLOOR if len(scores) else scores.double()
+        raise UserError(f"resampling power is {power}. Write 0 or more, as in 2.0")
+    return KINDS[kind](scores, power) + MIN_WEIGHT if len(scores) else scores.double()
 
 
 def select(scores: Tensor, count: int, kind: str, power: float, generator: Generator) -> Tensor:
-    """The responses to train on, drawn with replacement by `resampling_weights`.
+    """Returns responses to train on, drawn with replacement by `resampling_weights`.
 
     Args:
         scores: (n,) float; the draw is over all n, so give those of one prompt to stay within it.
         count: how many to draw, 0 or more.
-        kind, power: as in `resampling_weights`.
+        kind, power: arguments of `resampling_weights`.
         generator: the same state draws the same rows; on the device of `scores`.
 
     Returns:
-        (count,) int64 row indices, sorted: copies of a row stand side by side.
+        (count,) int64 row indices, sorted: copies of a row are adjacent.
     """
     if count < 0 or (count and not len(scores)):
-        raise UserError(f"{count} responses cannot be drawn from {len(scores)}")
+        raise UserError(f"{count} responses cannot be drawn from {len(scores)}. Sample at least one response")
     weights = resampling_weights(scores, kind, power)
     if not count:
         return torch.empty(0, dtype=torch.int64, device=scores.device)

@@ -6,7 +6,7 @@ from verl_mg.errors import UserError
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """What DAPO adds to the score of a long response: arXiv:2503.14476, equation 13.
+    """Returns the penalty that DAPO adds to the score of a long response: arXiv:2503.14476, equation 13.
 
     0 up to max_length - buffer tokens, from there falling in a line to -1 at max_length, and -1 above.
 
@@ -19,5 +19,5 @@ def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tens
         (n,) float32 from -1 to 0.
     """
     if not 1 <= buffer <= max_length:
-        raise UserError(f"an overlong buffer of {buffer} tokens of {max_length}: write 1 to {max_length}")
+        raise UserError(f"the overlong buffer is {buffer} tokens of {max_length}. Write 1 to {max_length}")
     return ((max_length - buffer - lengths).double() / buffer).clamp(-1, 0).float()

@@ -3,31 +3,31 @@
 import torch
 from torch import Tensor
 
-VARIANCE_FLOOR = 1e-8  # keeps values that all agree finite
+EPSILON = 1e-8  # avoids a division by 0 where all values are equal
 
 
 def moments(values: Tensor, mask: Tensor) -> Tensor:
-    """What the mean and the variance of masked values are made of; it adds over parts and ranks.
+    """Returns count, sum and sum of squares of the masked values, which add up over parts and ranks.
 
     Args:
         values: (...) float.
         mask: (...) bool, the same shape.
 
     Returns:
-        (3,) float64: how many there are, their sum, the sum of their squares.
+        (3,) float64.
     """
     kept = values[mask].detach().double()
     return torch.stack([kept.new_tensor(float(kept.numel())), kept.sum(), kept.square().sum()])
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = True) -> Tensor:
-    """Values of zero mean and unit (unbiased) variance over all that `moments` counts.
+    """Returns the values, shifted and scaled to zero mean and unit (unbiased) variance over all ranks.
 
     Args:
         values: (...) float.
         mask: (...) bool, the same shape.
-        moments: (3,) float64, the sum of what the function `moments` gave on every rank.
-        shift_mean: false keeps the mean and scales the deviations alone.
+        moments: (3,) float64, result of the function `moments`, added over all ranks.
+        shift_mean: false keeps the mean and only scales the deviations.
 
     Returns:
         (...) of the dtype of `values`, 0 outside the mask.
@@ -35,7 +35,7 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = Tru
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)
     variance = ((squares - mean * total) / (count - 1).clamp(min=1)).clamp(min=0)
-    whitened = (values.detach().double() - mean) / (variance + VARIANCE_FLOOR).sqrt()
+    whitened = (values.detach().double() - mean) / (variance + EPSILON).sqrt()
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(mask, whitened, 0.0).to(values.dtype)

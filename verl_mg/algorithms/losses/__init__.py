@@ -2,12 +2,12 @@
 
 A loss returns its value for each token, exactly 0 outside the mask, and a dictionary of detached per-token
 metrics, also 0 outside it, of which the caller reports the mean over all masked tokens of all ranks.
-What stands outside the mask may be anything, NaN too: it reaches neither value nor gradient.
+Values outside the mask may be anything, NaN too: they reach neither value nor gradient.
 
     policy      token ratios: PPO, DAPO, Dr. GRPO, CISPO, GPG, SAPO
     sequence    sequence ratios: GSPO, GMPO
-    covariance  PPO but for the tokens that cost the most entropy: Clip-Cov, KL-Cov
-    value       the critic's
+    covariance  PPO except for the tokens that reduce the entropy most: Clip-Cov, KL-Cov
+    value       loss of the critic
     imitation   given tokens: SFT, the positive examples of VAPO
     preference  pairs and outcomes: DPO, IPO, hinge, Bradley-Terry, the implicit process reward model of PRIME
 

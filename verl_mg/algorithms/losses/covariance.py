@@ -1,14 +1,14 @@
-"""Clip-Cov and KL-Cov: PPO but for the tokens that cost the most entropy (arXiv:2505.22617).
+"""Clip-Cov and KL-Cov: PPO except for the tokens that reduce the entropy most (arXiv:2505.22617).
 
-What a token costs is the covariance of its log-prob and its advantage. Which tokens are chosen depends on all tokens
-of the update, so it is settled before, on the batch of a recipe, and given to the loss as a column:
+The measure of a token is the covariance of its log-prob and its advantage. Which tokens are selected depends on all
+tokens of the update, so they are selected before it, on the batch of a recipe, and given to the loss as a column:
 
     means        moments(logprobs, mask), moments(advantages, mask) of `advantages.whitening`, added over ranks
     covariance   covariances(...) of each token
     how many     k = share_count(tokens of all ranks, fraction)
     KL-Cov       threshold: the k-th largest covariance of all ranks; tokens_at_least(covariance, mask, threshold)
-    Clip-Cov     candidates: tokens_between(covariance, mask, low, high); then as KL-Cov with `priorities` in place of
-                 covariances and the candidates in place of the mask
+    Clip-Cov     candidates: tokens_between(covariance, mask, low, high); then as KL-Cov with `priorities` instead of
+                 covariances and the candidates instead of the mask
 
 Then no split, order or packing of the rows changes the choice.
 """
@@ -16,7 +16,7 @@ Then no split, order or packing of the rows changes the choice.
 import torch
 from torch import Tensor
 
-from verl_mg.algorithms.losses.columns import Metrics, constant, inside
+from verl_mg.algorithms.losses.columns import Metrics, masked, masked_constant
 from verl_mg.algorithms.losses.policy import clipped_policy_loss
 from verl_mg.errors import UserError
 
@@ -24,7 +24,7 @@ from verl_mg.errors import UserError
 def covariances(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, logprob_moments: Tensor, advantage_moments: Tensor
 ) -> Tensor:
-    """(logprob - mean logprob) (advantage - mean advantage) of each token.
+    """Returns (logprob - mean logprob) (advantage - mean advantage) of each token.
 
     Args:
         logprobs: (tokens,) nats, of the policy at the start of the update.
@@ -38,43 +38,62 @@ def covariances(
     product = torch.ones_like(logprobs, dtype=torch.float64)
     for column, moments in ((logprobs, logprob_moments), (advantages, advantage_moments)):
         product = product * (column.detach().double() - moments[1] / moments[0].clamp(min=1))
-    return inside(mask, product)
+    return masked(mask, product)
 
 
 def share_count(tokens: int, fraction: float) -> int:
-    """How many tokens a fraction of all is: rounded down, and at least 1.
+    """Returns the number of tokens that a fraction of all is, rounded down, and at least 1.
 
     Args:
         tokens: masked tokens of all ranks.
         fraction: above 0, up to 1; 2e-4 for Clip-Cov and 2e-3 for KL-Cov in the paper.
     """
     if not 0 < fraction <= 1:
-        raise UserError(f"a fraction of {fraction} of the tokens: write a number above 0, up to 1, as in 0.0002")
+        raise UserError(f"fraction is {fraction}. Write a number above 0, up to 1, as in 0.0002")
     return max(1, int(tokens * fraction))
 
 
 def tokens_at_least(values: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """(tokens,) bool, true on masked tokens whose value is `threshold` or more; all that are equal to it count."""
+    """Returns the masked tokens whose value is `threshold` or more; all that are equal to it count.
+
+    Args:
+        values: (tokens,) float.
+        mask: (tokens,) bool.
+        threshold: the smallest value that counts.
+
+    Returns:
+        (tokens,) bool.
+    """
     return mask & (values >= threshold)
 
 
 def tokens_between(values: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """(tokens,) bool, true on masked tokens whose value is above `low` and below `high`; 1 and 5 in the paper."""
+    """Returns the masked tokens whose value is above `low` and below `high`.
+
+    Args:
+        values: (tokens,) float.
+        mask: (tokens,) bool.
+        low: lower bound; 1 in the paper.
+        high: upper bound; 5 in the paper.
+
+    Returns:
+        (tokens,) bool.
+    """
     if not low < high:
-        raise UserError(f"no covariance lies between {low} and {high}; write the lower bound first, as in 1.0 and 5.0")
+        raise UserError(f"no covariance is between {low} and {high}. Write the lower bound first, as in 1.0 and 5.0")
     return mask & (values > low) & (values < high)
 
 
 def priorities(sample_ids: Tensor, positions: Tensor, seed: int) -> Tensor:
-    """A random number for each token that depends on nothing but its place in the run.
+    """Returns a random number for each token, a function of seed, sample and position only.
 
     Args:
         sample_ids: (tokens,) int64, unique over the run.
         positions: (tokens,) int64, the token's place in its row.
-        seed: other numbers for another seed; give the iteration a part in it.
+        seed: gives other numbers; include the iteration.
 
     Returns:
-        (tokens,) float64, evenly spread over 0 to 1 without the ends.
+        (tokens,) float64, uniform between 0 and 1, ends excluded.
     """
     mixed = _mix(torch.full_like(sample_ids, seed))
     for part in (sample_ids, positions):
@@ -92,17 +111,17 @@ def clip_cov_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """`clipped_policy_loss` without the tokens that are cut: Clip-Cov, arXiv:2505.22617.
+    """Returns `clipped_policy_loss` without the tokens that are cut: Clip-Cov, arXiv:2505.22617.
 
     Args:
-        cut: (tokens,) bool, chosen at random among those of high covariance; their loss is 0.
+        cut: (tokens,) bool, drawn at random among those of high covariance; their loss is 0.
         logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip: as in `clipped_policy_loss`.
 
     Returns:
         (tokens,) loss, and the metrics of `clipped_policy_loss`, with `cut`, 1 where a token is cut.
     """
     loss, metrics = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip)
-    return inside(~cut, loss), metrics | {"cut": (mask & cut).to(loss.dtype)}
+    return masked(~cut, loss), metrics | {"cut": (mask & cut).to(loss.dtype)}
 
 
 def kl_cov_loss(
@@ -113,7 +132,7 @@ def kl_cov_loss(
     penalized: Tensor,
     coefficient: float,
 ) -> tuple[Tensor, Metrics]:
-    """-A r, and on the chosen tokens a KL penalty to the old policy: KL-Cov, arXiv:2505.22617.
+    """Returns -A r, plus on the selected tokens a KL penalty to the old policy: KL-Cov, arXiv:2505.22617.
 
     The penalty is coefficient |logprobs - old_logprobs|, as in the published code. Its gradient is 0 where the two
     are equal, so it acts from the second update of an iteration on.
@@ -124,16 +143,16 @@ def kl_cov_loss(
         coefficient: 0 or more; 1 in the paper.
 
     Returns:
-        (tokens,) loss, and the metrics `ratio`, `penalized` (1 where a token is) and `abs_kl`
+        (tokens,) loss, and the metrics `ratio`, `penalized` (1 on these tokens) and `abs_kl`
         (|logprobs - old_logprobs|, nats).
     """
     if not coefficient >= 0:
-        raise UserError(f"the KL-Cov coefficient is {coefficient}; write 0 or more, as in 1.0")
-    difference = inside(mask, logprobs) - constant(mask, old_logprobs)
+        raise UserError(f"the KL-Cov coefficient is {coefficient}. Write 0 or more, as in 1.0")
+    difference = masked(mask, logprobs) - masked_constant(mask, old_logprobs)
     ratio, distance = torch.exp(difference), difference.abs()
-    loss = -constant(mask, advantages) * ratio + coefficient * inside(penalized, distance)
+    loss = -masked_constant(mask, advantages) * ratio + coefficient * masked(penalized, distance)
     return loss, {
-        "ratio": inside(mask, ratio.detach()),
+        "ratio": masked(mask, ratio.detach()),
         "penalized": (mask & penalized).to(loss.dtype),
         "abs_kl": distance.detach(),
     }

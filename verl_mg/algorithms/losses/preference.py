@@ -1,16 +1,16 @@
 """Losses of whole sequences: which of two is better, or whether one is right.
 
 The rows of a pair share a number in `pair` (tokens,) int64, and `chosen` (tokens,) bool is true on the better one;
-both rows are whole in a micro-batch. Every judged token carries the loss of its pair or sequence, which depends on
+both rows are whole in a micro-batch. Every scored token carries the loss of its pair or sequence, which depends on
 all log-probs of it: aggregated by "seq-mean-token-mean", value and gradient are the mean over pairs or sequences.
-The metrics too are carried by every judged token: aggregate them likewise, a mean over tokens favours long pairs.
+Every scored token carries the metrics too: aggregate them likewise, a mean over tokens favours long pairs.
 """
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from verl_mg.algorithms.losses.columns import Metrics, check_positive, constant, inside, sequence_sums
-from verl_mg.algorithms.segments import totals
+from verl_mg.algorithms.losses.columns import Metrics, check_positive, masked, masked_constant
+from verl_mg.algorithms.segments import segment_totals, sequence_sums
 from verl_mg.errors import UserError
 
 DPO_KINDS = ("sigmoid", "hinge", "ipo")
@@ -26,7 +26,9 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     kind: str = "sigmoid",
 ) -> tuple[Tensor, Metrics]:
-    """Direct preference optimisation, with h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected).
+    """Returns the loss of direct preference optimisation.
+
+    With h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected):
 
         kind        loss of a pair                                        source
         "sigmoid"   -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) DPO, arXiv:2305.18290, equation 7; with
@@ -34,13 +36,13 @@ def dpo_loss(
         "hinge"     max(0, 1 - beta h)                                    RSO, arXiv:2309.06657
         "ipo"       (h - 1 / (2 beta))^2                                  IPO, arXiv:2310.12036, equation 17
 
-    Log-probs of sequences are sums over their judged tokens, for every kind.
+    Log-probs of sequences are sums over their scored tokens, for every kind.
 
     Args:
         logprobs: (tokens,) nats, of the policy in training; the gradient flows through these alone.
         ref_logprobs: (tokens,) nats, of the reference.
-        mask: (tokens,) bool, true on judged tokens.
-        pair, chosen: (tokens,) as above; UserError if a pair lacks one of its rows here.
+        mask: (tokens,) bool, true on scored tokens.
+        pair, chosen: (tokens,) as above; UserError if one of the rows of a pair is missing here.
         beta: above 0.
         label_smoothing: e, from 0 to below 0.5; of "sigmoid" alone.
         kind: one of DPO_KINDS; UserError for any other.
@@ -50,14 +52,14 @@ def dpo_loss(
         `rejected_reward` (beta (log pi - log ref) of either row).
     """
     if kind not in DPO_KINDS:
-        raise UserError(f"DPO loss {kind!r} is unknown; write one of {', '.join(DPO_KINDS)}")
+        raise UserError(f"DPO loss {kind!r} is unknown. Write one of {', '.join(DPO_KINDS)}")
     check_positive("beta", beta, "0.1")
     if not 0 <= label_smoothing < 0.5 or (label_smoothing and kind != "sigmoid"):
-        raise UserError(f"label_smoothing {label_smoothing}: write 0 to below 0.5, and 0 for any kind but sigmoid")
+        raise UserError(f"label_smoothing is {label_smoothing}. Write 0 to below 0.5, and 0 for any loss but sigmoid")
     _check_pairs(mask, pair, chosen)
-    difference = inside(mask, logprobs) - constant(mask, ref_logprobs)
-    better = sequence_sums(inside(chosen, difference), pair)
-    worse = sequence_sums(inside(~chosen, difference), pair)
+    difference = masked(mask, logprobs) - masked_constant(mask, ref_logprobs)
+    better = sequence_sums(masked(chosen, difference), pair)
+    worse = sequence_sums(masked(~chosen, difference), pair)
     margin = beta * (better - worse)
     if kind == "sigmoid":
         loss = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
@@ -65,39 +67,39 @@ def dpo_loss(
         loss = (1 - margin).clamp(min=0)
     else:
         loss = (better - worse - 1 / (2 * beta)).square()
-    return inside(mask, loss), _pair_metrics(mask, beta * better, beta * worse)
+    return masked(mask, loss), _pair_metrics(mask, beta * better, beta * worse)
 
 
 def bradley_terry_loss(scores: Tensor, mask: Tensor, pair: Tensor, chosen: Tensor) -> tuple[Tensor, Metrics]:
-    """-log sigmoid(score of the chosen row - score of the rejected): arXiv:2203.02155, equation 1.
+    """Returns -log sigmoid(score of the chosen row - score of the rejected): arXiv:2203.02155, equation 1.
 
     Args:
         scores: (tokens,) of the reward model in training.
         mask: (tokens,) bool, true on the one token of each row whose score is the row's.
-        pair, chosen: (tokens,) as above; UserError if a pair lacks one of its rows here.
+        pair, chosen: (tokens,) as above; UserError if one of the rows of a pair is missing here.
 
     Returns:
         (tokens,) loss, and the metrics of the pair `accuracy` (1 where the chosen row scores higher), `margin`,
         `chosen_reward` and `rejected_reward`.
     """
     _check_pairs(mask, pair, chosen)
-    scores = inside(mask, scores)
-    better = sequence_sums(inside(chosen, scores), pair)
-    worse = sequence_sums(inside(~chosen, scores), pair)
-    return inside(mask, -logsigmoid(better - worse)), _pair_metrics(mask, better, worse)
+    scores = masked(mask, scores)
+    better = sequence_sums(masked(chosen, scores), pair)
+    worse = sequence_sums(masked(~chosen, scores), pair)
+    return masked(mask, -logsigmoid(better - worse)), _pair_metrics(mask, better, worse)
 
 
 def prime_loss(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, labels: Tensor, beta: float
 ) -> tuple[Tensor, Metrics]:
-    """Cross-entropy of the outcome under an implicit process reward model: PRIME, arXiv:2502.01456.
+    """Returns the cross-entropy of the outcome under an implicit process reward model: PRIME, arXiv:2502.01456.
 
     A response is right with probability sigmoid(sum over its tokens of beta (log pi - log ref)).
 
     Args:
         logprobs: (tokens,) nats, of the reward model in training; the gradient flows through these alone.
         ref_logprobs: (tokens,) nats, of the model that its training began with.
-        mask: (tokens,) bool, true on judged tokens.
+        mask: (tokens,) bool, true on scored tokens.
         sequence_ids: (tokens,) int64; every sequence is here as a whole.
         labels: (tokens,) from 0 (wrong) to 1 (right), the same on all tokens of a sequence.
         beta: above 0; 0.05 in the paper.
@@ -107,17 +109,17 @@ def prime_loss(
         `implicit_reward` (the sum).
     """
     check_positive("beta", beta, "0.05")
-    labels = constant(mask, labels)
-    difference = inside(mask, logprobs) - constant(mask, ref_logprobs)
+    labels = masked_constant(mask, labels)
+    difference = masked(mask, logprobs) - masked_constant(mask, ref_logprobs)
     reward = beta * sequence_sums(difference, sequence_ids)
     loss = -labels * logsigmoid(reward) - (1 - labels) * logsigmoid(-reward)
     seen = reward.detach()
     right = (seen > 0) == (labels > 0.5)
-    return inside(mask, loss), {"accuracy": (mask & right).to(seen.dtype), "implicit_reward": inside(mask, seen)}
+    return masked(mask, loss), {"accuracy": (mask & right).to(seen.dtype), "implicit_reward": masked(mask, seen)}
 
 
 def _pair_metrics(mask: Tensor, better: Tensor, worse: Tensor) -> Metrics:
-    better, worse = inside(mask, better.detach()), inside(mask, worse.detach())
+    better, worse = masked(mask, better.detach()), masked(mask, worse.detach())
     return {
         "accuracy": (better > worse).to(better.dtype),
         "margin": better - worse,
@@ -127,7 +129,9 @@ def _pair_metrics(mask: Tensor, better: Tensor, worse: Tensor) -> Metrics:
 
 
 def _check_pairs(mask: Tensor, pair: Tensor, chosen: Tensor) -> None:
-    alone = (totals(mask & chosen, pair) == 0) | (totals(mask & ~chosen, pair) == 0)
+    alone = (segment_totals(mask & chosen, pair) == 0) | (segment_totals(mask & ~chosen, pair) == 0)
     if bool((mask & alone).any()):
         number = int(pair[(mask & alone).nonzero()[0, 0]])
-        raise UserError(f"pair {number} has not both of its rows in one micro-batch, or one has no judged token")
+        raise UserError(
+            f"pair {number}: a row is in another micro-batch or has no scored token. Keep rows of a pair together"
+        )

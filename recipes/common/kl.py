@@ -1,0 +1,151 @@
+"""KL penalty against the reference policy, in the loss or in the reward, with a fixed or an adaptive coefficient.
+
+The estimators are those of verl_mg/algorithms/kl.py. With a target, the coefficient follows arXiv:1909.08593, section
+2.2.
+"""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Literal, Protocol, Self, TypeVar
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from verl_mg.algorithms import kl as estimators
+from verl_mg.algorithms.advantages import token_rewards
+from verl_mg.batch import Batch
+from verl_mg.config import ConfigSection
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
+
+STATE_KEY = "kl_coefficient"
+"""Name of the adapted coefficient in the state that a checkpoint keeps."""
+
+
+class KLConfig(ConfigSection):
+    """KL penalty: where it is added and how strongly."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """Weight of the penalty, in loss or reward per nat. 0 turns it off, and no reference is built for it."""
+    placement: Literal["loss", "reward"] = "loss"
+    """Adds the penalty to the loss of each token, or subtracts it from the reward of each token."""
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Estimator of the divergence of a token. In a loss, the gradient of "k1" has expectation 0; write "k2" or "k3"."""
+    target: float | None = Field(None, gt=0)
+    """Mean divergence, in nats per token, towards which the coefficient is adapted; null keeps the coefficient."""
+    horizon: PositiveInt = 10000
+    """Number of samples over which a lasting error of 100 % would double the coefficient, without clipping."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a penalty, and with it log-probs of the reference."""
+        return self.coefficient != 0
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether there is a penalty that is subtracted from the rewards."""
+        return self.enabled and self.placement == "reward"
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether there is a penalty that is added to the loss."""
+        return self.enabled and self.placement == "loss"
+
+
+class WithKL(Protocol):
+    """Configuration of a recipe with a KL penalty."""
+
+    @property
+    def kl(self) -> KLConfig:
+        """Subsection of the KL penalty."""
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Returns a copy with other values.
+
+        Args:
+            update: new values by field.
+            deep: copies the values too.
+        """
+
+
+C = TypeVar("C", bound=WithKL)
+
+
+def with_current_kl(cfg: C, state: Mapping[str, float | Batch]) -> C:
+    """Returns the configuration with the coefficient that earlier iterations have adapted, if they have.
+
+    Args:
+        cfg: configuration of the recipe.
+        state: `job.state`.
+    """
+    if not (cfg.kl.enabled and cfg.kl.target):
+        return cfg
+    kl = cfg.kl.model_copy(update={"coefficient": state.get(STATE_KEY, cfg.kl.coefficient)})
+    return cfg.model_copy(update={"kl": kl})
+
+
+def token_rewards_with_kl(batch: Batch, kl: KLConfig) -> tuple[Tensor, Tensor]:
+    """Returns (n, T) rewards and the (n, T) bool mask of the tokens that the policy wrote.
+
+    The reward of a response is that of its last token. With the penalty in the reward each token's penalty is
+    subtracted: arXiv:2203.02155, equation 2.
+
+    Args:
+        batch: columns `reward` (n,) and `loss_mask`; with the penalty also `old_logprobs` and `ref_logprobs`.
+        kl: the penalty; ignored unless it is in the reward.
+    """
+    mask, _ = batch.pad("loss_mask")
+    rewards = token_rewards(batch["reward"], mask)
+    if kl.in_reward:
+        old, reference = batch.pad("old_logprobs")[0], batch.pad("ref_logprobs")[0]
+        rewards = estimators.in_reward(rewards, old, reference, mask, kl.coefficient, kl.estimator)
+    return rewards, mask
+
+
+def rewards_with_kl(batch: Batch, kl: KLConfig) -> Tensor:
+    """Returns (n,) rewards, minus the penalties of all tokens of a response if the penalty is in the reward.
+
+    Args:
+        batch: as in `token_rewards_with_kl`.
+        kl: the penalty.
+    """
+    return token_rewards_with_kl(batch, kl)[0].sum(1) if kl.in_reward else batch["reward"]
+
+
+def add_kl_loss(output: LossOutput, inputs: LossInputs, kl: KLConfig) -> LossOutput:
+    """Returns the loss with the penalty and its metric `kl`, in nats, if the penalty is in the loss.
+
+    Args:
+        output: (tokens,) loss and its metrics.
+        inputs: tokens of the micro-batch, with `ref_logprobs`.
+        kl: the penalty.
+    """
+    if not kl.in_loss:
+        return output
+    loss, metrics = output
+    divergence = estimators.penalty(inputs.logprobs, inputs.ref_logprobs, kl.estimator)
+    return loss + kl.coefficient * divergence, metrics | {"kl": divergence}
+
+
+def kl_sums(batch: Batch) -> Tensor:
+    """Returns (3,) float64: number of tokens, sum of their "k1" in nats, number of rows; they add up over ranks."""
+    divergence = estimators.penalty(batch["old_logprobs"], batch["ref_logprobs"], "k1")
+    kept = divergence[batch["loss_mask"]].double()
+    return torch.stack([kept.new_tensor(kept.numel()), kept.sum(), kept.new_tensor(len(batch))])
+
+
+def adapt_kl(kl: KLConfig, sums: Tensor, state: MutableMapping[str, float | Batch]) -> dict[str, float]:
+    """Reports the divergence of this iteration and, with a target, sets the coefficient of the next.
+
+    Args:
+        kl: the penalty of this iteration.
+        sums: (3,) `kl_sums`, added over all ranks.
+        state: `job.state`, where the coefficient is kept.
+
+    Returns:
+        Metrics `kl/mean`, nats per token, and `kl/coefficient`, that of this iteration.
+    """
+    num_tokens, total, num_rows = sums.tolist()
+    mean = total / max(num_tokens, 1)
+    if kl.target:
+        state[STATE_KEY] = estimators.adapted(kl.coefficient, mean, kl.target, kl.horizon, int(num_rows))
+    return {"kl/mean": mean, "kl/coefficient": kl.coefficient}

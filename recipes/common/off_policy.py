@@ -1,0 +1,67 @@
+"""Correction of the difference between the policy that sampled and the policy in training, a weight for each token.
+
+The rules are those of verl_mg/algorithms/correction.py.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from verl_mg.algorithms.correction import Correction, correct
+from verl_mg.batch import Batch
+from verl_mg.config import ConfigSection
+from verl_mg.megatron.microbatch import LossInputs, LossOutput
+
+COLUMNS = ("correction", "correction_below", "correction_above")
+
+
+class OffPolicyConfig(ConfigSection):
+    """Correction for log-probs of the rollout engine that differ from those of the trainer."""
+
+    correction: Literal["none", Correction] = "none"
+    """Ratio and rule that give the weight of a token; "none" leaves the loss as it is."""
+    low: float = Field(0.5, ge=0, le=1)
+    """Lower bound of the ratio; truncation ("*-tis") does not use it."""
+    high: float = Field(2.0, ge=1, allow_inf_nan=False)
+    """Upper bound of the ratio."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the loss is weighted."""
+        return self.correction != "none"
+
+
+def add_off_policy_weights(batch: Batch, off_policy: OffPolicyConfig) -> None:
+    """Sets the token columns `correction`, `correction_below` and `correction_above` if the correction is enabled.
+
+    Args:
+        batch: columns `old_logprobs`, `rollout_logprobs` and `loss_mask`; its rows are whole.
+        off_policy: the correction.
+    """
+    if not off_policy.enabled:
+        return
+    weights, outside = correct(
+        off_policy.correction,
+        batch["old_logprobs"],
+        batch["rollout_logprobs"],
+        batch["loss_mask"],
+        batch.sequence_ids,
+        off_policy.low,
+        off_policy.high,
+    )
+    for name, column in {"correction": weights, **outside}.items():
+        batch[name] = column
+
+
+def apply_off_policy_weights(output: LossOutput, inputs: LossInputs, off_policy: OffPolicyConfig) -> LossOutput:
+    """Returns the loss times the weight of each token, with the weights and their bounds among the metrics.
+
+    Args:
+        output: (tokens,) loss and its metrics.
+        inputs: tokens of the micro-batch, with the columns of `add_off_policy_weights`.
+        off_policy: the correction; without it the output is returned as it is.
+    """
+    if not off_policy.enabled:
+        return output
+    loss, metrics = output
+    return loss * inputs["correction"], metrics | {name: inputs[name] for name in COLUMNS}

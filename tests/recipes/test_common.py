@@ -1,0 +1,215 @@
+"""Helpers of recipes/common: KL penalty and its adaptation, off-policy weights, batches of several rollouts."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recipes import dapo, grpo, pf_ppo
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, rewards_with_kl, token_rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from recipes.common.rows import concat_rollouts
+from tests.recipes.scripted_job import ScriptedJob, rows
+from tests.recipes.tiny_runs import tiny_run
+from verl_mg.algorithms.kl import adapted
+from verl_mg.batch import Batch
+from verl_mg.distributed import collectives
+from verl_mg.megatron.microbatch import LossInputs
+
+COEFFICIENT = 0.5
+
+
+def scored_batch() -> Batch:
+    """Two rows with one token of prompt; the reference's log-probs of the others are 1, 2 and 3 nats lower."""
+    batch = Batch.from_rows([(5, 6, 7), (5, 8)])
+    batch["loss_mask"] = torch.tensor([False, True, True, False, True])
+    batch["old_logprobs"] = torch.tensor([9.0, -1.0, -1.0, 9.0, -1.0])
+    batch["ref_logprobs"] = torch.tensor([0.0, -2.0, -3.0, 0.0, -4.0])
+    batch["rollout_logprobs"] = torch.tensor([0.0, -1.0, -3.0, 0.0, 1.0])
+    batch["reward"] = torch.tensor([1.0, -1.0])
+    return batch
+
+
+def loss_inputs(**columns: torch.Tensor) -> LossInputs:
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    return LossInputs(logprobs[None], torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), columns)
+
+
+def test_rewards_with_kl_in_reward_subtract_the_penalty_of_each_token():
+    kl = KLConfig(coefficient=COEFFICIENT, placement="reward", estimator="k1")
+    rewards, mask = token_rewards_with_kl(scored_batch(), kl)
+    assert mask.tolist() == [[False, True, True], [False, True, False]]
+    assert rewards.tolist() == [[0.0, -0.5, 1.0 - 1.0], [0.0, -1.0 - 1.5, 0.0]]
+    assert rewards_with_kl(scored_batch(), kl).tolist() == [-0.5, -2.5]
+
+
+@pytest.mark.parametrize("kl", [KLConfig(), KLConfig(coefficient=COEFFICIENT, placement="loss", estimator="k1")])
+def test_rewards_with_kl_not_in_reward_are_unchanged(kl):
+    assert rewards_with_kl(scored_batch(), kl).tolist() == [1.0, -1.0]
+    assert token_rewards_with_kl(scored_batch(), kl)[0].tolist() == [[0.0, 0.0, 1.0], [0.0, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize(("placement", "weight"), [("loss", COEFFICIENT), ("reward", 0.0)])
+def test_kl_loss_by_placement_is_added_in_the_loss_only(placement, weight):
+    inputs = loss_inputs(ref_logprobs=torch.tensor([-2.0, -4.0]))
+    kl = KLConfig(coefficient=COEFFICIENT, placement=placement, estimator="k1")
+    loss, metrics = add_kl_loss((torch.ones(2), {}), inputs, kl)
+    assert loss.tolist() == [1 + weight * 1, 1 + weight * 3]
+    assert ("kl" in metrics) == (placement == "loss")
+
+
+def test_off_policy_weights_disabled_leave_batch_and_loss():
+    batch, loss = scored_batch(), torch.ones(2)
+    add_off_policy_weights(batch, OffPolicyConfig())
+    assert "correction" not in batch
+    assert apply_off_policy_weights((loss, {}), loss_inputs(), OffPolicyConfig())[0] is loss
+
+
+def test_off_policy_weights_enabled_scale_the_loss_and_are_reported():
+    batch, off_policy = scored_batch(), OffPolicyConfig(correction="token-tis", high=2.0)
+    add_off_policy_weights(batch, off_policy)
+    assert batch["correction"].tolist() == pytest.approx([0.0, 1.0, 2.0, 0.0, torch.e**-2])
+    assert batch["correction_above"].tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
+    columns = {name: batch[name][1:3] for name in ("correction", "correction_below", "correction_above")}
+    loss, metrics = apply_off_policy_weights((torch.full((2,), 3.0), {}), loss_inputs(**columns), off_policy)
+    assert loss.tolist() == [3.0, 6.0] and metrics == columns
+
+
+def reference_calls(coefficient: float) -> list[str]:
+    job = ScriptedJob(lambda round_: rows([0, 1], [0, 0], [0.0, 1.0]))
+    grpo.iteration(job, grpo.Config(kl=KLConfig(coefficient=coefficient)))
+    return job.reference.calls
+
+
+def test_reference_without_penalty_is_not_called(ranks):
+    assert ranks.run(1, reference_calls, 0.0) == [[]]
+    assert ranks.run(1, reference_calls, COEFFICIENT) == [["compute_logprobs"]]
+
+
+def test_kl_coefficient_with_target_moves_towards_it(ranks, tasks, tmp_path):
+    overrides = ["algorithm.prompts_per_iteration=8", "algorithm.group_size=4", "job.iterations=10", "job.save=false"]
+    horizon, target = 64, 0.02
+    kl = [f"algorithm.kl.{key}" for key in ("coefficient=0.1", f"target={target}", f"horizon={horizon}")]
+    lines = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", [*overrides, *kl])
+    pairs = [(line["kl/coefficient"], line["kl/mean"]) for line in lines]
+    # The policy begins at the reference and leaves it: the coefficient falls, then rises.
+    assert pairs[0] == (0.1, 0.0) and max(mean for _, mean in pairs) > target
+    for (coefficient, mean), (following, _) in pairwise(pairs):
+        assert following == pytest.approx(adapted(coefficient, mean, target, horizon, 32))
+        assert (following > coefficient) == (mean > target)
+
+
+def test_current_kl_by_state_takes_the_adapted_coefficient_with_a_target_only():
+    with_target = grpo.Config(kl=KLConfig(coefficient=0.3, target=0.1))
+    assert with_current_kl(with_target, {}).kl.coefficient == 0.3
+    state = {"kl_coefficient": 0.7}
+    assert with_current_kl(with_target, state).kl.coefficient == 0.7
+    # An earlier start of the run with a target does not affect a resumed run without one.
+    assert with_current_kl(grpo.Config(kl=KLConfig(coefficient=0.3)), state).kl.coefficient == 0.3
+    assert not with_current_kl(grpo.Config(kl=KLConfig(target=0.1)), state).kl.enabled
+
+
+def test_adapt_kl_without_target_reports_and_keeps_no_state():
+    state: dict[str, float | Batch] = {}
+    metrics = adapt_kl(KLConfig(coefficient=0.3), torch.tensor([4.0, 2.0, 2.0], dtype=torch.float64), state)
+    assert metrics == {"kl/mean": 0.5, "kl/coefficient": 0.3} and not state
+
+
+def test_kl_config_partly_written_keeps_the_defaults_of_the_recipe():
+    config = pf_ppo.Config.model_validate({"kl": {"coefficient": 0.01}})
+    assert (config.kl.coefficient, config.kl.placement, config.kl.estimator) == (0.01, "reward", "k1")
+
+
+def test_concat_rollouts_with_other_reward_parts_keeps_common_columns():
+    first, second = rows([0], [0], [1.0]), rows([1], [0], [0.0])
+    first["reward.format"] = torch.tensor([1.0])
+    second["extra"] = torch.tensor([1.0])
+    whole = concat_rollouts([first, second])
+    assert whole["sample_id"].tolist() == [0, 1]
+    assert "reward.format" not in whole and "extra" not in whole and "loss_mask" in whole
+
+
+# DAPO: groups of two samples, by round, and whether each has rewards that differ.
+ROUNDS = [(True, False, False), (False, False, False), (True, True, True), (True, True, True)]
+
+
+def dapo_round(round_: int) -> Batch:
+    """This rank's rows of a round, whose groups are distributed over the ranks in turn."""
+    groups = [(6 * round_ + 2 * i, differs) for i, differs in enumerate(ROUNDS[round_])]
+    mine = groups[dist.get_rank() :: dist.get_world_size()]
+    return rows(
+        [g + i for g, _ in mine for i in (0, 1)],
+        [g for g, _ in mine for _ in (0, 1)],
+        [float(i and differs) for _, differs in mine for i in (0, 1)],
+    )
+
+
+def run_dapo(max_rounds: int) -> tuple[list[tuple[int, int]], dict[str, float]]:
+    """Groups and samples that this rank trains on, and the metrics."""
+    job = ScriptedJob(dapo_round)
+    cfg = dapo.Config(prompts_per_iteration=3, group_size=2, max_sampling_rounds=max_rounds)
+    metrics = dapo.iteration(job, cfg)
+    assert metrics["dapo/rounds"] == job.rounds and job.requested_prompts == [3] * job.rounds
+    (batch,) = job.actor.batches
+    return list(zip(batch["group"].tolist(), batch["sample_id"].tolist(), strict=True)), metrics
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_dapo_with_equal_rewards_samples_until_enough_groups_differ(ranks, count):
+    results = ranks.run(count, run_dapo, 10)
+    assert all(metrics == {"dapo/rounds": 3.0, "dapo/groups": 3.0} for _, metrics in results)
+    # The third round has three such groups, and the last of them is one too many.
+    trained = sorted(row for rows_, _ in results for row in rows_)
+    assert trained == [(group, group + i) for group in (0, 12, 14) for i in (0, 1)]
+    # Samples of a group stay together on one rank.
+    assert sum(len({group for group, _ in rows_}) for rows_, _ in results) == 3
+
+
+def test_dapo_after_the_last_round_trains_on_the_groups_so_far(ranks):
+    results = ranks.run(2, run_dapo, 2)
+    assert all(metrics == {"dapo/rounds": 2.0, "dapo/groups": 1.0} for _, metrics in results)
+    assert sorted(row for rows_, _ in results for row in rows_) == [(0, 0), (0, 1)]
+
+
+ROWS, ITERATIONS = 12, 3
+
+
+def pf_ppo_round(round_: int) -> Batch:
+    """This rank's rows, in turn, with rewards 0 to 4."""
+    mine = list(range(dist.get_rank() + ROWS * round_, ROWS * (round_ + 1), dist.get_world_size()))
+    batch = rows(mine, mine, [float(i % 5) for i in mine])
+    batch["sampled_as"] = batch["sample_id"].clone()
+    return batch
+
+
+def run_pf_ppo(resampling: str) -> list[tuple[list[int], int]]:
+    """For each iteration the samples that this rank drew, and the size of its buffer."""
+    job = ScriptedJob(pf_ppo_round)
+    cfg, results = pf_ppo.Config(buffer_iterations=2, resampling=resampling), []
+    for job.iteration in range(1, ITERATIONS + 1):
+        pf_ppo.iteration(job, cfg)
+        batch, buffer = job.actor.batches[-1], job.state["response_buffer"]
+        assert collectives.all_gather_column(batch, "sample_id").tolist() == list(range(ROWS))
+        results.append((batch["sampled_as"].tolist(), len(buffer)))
+    return results
+
+
+@pytest.mark.parametrize("resampling", ["max_min", "pow"])
+def test_pf_ppo_on_any_number_of_ranks_draws_the_same_samples(ranks, resampling):
+    def gathered(count: int) -> list[tuple[list[int], int]]:
+        results = ranks.run(count, run_pf_ppo, resampling)
+        return [
+            (sorted(row for rank in results for row in rank[i][0]), sum(rank[i][1] for rank in results))
+            for i in range(ITERATIONS)
+        ]
+
+    alone = gathered(1)
+    assert [size for _, size in alone] == [ROWS, 2 * ROWS, 2 * ROWS]
+    for drawn, _ in alone:
+        assert len(drawn) == ROWS
+        # The highest of the rewards 0 to 4, and with max_min the lowest; with pow never a reward of 0.
+        assert {row % 5 for row in drawn} <= ({0, 4} if resampling == "max_min" else {1, 2, 3, 4})
+    assert any(row < ROWS for row in alone[1][0])
+    for count in (2, 3):
+        assert gathered(count) == alone

@@ -1,0 +1,36 @@
+"""The first iterations of every configuration have the recorded metrics."""
+
+import pytest
+
+from tests.recipes.golden import GOLDEN, ITERATIONS, Golden, Machine
+from tests.recipes.tiny_runs import LETTERS, tiny_run
+from tools.compare_metrics import METRICS, compare, read_metrics
+
+ALWAYS = ("grpo", "ppo", "dapo", "dpo", "prime", "kl_cov")
+NAMES = sorted(config.stem for config in LETTERS.glob("*.yaml"))
+REL_ELSEWHERE = 1e-4
+"""Relative tolerance on another CPU or with another version of torch."""
+ROUNDING = ("mismatch/",)
+"""Metrics of the difference between engine and trainer: of rounding only, so they are compared on the same machine."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
+)
+def test_golden_metrics_of_first_iterations_are_unchanged(ranks, tasks, tmp_path, name):
+    golden = Golden.read(name)
+    tiny_run(ranks, name, tasks(0), tmp_path / "run", [f"job.iterations={ITERATIONS}", "job.save=false"])
+    expected, lines = golden.lines, read_metrics(tmp_path / "run" / METRICS)
+    same_machine = golden.machine == Machine.here()
+    if not same_machine:
+        expected, lines = without_rounding(expected), without_rounding(lines)
+    differences = list(compare(expected, lines, 0.0 if same_machine else REL_ELSEWHERE))
+    assert not differences, "\n".join(differences[:10])
+
+
+def without_rounding(lines):
+    return [{name: value for name, value in line.items() if not name.startswith(ROUNDING)} for line in lines]
+
+
+def test_golden_files_cover_every_configuration():
+    assert {file.stem for file in GOLDEN.glob("*.json")} == set(NAMES)

@@ -1,0 +1,94 @@
+"""Each recipe is one page: its iteration contains the whole data flow, its Config shows every key."""
+
+import ast
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_jobs import RECIPES
+from verl_mg.config import RecipeConfig
+from verl_mg.job.recipe import load_recipe
+
+FILES = sorted(RECIPES.glob("*.py"))
+COMMON = sorted((RECIPES / "common").glob("*.py"))
+WITHOUT_SAMPLING = {"sft", "dpo", "reward_model"}
+MAX_LINES = 125
+
+
+def functions(file: Path) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def job_calls(function: ast.FunctionDef) -> list[str]:
+    """Calls such as job.actor.update, without `job.`, in the order of their lines."""
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    names = [ast.unparse(call.func) for call in calls]
+    return [name.removeprefix("job.") for name in names if name.startswith("job.")]
+
+
+def in_order(expected: list[str], calls: list[str]) -> bool:
+    remaining = iter(calls)
+    return all(name in remaining for name in expected)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_iteration_of_a_recipe_contains_the_data_flow_in_order(file):
+    calls = job_calls(functions(file)["iteration"])
+    if file.stem in WITHOUT_SAMPLING:
+        updates = [name for name in calls if name.endswith(".update")]
+        assert calls[0] == "prompts.next_batch" and calls[-1] == updates[0] and len(updates) == 1
+    else:
+        flow = ["prompts.next_batch", "rollout.generate", "reward.wait", "concurrent_roles", "actor.compute_logprobs"]
+        assert in_order([*flow, "actor.update", "rollout.update_weights"], calls), calls
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_functions_of_a_recipe_other_than_iteration_take_no_job(file):
+    for name, function in functions(file).items():
+        parameters = [argument.arg for argument in function.args.args]
+        assert ("job" in parameters) == (name == "iteration"), name
+
+
+@pytest.mark.parametrize("file", COMMON, ids=lambda file: file.stem)
+def test_helpers_of_recipes_do_not_use_the_job(file):
+    tree = ast.parse(file.read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert "job" not in names and "Job" not in names
+    assert not any(module and module.startswith(("verl_mg.job", "verl_mg.roles")) for module in modules)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_config_of_a_recipe_is_flat(file):
+    assert load_recipe(file).config.__bases__ == (RecipeConfig,)
+
+
+@pytest.mark.parametrize("file", [*FILES, *COMMON], ids=lambda file: file.stem)
+def test_config_fields_are_described_below_each_key(file):
+    classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    for body in (node.body for node in classes if node.name.endswith("Config")):
+        for field, below in pairwise([*body, ast.Pass()]):
+            if isinstance(field, ast.AnnAssign):
+                described = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+                assert described and len(str(below.value.value)) >= 25, ast.unparse(field)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_page_of_a_recipe_is_short_and_begins_with_paper_and_data_flow(file):
+    text = file.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    docstring = ast.get_docstring(ast.parse(text))
+    assert docstring and "arXiv:" in docstring.splitlines()[0]
+    assert " -> " in docstring.splitlines()[2]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_recipe_imports_no_other_recipe(file):
+    recipes = {f"recipes.{other.stem}" for other in FILES}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module not in recipes
+            assert node.module != "recipes", ast.unparse(node)
