@@ -33,7 +33,7 @@ def exchange(kv_heads):
 
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 3), (2, 4), (2, 3), (4, 2), (4, 6), (4, 1)])
-def test_to_heads_pairs_query_heads_with_their_key_value_heads(ranks, size, kv_heads):
+def test_head_exchange_pairs_query_heads_with_their_key_value_heads(ranks, size, kv_heads):
     assert not any(wrong for found in ranks.run(size, exchange, kv_heads) for wrong in found)
 
 
@@ -52,5 +52,5 @@ def shared_key():
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_to_heads_different_heads_and_widths_are_exchanged(ranks, size):
+def test_head_exchange_different_heads_and_widths_is_supported(ranks, size):
     assert not any(wrong for found in ranks.run(size, shared_key) for wrong in found)

@@ -36,7 +36,7 @@ def all_gather_bytes(values: Tensor, group: dist.ProcessGroup | None = None) -> 
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers JSON values.
+    """Gathers JSON values of all ranks.
 
     Args:
         value: this rank's value.
