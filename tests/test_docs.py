@@ -182,6 +182,17 @@ def refusal(command: str) -> str:
     return str(told.value)
 
 
+def test_recipe_in_the_readme_equals_the_file():
+    source = (ROOT / "recipes" / "grpo.py").read_text(encoding="utf-8")
+    functions = {
+        node.name: ast.get_source_segment(source, node)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    (page,) = [text for _, text in blocks("README.md", "python")]
+    assert page == f"{functions['policy_loss']}\n\n\n{functions['iteration']}\n"
+
+
 # -- what is shown runs
 
 
