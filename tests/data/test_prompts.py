@@ -32,7 +32,7 @@ def numbered(folder: Path, count: int, tokenizer: PreTrainedTokenizerFast, **opt
     return PromptSet.from_file(path, tokenizer, **{"max_prompt_tokens": 100} | options)
 
 
-def test_plain_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_from_file_plain_prompt_is_tokenized(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = file_of(tmp_path, {"q": "ab", "a": 7}, {"q": "c"})
     prompts = PromptSet.from_file(
         path, tokenizer, prompt_field="q", answer_field="a", instruction="!", max_prompt_tokens=3
@@ -43,7 +43,7 @@ def test_plain_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Non
     assert (second.id, second.text, second.answer) == (1, "c!", None)
 
 
-def test_special_tokens_once(tmp_path: Path) -> None:
+def test_from_file_special_tokens_are_added_once(tmp_path: Path) -> None:
     """A tokenizer that begins every text with a token does so for strings, not after a template."""
     from tokenizers.processors import TemplateProcessing
 
@@ -57,7 +57,7 @@ def test_special_tokens_once(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(prompts[1].tokens) == ["<user>", "b", "<assistant>"]
 
 
-def test_a_chat_template_describes_the_tools(tmp_path: Path) -> None:
+def test_from_file_chat_template_describes_the_tools(tmp_path: Path) -> None:
     tokenizer = character_tokenizer(string.printable)
     tokenizer.chat_template = (
         "{%- for tool in tools or [] -%}{{- tool['function']['name'] + ';' -}}{%- endfor -%}"
@@ -69,7 +69,9 @@ def test_a_chat_template_describes_the_tools(tmp_path: Path) -> None:
     assert prompt.text == "add;1+1"
 
 
-def test_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_from_file_chat_template_renders_strings_and_messages(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path = file_of(tmp_path, {"prompt": conversation}, {"prompt": "u"})
     prompts = PromptSet.from_file(path, tokenizer, chat_template=True, instruction="!", max_prompt_tokens=10)
@@ -81,16 +83,16 @@ def test_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> No
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"question": "a", "id": 1}, "no field 'prompt'; .* question, id"),
-        ({"prompt": 3}, "a string or a list of messages"),
-        ({"prompt": [{"role": "user"}]}, "a string or a list of messages"),
+        ({"question": "a", "id": 1}, "no field 'prompt'.*: question, id"),
+        ({"prompt": 3}, "is not a prompt. Write a string or a list of messages"),
+        ({"prompt": [{"role": "user"}]}, "is not a prompt. Write a string or a list of messages"),
         ({"prompt": [{"role": "tool", "content": ""}]}, "unknown role tool"),
         ({"prompt": ""}, "no tokens"),
-        ({"prompt": "abcdef"}, "6 tokens, data.max_prompt_tokens is 5; .*data.overlong_prompts=drop"),
+        ({"prompt": "abcdef"}, "6 tokens, data.max_prompt_tokens is 5. .*data.overlong_prompts=drop"),
         ({"prompt": "a", "answer": ["b"]}, "'answer' is a list"),
     ],
 )
-def test_bad_prompt_is_named(
+def test_from_file_bad_prompt_is_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str
 ) -> None:
     path = file_of(tmp_path, {"prompt": "a"}, record)
@@ -99,25 +101,25 @@ def test_bad_prompt_is_named(
     assert str(caught.value).startswith(f"{path}:2: ")
 
 
-def test_no_template(tmp_path: Path) -> None:
+def test_from_file_missing_template_is_an_error(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("a")
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"no chat template.*data.chat_template=false"):
         PromptSet.from_file(file_of(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5)
 
 
-def test_dropping(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_from_file_overlong_prompts_are_dropped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = file_of(tmp_path, {"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cc"})
     prompts = PromptSet.from_file(path, tokenizer, max_prompt_tokens=2, overlong_prompts="drop")
     assert (prompts.dropped, len(prompts), [prompt.id for prompt in prompts]) == (1, 2, [1, 2])
     assert prompts[0] is prompts.by_id(1)
     with pytest.raises(KeyError):
         prompts.by_id(0)
-    with pytest.raises(UserError, match=r"the shortest has 1: .*max_prompt_tokens"):
+    with pytest.raises(UserError, match=r"the shortest has 1\. .*max_prompt_tokens"):
         PromptSet.from_file(path, tokenizer, max_prompt_tokens=0, overlong_prompts="drop")
 
 
-def test_every_epoch_visits_all_in_an_order_of_its_own(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_take_every_epoch_has_all_prompts_in_another_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     prompts, again = (numbered(tmp_path, 7, tokenizer) for _ in range(2))
     taken = [prompt.id for n in (3, 5, 0, 13) for prompt in prompts.take(n)]
     assert taken == [prompt.id for prompt in again.take(21)]
@@ -128,7 +130,7 @@ def test_every_epoch_visits_all_in_an_order_of_its_own(tmp_path: Path, tokenizer
 
 
 @pytest.mark.parametrize("before", [0, 4, 7, 9])
-def test_resuming(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, before: int) -> None:
+def test_load_state_resumed_sequence_continues(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, before: int) -> None:
     prompts, resumed = (numbered(tmp_path, 7, tokenizer, seed=3) for _ in range(2))
     prompts.take(before)
     resumed.load_state(json.loads(json.dumps(prompts.state())))
@@ -136,7 +138,7 @@ def test_resuming(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, before: in
 
 
 @pytest.mark.parametrize(("count", "seed", "named"), [(6, 3, "prompts=7, now prompts=6"), (7, 4, "seed=3")])
-def test_resuming_on_other_data(
+def test_load_state_of_other_data_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, count: int, seed: int, named: str
 ) -> None:
     state = numbered(tmp_path, 7, tokenizer, seed=3).state()
@@ -145,7 +147,7 @@ def test_resuming_on_other_data(
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")
-def test_gsm8k_as_published(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_from_file_gsm8k_is_read_as_published(tokenizer: PreTrainedTokenizerFast) -> None:
     start = time.monotonic()
     prompts = PromptSet.from_file(GSM8K / "train.jsonl", tokenizer, prompt_field="question", max_prompt_tokens=2000)
     assert time.monotonic() - start < 10  # a slow machine included; one by one takes longer

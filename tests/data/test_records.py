@@ -19,12 +19,12 @@ def written(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
-def test_json_lines_skip_blank_ones(tmp_path: Path, suffix: str) -> None:
+def test_read_records_blank_lines_are_skipped(tmp_path: Path, suffix: str) -> None:
     lines = "\n   \n\n".join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
     assert read_records(written(tmp_path / f"data{suffix}", lines + "\n")) == RECORDS
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_read_records_parquet_file_is_read(tmp_path: Path) -> None:
     records = [{"prompt": [{"role": "user", "content": "hi"}], "n": 3}, {"prompt": [], "n": 4}]
     parquet.write_table(pa.Table.from_pylist(records), tmp_path / "data.parquet")
     assert read_records(tmp_path / "data.parquet") == records
@@ -34,7 +34,7 @@ def test_parquet(tmp_path: Path) -> None:
     ("text", "line", "reason"),
     [('{"a": 1}\n\n{"a": \n', 3, "not JSON"), ('{"a": 1}\n[1]\n', 2, "a JSON list, not an object")],
 )
-def test_bad_line_is_named(tmp_path: Path, text: str, line: int, reason: str) -> None:
+def test_read_records_bad_line_is_named(tmp_path: Path, text: str, line: int, reason: str) -> None:
     path = written(tmp_path / "data.jsonl", text)
     with pytest.raises(UserError) as caught:
         read_records(path)
@@ -42,7 +42,7 @@ def test_bad_line_is_named(tmp_path: Path, text: str, line: int, reason: str) ->
     assert '{"prompt": "..."}' in str(caught.value)
 
 
-def test_bytes_that_are_not_text(tmp_path: Path) -> None:
+def test_read_records_invalid_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
     with pytest.raises(UserError, match=r"data\.jsonl:2: not UTF-8"):
         read_records(tmp_path / "data.jsonl")
@@ -52,12 +52,12 @@ def test_bytes_that_are_not_text(tmp_path: Path) -> None:
     ("name", "text", "reason"),
     [
         ("missing.jsonl", None, "no such data file"),
-        ("data.csv", "a,b\n", r"not '\.csv'"),
-        ("empty.jsonl", "\n \n", "no records"),
+        ("data.csv", "a,b\n", r"ends in '\.csv'"),
+        ("empty.jsonl", "\n \n", "contains no records"),
         ("data.parquet", "no parquet", "not a readable Parquet file"),
     ],
 )
-def test_bad_file_is_named(tmp_path: Path, name: str, text: str | None, reason: str) -> None:
+def test_read_records_bad_file_is_named(tmp_path: Path, name: str, text: str | None, reason: str) -> None:
     path = tmp_path / name if text is None else written(tmp_path / name, text)
     with pytest.raises(UserError, match=reason) as caught:
         read_records(path)

@@ -141,7 +141,7 @@ def test_a_curriculum_leaves_out_what_is_always_or_never_right(ranks, inputs, tm
     # A turn over the set may meet a prompt of the band twice and another not at all: then the nearest fill up.
     later = [kind for kinds in taken[3:] for kind in kinds]
     assert later.count("even") >= 0.75 * len(later)
-    assert metrics["curriculum/known"] == 1 and metrics["curriculum/inside"] == pytest.approx(1 / 3)
+    assert metrics["curriculum/frac_observed"] == 1 and metrics["curriculum/frac_in_band"] == pytest.approx(1 / 3)
 
 
 def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[list[float]], list[str]]:

@@ -256,7 +256,7 @@ def test_changed_settings_are_told(ranks, inputs, short, tmp_path):
     ("recipe", "override", "message"),
     [
         ("dr_grpo", "job.iterations=4", r"written by the recipe grpo, now dr_grpo; choose another job\.output"),
-        ("grpo", "job.seed=3", r"the checkpoint was written with data of seed=0, now seed=3"),
+        ("grpo", "job.seed=3", r"checkpoint: written with data of seed=0, now seed=3"),
         ("grpo", "actor.lora={rank: 2}", r"in 'actor/weights' is incomplete: the checkpoint has another model"),
     ],
 )
@@ -282,7 +282,7 @@ def test_a_run_ended_before_its_first_checkpoint_begins_anew(ranks, inputs, tmp_
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (("prompts", "position"), 10**6, r"walk over 30 prompts stands at prompt 1000000 .* damaged: move it away"),
+        (("prompts", "position"), 10**6, r"damaged: position 1000000 .* with 30 prompts. Move it away"),
         (("learned", "actor", "trainer", "moments"), -1.0, r"job\.json: learned\.actor\.trainer\.moments: .* damaged"),
         (("learned", "actor", "trainer", "last_good"), [-1.0], r"json: learned\.actor\.trainer\.last_good.* damaged"),
         (("rollout", "next_id"), "three", r"job\.json: rollout\.next_id: .*; the checkpoint is damaged"),

@@ -1,13 +1,12 @@
 """Prompts, demonstrations and preferences from data files; no processes, no training."""
 
 from verl_mg.data.curriculum import Curriculum
-from verl_mg.data.demonstrations import demonstration, demonstrations_batch
 from verl_mg.data.mixture import Mixture
-from verl_mg.data.preferences import pairs_batch, preference
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt, Prompts, PromptSet
 from verl_mg.data.reading import read_prompts
 from verl_mg.data.records import read_records
+from verl_mg.data.training_rows import demonstration, demonstrations_batch, pairs_batch, preference
 
 __all__ = [
     "Curriculum",

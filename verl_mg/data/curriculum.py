@@ -1,4 +1,4 @@
-"""Prompts neither too easy nor too hard, by the share of their answers that passed."""
+"""Selection of prompts that are neither too easy nor too hard, by their pass rate."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from verl_mg.data.prompts import Prompt, PromptSet, check_state
 
 
 class Curriculum:
-    """A walk over a set or a mixture that skips prompts whose known pass rate lies outside a band.
+    """Set or mixture of prompts of which those with a pass rate outside a band are skipped.
 
-    A group whose answers all pass or all fail teaches group-relative methods nothing. A prompt never observed is
-    always taken; one outside is skipped `revisit` times running and then taken, for the policy has moved on.
-    A mixture keeps its shares: each source walks on to a prompt of its own.
+    A group whose answers all pass or all fail has no group-relative advantage. A prompt without observations is always
+    taken. A prompt outside the band is skipped `revisit` times in a row and then taken, since the policy has changed.
+    A mixture keeps its shares: a skipped prompt is replaced by the next one of the same source.
     """
 
     def __init__(
@@ -25,12 +25,15 @@ class Curriculum:
         pass_threshold: float = 0.5,
         decay: float = 0.5,
     ) -> None:
-        """A band of pass rates around `prompts`.
+        """Starts without observations.
 
         Args:
-            low: the smallest rate that is taken; high: the largest.
-            pass_threshold: an answer passes with this reward or more.
-            decay: how much the old rate weighs against that of a new observation, in [0, 1).
+            prompts: the prompts to select from.
+            low: smallest pass rate of a prompt that is taken.
+            high: largest pass rate of a prompt that is taken.
+            revisit: how many times in a row a prompt is skipped.
+            pass_threshold: smallest reward of an answer that passes.
+            decay: weight of the old rate against a new observation, in [0, 1).
         """
         self._prompts = prompts
         self._low, self._high, self._revisit = low, high, revisit
@@ -40,7 +43,7 @@ class Curriculum:
 
     @property
     def dropped(self) -> int:
-        """How many prompts were left out for their length."""
+        """Number of prompts left out for their length."""
         return self._prompts.dropped
 
     def __len__(self) -> int:
@@ -50,22 +53,25 @@ class Curriculum:
         return iter(self._prompts)
 
     def first(self, n: int) -> list[Prompt]:
-        """The first `n` prompts of each source, in file order."""
+        """Returns the first `n` prompts of each source, in file order."""
         return self._prompts.first(n)
 
     def by_id(self, prompt_id: int) -> Prompt:
-        """The prompt of that `id`; KeyError where there is none or it was dropped."""
+        """Returns the prompt with that `id`. Raises KeyError if there is none or it was dropped."""
         return self._prompts.by_id(prompt_id)
 
     def rate(self, prompt_id: int) -> float | None:
-        """The running pass rate of a prompt; None before it was observed."""
+        """Returns the running pass rate of a prompt; None without observations."""
         return self._rates.get(prompt_id)
 
     def observe(self, prompt_ids: Sequence[int], rewards: Sequence[float]) -> None:
-        """Learn how answers went, one id and one reward an answer, in any order.
+        """Updates the pass rates. The answers to a prompt within a call are one observation, their mean.
 
-        Every rank must tell the same answers, those of all ranks, or the ranks would take different prompts. The
-        answers to a prompt within a call are one observation, their mean.
+        Every rank passes the same answers, those of all ranks, or the ranks would take different prompts.
+
+        Args:
+            prompt_ids: prompt of each answer, in any order.
+            rewards: reward of each answer.
         """
         passes: dict[int, list[bool]] = {}
         for prompt_id, reward in zip(prompt_ids, rewards, strict=True):
@@ -76,25 +82,25 @@ class Curriculum:
             self._rates[prompt_id] = before + (1 - self._decay) * (now - before)
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts of the walk.
+        """Returns the next `n` prompts.
 
-        Where a turn over a whole set finds too few, those nearest to the band that it has passed fill up.
+        If a pass over a whole set finds too few, the skipped prompts nearest to the band are added.
         """
         return self._prompts.take(n, self._draw) if isinstance(self._prompts, Mixture) else self._draw(self._prompts, n)
 
     def metrics(self) -> dict[str, float]:
-        """The share of prompts whose rate is known; of those, the share inside the band and the mean rate."""
+        """Returns the fraction of observed prompts; of these, the fraction inside the band and the mean rate."""
         known = list(self._rates)
         if not known:
-            return {"curriculum/known": 0.0}
+            return {"curriculum/frac_observed": 0.0}
         return {
-            "curriculum/known": len(known) / len(self),
-            "curriculum/inside": sum(self._distance(i) == 0 for i in known) / len(known),
+            "curriculum/frac_observed": len(known) / len(self),
+            "curriculum/frac_in_band": sum(self._distance(i) == 0 for i in known) / len(known),
             "curriculum/pass_rate": sum(sorted(self._rates.values())) / len(known),
         }
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands and what was observed, JSON-able, for `load_state` around the same data."""
+        """Returns position and observations as JSON, for `load_state` with the same data."""
         return {
             "kind": "curriculum",
             "walk": self._prompts.state(),
@@ -103,10 +109,10 @@ class Curriculum:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`; band, threshold and decay may be others than before.
+        """Resumes from a `state()`. Band, threshold and decay may differ from before.
 
         Raises:
-            UserError: the state is of other data, or of a run without a curriculum.
+            UserError: the state belongs to other data, or to a run without a curriculum.
         """
         check_state(state, {"kind": "curriculum"})
         self._prompts.load_state(state["walk"])
@@ -116,11 +122,11 @@ class Curriculum:
     def _draw(self, prompts: PromptSet, n: int) -> list[Prompt]:
         taken: list[Prompt] = []
         while len(taken) < n:
-            taken += self._turn(prompts, n - len(taken))
+            taken += self._one_pass(prompts, n - len(taken))
         return taken
 
-    def _turn(self, prompts: PromptSet, n: int) -> list[Prompt]:
-        """Up to `n` prompts, at least one, of as many as the set has."""
+    def _one_pass(self, prompts: PromptSet, n: int) -> list[Prompt]:
+        """Returns 1 to `n` prompts from one pass over the set."""
         taken: list[Prompt] = []
         skipped: dict[int, Prompt] = {}
         for _ in range(len(prompts)):
@@ -133,7 +139,7 @@ class Curriculum:
                 self._skips[prompt.id] = self._skips.get(prompt.id, 0) + 1
             if len(taken) == n:
                 return taken
-        # A turn from the middle of an epoch on meets some prompts twice.
+        # A pass that starts within an epoch meets some prompts twice.
         left = [skipped[i] for i in skipped.keys() - {prompt.id for prompt in taken}]
         nearest = sorted(left, key=lambda prompt: (self._distance(prompt.id), prompt.id))[: n - len(taken)]
         for prompt in nearest:
@@ -144,6 +150,6 @@ class Curriculum:
         return self._distance(prompt_id) == 0 or self._skips.get(prompt_id, 0) >= self._revisit
 
     def _distance(self, prompt_id: int) -> float:
-        """How far a prompt's rate is outside the band; 0 inside, and where it is not known."""
+        """Returns how far a prompt's rate is outside the band; 0 inside and without observations."""
         rate = self._rates.get(prompt_id)
         return 0.0 if rate is None else max(self._low - rate, rate - self._high, 0.0)

@@ -1,4 +1,4 @@
-"""Several sets of prompts taken from by weight."""
+"""Mixture of several sets of prompts by weight."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -11,18 +11,23 @@ from verl_mg.data.prompts import Prompt, PromptSet, check_state
 
 
 class Mixture:
-    """Sets by name, each with a share of the prompts that are taken; each walks its own shuffled epochs.
+    """Sets by name, each with its share of the prompts and its separately shuffled epochs.
 
-    The next prompt comes from the source that is furthest behind its share, of equals from the one named first. So no
-    source is ever a whole prompt ahead of its share and every iteration has the mixture that was asked for, where a
-    draw at random would have it on average alone; and the counts say where the walk stands.
+    The next prompt comes from the source that is furthest behind its share, of equals from the first. So a source is
+    never a whole prompt ahead of its share and every iteration has the configured mixture, which random sampling has
+    only on average; and the counts are the whole state.
     """
 
     def __init__(self, sets: Mapping[str, PromptSet], weights: Mapping[str, float]) -> None:
-        """Args: sets: at least one, no prompt id in two of them; weights: of the same names, above 0."""
+        """Starts at the first epoch of every set.
+
+        Args:
+            sets: at least one set by name; no prompt id is in two of them.
+            weights: weight of each set, above 0.
+        """
         self._sets = dict(sets)
         self._given = [[name, float(weights[name])] for name in self._sets]
-        # By their decimal digits, as whole numbers: 0.1 and 0.2 are then 1 to 2 exactly, however long the run.
+        # As integers made from the decimal digits: 0.1 and 0.2 are then exactly 1 to 2, however long the run.
         exact = {name: Fraction(str(weight)) for name, weight in self._given}
         scale = lcm(*(weight.denominator for weight in exact.values()))
         self._weights = {name: int(weight * scale) for name, weight in exact.items()}
@@ -32,7 +37,7 @@ class Mixture:
 
     @property
     def dropped(self) -> int:
-        """How many prompts of all sources were left out for their length."""
+        """Number of prompts of all sources left out for their length."""
         return sum(prompts.dropped for prompts in self._sets.values())
 
     def __len__(self) -> int:
@@ -42,29 +47,34 @@ class Mixture:
         return chain.from_iterable(self._sets.values())
 
     def first(self, n: int) -> list[Prompt]:
-        """The first `n` prompts of each source, in file order."""
+        """Returns the first `n` prompts of each source, in file order."""
         return [prompt for prompts in self._sets.values() for prompt in prompts.first(n)]
 
     def by_id(self, prompt_id: int) -> Prompt:
-        """The prompt of that `id`; KeyError where there is none or it was dropped."""
+        """Returns the prompt with that `id`. Raises KeyError if there is none or it was dropped."""
         return self._by_id[prompt_id]
 
     def take(self, n: int, draw: Callable[[PromptSet, int], list[Prompt]] = PromptSet.take) -> list[Prompt]:
-        """The next `n` prompts, sources interleaved. `draw`: how to take some from one source."""
+        """Returns the next `n` prompts, sources interleaved.
+
+        Args:
+            n: number of prompts.
+            draw: function that takes a number of prompts from one source.
+        """
         order = [self._next_source() for _ in range(n)]
         drawn = {name: iter(draw(self._sets[name], count)) for name, count in Counter(order).items()}
         return [next(drawn[name]) for name in order]
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, JSON-able, for `load_state` on the same sources and weights."""
+        """Returns the position in every source as JSON, for `load_state` with the same sources and weights."""
         sources = {name: prompts.state() for name, prompts in self._sets.items()}
         return self._identity() | {"taken": dict(self._taken), "sources": sources}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`.
+        """Resumes every source from a `state()`.
 
         Raises:
-            UserError: the state is of other sources, weights or seed.
+            UserError: the state belongs to other sources, weights or seed.
         """
         check_state(state, self._identity())
         for name, prompts in self._sets.items():

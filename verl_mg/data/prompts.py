@@ -1,4 +1,4 @@
-"""The prompts of a file, tokenised once, and taken in an order that a seed fixes."""
+"""Prompts of a file, tokenized once, in an order that depends on the seed alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 
-from verl_mg.data.fields import answer_of, prompt_of
 from verl_mg.data.records import Record, located_records
-from verl_mg.data.rendering import render, tokenise
+from verl_mg.data.rendering import answer_of, prompt_of, render, tokenize
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,76 +16,80 @@ if TYPE_CHECKING:
 
 
 ANSWER = "answer"
-"""The field of the answer unless another is named; records may lack it."""
+"""Default field of the answer, which records may be without."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
-
-    Attributes:
-        id: its row in the file, from 0, blank lines not counted; neither dropping nor order changes it. With several
-            sources the rows of those named before count on.
-        tokens: `(prompt length,)` token ids, ready for the model.
-        text: what was tokenised, so with the chat template or the instruction in it.
-        answer: the answer field as text, whole; None where the record has none.
-        record: the record as read.
-        source: the name of the source it is from; "" where there is one only.
-        place: `file:line` of the record, for errors.
-    """
+    """One prompt with its record and answer."""
 
     id: int
+    """Row in the file, from 0, blank lines not counted; neither dropping nor order changes it. With several sources the
+    rows of the sources before are added."""
     tokens: tuple[int, ...]
+    """Token ids, `(prompt_length,)`, ready for the model."""
     text: str
+    """Text that was tokenized, chat template and instruction included."""
     answer: str | None
+    """Answer field as text; None if the record has none."""
     record: Record
+    """Record as read."""
     source: str = ""
+    """Name of the source; "" if there is only one."""
     place: str = ""
+    """Place of the record, `file:line`, for errors."""
 
     @property
     def where(self) -> str:
-        """How an error names it."""
+        """Place and beginning of the text, for errors."""
         return f"{self.place or f'data row {self.id + 1}'} ({self.text[:40]!r})"
 
 
 class Prompts(Protocol):
-    """What a job takes prompts from: `PromptSet`, `Mixture`, or `Curriculum` around either."""
+    """Interface of an endless sequence of prompts: `PromptSet`, `Mixture`, or `Curriculum` around either."""
 
     @property
     def dropped(self) -> int:
-        """How many prompts were left out for their length."""
+        """Number of prompts left out for their length."""
 
     def __len__(self) -> int:
-        """Prompts of all sources, those dropped not counted."""
+        """Returns the number of prompts of all sources, without dropped ones."""
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Source after source, in file order."""
+        """Iterates over all prompts, source by source, in file order."""
 
     def first(self, n: int) -> list[Prompt]:
-        """The first `n` of each source, in file order."""
+        """Returns the first `n` prompts of each source, in file order."""
 
     def by_id(self, prompt_id: int) -> Prompt:
-        """The prompt of that `id`; KeyError where there is none or it was dropped."""
+        """Returns the prompt with that `id`. Raises KeyError if there is none or it was dropped."""
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` of an endless walk."""
+        """Returns the next `n` prompts."""
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, JSON-able, for `load_state` on the same data and settings."""
+        """Returns the position as JSON, for `load_state` with the same data and settings."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`; UserError where it is of other data."""
+        """Resumes from a `state()`. Raises UserError if it belongs to other data."""
 
 
 class PromptSet:
-    """Prompts in file order, and an endless shuffled walk over them.
+    """Prompts in file order, and an endless shuffled sequence of them.
 
-    Epoch e visits every prompt once, in a permutation that the seed, the source's name and e fix, so an epoch and a
-    position say where the walk stands.
+    Epoch e contains every prompt once, in a permutation determined by the seed, the source's name and e, so epoch and
+    position are the whole state.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, dropped: int = 0, source: str = "") -> None:
-        """Args: prompts: at least one; dropped: how many were left out of them for their length."""
+        """Starts at the first epoch.
+
+        Args:
+            prompts: at least one prompt, in file order.
+            seed: random seed of the order.
+            dropped: number of prompts left out for their length.
+            source: name of the source.
+        """
         self.dropped = dropped
         self._prompts = list(prompts)
         self._by_id = {prompt.id: prompt for prompt in self._prompts}
@@ -113,20 +116,27 @@ class PromptSet:
         source: str = "",
         first_id: int = 0,
     ) -> Self:
-        """Read and tokenise the prompts of a file or folder that `read_records` reads.
+        """Reads and tokenizes the prompts of a file or folder.
 
-        A prompt that is a list of messages goes through the tokenizer's chat template; with
-        `chat_template` so does a string, as one user message. Any other string is tokenised as it stands,
-        with the special tokens that the tokenizer adds by itself.
+        A list of messages is rendered by the tokenizer's chat template; with `chat_template` a string is too, as one
+        user message. Any other string is tokenized unchanged, with the special tokens that the tokenizer adds.
 
         Args:
-            chosen_field: where it and `rejected_field` are conversations, a record needs no prompt beside them.
-            instruction: appended to prompts that are strings.
-            max_prompt_tokens: a longer prompt is an error, or is left out with `overlong_prompts="drop"`.
-            seed: of the order in which `take` visits the prompts.
+            path: file or folder as in `read_records`.
+            tokenizer: tokenizer of the model.
+            prompt_field: field of the prompt.
+            answer_field: field of the answer.
+            chosen_field: field of the preferred answer. If it and `rejected_field` are conversations, a record needs no
+                prompt field.
+            rejected_field: field of the other answer.
+            chat_template: render strings as a user message.
+            instruction: text appended to prompts that are strings.
+            max_prompt_tokens: longest prompt, in tokens.
+            overlong_prompts: whether a longer prompt is an error or is dropped.
+            seed: random seed of the order.
             tools: schemas that a chat template describes to the model.
-            source: the name that the prompts bear.
-            first_id: the id of the first row.
+            source: name of the source.
+            first_id: id of the first row.
 
         Raises:
             UserError: names `file:line` and the remedy.
@@ -136,15 +146,15 @@ class PromptSet:
         if answer_field != ANSWER and all(answer is None for answer in answers):
             place, record = located[0]
             raise UserError(
-                f"{place}: no field '{answer_field}', and none in the lines below; set data.answer_field to one of: "
-                f"{', '.join(sorted(record))}"
+                f"{place}: no field '{answer_field}', here and in all lines below. Set data.answer_field to one of: "
+                f"{', '.join(sorted(record))}."
             )
         values = [prompt_of(record, prompt_field, chosen_field, rejected_field, place) for place, record in located]
         rendered = [
             render(value, tokenizer, chat_template, instruction, place, tools)
             for value, (place, _) in zip(values, located, strict=True)
         ]
-        rows = tokenise(rendered, tokenizer)
+        rows = tokenize(rendered, tokenizer)
         for (place, _), row in zip(located, rows, strict=True):
             _check_length(len(row), max_prompt_tokens, overlong_prompts, place)
         columns = zip(rows, rendered, answers, located, strict=True)
@@ -155,8 +165,8 @@ class PromptSet:
         ]
         if not prompts:
             raise UserError(
-                f"{path}: all of its {len(located)} prompts are longer than {max_prompt_tokens} tokens; the "
-                f"shortest has {min(map(len, rows))}: raise data.max_prompt_tokens to that or more"
+                f"{path}: all {len(located)} prompts are longer than {max_prompt_tokens} tokens; the "
+                f"shortest has {min(map(len, rows))}. Raise data.max_prompt_tokens to that or more."
             )
         return cls(prompts, seed=seed, dropped=len(located) - len(prompts), source=source)
 
@@ -164,22 +174,22 @@ class PromptSet:
         return len(self._prompts)
 
     def __getitem__(self, position: int) -> Prompt:
-        """The prompt at a position in file order, dropped ones not counted."""
+        """Returns the prompt at a position in file order, dropped ones not counted."""
         return self._prompts[position]
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self._prompts)
 
     def first(self, n: int) -> list[Prompt]:
-        """The first `n` prompts in file order."""
+        """Returns the first `n` prompts in file order."""
         return self._prompts[:n]
 
     def by_id(self, prompt_id: int) -> Prompt:
-        """The prompt of that `id`; KeyError where there is none or it was dropped."""
+        """Returns the prompt with that `id`. Raises KeyError if there is none or it was dropped."""
         return self._by_id[prompt_id]
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts of the walk; where an epoch ends the next one goes on, none is skipped."""
+        """Returns the next `n` prompts, which may begin in one epoch and end in a later one."""
         taken: list[Prompt] = []
         while len(taken) < n:
             if self._position == len(self):
@@ -191,21 +201,21 @@ class PromptSet:
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, JSON-able, for `load_state` on a set from the same file and seed."""
+        """Returns epoch and position as JSON, for `load_state` on a set of the same file and seed."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`.
+        """Resumes from a `state()`.
 
         Raises:
-            UserError: the state is of another number of prompts or another seed, so of another order.
+            UserError: the state belongs to another number of prompts or another seed, and so to another order.
         """
         check_state(state, self._identity())
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position <= len(self)):
             raise UserError(
-                f"the checkpoint's walk over {len(self)} prompts stands at prompt {position!r} of epoch {epoch!r}; "
-                "it is damaged: move it away to go on from the one before"
+                f"checkpoint: damaged: position {position!r} of epoch {epoch!r} with {len(self)} prompts. "
+                "Move it away to resume from the one before."
             )
         self._epoch, self._position = epoch, position
         self._order = self._permutation(self._epoch)
@@ -218,20 +228,25 @@ class PromptSet:
 
 
 def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """UserError where a checkpoint was written with other data than ours."""
+    """Raises UserError if a checkpoint was written with other data.
+
+    Args:
+        state: state of the checkpoint.
+        ours: the part of the state that identifies the data of this run.
+    """
     for name, value in ours.items():
         if state.get(name) != value:
             raise UserError(
-                f"the checkpoint was written with data of {name}={state.get(name)}, now {name}={value}; "
-                "resume with the data settings of the first run, or start a new run"
+                f"checkpoint: written with data of {name}={state.get(name)}, now {name}={value}. "
+                "Resume with the data settings of the first run, or start a new run."
             )
 
 
 def _check_length(tokens: int, limit: int, overlong_prompts: str, place: str) -> None:
     if tokens == 0:
-        raise UserError(f"{place}: the prompt has no tokens; write at least one character or remove the line")
+        raise UserError(f"{place}: the prompt has no tokens. Write at least one character or remove the line.")
     if tokens > limit and overlong_prompts == "error":
         raise UserError(
-            f"{place}: the prompt has {tokens} tokens, data.max_prompt_tokens is {limit}; "
-            "raise it, or leave such prompts out with data.overlong_prompts=drop"
+            f"{place}: the prompt has {tokens} tokens, data.max_prompt_tokens is {limit}. "
+            "Raise it, or leave such prompts out with data.overlong_prompts=drop."
         )

@@ -1,4 +1,4 @@
-"""From the data section of the configuration to the prompts of a job."""
+"""Prompts of a job, from the section `data` of the configuration."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,18 +21,25 @@ def read_prompts(
     seed: int = 0,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Prompts:
-    """The prompts of `data.train` or `data.test`.
+    """Reads the prompts of `data.train` or `data.test`.
+
+    Args:
+        data: the section `data`.
+        which: the key to read.
+        tokenizer: tokenizer of the model.
+        seed: random seed of the order.
+        tools: schemas that a chat template describes to the model.
 
     Returns:
-        A `PromptSet` for a path, a `Mixture` for sources by name; for training a `Curriculum` around either where
-        `data.curriculum` leaves any pass rate out.
+        A `PromptSet` for a path, a `Mixture` for sources by name; for training a `Curriculum` around either if
+        `data.curriculum` excludes any pass rate.
 
     Raises:
-        UserError: names `file:line` or the setting, and the remedy.
+        UserError: names `file:line` or the key, and the remedy.
     """
     where = data.train if which == "train" else data.test
     if where is None:
-        raise UserError("data.test is not set; write data.test=FILE")
+        raise UserError("data.test: not set. Write data.test=FILE.")
     if not isinstance(where, dict):
         prompts: PromptSet | Mixture = _read_set(data, "", SourceConfig(path=where), 0, tokenizer, seed, tools)
     else:
@@ -67,8 +74,8 @@ def _read_set(
     seed: int,
     tools: Sequence[dict[str, Any]],
 ) -> PromptSet:
-    own = source.model_dump(include={"prompt_field", "answer_field", "instruction"}, exclude_none=True)
+    source_fields = source.model_dump(include={"prompt_field", "answer_field", "instruction"}, exclude_none=True)
     common = data.model_dump(exclude={"train", "test", "curriculum"})
     return PromptSet.from_file(
-        source.path, tokenizer, **(common | own), seed=seed, tools=tools, source=name, first_id=first_id
+        source.path, tokenizer, **(common | source_fields), seed=seed, tools=tools, source=name, first_id=first_id
     )

@@ -1,40 +1,43 @@
-"""Reading data files into plain records."""
+"""Data files of a path, and their records."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from verl_mg.data.folders import data_files
 from verl_mg.errors import UserError
 
 Record = dict[str, Any]
+FILE_KINDS = (".jsonl", ".json", ".parquet", ".arrow")
+SHARD_KINDS = (".jsonl", ".parquet")
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The records of a data file or folder, in the order of files and lines.
+    """Returns the records of a data file or folder, in the order of files and lines.
 
     Args:
-        path: `.jsonl` or `.json` (one JSON object a line; blank lines are skipped), `.parquet`, `.arrow` (a stream),
-            or what else `data_files` knows: a folder of shards, a pattern, a dataset saved by Hugging Face's.
+        path: `.jsonl` or `.json` (one JSON object per line; blank lines are skipped), `.parquet`, `.arrow` (a stream),
+            a folder of shards, a pattern, or a dataset saved by Hugging Face datasets.
 
     Raises:
-        UserError: the file is missing, empty, of another kind, or a line is not a JSON object.
+        UserError: the file is missing, empty or of another kind, or a line is not a JSON object.
     """
     return [record for _, record in located_records(path)]
 
 
 def located_records(path: str | Path) -> list[tuple[str, Record]]:
-    """The records of `path`, each after its place `file:line` (for Parquet and Arrow, `file:row`), from 1.
+    """Returns the records of `path`, each with its place `file:line` (`file:row` for Parquet and Arrow), from 1.
 
     Raises:
-        UserError: as `read_records`.
+        UserError: as in `read_records`.
     """
     readers = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
     files = data_files(Path(path))
     records = [(f"{file}:{line}", record) for file in files for line, record in readers[file.suffix](file)]
     if not records:
-        raise UserError(f"{path}: no records in it; write one JSON object a line, or one row a prompt")
+        raise UserError(f"{path}: contains no records. Write one JSON object per line, or one row per prompt.")
     return records
 
 
@@ -48,20 +51,21 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
 def _json_object(line: bytes, place: str) -> Record:
     try:
         record = json.loads(line.decode("utf-8-sig"))
-        if b"\\ud" in line.lower():  # an escape may be half a character, which no tokenizer takes
+        if b"\\ud" in line.lower():  # an escape may be half a character, which tokenizers reject
             json.dumps(record, ensure_ascii=False).encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise UserError(f"{place}: not UTF-8 text ({error.reason}); save the file as UTF-8") from error
+        raise UserError(f"{place}: not UTF-8 text ({error.reason}). Save the file as UTF-8.") from error
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{place}: not JSON ({error.msg} at column {error.colno}); "
-            'write one object a line, like {"prompt": "..."}'
+            f"{place}: not JSON ({error.msg} at column {error.colno}). "
+            'Write one object per line, like {"prompt": "..."}.'
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or as many brackets
-        raise UserError(f"{place}: not readable ({error}); write long numbers as strings, and nest less") from error
+        raise UserError(f"{place}: not readable ({error}). Write long numbers as strings, and nest less.") from error
     if not isinstance(record, dict):
         raise UserError(
-            f'{place}: a JSON {type(record).__name__}, not an object; write one object a line, like {{"prompt": "..."}}'
+            f"{place}: a JSON {type(record).__name__}, not an object. "
+            'Write one object per line, like {"prompt": "..."}.'
         )
     return record
 
@@ -73,7 +77,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Record]]:
         rows = parquet.read_table(path).to_pylist()
     except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of texts and dates
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a readable Parquet file ({reason}); write it anew") from error
+        raise UserError(f"{path}: not a readable Parquet file ({reason}). Write it again.") from error
     yield from enumerate(rows, start=1)
 
 
@@ -85,5 +89,106 @@ def _arrow_rows(path: Path) -> Iterator[tuple[int, Record]]:
             rows = stream.read_all().to_pylist()
     except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of texts and dates
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a readable Arrow stream ({reason}); save the dataset anew") from error
+        raise UserError(f"{path}: not a readable Arrow stream ({reason}). Save the dataset again.") from error
     yield from enumerate(rows, start=1)
+
+
+def data_files(path: Path) -> list[Path]:
+    """Returns the data files of a path, in the order in which they are read.
+
+    A folder written by `datasets.Dataset.save_to_disk` means the Arrow files that its state.json lists; any other
+    folder its `.jsonl` or its `.parquet` shards by name, `train-00000-of-00002.parquet` and so on. A pattern such as
+    `data/train-*.parquet` means the files that match, by name.
+
+    Raises:
+        UserError: there is no file, or a folder contains more than the shards of one set, or not all of them.
+    """
+    if "*" in path.name:
+        return _matches(path)
+    if path.is_dir():
+        _refuse_several_splits(path)
+        return _saved_files(path) if (path / "state.json").is_file() else _shards(path)
+    _check_kind(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such data file. Give a .jsonl, .json, .parquet or .arrow file, or a folder.")
+    return [path]
+
+
+def _check_kind(path: Path) -> None:
+    if path.suffix not in FILE_KINDS:
+        raise UserError(
+            f"{path}: not a data file: its name ends in '{path.suffix}'. "
+            "Give a .jsonl, .json (one object per line), .parquet or .arrow file, or a folder of such files."
+        )
+
+
+def _matches(pattern: Path) -> list[Path]:
+    files = sorted(file for file in pattern.parent.glob(pattern.name) if file.name[0] != ".")
+    if not files:
+        raise UserError(f"{pattern}: no file matches the pattern. Write one that matches files in {pattern.parent}.")
+    for file in files:
+        _check_kind(file)
+    return files
+
+
+def _refuse_several_splits(folder: Path) -> None:
+    description = folder / "dataset_dict.json"
+    if description.is_file():
+        splits = _read_json(description).get("splits") or ["train"]
+        raise UserError(
+            f"{folder}: a dataset of several splits ({', '.join(splits)}). Give one, such as {folder / splits[0]}."
+        )
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    state = folder / "state.json"
+    try:
+        files = [folder / entry["filename"] for entry in _read_json(state)["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{state}: has no list _data_files. Save the dataset again with save_to_disk.") from error
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise UserError(f"{folder}: {missing[0]} of its state.json is missing. Copy the whole folder again.")
+    return files
+
+
+def _shards(folder: Path) -> list[Path]:
+    files = sorted(file for kind in SHARD_KINDS for file in folder.glob(f"*{kind}") if file.name[0] != ".")
+    if not files:
+        raise UserError(
+            f"{folder}: contains no .jsonl or .parquet files and no dataset saved with save_to_disk. "
+            "Give the folder that contains them."
+        )
+    families = {f"{_family(file)}*{file.suffix}": file for file in files}
+    if len(families) > 1:
+        # Reading a train and a test file as one set would train on the test data.
+        raise UserError(
+            f"{folder}: its files are not shards of one set ({', '.join(sorted(families))}). Give one file, or a "
+            f"pattern such as {folder / min(families)}, or name each as a separate source."
+        )
+    _check_complete(folder, files)
+    return files
+
+
+def _family(file: Path) -> str:
+    """Returns the part of a name that the shards of one set share: the words before the number."""
+    words = takewhile(lambda word: not word.isdecimal(), re.split(r"[-_.]", file.stem))
+    return "-".join(words).rstrip("0123456789")
+
+
+def _check_complete(folder: Path, files: Sequence[Path]) -> None:
+    """Raises UserError if shards that give their number are incomplete, as after an aborted download."""
+    for file in files:
+        counted = re.search(r"\d+-of-(\d+)", file.stem)
+        if counted and int(counted[1]) != len(files):
+            raise UserError(
+                f"{folder}: {len(files)} of {int(counted[1])} shards are there, by the name {file.name}. Fetch the "
+                f"others, or read these only with the pattern {folder / '*'}{file.suffix}."
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable JSON ({error}). Save the dataset again with save_to_disk.") from error
+    return value if isinstance(value, dict) else {}

@@ -1,19 +1,107 @@
-"""From a prompt field to text, and from texts to tokens."""
+"""Text and tokens of a record: prompt, answer and preference fields, chat templates, tokenization."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from verl_mg.data.records import Record
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Rendered(NamedTuple):
-    """A prompt's text; `templated` where a chat template wrote it, special tokens and all."""
+class RenderedPrompt(NamedTuple):
+    """Text of a prompt, ready to be tokenized."""
 
     text: str
+    """The text."""
     templated: bool
+    """Whether a chat template wrote it, special tokens included."""
+
+
+def prompt_of(record: Record, name: str, chosen: str, rejected: str, place: str) -> Any:
+    """Returns the prompt field of a record: a string or messages, not yet validated.
+
+    If the record has no such field but `chosen` and `rejected` are whole conversations, or if `name` is `chosen`, the
+    prompt is the messages of both before their last one.
+
+    Args:
+        record: the record as read.
+        name: field of the prompt.
+        chosen: field of the preferred answer.
+        rejected: field of the other answer.
+        place: `file:line`, for errors.
+    """
+    value = record.get(name)
+    if value is None or name == chosen:
+        contexts = [context_of(record.get(field)) for field in (chosen, rejected)]
+        if all(contexts):
+            check_same_context((contexts[0], contexts[1]), chosen, rejected, place)
+            return contexts[0]
+    if value is None:
+        raise UserError(f"{place}: no field '{name}'. Set data.prompt_field to one of: {', '.join(record)}.")
+    return value
+
+
+def answer_of(record: Record, name: str, place: str) -> str | None:
+    """Returns the answer field as text; None if the record has none.
+
+    Args:
+        record: the record as read.
+        name: field of the answer.
+        place: `file:line`, for errors.
+    """
+    value = record.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return str(value)
+    raise UserError(f"{place}: the answer '{name}' is a {type(value).__name__}. Write a string or a number.")
+
+
+def choice_of(record: Record, name: str, field: str, place: str) -> str:
+    """Returns the text of one answer of a preference: a string, or the content of the last of several messages.
+
+    Args:
+        record: the record as read.
+        name: field of the answer.
+        field: key of `data` that gives the name of the field, for errors.
+        place: `file:line`, for errors.
+    """
+    value = record.get(name)
+    if value is None:
+        raise UserError(f"{place}: no field '{name}'. Set data.{field} to one of: {', '.join(sorted(record))}.")
+    if is_conversation(value) and value[-1]["role"] == "assistant":
+        value = value[-1]["content"]
+    if not isinstance(value, str) or not value:
+        raise UserError(
+            f"{place}: '{name}' is not an answer: {record[name]!r:.60}. Write a string, or messages of which the last "
+            'is {"role": "assistant", "content": "..."}.'
+        )
+    return value
+
+
+def context_of(value: Any) -> list[dict[str, Any]]:
+    """Returns the messages before the last one; [] if the value is not a conversation."""
+    return value[:-1] if is_conversation(value) else []
+
+
+def check_same_context(
+    contexts: tuple[list[dict[str, Any]], list[dict[str, Any]]], chosen: str, rejected: str, place: str
+) -> None:
+    """Raises UserError if two conversations differ before their last message.
+
+    Args:
+        contexts: messages before the preferred answer, and before the other one.
+        chosen: field of the preferred answer.
+        rejected: field of the other answer.
+        place: `file:line`, for errors.
+    """
+    if contexts[0] != contexts[1]:
+        raise UserError(
+            f"{place}: '{chosen}' and '{rejected}' differ before their last message. "
+            "Write a pair as two answers to one prompt."
+        )
 
 
 def render(
@@ -23,26 +111,33 @@ def render(
     instruction: str,
     place: str,
     tools: Sequence[dict[str, Any]] = (),
-) -> Rendered:
-    """The text of a prompt field: a string, or a list of messages `{"role": ..., "content": ...}`.
+) -> RenderedPrompt:
+    """Returns the text of a prompt field: a string, or a list of messages `{"role": ..., "content": ...}`.
 
     Args:
-        chat_template: make a string the one user message of a conversation.
-        instruction: appended to a string.
+        value: the prompt field.
+        tokenizer: tokenizer whose chat template renders messages.
+        chat_template: render a string as the only user message of a conversation.
+        instruction: text appended to a string.
         place: `file:line`, for errors.
-        tools: schemas of the tools that the template is to describe.
+        tools: schemas of the tools that the template describes.
 
     Raises:
-        UserError: the value is neither, or the tokenizer's template is missing or refuses it.
+        UserError: the value is neither, or the tokenizer has no template, or its template rejects the value.
     """
     if isinstance(value, str) and not chat_template:
-        return Rendered(value + instruction, templated=False)
+        return RenderedPrompt(value + instruction, templated=False)
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
-    return Rendered(_conversation(messages, tokenizer, place, tools), templated=True)
+    return RenderedPrompt(_render_conversation(messages, tokenizer, place, tools), templated=True)
 
 
-def tokenise(rendered: Sequence[Rendered], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """The token ids of each text, one ragged row a text; fast tokenizers take all of them at once."""
+def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Returns the token ids of each text, one ragged row per text. Fast tokenizers take all texts at once.
+
+    Args:
+        rendered: the texts.
+        tokenizer: tokenizer of the model.
+    """
     rows: list[list[int]] = [[] for _ in rendered]
     for templated in (False, True):
         chosen = [i for i, item in enumerate(rendered) if item.templated is templated]
@@ -54,33 +149,33 @@ def tokenise(rendered: Sequence[Rendered], tokenizer: "PreTrainedTokenizerBase")
     return rows
 
 
-def _conversation(
-    messages: Any, tokenizer: "PreTrainedTokenizerBase", place: str, tools: Sequence[dict[str, Any]]
-) -> str:
-    if not is_conversation(messages):
-        raise UserError(
-            f"{place}: a prompt is a string or a list of messages "
-            '[{"role": "user", "content": "..."}], ' + f"not {messages!r:.60}"
-        )
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"{place}: the tokenizer has no chat template; take the tokenizer of an instruction-tuned model, "
-            "or write prompts as strings and set data.chat_template=false"
-        )
-    try:
-        # As text: with tokenize=True the type returned changes with the release of transformers.
-        described = {"tools": list(tools)} if tools else {}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **described))
-    except Exception as error:  # a template is a program: it raises what it likes
-        raise UserError(
-            f"{place}: the tokenizer's chat template refuses the prompt ({error}); mend its roles or contents"
-        ) from error
-
-
 def is_conversation(value: Any) -> bool:
-    """Whether a field is a list of messages, at least one."""
+    """Returns whether a field is a list of messages, at least one."""
     return isinstance(value, list) and bool(value) and all(map(_is_message, value))
 
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and {"role", "content"} <= message.keys()
+
+
+def _render_conversation(
+    messages: Any, tokenizer: "PreTrainedTokenizerBase", place: str, tools: Sequence[dict[str, Any]]
+) -> str:
+    if not is_conversation(messages):
+        raise UserError(
+            f"{place}: {messages!r:.60} is not a prompt. Write a string or a list of messages "
+            '[{"role": "user", "content": "..."}].'
+        )
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{place}: the tokenizer has no chat template. Use the tokenizer of an instruction-tuned model, "
+            "or write prompts as strings and set data.chat_template=false."
+        )
+    try:
+        # As text: with tokenize=True the type returned changes with the release of transformers.
+        described = {"tools": list(tools)} if tools else {}
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **described))
+    except Exception as error:  # a template is a program, which may raise anything
+        raise UserError(
+            f"{place}: the tokenizer's chat template rejects the prompt ({error}). Fix its roles or contents."
+        ) from error

@@ -39,7 +39,7 @@ def read(folder: Path, tokenizer: PreTrainedTokenizerFast, *records: dict[str, A
         ({"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
     ],
 )
-def test_all_forms_are_the_conversation_as_the_template_writes_it(
+def test_preference_every_form_equals_the_rendered_conversation(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], options: dict[str, Any]
 ) -> None:
     (prompt,) = read(tmp_path, tokenizer, record, **options)
@@ -52,13 +52,13 @@ def test_all_forms_are_the_conversation_as_the_template_writes_it(
     assert tuple(chosen[:length]) == tuple(rejected[:length]) == prompt.tokens
 
 
-def test_plain_text_and_fields_by_name(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_preference_plain_text_and_named_fields_are_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (prompt,) = read(tmp_path, tokenizer, {"q": "ab", "yes": "c", "no": "de"}, prompt_field="q")
     chosen, rejected, length = preference(prompt, tokenizer, 5, "yes", "no")
     assert (tokenizer.decode(chosen), tokenizer.decode(rejected), length) == ("abc<eos>", "abde<eos>", 2)
 
 
-def test_several_turns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_preference_conversations_answer_the_last_turn(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [{"role": "system", "content": "s"}, USER, GOOD, {"role": "user", "content": "+1"}]
     (prompt,) = read(tmp_path, tokenizer, {"chosen": [*turns, GOOD], "rejected": [*turns, BAD]})
     assert prompt.text == "<system>s<user>1+1<assistant>2<eos><user>+1<assistant>"
@@ -69,16 +69,16 @@ def test_several_turns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> No
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"chosen": "a"}, r"no field 'rejected'; set data.rejected_field to one of: chosen, prompt"),
-        ({"chosen": "a", "rejected": ""}, "'rejected' is no answer; write a string, or messages"),
-        ({"chosen": "a", "rejected": 3}, "'rejected' is no answer; .* not 3"),
-        ({"chosen": [USER], "rejected": [BAD]}, "'chosen' is no answer"),
+        ({"chosen": "a"}, r"no field 'rejected'. Set data.rejected_field to one of: chosen, prompt"),
+        ({"chosen": "a", "rejected": ""}, "'rejected' is not an answer: ''. Write a string, or messages"),
+        ({"chosen": "a", "rejected": 3}, "'rejected' is not an answer: 3"),
+        ({"chosen": [USER], "rejected": [BAD]}, "'chosen' is not an answer"),
         ({"chosen": [USER, GOOD], "rejected": [BAD]}, "differ before their last message"),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, r"longer conversation .*'1\+1'.*data.prompt_field=chosen"),
         ({"chosen": "a" * 9, "rejected": "b"}, "13 tokens with its answer, and the limit is 12"),
     ],
 )
-def test_bad_pair_is_named(
+def test_preference_bad_pair_is_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str
 ) -> None:
     good = {"prompt": "p", "chosen": "a", "rejected": "b"}
@@ -89,14 +89,14 @@ def test_bad_pair_is_named(
     assert str(caught.value).startswith(f"{tmp_path}/pairs.jsonl:2 ")
 
 
-def test_a_template_may_trim(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_preference_template_may_strip_messages(tokenizer: PreTrainedTokenizerFast) -> None:
     asked = {"role": "user", "content": " 1+1\n"}
     record = {"chosen": [asked, GOOD], "rejected": [asked, BAD]}
     _, _, length = preference(Prompt(0, (7, 8), "<user>1+1<assistant>", None, record), tokenizer, 9)
     assert length == 2
 
 
-def test_conversations_without_a_prompt_must_share_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompt_of_different_conversations_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     other = {"role": "user", "content": "1+2"}
     with pytest.raises(UserError, match=r"pairs\.jsonl:1: 'chosen' and 'rejected' differ before their last"):
         read(tmp_path, tokenizer, {"chosen": [USER, GOOD], "rejected": [other, BAD]})
@@ -104,7 +104,7 @@ def test_conversations_without_a_prompt_must_share_one(tmp_path: Path, tokenizer
         read(tmp_path, tokenizer, {"chosen": [GOOD], "rejected": [BAD]})
 
 
-def test_batch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_pairs_batch_chosen_row_precedes_rejected_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     records = [{"prompt": "ab"[:n], "chosen": "c" * n, "rejected": "de"} for n in (1, 2)]
     prompts = read(tmp_path, tokenizer, *records)
     batch = pairs_batch(prompts[::-1], tokenizer, 10, first_pair=5)
@@ -123,7 +123,7 @@ def test_batch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert batch["chosen"].tolist() == [True, False, True, False]
 
 
-def test_ranks_share_the_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_pairs_batch_ranks_have_disjoint_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     records = [{"prompt": "p" * (i + 1), "chosen": "c", "rejected": "de"} for i in range(3)]
     prompts = read(tmp_path, tokenizer, *records)
     whole = pairs_batch(prompts, tokenizer, 10, 0)

@@ -1,0 +1,188 @@
+"""Prompts with answers as training rows: demonstrations for fine-tuning, preference pairs for DPO and reward models."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.data.prompts import Prompt
+from verl_mg.data.rendering import check_same_context, choice_of, context_of
+from verl_mg.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def demonstration(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[list[int], int]:
+    """Returns the tokens of prompt, answer and end of sequence, and the number of prompt tokens.
+
+    Args:
+        prompt: a prompt with an answer.
+        tokenizer: tokenizer of the model.
+        max_tokens: largest length of the row, in tokens.
+
+    Returns:
+        tokens: `(prompt_length + answer_length + 1,)` ids, the last is `tokenizer.eos_token_id`.
+        prompt_length: tokens before the answer, which are not part of the loss.
+
+    Raises:
+        UserError: the prompt has no answer, the tokenizer has no end-of-sequence token, or the row is
+            longer than `max_tokens`.
+    """
+    if not prompt.answer:
+        fields = ", ".join(sorted(prompt.record))
+        raise UserError(f"{prompt.where}: no answer to learn from. Set data.answer_field to one of: {fields}.")
+    return answered(prompt, prompt.answer, tokenizer, max_tokens), len(prompt.tokens)
+
+
+def answered(prompt: Prompt, answer: str, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> list[int]:
+    """Returns the tokens of a prompt, of an answer to it, and the end of sequence.
+
+    The answer is tokenized separately, without special tokens, as the policy would write it.
+
+    Args:
+        prompt: the prompt.
+        answer: text of the answer.
+        tokenizer: tokenizer of the model.
+        max_tokens: largest length of the row, in tokens.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no eos_token. Set it in its tokenizer_config.json.")
+    ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    tokens = [*prompt.tokens, *ids, tokenizer.eos_token_id]
+    if len(tokens) > max_tokens:
+        raise UserError(
+            f"{prompt.where}: {len(tokens)} tokens with its answer, and the limit is {max_tokens}. "
+            "Raise the limit or shorten the answer."
+        )
+    return tokens
+
+
+def demonstrations_batch(
+    prompts: Sequence[Prompt],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_tokens: int,
+    first_id: int,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Batch:
+    """Returns this rank's rows of a batch of demonstrations.
+
+    Args:
+        prompts: prompts with answers, the same on every rank.
+        tokenizer: tokenizer of the model.
+        max_tokens: largest length of a row, in tokens.
+        first_id: sample id of `prompts[0]`.
+        rank: this rank, which has every `ranks`-th prompt from `rank` on.
+        ranks: number of ranks.
+
+    Returns:
+        Columns tokens, prompt_length, loss_mask, prompt_id, sample_id.
+    """
+    mine = range(rank, len(prompts), ranks)
+    rows = [demonstration(prompts[i], tokenizer, max_tokens) for i in mine]
+    return imitation_batch(rows, [prompts[i].id for i in mine], [first_id + i for i in mine])
+
+
+def imitation_batch(
+    rows: Sequence[tuple[list[int], int]], prompt_ids: Sequence[int], sample_ids: Sequence[int]
+) -> Batch:
+    """Returns a batch whose loss is computed on the tokens after each prompt.
+
+    Args:
+        rows: token ids of each row and its number of prompt tokens.
+        prompt_ids: prompt of each row.
+        sample_ids: id of each row.
+    """
+    batch = Batch.from_rows(tokens for tokens, _ in rows)
+    batch["prompt_length"] = torch.tensor([length for _, length in rows], dtype=torch.int64)
+    batch["loss_mask"] = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
+    batch["prompt_id"] = torch.tensor(prompt_ids, dtype=torch.int64)
+    batch["sample_id"] = torch.tensor(sample_ids, dtype=torch.int64)
+    return batch
+
+
+def preference(
+    prompt: Prompt,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_tokens: int,
+    chosen_field: str = "chosen",
+    rejected_field: str = "rejected",
+) -> tuple[list[int], list[int], int]:
+    """Returns the tokens of the prompt with its chosen and with its rejected answer, each with an end of sequence.
+
+    Args:
+        prompt: a prompt whose record has both answers.
+        tokenizer: tokenizer of the model.
+        max_tokens: largest length of a row, in tokens.
+        chosen_field: field of the preferred answer: a string, or messages of which the last is the answer and those
+            before it are the conversation of the prompt.
+        rejected_field: field of the other answer, in the same form.
+
+    Returns:
+        chosen_tokens: `(prompt_length + answer_length + 1,)` ids.
+        rejected_tokens: the same for the other answer.
+        prompt_length: tokens of the prompt.
+
+    Raises:
+        UserError: an answer is missing or not text, the conversations differ from each other or from the prompt, or a
+            row is longer than `max_tokens`.
+    """
+    chosen = choice_of(prompt.record, chosen_field, "chosen_field", prompt.where)
+    rejected = choice_of(prompt.record, rejected_field, "rejected_field", prompt.where)
+    _check_context(prompt, chosen_field, rejected_field)
+    first, second = (answered(prompt, answer, tokenizer, max_tokens) for answer in (chosen, rejected))
+    return first, second, len(prompt.tokens)
+
+
+def pairs_batch(
+    prompts: Sequence[Prompt],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_tokens: int,
+    first_pair: int,
+    chosen_field: str = "chosen",
+    rejected_field: str = "rejected",
+    rank: int = 0,
+    ranks: int = 1,
+) -> Batch:
+    """Returns this rank's rows of a batch of preference pairs: two rows per prompt, chosen before rejected.
+
+    Args:
+        prompts: prompts whose records have both answers, the same on every rank.
+        tokenizer: tokenizer of the model.
+        max_tokens: largest length of a row, in tokens.
+        first_pair: number of the pair of `prompts[0]`.
+        chosen_field: field of the preferred answer.
+        rejected_field: field of the other answer.
+        rank: this rank, which has every `ranks`-th prompt from `rank` on.
+        ranks: number of ranks.
+
+    Returns:
+        Columns tokens, prompt_length, loss_mask, prompt_id; `pair` and `group`, (n,) int64, the number of the pair;
+        sample_id, 2 pair for the chosen row and 2 pair + 1 for the rejected; `chosen`, (n,) bool.
+    """
+    mine = range(rank, len(prompts), ranks)
+    pairs = [preference(prompts[i], tokenizer, max_tokens, chosen_field, rejected_field) for i in mine]
+    rows = [(tokens, length) for *both, length in pairs for tokens in both]
+    numbers = [first_pair + i for i in mine for _ in range(2)]
+    samples = [2 * (first_pair + i) + side for i in mine for side in range(2)]
+    batch = imitation_batch(rows, [prompts[i].id for i in mine for _ in range(2)], samples)
+    batch["group"] = torch.tensor(numbers, dtype=torch.int64)
+    # A rank without rows needs the kinds of the columns too.
+    batch.put("pair", batch["group"].clone(), ColumnKind.SEQUENCE)
+    batch.put("chosen", batch["sample_id"] % 2 == 0, ColumnKind.SEQUENCE)
+    return batch
+
+
+def _check_context(prompt: Prompt, chosen_field: str, rejected_field: str) -> None:
+    """Checks that the answers end the same conversation, and that the prompt contains all its user messages."""
+    chosen, rejected = (context_of(prompt.record[name]) for name in (chosen_field, rejected_field))
+    check_same_context((chosen, rejected), chosen_field, rejected_field, prompt.where)
+    # Sought in the text, since templates strip messages and omit some of the other roles.
+    texts = [message["content"] for message in chosen if message["role"] == "user"]
+    if missing := [text for text in texts if isinstance(text, str) and text.strip() not in prompt.text]:
+        raise UserError(
+            f"{prompt.where}: '{chosen_field}' answers a longer conversation than the prompt ({missing[0][:40]!r} is "
+            f"not in it). Set data.prompt_field={chosen_field} to take the prompt from there."
+        )
