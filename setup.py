@@ -1,4 +1,4 @@
-"""Packaging of verl_mg."""
+"""Packaging of the verl_mg library."""
 
 from setuptools import find_packages, setup
 

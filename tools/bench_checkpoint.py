@@ -1,26 +1,25 @@
-"""Checkpoints that can be read under any layout: ours against megatron-core's `dist_checkpointing`, in turn.
+"""Compares checkpoints that can be read under any layout: ours and megatron-core's `dist_checkpointing`, in turn.
 
     python -m tools.bench_checkpoint [--hidden 768] [--layers 12] [--rounds 6]
 
-Four ranks over gloo hold one network in float32 under tp2 with two data-parallel ranks, megatron-core's distributed
-optimizer after one real step. All methods save that same state, and read it back into jobs built anew:
+Four ranks over gloo share a network in float32 under tp2 with two data-parallel ranks, with megatron-core's
+distributed optimizer after one real step. All methods save this state, and read it into newly built jobs:
 
-    ours        verl_mg.job.checkpoints: each rank writes what it holds, in a thread
+    ours        verl_mg.run.checkpointer: each rank writes its shards, in a thread
     all-gather  dist_checkpointing, the optimizer `fully_reshardable`, saving and loading fully parallel, as it
-                advises: every data-parallel rank gathers the optimizer of all of them
+                advises: every data-parallel rank gathers the optimizer states of all
     async       the same, its files written by forked processes (async_sharded_save)
-    gather      the same as all-gather, memory-efficient: the first data-parallel rank gathers the optimizer
+    gather      all-gather in its memory-efficient mode: the first data-parallel rank gathers the optimizer
 
-On the CPU megatron-core runs on verl_mg/megatron/cpu_shim.py, as it does in training. Two more things
-are changed in it: `gather` is told that the data-parallel group, which is gloo's, is also its gloo group; and reading
-leaves the steps of torch's Adam alone, which it sets from its own count, and then fails to find as tensors.
+On the CPU megatron-core runs on verl_mg/megatron/cpu_shim.py, as in training. It needs two more changes: for `gather`,
+the data-parallel group, which uses gloo, is also set as its gloo group; and reading does not touch the steps of torch's
+Adam, which it would set from its count and then fail to find as tensors.
 
-Seconds are medians over the rounds, of which the first warms up, of the slowest rank; files are read from the page
+Seconds are medians over the rounds, without the first (a warm-up), of the slowest rank. Files are read from the page
 cache, and our reading includes the check of every SHA-256. Bytes sent are counted in every collective, once for each
-rank that is to have them. Memory is the growth of the resident set of the worst rank, the worst round; processes that
-dist_checkpointing forks to write are left out, and ours keeps its memory for the next checkpoint. After each reading
-every weight and moment, and the count of steps, is compared with those of the network that was saved; one bit that
-differs ends the run.
+receiving rank. Memory is the growth of the resident set of the worst rank in the worst round; processes that
+dist_checkpointing forks to write are excluded, and ours keeps its memory for the next checkpoint. After each reading
+every weight and moment, and the count of steps, is compared with the saved network; one different bit ends the run.
 """
 
 from __future__ import annotations
@@ -76,30 +75,34 @@ LIBC = ctypes.CDLL("libc.so.6")
 
 
 @dataclass(frozen=True)
-class Took:
-    """What something took on one rank, or, merged, on all. held: seconds until training could go on."""
+class Cost:
+    """Measurements of a save or a read on one rank, or merged over all ranks."""
 
-    held: float
+    blocked: float
+    """Seconds until training could continue."""
     seconds: float
+    """Seconds until the checkpoint was complete."""
     sent: int
+    """Bytes sent in collectives."""
     peak: int
+    """Growth of the resident set, in bytes."""
 
 
 class Method(Protocol):
-    """A way to save and to read; all ranks call it together."""
+    """Method of saving and reading; all ranks call it together."""
 
     def begin(self, job: Job, folder: Path) -> None:
-        """Save; training may go on when this returns."""
+        """Starts to save; training may continue when this returns."""
 
     def finish(self) -> None:
-        """The checkpoint is on disk when this returns."""
+        """Completes the save: the checkpoint is on disk when this returns."""
 
     def load(self, job: Job, folder: Path) -> None:
-        """Read into a job that may have another layout."""
+        """Reads into a job that may have another layout."""
 
 
 def main() -> None:
-    """Write the model, start the ranks."""
+    """Writes the model and starts the ranks."""
     options = _options()
     disable_progress_bar()
     torch.set_num_threads(1)  # before the fork: threads of OpenMP do not outlive it
@@ -119,10 +122,10 @@ def _options() -> argparse.Namespace:
 
 
 def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
-    # A server that dist_checkpointing spawns would import this program once more: seconds, for nothing.
+    # A server that dist_checkpointing spawns would import this program again, which takes seconds and is not needed.
     vars(sys.modules["__main__"]).update(__spec__=None, __file__=None)
     gc.freeze()  # what was imported is never garbage: collecting between the measurements is short
-    # Of `gather` it warns each time: ranks that have gathered nothing save other keys.
+    # With `gather` it warns each time, since ranks that gathered nothing save other keys.
     logging.getLogger("megatron.core.dist_checkpointing.validation").setLevel(logging.ERROR)
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=RANKS)
@@ -188,7 +191,7 @@ def _job(recipe: Recipe, folder: Path, layout: str, store: dist.Store) -> Job:
 
 
 class Ours:
-    """See `Method`: checkpoints of the job, as its loop writes and reads them."""
+    """Checkpoints of the job, as its loop writes and reads them."""
 
     def __init__(self, recipe: Recipe, job: Job, folder: Path) -> None:
         self._recipe, self._saver = recipe.name, AsyncCheckpointer(folder, job.config.checkpoint, recipe.name)
@@ -209,64 +212,64 @@ class Ours:
 # -- measuring
 
 
-def _saves(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> dict[str, Took]:
-    took: dict[str, list[Took]] = defaultdict(list)
+def _saves(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> dict[str, Cost]:
+    measured: dict[str, list[Cost]] = defaultdict(list)
     for _ in range(rounds):
         for name, method in methods.items():
             if dist.get_rank() == 0:
                 shutil.rmtree(folder / name, ignore_errors=True)
-            took[name].append(_measured(partial(method.begin, job, folder / name), method.finish))
-    return {name: _median(own) for name, own in took.items()}
+            measured[name].append(_measured(partial(method.begin, job, folder / name), method.finish))
+    return {name: _median(costs) for name, costs in measured.items()}
 
 
-def _reads(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> dict[str, Took]:
-    took: dict[str, list[Took]] = defaultdict(list)
+def _reads(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> dict[str, Cost]:
+    measured: dict[str, list[Cost]] = defaultdict(list)
     for _ in range(rounds):
         for name, method in methods.items():
             for part in _held(job.actor):
                 part.values.fill_(float("nan"))
-            took[name].append(_measured(partial(method.load, job, folder / name)))
+            measured[name].append(_measured(partial(method.load, job, folder / name)))
             _verify(name, job.actor, folder / "truth")
-    return {name: _median(own) for name, own in took.items()}
+    return {name: _median(costs) for name, costs in measured.items()}
 
 
-def _measured(begin: Callable[[], None], finish: Callable[[], None] | None = None) -> Took:
+def _measured(begin: Callable[[], None], finish: Callable[[], None] | None = None) -> Cost:
     gc.collect()
-    LIBC.malloc_trim(0)  # memory that a run before has freed, and that malloc kept, would hide a peak
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    LIBC.malloc_trim(0)  # freed memory of an earlier run that malloc kept would hide a peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     resident = _status("VmRSS")
     dist.barrier()
     with _counted() as sent:
         started = time.perf_counter()
         begin()
-        held = time.perf_counter() - started
+        blocked = time.perf_counter() - started
         if finish:
             finish()
         seconds = time.perf_counter() - started
-    own = Took(held, seconds, sum(sent), _status("VmHWM") - resident)
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, own)
-    return Took(
-        held=max(one.held for one in everyone),
-        seconds=max(one.seconds for one in everyone),
-        sent=sum(one.sent for one in everyone),
-        peak=max(one.peak for one in everyone),
+    local = Cost(blocked, seconds, sum(sent), _status("VmHWM") - resident)
+    costs: list[Any] = [None] * RANKS
+    dist.all_gather_object(costs, local)
+    return Cost(
+        blocked=max(cost.blocked for cost in costs),
+        seconds=max(cost.seconds for cost in costs),
+        sent=sum(cost.sent for cost in costs),
+        peak=max(cost.peak for cost in costs),
     )
 
 
-def _median(rounds: Sequence[Took]) -> Took:
-    """The first one warms up, where there are several; its memory counts."""
+def _median(rounds: Sequence[Cost]) -> Cost:
+    """Leaves out the seconds of the first round, a warm-up, if there are several; its memory counts."""
     warm = rounds[1:] or rounds
-    return Took(
-        held=statistics.median(one.held for one in warm),
-        seconds=statistics.median(one.seconds for one in warm),
+    return Cost(
+        blocked=statistics.median(cost.blocked for cost in warm),
+        seconds=statistics.median(cost.seconds for cost in warm),
         sent=rounds[-1].sent,
-        peak=max(one.peak for one in rounds),
+        peak=max(cost.peak for cost in rounds),
     )
 
 
 def _status(field_name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Returns a line of /proc/self/status in bytes."""
     (kib,) = re.findall(rf"{field_name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(kib) * 1024
 
@@ -276,10 +279,10 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _to_scatter(group: ProcessGroup, inputs: Sequence[Sequence[Tensor]], root: int) -> int:
-    return sum(_bytes(own) - own[root].nbytes for own in inputs) if group.rank() == root else 0
+    return sum(_bytes(parts) - parts[root].nbytes for parts in inputs) if group.rank() == root else 0
 
 
-# What a rank sends in a collective of torch, by the arguments of the group's method.
+# Bytes that a rank sends in a collective of torch, computed from the arguments of the group's method.
 COLLECTIVES: dict[str, Callable[..., int]] = {
     "allgather": lambda group, outputs, inputs, *_: _bytes(inputs) * (group.size() - 1),
     "allreduce": lambda group, tensors, *_: 2 * _bytes(tensors) * (group.size() - 1) // group.size(),
@@ -292,7 +295,7 @@ COLLECTIVES: dict[str, Callable[..., int]] = {
 
 @contextmanager
 def _counted() -> Iterator[list[int]]:
-    """Inside, what this rank sends in any thread is appended; a collective that cannot be counted is an error."""
+    """Appends the bytes that this rank sends in any thread; a collective that cannot be counted is an error."""
     sent: list[int] = []
     others = ("reduce", "reduce_scatter", "alltoall", "alltoall_base", "_allgather_base", "_reduce_scatter_base")
     originals = {name: vars(ProcessGroup)[name] for name in (*COLLECTIVES, *others)}
@@ -313,17 +316,17 @@ def _counted() -> Iterator[list[int]]:
             setattr(ProcessGroup, name, original)
 
 
-# -- what is to come back
+# -- verification
 
 
 def _held(role: TrainableRole) -> Iterator[StoredBox]:
-    """All weights and moments on this rank, in the memory that is computed with."""
+    """Yields all weights and moments on this rank, in the memory used for computation."""
     yield from weights(role.runner)
     yield from optimizer_state(role.runner, role.trainer.optimizer)
 
 
 def _keep(role: TrainableRole, folder: Path) -> None:
-    """Write weights and moments of the whole network, whatever any method does, in files that all ranks map."""
+    """Writes weights and moments of the whole network, independently of the methods, to files that all ranks map."""
     folder.mkdir(exist_ok=True)
     for part in role.trainer.stored_boxes():
         _whole(role, folder, part)[slices(part.box)] = part.values
@@ -334,19 +337,19 @@ def _verify(name: str, role: TrainableRole, folder: Path) -> None:
     for part in _held(role):
         expected = _whole(role, folder, part)[slices(part.box)]
         if not torch.equal(part.values.view(torch.int32), expected.view(torch.int32)):
-            raise RuntimeError(f"{name}, {role.runner.layout}: {part.key} came back other than it was saved")
+            raise RuntimeError(f"{name}, {role.runner.layout}: {part.key} differs from the saved value")
     if steps_taken(role.trainer.optimizer) != 1:
-        raise RuntimeError(f"{name}, {role.runner.layout}: the count of steps came back other than it was saved")
+        raise RuntimeError(f"{name}, {role.runner.layout}: the count of steps differs from the saved value")
 
 
 def _whole(role: TrainableRole, folder: Path, part: StoredBox) -> Tensor:
-    """The tensor of which a part is a box."""
+    """Returns the tensor of which a part is a box."""
     shape = torch.Size(role.runner.table.huggingface()[part.tensor].shape)
     path = folder / f"{part.namespace}.{part.tensor}"
     return torch.from_file(str(path), shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
 
 
-# -- telling
+# -- report
 
 
 def _size(folder: Path) -> int:
@@ -356,22 +359,22 @@ def _size(folder: Path) -> int:
 def _report(
     options: argparse.Namespace,
     parameters: int,
-    saving: dict[str, Took],
+    saving: dict[str, Cost],
     disk: dict[str, int],
-    reading: dict[str, dict[str, Took]],
+    reading: dict[str, dict[str, Cost]],
 ) -> str:
     rows = {
-        "training waits, s": {name: took.held for name, took in saving.items()},
-        "on disk after, s": {name: took.seconds for name, took in saving.items()},
+        "training waits, s": {name: cost.blocked for name, cost in saving.items()},
+        "on disk after, s": {name: cost.seconds for name, cost in saving.items()},
         "on disk, MiB": {name: size / MIB for name, size in disk.items()},
-        "sent, MiB": {name: took.sent / MIB for name, took in saving.items()},
-        "memory of a rank, MiB": {name: took.peak / MIB for name, took in saving.items()},
+        "sent, MiB": {name: cost.sent / MIB for name, cost in saving.items()},
+        "memory of a rank, MiB": {name: cost.peak / MIB for name, cost in saving.items()},
     }
-    for layout, found in reading.items():
+    for layout, costs in reading.items():
         place = f"read under {layout} x dp{Layout.parse(layout).fit(RANKS).dp}"
-        rows[f"{place}, s"] = {name: took.seconds for name, took in found.items()}
-        rows[f"{place}: sent, MiB"] = {name: took.sent / MIB for name, took in found.items()}
-        rows[f"{place}: memory of a rank, MiB"] = {name: took.peak / MIB for name, took in found.items()}
+        rows[f"{place}, s"] = {name: cost.seconds for name, cost in costs.items()}
+        rows[f"{place}: sent, MiB"] = {name: cost.sent / MIB for name, cost in costs.items()}
+        rows[f"{place}: memory of a rank, MiB"] = {name: cost.peak / MIB for name, cost in costs.items()}
     chosen = " ".join(f"--{name} {value}" for name, value in vars(options).items())
     lines = [
         f"`python -m tools.bench_checkpoint {chosen}`: {parameters / 1e6:.1f} million parameters in float32, "
@@ -381,7 +384,7 @@ def _report(
         f"|---|{'---:|' * len(saving)}",
         *(f"| {what} | {' | '.join(_cells(values))} |" for what, values in rows.items()),
         "",
-        "In brackets: times ours. Everything that was read is, to the bit, what was saved.",
+        "In brackets: times ours. Everything that was read is bitwise identical to what was saved.",
     ]
     return "\n".join(lines)
 
@@ -390,14 +393,14 @@ def _cells(values: dict[str, float]) -> Iterator[str]:
     for value in values.values():
         ratio = value / values["ours"]
         number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-        # What is sent by ours is a few digests: how many times as much others send says nothing.
+        # Ours sends only a few digests, so a ratio of bytes sent has no meaning.
         yield number if value == values["ours"] or ratio > 1000 else f"{number} ({ratio:.1f}x)"
 
 
 def _machine() -> str:
-    found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores ({found[1] if found else 'unknown'}), {memory:.0f} GiB of memory"
+    return f"{os.cpu_count()} cores ({model[1] if model else 'unknown'}), {memory:.0f} GiB of memory"
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""GRPO on the CPU, from prompts to new weights: this project against TRL's GRPOTrainer, in turn, in one run.
+"""Compares GRPO on the CPU, from prompts to new weights, with TRL's GRPOTrainer, in turn, in one run.
 
     python tools/bench_end_to_end.py [--rounds 3] [--iterations 1] [--prompts 16] [--tokens 256] [--hidden 256]
 
-The same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL), optimizer and one step an
-iteration; both sample for themselves. Lengths have a heavy tail: most responses end early, some at the limit. Both
-sides get `--threads` threads, as so many ranks of one or as one process with all; the better way of each side counts.
-What TRL is set to, and why, stands in tools/end_to_end_trl.py (tools/install_peers.sh installs it).
+Both use the same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL) and optimizer, with
+one step per iteration; each draws its samples itself. Lengths have a heavy tail: most responses end early, some at the
+limit. Both get `--threads` threads, as that many ranks with one thread each or as one process with all of them; the
+better variant of each counts. tools/end_to_end_trl.py explains TRL's settings (tools/install_peers.sh installs TRL).
 
-A run is a process tree of its own, whose lines "step N" are timed by the reader: the first iteration is a warm-up, the
-others count whole, rollout, training, logging and all. tokens/s: response tokens that a loss was computed on. Memory:
-the peak of what the processes of the tree hold together, launcher included, without files that the kernel could drop
-(RssAnon + RssShmem, sampled). Processor: seconds that the tree computed, which other work on the machine changes less
-than those of the clock. Medians over the rounds.
+A run is a separate process tree, whose lines "step N" are timed by the reader. The first iteration is a warm-up; the
+others count completely, with rollout, training and logging. tokens/s: response tokens that a loss was computed on.
+Memory: peak memory of all processes of the tree, launcher included, without files that the kernel could drop (RssAnon +
+RssShmem, sampled). Processor: CPU seconds of the tree, which other work on the machine changes less than wall-clock
+seconds. Medians over the rounds.
 """
 
 from __future__ import annotations
@@ -46,27 +46,34 @@ from verl_mg.models.tiny_model import ROLES, make_tiny_model
 
 TOOLS = Path(__file__).parent
 LETTERS = string.ascii_letters + string.digits
-# Mean and standard deviation of the logit of the end; those of characters are near 0. A few prompts end late or never.
+# Mean and standard deviation of the end token's logit; logits of characters are near 0. A few responses never end.
 END = (0.5, 1.5)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A process tree from outside, from its first line "step N" to its last one. last_line: of its output."""
+    """Measurements of a process tree between its first and its last line "step N"."""
 
     seconds: float
+    """Wall-clock seconds."""
     processor: float
+    """CPU seconds of all processes."""
     peak_bytes: int
+    """Peak memory of all processes together, in bytes."""
     last_line: str
+    """Last line of the output."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one process tree did in its counted iterations. lengths: of the responses, in tokens."""
+    """Result of one process tree in its counted iterations."""
 
     watched: Watched
+    """Measurements from outside."""
     generation: float
+    """Seconds of generation."""
     lengths: list[int]
+    """Length of each response, in tokens."""
 
     @property
     def rate(self) -> float:
@@ -78,25 +85,25 @@ class Run:
 
 
 def main() -> None:
-    chosen = _options()
+    options = _options()
     folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
-    _make_model(folder / MODEL, chosen.hidden)
-    _write_prompts(folder / PROMPTS, chosen.prompts)
+    _make_model(folder / MODEL, options.hidden)
+    _write_prompts(folder / PROMPTS, options.prompts)
     ways = {
-        f"{side}, {ranks} x {chosen.threads // ranks}": (run, ranks)
-        for ranks in dict.fromkeys((1, chosen.threads))
+        f"{side}, {ranks} x {options.threads // ranks}": (run, ranks)
+        for ranks in dict.fromkeys((1, options.threads))
         for side, run in (("verl_mg", _ours), ("TRL", _trl))
     }
     runs: dict[str, list[Run]] = {name: [] for name in ways}
-    for number in range(chosen.rounds):
-        work = Workload(chosen.prompts, chosen.group, chosen.tokens, chosen.iterations + 1, seed=number)
+    for number in range(options.rounds):
+        work = Workload(options.prompts, options.group, options.tokens, options.iterations + 1, seed=number)
         for name, (run, ranks) in ways.items():
             place = folder / f"{number}-{name.replace(' ', '')}"
-            runs[name].append(run(folder, place, work, ranks, chosen.threads // ranks))
+            runs[name].append(run(folder, place, work, ranks, options.threads // ranks))
             print(_line(f"{name}, run {number + 1}", runs[name][-1:], work), flush=True)
     print()
-    for name, own in runs.items():
-        print(_line(name, own, work))
+    for name, results in runs.items():
+        print(_line(name, results, work))
     _compare(runs)
 
 
@@ -113,12 +120,12 @@ def _options() -> argparse.Namespace:
 
 @torch.no_grad()
 def _make_model(folder: Path, hidden: int) -> None:
-    """Random weights; the probability to end a response varies with what was asked, see END."""
+    """Writes a model with random weights; the probability to end a response depends on the prompt, see END."""
     make_tiny_model(folder, "qwen3", characters=LETTERS, hidden=hidden, layers=4, ffn=3 * hidden)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     pad, end, *others = (model.config.pad_token_id, model.config.eos_token_id, *range(2, 3 + len(ROLES)))
     head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
-    # A direction that hidden states have in common takes the place of the bias that the head lacks.
+    # The head has no bias; a direction that all hidden states share replaces it.
     embedding[:, 0] = embedding.norm(dim=1).mean()
     draw = torch.Generator().manual_seed(0)
     texts = torch.randint(others[-1] + 1, len(head), (64, 96), generator=draw)
@@ -128,7 +135,7 @@ def _make_model(folder: Path, hidden: int) -> None:
     head -= torch.outer(head @ common, common_unit)
     head[end] *= END[1] / (states @ head[end]).std()
     head[end] += END[0] * common_unit
-    # Not written at all: a response then has as many characters as tokens, so that its text tells its length.
+    # These tokens are never written, so a response has as many characters as tokens and its text gives its length.
     head[[pad, *others]] += -20 * common_unit
     model.save_pretrained(folder)
 
@@ -158,18 +165,18 @@ def _ours(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -
     watched = _watch([*launch, *train, "--config", f"{place}.yaml"], place, threads)
     counted = _json_lines(place / "metrics.jsonl")[1:]
     files = sorted((place / "samples").glob("*/rank-*.parquet"))
-    samples = [one for file in files for one in read_records(file) if one["iteration"] > 1]
-    lengths = [len(one["response"]) + (one["finish"] == "stop") for one in samples]
-    told = sum(one["response/length"] * one["response/samples"] for one in counted)
-    assert abs(sum(lengths) - told) < 0.5, f"the text has {sum(lengths)} tokens, the metrics {told}"
-    return Run(watched, sum(one["time/rollout_busy"] for one in counted), lengths)
+    samples = [record for file in files for record in read_records(file) if record["iteration"] > 1]
+    lengths = [len(record["response"]) + (record["finish"] == "stop") for record in samples]
+    reported = sum(line["response/length"] * line["response/samples"] for line in counted)
+    assert abs(sum(lengths) - reported) < 0.5, f"the text has {sum(lengths)} tokens, the metrics {reported}"
+    return Run(watched, sum(line["time/rollout_busy"] for line in counted), lengths)
 
 
 def _trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     watched = _watch([*launch, str(TOOLS / "end_to_end_trl.py"), str(folder), work.json()], place, threads)
-    told = json.loads(watched.last_line)
-    return Run(watched, sum(told["generation"][1:]), [n for step in told["lengths"][1:] for n in step])
+    result = json.loads(watched.last_line)
+    return Run(watched, sum(result["generation"][1:]), [n for step in result["lengths"][1:] for n in step])
 
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
@@ -180,7 +187,7 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _watch(arguments: Sequence[str], place: Path, threads: int) -> Watched:
-    """Run Python to its end; exits if it fails."""
+    """Runs Python until it ends; exits if it fails."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
@@ -204,7 +211,7 @@ def _watch(arguments: Sequence[str], place: Path, threads: int) -> Watched:
 
 
 class _Peak:
-    """The most that a process and its descendants have held together, looked at ten times a second."""
+    """Peak memory of a process and its descendants together, sampled ten times a second."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -227,7 +234,7 @@ class _Peak:
 
 
 def _tree(pid: int) -> list[int]:
-    """The process and its descendants."""
+    """Returns the process and its descendants."""
     try:
         children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
     except OSError:  # it has just ended
@@ -235,28 +242,28 @@ def _tree(pid: int) -> list[int]:
     return [pid, *chain.from_iterable(_tree(int(child)) for child in children.split())]
 
 
-def _of_tree(pid: int, file: str) -> list[str]:
-    """What a file of /proc says of each process of the tree."""
+def _read_of_tree(pid: int, file: str) -> list[str]:
+    """Reads a file of /proc for each process of the tree."""
     texts = []
-    for one in _tree(pid):
+    for process in _tree(pid):
         with suppress(OSError):
-            texts.append(Path(f"/proc/{one}/{file}").read_text())
+            texts.append(Path(f"/proc/{process}/{file}").read_text())
     return texts
 
 
 def _held(pid: int) -> int:
-    texts = _of_tree(pid, "status")
+    texts = _read_of_tree(pid, "status")
     kibibytes = [n for text in texts for n in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE)]
     return 1024 * sum(map(int, kibibytes))
 
 
 def _processor_seconds(pid: int) -> float:
-    # After the name in brackets, which may hold anything: utime and stime of all threads, in ticks.
-    fields = [text.rpartition(")")[2].split() for text in _of_tree(pid, "stat")]
-    return sum(int(own[11]) + int(own[12]) for own in fields) / os.sysconf("SC_CLK_TCK")
+    # After the name in brackets, which may contain anything: utime and stime of all threads, in ticks.
+    fields = [text.rpartition(")")[2].split() for text in _read_of_tree(pid, "stat")]
+    return sum(int(values[11]) + int(values[12]) for values in fields) / os.sysconf("SC_CLK_TCK")
 
 
-# -- telling
+# -- report
 
 
 def _line(name: str, runs: Sequence[Run], work: Workload) -> str:
@@ -280,14 +287,14 @@ def _line(name: str, runs: Sequence[Run], work: Workload) -> str:
 
 def _compare(runs: dict[str, list[Run]]) -> None:
     def best(side: str) -> str:
-        own = [name for name in runs if name.startswith(side)]
-        return max(own, key=lambda name: statistics.median(run.rate for run in runs[name]))
+        names = [name for name in runs if name.startswith(side)]
+        return max(names, key=lambda name: statistics.median(run.rate for run in runs[name]))
 
     ours, theirs = best("verl_mg"), best("TRL")
     pairs = list(zip(runs[ours], runs[theirs], strict=True))
-    rate = statistics.median(own.rate / other.rate for own, other in pairs)
-    processor = statistics.median(own.rate_of_processor / other.rate_of_processor for own, other in pairs)
-    memory = statistics.median(own.watched.peak_bytes / other.watched.peak_bytes for own, other in pairs)
+    rate = statistics.median(our.rate / other.rate for our, other in pairs)
+    processor = statistics.median(our.rate_of_processor / other.rate_of_processor for our, other in pairs)
+    memory = statistics.median(our.watched.peak_bytes / other.watched.peak_bytes for our, other in pairs)
     print(
         f"{ours} against {theirs}: {rate:.2f} times the tokens/s, {processor:.2f} times the tokens a second of "
         f"processor, {memory:.2f} times the peak memory"

@@ -1,13 +1,13 @@
-"""One GPU: training, judging, weight sync and rollout of a dense model, and the plan's prediction of its memory.
+"""Measures training, inference, weight sync and rollout of a dense model on one GPU, and compares predicted memory.
 
     python -m tools.bench_gpu [--output benchmarks/h200.md] [--measured h200.json] [--repeats 5] [--tiny]
 
-The model has the shape of Qwen3-1.7B and random bf16 weights, which nothing has to be downloaded for; `--model` names
-another config.json. Roles, engines and the sync between them are those of a job, on one rank; engines are SGLang's
-where it is installed. Every figure is the median of so many repeats after one that does not count, and the clock waits
-for the device. A part that fails is told in the report, and the others go on; what was measured is written down after
-each part. `--measured` writes what `verl-mg plan --measured` reads. `--tiny` is the same program with a model that a
-CPU computes in seconds.
+The model has the shape of Qwen3-1.7B and random bf16 weights, so nothing is downloaded; `--model` names another
+config.json. Roles, engines and the weight sync are those of a job, on one rank; engines are SGLang's if it is
+installed. Every figure is the median of `--repeats` repeats after a warm-up, and the device is synchronized before the
+clock is read. The report contains the error of a part that fails, and the other parts still run; measurements are
+written after each part. `--measured` writes a file for `verl-mg plan --measured`. `--tiny` runs the same program with a
+model that a CPU computes in seconds.
 """
 
 from __future__ import annotations
@@ -72,18 +72,26 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True)
 class Work:
-    """How much is done at once. tokens: of an update; longest: of its rows; width: of the matrices of the device test;
-    copied: bytes."""
+    """Sizes of the work that is measured."""
 
     tokens: int = 131072
+    """Tokens of an update."""
     longest: int = 8192
+    """Tokens of the longest row of an update."""
     micro_batch: int = 16384
+    """Tokens of a micro-batch."""
     prompts: int = 64
+    """Prompts of a rollout."""
     samples: int = 4
+    """Samples of each prompt."""
     prompt_tokens: int = 256
+    """Tokens of each prompt."""
     new_tokens: int = 512
+    """Tokens of each response."""
     width: int = 8192
+    """Rows and columns of the matrices of the device test."""
     copied: int = 2**32
+    """Bytes of the copies of the device test."""
 
 
 TINY = Work(2048, 128, 512, prompts=2, samples=2, prompt_tokens=8, new_tokens=8, width=128, copied=2**20)
@@ -91,17 +99,23 @@ TINY = Work(2048, 128, 512, prompts=2, samples=2, prompt_tokens=8, new_tokens=8,
 
 @dataclass
 class Bench:
-    """What all parts share. figures: for `verl-mg plan --measured`."""
+    """Setting and results that all parts share."""
 
     folder: Path
+    """Folder of the model and of outputs."""
     world: World
+    """Process group of this rank."""
     work: Work
+    """Sizes of the work."""
     repeats: int
+    """Counted repeats of each measurement."""
     weights: WeightTable
+    """Weights of the model."""
     figures: dict[str, float] = field(default_factory=dict)
+    """Hardware figures for `verl-mg plan --measured`."""
 
     def seconds(self, work: Callable[[], Any], repeats: int | None = None) -> float:
-        """The median, after one that does not count."""
+        """Returns the median seconds, after a warm-up."""
         taken = []
         for _ in range((repeats or self.repeats) + 1):
             _synchronize()
@@ -112,7 +126,7 @@ class Bench:
         return statistics.median(taken[1:])
 
     def config(self, recompute: bool = False) -> Config:
-        engine = "sglang" if torch.cuda.is_available() and importlib.util.find_spec("sglang") else "embedded"
+        engine = "sglang" if torch.cuda.is_available() and importlib.util.find_spec("sglang") else "hf"
         tree = {
             "model": {"path": self.folder / "model", "dtype": "bfloat16"},
             "data": {"train": "none"},
@@ -128,7 +142,7 @@ class Bench:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 1 where a part failed."""
+    """Returns the exit code: 1 if a part failed, otherwise 0."""
     options = _options(arguments)
     work = TINY if options.tiny else Work()
     world = World.join()
@@ -153,16 +167,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="a Markdown file for the report; it goes to stdout as well")
+    parser.add_argument("--output", type=Path, help="a Markdown file for the report, which is also printed")
     parser.add_argument("--measured", type=Path, help="a JSON file for verl-mg plan")
     parser.add_argument("--model", type=Path, default=MODEL, help="a config.json (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="a model for the CPU, to see that the program works")
+    parser.add_argument("--tiny", action="store_true", help="a small model for the CPU, to test the program")
     return parser.parse_args(arguments)
 
 
 def write_model(folder: Path, tree: dict[str, Any]) -> WeightTable:
-    """A directory with random bf16 weights: matrices of deviation 0.02, ones elsewhere."""
+    """Writes a model with random bf16 weights: matrices with standard deviation 0.02, ones elsewhere."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(tree))
     weights = weight_table(read_config(folder))
@@ -179,7 +193,7 @@ def write_model(folder: Path, tree: dict[str, Any]) -> WeightTable:
 
 
 def device_part(bench: Bench) -> Iterator[Row]:
-    """What the hardware reaches, whatever the program."""
+    """Measures the hardware, independently of the model."""
     gpu, width = device.current_device(), bench.work.width
     left, right = (torch.randn(width, width, device=gpu, dtype=torch.bfloat16) for _ in range(2))
     teraflops = 2 * width**3 / bench.seconds(lambda: left @ right) / 1e12
@@ -197,17 +211,17 @@ def device_part(bench: Bench) -> Iterator[Row]:
 
 
 def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
-    """Updates and judging passes of rows side by side, none of them padded."""
+    """Measures updates and inference passes on packed rows without padding."""
     actor: Actor = ModelRoleBuilder(bench.config(recompute), 1, JobContext.create(bench.world.store)).build("actor")
     rows = row_batch(bench)
     lengths, flops = rows.lengths.tolist(), row_flops(bench.weights.config, bench.weights.tensor_index)
     yield "rows", f"{len(rows)} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together"
 
-    def judge() -> None:
+    def infer() -> None:
         rows["old_logprobs"] = actor.compute_logprobs(rows)
 
-    seconds = bench.seconds(judge)
-    yield "judging pass", _rates(sum(lengths), model_flops(flops, lengths, learns=False), seconds)
+    seconds = bench.seconds(infer)
+    yield "inference pass", _rates(sum(lengths), model_flops(flops, lengths, learns=False), seconds)
     with peak_memory() as peak:
         seconds = bench.seconds(lambda: dict(actor.update(rows, policy_loss, "token-mean")))
     yield "update", _rates(sum(lengths), model_flops(flops, lengths, learns=True), seconds)
@@ -230,7 +244,7 @@ def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
 
 
 def rollout_part(bench: Bench) -> Iterator[Row]:
-    """The actor's weights into the engine, and samples that all have the longest length."""
+    """Measures the weight sync into the engine, and generation of samples that all have the maximum length."""
     config, work = bench.config(), bench.work
     context = JobContext.create(PrefixStore("bench", bench.world.store))
     actor: Actor = ModelRoleBuilder(config, 1, context).build("actor")
@@ -254,11 +268,11 @@ def rollout_part(bench: Bench) -> Iterator[Row]:
         rollout.close()
 
 
-# -- what they need
+# -- helpers of the parts
 
 
 def row_batch(bench: Bench) -> Batch:
-    """Rows with a heavy tail of lengths: most are short, the longest as long as may be."""
+    """Returns rows with a heavy tail of lengths: most are short, the longest has the maximum length."""
     draw, work = torch.Generator().manual_seed(0), bench.work
     lengths: list[int] = [work.longest]
     while sum(lengths) < work.tokens:
@@ -278,13 +292,13 @@ def policy_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Fills the list: bytes that tensors had at most, and that torch had reserved; on the CPU it stays empty."""
-    found: list[int] = []
+    """Fills the list with the peak bytes of tensors and the peak bytes reserved by torch; on the CPU it stays empty."""
+    peak: list[int] = []
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    yield found
+    yield peak
     if torch.cuda.is_available():
-        found += [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+        peak += [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
 
 
 def _rates(tokens: int, flops: float, seconds: float) -> str:
@@ -305,7 +319,7 @@ def _tidy() -> None:
 
 
 class Report:
-    """Markdown that grows, part by part."""
+    """Markdown report that is extended part by part."""
 
     def __init__(self, file: Path | None, model: str, bench: Bench) -> None:
         self._file, self._bench, self.failed = file, bench, False
@@ -316,7 +330,7 @@ class Report:
         print(self._text, flush=True)
 
     def add(self, title: str, part: Callable[[Bench], Iterator[Row]]) -> None:
-        """Do a part and write down its rows, those before a failure too."""
+        """Runs a part and writes its rows, including those before a failure."""
         text = f"\n## {title}\n\n| | |\n|---|---|\n"
         try:
             for name, value in part(self._bench):
@@ -334,8 +348,8 @@ class Report:
 
 def _hardware() -> Iterator[str]:
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(device.current_device())
-        yield f"{found.name}, {found.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+        properties = torch.cuda.get_device_properties(device.current_device())
+        yield f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
     yield f"{os.cpu_count()} cores of {machine.machine()}, {torch.get_num_threads()} threads"
     engine = "transformer_engine" if importlib.util.find_spec("transformer_engine") else "no transformer_engine"
     yield f"torch {torch.__version__}, {engine}"

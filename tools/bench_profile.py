@@ -3,7 +3,7 @@
     python -m tools.bench_profile [--ranks 2] [--hidden 512] [--layers 4] [--iterations 4] [KEY=VALUE ...]
 
 The task of recipes/tasks/repeat_digit.py with a wider model: actor, critic and reference with a layer stack each,
-embedded engines, one thread a rank. The last line says how much of an iteration is around the models' own work: moving
+`hf` engines, one thread a rank. The last line says how much of an iteration is around the models' own work: moving
 rows, advantages, packing, the weight sync, logging. Further arguments are overrides, such as critic.ranks=1.
 """
 

@@ -25,7 +25,7 @@ from verl_mg.roles.trainable import TrainableRole
 
 
 class DistCheckpoints:
-    """What Megatron-LM does around `dist_checkpointing`; all ranks call its methods together."""
+    """Calls `dist_checkpointing` as Megatron-LM does; all ranks call the methods together."""
 
     def __init__(self, role: TrainableRole, asynchronous: bool = False, memory_efficient: bool = False) -> None:
         self._asynchronous, self._queue = asynchronous, AsyncCallsQueue()

@@ -1,10 +1,10 @@
-"""TRL's side of tools/bench_end_to_end.py, and the task that both sides have: see there.
+"""TRL's side of tools/bench_end_to_end.py, and the task that both sides run.
 
     python tools/end_to_end_trl.py FOLDER WORKLOAD-AS-JSON
 
-Settings: the best that TRL has for one CPU and equal work. One generation batch, one forward and backward pass and one
-optimizer step an iteration; float32, sdpa, no dropout, no checkpointing of activations, no reference model (beta=0), no
-second pass for old log-probs (TRL leaves it out where a batch is used once), nothing saved or reported. Generation is
+Settings: TRL's fastest for one CPU and equal work. One generation batch, one forward and backward pass and one
+optimizer step per iteration; float32, sdpa, no dropout, no activation checkpointing, no reference model (beta=0), no
+second pass for old log-probs (TRL omits it if a batch is used once), nothing saved or reported. Generation is
 `generate` of transformers.
 """
 
@@ -26,16 +26,22 @@ MODEL, PROMPTS = "model", "prompts.jsonl"
 
 @dataclass(frozen=True)
 class Workload:
-    """What both sides do."""
+    """Amount of work that both sides do."""
 
     prompts: int
+    """Prompts per iteration."""
     group: int
+    """Samples of each prompt."""
     tokens: int
+    """Maximum length of a response, in tokens."""
     iterations: int
+    """Iterations, including the warm-up."""
     seed: int
+    """Seed of sampling."""
     temperature: float = 1.0
-    # So small that the lengths of responses stay what they are.
+    """Sampling temperature."""
     lr: float = 1e-6
+    """Learning rate, so small that the lengths of responses do not change."""
 
     def json(self) -> str:
         return json.dumps(asdict(self))
@@ -46,12 +52,12 @@ def share_of_digits(text: str) -> float:
 
 
 def score(sample: Sample) -> float:
-    """The reward as verl_mg asks for it."""
+    """Returns the reward, as a reward function of verl_mg."""
     return share_of_digits(sample.response)
 
 
 def arguments(folder: Path, work: Workload, ranks: int) -> dict[str, Any]:
-    """Of `GRPOConfig`, equal to what bench_end_to_end.py writes for verl_mg."""
+    """Returns arguments of `GRPOConfig` that equal the configuration that bench_end_to_end.py writes for verl_mg."""
     return {
         "output_dir": str(folder / "trl"),
         "max_steps": work.iterations,
@@ -88,8 +94,8 @@ def arguments(folder: Path, work: Workload, ranks: int) -> dict[str, Any]:
 
 
 def main(folder: Path, work: Workload) -> None:
-    """Print "step N" after each iteration, and at the end one JSON line: lengths and seconds of generation."""
-    # Behind all others: the folder has packages named tests and scripts as well.
+    """Prints "step N" after each iteration, and at the end one JSON line: lengths and seconds of generation."""
+    # Last in the search path: the folder also contains packages named tests and scripts.
     sys.path.append(str(Path(sys.prefix) / "peers"))
     from accelerate import PartialState
     from accelerate.utils import gather_object
@@ -112,9 +118,9 @@ def main(folder: Path, work: Workload) -> None:
     class Timed(GRPOTrainer):
         def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
             started = time.perf_counter()
-            found = super()._generate_single_turn(*args, **options)
+            result = super()._generate_single_turn(*args, **options)
             seconds.append(time.perf_counter() - started)
-            return found
+            return result
 
     ranks = PartialState(cpu=True).num_processes
     records = [json.loads(line) for line in (folder / PROMPTS).read_text(encoding="utf-8").splitlines()]
@@ -126,10 +132,10 @@ def main(folder: Path, work: Workload) -> None:
         callbacks=[Steps()],
     )
     trainer.train()
-    told = gather_object([{"lengths": lengths, "seconds": seconds}])
+    results = gather_object([{"lengths": lengths, "seconds": seconds}])
     if trainer.accelerator.is_main_process:
-        together = [list(chain(*parts)) for parts in zip(*(own["lengths"] for own in told), strict=True)]
-        slowest = [max(parts) for parts in zip(*(own["seconds"] for own in told), strict=True)]
+        together = [list(chain(*parts)) for parts in zip(*(result["lengths"] for result in results), strict=True)]
+        slowest = [max(parts) for parts in zip(*(result["seconds"] for result in results), strict=True)]
         print(json.dumps({"lengths": together, "generation": slowest}), flush=True)
 
 

@@ -1,11 +1,11 @@
-"""Record how long samples are, for `verl-mg simulate` and `tools/bench_packing.py`.
+"""Records the lengths of samples, for `verl-mg simulate` and `tools/bench_packing.py`.
 
     python tools/record_lengths.py --out FILE --samples RUN/samples     of a run, from its sample records
     python tools/record_lengths.py --out FILE --draw 4096               of samples drawn now from a tiny random model
 
-The file has a line a sample: tokens of the prompt, tokens of the response. A tiny random model ends a response at every
-token with a probability that depends on what it wrote before, so lengths are a mixture of geometric ones, with a heavy
-tail. `tools/lengths/` holds a file that the second command wrote.
+The file has one line per sample: tokens of the prompt, tokens of the response. A tiny random model ends a response at
+every token with a probability that depends on the text before it, so lengths are a mixture of geometric distributions,
+with a heavy tail. `tools/lengths/` contains a file that the second command wrote.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from verl_mg.errors import EXIT_CODE, UserError
 from verl_mg.planner.lengths import Length, write_lengths
 
 HIDDEN, LAYERS, FFN = 32, 2, 64
-INIT_STD = 0.5  # so large that what was written decides how likely the end is
+INIT_STD = 0.5  # so large that the probability of the end depends on the text before it
 LONGEST_SUM = 40  # operands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 for what cannot be read."""
+    """Returns the exit code: 0, or 2 for samples that cannot be read."""
     options = _parser().parse_args(arguments)
     try:
         if options.samples:
@@ -54,23 +54,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--samples", type=Path, metavar="DIR", help="the samples folder of a run")
-    source.add_argument("--draw", type=int, metavar="N", help="draw so many samples from a tiny random model")
+    source.add_argument("--draw", type=int, metavar="N", help="number of samples to draw from a tiny random model")
     parser.add_argument("--max-new-tokens", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def recorded(folder: Path) -> list[Length]:
-    """Of all samples of a run, in the order of iterations and samples. UserError where there are none."""
-    found = sorted(row for file in folder.glob("*/rank-*.parquet") for row in _of_file(file))
-    if not found:
-        raise UserError(f"{folder}: holds no samples in files */rank-*.parquet; name the samples folder of a run")
+    """Returns the lengths of all samples of a run, ordered by iteration and sample; UserError if there are none."""
+    rows = sorted(row for file in folder.glob("*/rank-*.parquet") for row in _read_rows(file))
+    if not rows:
+        raise UserError(f"{folder}: no samples in files */rank-*.parquet. Pass the samples folder of a run.")
     # A response that was cut before its first token has none.
-    return [Length(prompt, response) for *_, prompt, response in found if response]
+    return [Length(prompt, response) for *_, prompt, response in rows if response]
 
 
-def _of_file(path: Path) -> list[tuple[int, int, int, int, int]]:
-    """Iteration, call, sample, and tokens of prompt and response of each row."""
+def _read_rows(path: Path) -> list[tuple[int, int, int, int, int]]:
+    """Returns iteration, call, sample, and tokens of prompt and response of each row."""
     from pyarrow import ArrowException, compute, parquet
 
     names = ["iteration", "call", "sample_id", "prompt_length"]
@@ -80,12 +80,12 @@ def _of_file(path: Path) -> list[tuple[int, int, int, int, int]]:
         responses = compute.subtract(lengths, table["prompt_length"])
         columns = [table[name].to_pylist() for name in names]
     except (ArrowException, OSError, KeyError) as error:
-        raise UserError(f"{path}: not the samples of a run ({str(error).splitlines()[0]}); record a new one") from None
+        raise UserError(f"{path}: not the samples of a run ({str(error).splitlines()[0]}). Record a new one.") from None
     return list(zip(*columns, responses.to_pylist(), strict=True))
 
 
 def drawn(count: int, max_new_tokens: int, seed: int) -> list[Length]:
-    """Of samples that the embedded engine really draws."""
+    """Returns the lengths of samples that the `hf` engine draws now."""
     import torch
     from transformers import AutoTokenizer
 
@@ -121,7 +121,7 @@ def _sum(generator: random.Random) -> str:
 
 
 def summary(lengths: Sequence[Length]) -> str:
-    """One line about the responses."""
+    """Describes the lengths of responses in one line."""
     responses = sorted(length.response for length in lengths)
     median, tail = statistics.median(responses), responses[int(0.99 * (len(responses) - 1))]
     return (

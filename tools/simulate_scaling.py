@@ -1,4 +1,4 @@
-"""Tokens a second and scaling efficiency from 8 to 512 GPUs, on paper, with recorded lengths.
+"""Predicts tokens per second and scaling efficiency on 8 to 512 GPUs, from recorded lengths.
 
     python tools/simulate_scaling.py [--models qwen2_5_7b,qwen3_235b_a22b] [--ranks 8,16,32] [--json FILE]
 
@@ -6,9 +6,9 @@ For each number of GPUs the best layouts are searched for, as `verl-mg plan --se
 replayed under them (`verl_mg/planner/simulate.py`): generation, inference, update, weight sync, copies to the host.
 
     strong    the same samples on any number of GPUs
-    weak      so many samples a GPU
+    weak      the same number of samples per GPU
 
-Efficiency is tokens a second and GPU against those on the fewest GPUs that hold the model.
+Efficiency is tokens per second and GPU, relative to the smallest number of GPUs that the model fits on.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ RANKS = "8,16,32,64,128,256,512"
 
 
 def main() -> None:
-    """Print a table for each model."""
+    """Prints a table for each model."""
     options = _options()
     recorded = longest_to(read_lengths(options.lengths), options.longest)
     figures = read_hardware_profile(options.measured) if options.measured else {}
-    told = {}
+    tables = {}
     for name in options.models.split(","):
         weights = weight_table(read_config(HERE / "model_configs" / f"{name}.json"))
         batches = {
             "strong": dict.fromkeys(options.ranks, repeated(recorded, options.samples)),
             "weak": {ranks: repeated(recorded, options.samples_a_gpu * ranks) for ranks in options.ranks},
         }
-        told[name] = {kind: _scaled(weights, batch, figures) for kind, batch in batches.items()}
-        _show(name, told[name], options)
+        tables[name] = {kind: _scaled(weights, batch, figures) for kind, batch in batches.items()}
+        _show(name, tables[name], options)
     if options.json:
-        options.json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(tables, indent=2) + "\n", encoding="utf-8")
 
 
 def _options() -> argparse.Namespace:
@@ -56,11 +56,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", default=MODELS, help="names of tools/model_configs (default: %(default)s)")
     parser.add_argument("--ranks", default=RANKS, type=_counts, help="numbers of GPUs (default: %(default)s)")
     parser.add_argument("--lengths", type=Path, default=HERE / "lengths" / "random_qwen3_4096.txt")
-    parser.add_argument("--longest", type=int, default=16384, help="lengths are scaled until the longest has so many")
+    parser.add_argument("--longest", type=int, default=16384, help="lengths are scaled to this maximum, in tokens")
     parser.add_argument("--samples", type=int, default=4096, help="strong scaling (default: %(default)s)")
     parser.add_argument("--samples-a-gpu", type=int, default=128, help="weak scaling (default: %(default)s)")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="as of verl-mg plan")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="hardware figures, as for verl-mg plan")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a file to which all numbers are also written")
     return parser.parse_args()
 
 
@@ -71,27 +71,28 @@ def _counts(text: str) -> list[int]:
 def _scaled(
     weights: WeightTable, batches: dict[int, list[Length]], figures: dict[str, float]
 ) -> list[dict[str, object]]:
-    """A row for each number of GPUs that holds the model."""
-    found = [one for ranks, batch in batches.items() if (one := _best(weights, ranks, batch, figures))]
-    if not found:
+    """Returns a row for each number of GPUs that the model fits on."""
+    best = (_best(weights, ranks, batch, figures) for ranks, batch in batches.items())
+    iterations = [iteration for iteration in best if iteration]
+    if not iterations:
         return []
-    first = found[0]
+    first = iterations[0]
     return [
         {
-            "gpus": one.ranks,
-            "train": str(replace(one.train, dp=0)),
-            "rollout": str(one.rollout),
-            "tokens": one.tokens,
-            "rate": one.rate,
-            "efficiency": one.rate / one.ranks / (first.rate / first.ranks),
-            "seconds": asdict(one.parts) | {"all": one.parts.all},
+            "gpus": iteration.ranks,
+            "train": str(replace(iteration.train, dp=0)),
+            "rollout": str(iteration.rollout),
+            "tokens": iteration.tokens,
+            "rate": iteration.rate,
+            "efficiency": iteration.rate / iteration.ranks / (first.rate / first.ranks),
+            "seconds": asdict(iteration.parts) | {"all": iteration.parts.all},
         }
-        for one in found
+        for iteration in iterations
     ]
 
 
 def _best(weights: WeightTable, ranks: int, batch: Sequence[Length], figures: dict[str, float]) -> Iteration | None:
-    """None where the model does not fit."""
+    """Simulates an iteration under the best layouts; None if the model does not fit."""
     mean, longest = sum(length.total for length in batch) // len(batch), max(length.total for length in batch)
     tokens = mean * len(batch)
     inputs = PlanInputs(weights, ranks, tokens_per_iteration=tokens, sequence=mean, micro_batch=longest, **figures)
@@ -102,19 +103,19 @@ def _best(weights: WeightTable, ranks: int, batch: Sequence[Length], figures: di
         return None
 
 
-def _show(name: str, told: dict[str, list[dict[str, object]]], options: argparse.Namespace) -> None:
+def _show(name: str, table: dict[str, list[dict[str, object]]], options: argparse.Namespace) -> None:
     print(f"\n{name}: longest sample {options.longest:,} tokens")
     heads = ["GPUs", "train", "rollout", "strong: tokens/s", "efficiency", "weak: tokens/s", "efficiency"]
     print(f"| {' | '.join(heads)} | weak, seconds: rollout + inference + update + sync + offload |")
     print("|---:|---|---|---:|---:|---:|---:|---|")
-    if not told["weak"]:
+    if not table["weak"]:
         print(f"| {max(options.ranks)} | needs more |")
         return
-    fewest = int(str(told["weak"][0]["gpus"]))
+    fewest = int(str(table["weak"][0]["gpus"]))
     for small in (ranks for ranks in options.ranks if ranks < fewest):
         print(f"| {small} | needs {fewest} | | | | | | |")
-    strong = {row["gpus"]: row for row in told["strong"]}
-    for row in told["weak"]:
+    strong = {row["gpus"]: row for row in table["strong"]}
+    for row in table["weak"]:
         other = strong.get(row["gpus"])
         fixed = f"{other['rate']:,.0f} | {other['efficiency']:.0%}" if other else " | "
         parts = row["seconds"]

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints, with a tiny model: what every method has read is compared bit by bit."""
+"""Tests of the checkpoint benchmark with a tiny model: the state that every method reads is compared bitwise."""
 
 import re
 from pathlib import Path
@@ -27,12 +27,12 @@ def test_bench_checkpoint_of_all_methods_restores_state() -> None:
     assert rows.keys() >= {"training waits, s", "on disk, MiB", *(f"read under {place}, s" for place in places)}
     ours, *others = rows["sent, MiB"]
     moments_and_weights = rows["on disk, MiB"][0]
-    # Of two data-parallel ranks one sends its half at least; ours have nothing to say but digests.
+    # One of two data-parallel ranks sends at least its half; our method sends only digests.
     assert all(sent > moments_and_weights / 2 for sent in others) and ours < moments_and_weights / 100
 
 
 def compare(folder: Path, spoil: str | None) -> int:
-    """The elements that were compared."""
+    """Returns the number of elements that were compared."""
     recipe = load_recipe(bench_checkpoint.RECIPE)
     job = bench_checkpoint._job(recipe, folder, "tp1", job_store())
     one_iteration(recipe, job, 1)
@@ -52,5 +52,5 @@ def test_bench_checkpoint_verify_given_one_flipped_bit_raises(ranks, tmp_path):
     parameters = weight_table(read_config(tmp_path / "model")).huggingface().values()
     assert compared == 4 * sum(torch.Size(whole.shape).numel() for whole in parameters)
     for namespace in ("weights", "exp_avg", "exp_avg_sq"):
-        with pytest.raises(RankError, match=rf"a method, tp1: {namespace}\|.* came back other than it was saved"):
+        with pytest.raises(RankError, match=rf"a method, tp1: {namespace}\|.* differs from the saved value"):
             ranks.run(1, compare, tmp_path, namespace)

@@ -1,4 +1,4 @@
-"""The benchmark of one GPU, with a tiny model on the CPU: the same program to its end."""
+"""Tests of the benchmark of one GPU with a tiny model on the CPU: the complete program."""
 
 import json
 import re
@@ -22,11 +22,11 @@ def test_bench_gpu_tiny_reports_every_part(tmp_path: Path) -> None:
     assert text.startswith("# One device: qwen3_1_7b, tiny")
     for row in (
         r"bf16 product of 128 x 128 matrices \| [\d.e+-]+ TFLOP/s",
-        r"judging pass \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
+        r"inference pass \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
         r"update \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
         r"memory that the plan predicts \| \d+\.\d\d GiB \(weights",
         r"weight sync \| \d+\.\d{4} s, [\d.e+-]+ GB/s of weights",
-        r"rollout, engine embedded \| \d+ tokens/s \(4 samples of 8 tokens",
+        r"rollout, engine hf \| \d+ tokens/s \(4 samples of 8 tokens",
     ):
         assert re.search(rf"^\| {row}", text, re.M), row
     assert "failed" not in text and str(tmp_path) not in text

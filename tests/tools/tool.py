@@ -1,4 +1,4 @@
-"""A program of tools/ in a process of its own."""
+"""Runs a program of tools/ in a separate process."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def tool(name: str, *options: str) -> str:
-    """What it prints."""
+    """Runs `python -m tools.NAME` with options and returns its standard output."""
     done = subprocess.run(
         [sys.executable, "-m", f"tools.{name}", *options],
         cwd=ROOT,

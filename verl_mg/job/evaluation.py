@@ -18,7 +18,7 @@ from verl_mg.roles.rollout_source import RolloutSource
 
 @dataclass(frozen=True)
 class PromptResults:
-    """Samples of one prompt."""
+    """Results of all samples of one prompt."""
 
     source: str
     """Data set of the prompt."""
@@ -31,24 +31,33 @@ class PromptResults:
 def evaluate(
     rollout: RolloutSource, reward: RewardRole, prompts: Prompts, config: EvaluationConfig
 ) -> dict[str, float]:
-    """Rewards of answers to the first `config.prompts` prompts of each source; all ranks call it together.
+    """Evaluates the policy on the first `config.prompts` prompts of each source; all ranks call it together.
 
-    `eval/reward` is the mean. With n answers to a prompt, for k = 1, 2, 4, ..., n: `eval/pass@k` and, where the reward
-    reads final answers, `eval/maj@k`; and `eval/avg@n`. Sources follow under `eval/SOURCE/`.
+    Args:
+        rollout: generates the samples.
+        reward: scores them.
+        prompts: test prompts.
+        config: number of prompts and samples, temperature, and the minimum reward that passes.
+
+    Returns:
+        Metrics by name. `eval/reward` is the mean reward. With n samples of each prompt, for k = 1, 2, 4, ..., n:
+        `eval/pass@k` and, if the reward function returns final answers, `eval/maj@k`; and `eval/avg@n`. With several
+        sources, each source has the same metrics under `eval/SOURCE/`.
     """
     chosen = prompts.first(config.prompts)
     sources = {prompt.id: prompt.source for prompt in chosen}
     batch = rollout.generate_for_eval(chosen, config.samples, config.temperature)
     batch["reward"] = reward.wait(batch)
-    tries = _tries(batch, sources)
-    metrics = metrics_of(tries, "eval/", config.pass_threshold)
+    results = _gather_results(batch, sources)
+    metrics = metrics_of(results, "eval/", config.pass_threshold)
     names = sorted(set(sources.values()))
     for name in names if len(names) > 1 else ():
-        metrics |= metrics_of([one for one in tries if one.source == name], f"eval/{name}/", config.pass_threshold)
+        of_source = [result for result in results if result.source == name]
+        metrics |= metrics_of(of_source, f"eval/{name}/", config.pass_threshold)
     return metrics
 
 
-def _tries(batch: Batch, sources: dict[int, str]) -> list[PromptResults]:
+def _gather_results(batch: Batch, sources: dict[int, str]) -> list[PromptResults]:
     """Gathers the results of all ranks, by prompt in the order of their first samples."""
     columns = [all_gather_column(batch, name).tolist() for name in ("group", "prompt_id", "reward", "answer")]
     results: dict[int, PromptResults] = {}

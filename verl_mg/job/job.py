@@ -1,4 +1,4 @@
-"""`Job`: what a recipe is called with."""
+"""Job that a recipe works on: its roles, data and state."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ R = TypeVar("R", bound=Role)
 
 
 class Job:
-    """The roles that a recipe asked for and the data they work on; built by all ranks together.
+    """Roles that a recipe requests, and the data they work on; built by all ranks together.
 
-    The roles are there when the recipe's `roles` names them; `prompts` always. iteration: the number of this one, from
-    1. state: what a recipe keeps from one iteration to the next, and over a resume: numbers and batches by name.
-    next_row: of data that is taken as it is, the number of the next row. rollout: makes the rollout of a job without
-    engines. learns: whether roles have optimizers. recipe: its name, for messages.
+    A role exists if the recipe's `roles` names it; `prompts` always exists.
+
+    Attributes:
+        iteration: number of the current iteration, from 1.
+        state: numbers and batches by name that a recipe keeps between iterations; checkpoints contain them.
+        next_row: number of the next row of data that is trained on without generation.
     """
 
     def __init__(
@@ -62,6 +64,16 @@ class Job:
         learns: bool = True,
         recipe: str = "",
     ) -> None:
+        """Builds the requested roles.
+
+        Args:
+            config: configuration of the job.
+            roles: names of the requested roles.
+            store: store for the rendezvous of the ranks.
+            rollout: builds the rollout of a job without engines, such as a replay.
+            learns: whether roles have optimizers.
+            recipe: name of the recipe, for messages.
+        """
         self.config, self.requested, self._recipe = config, frozenset(roles), recipe
         self.context = JobContext.create(store, PhaseTimer(config.profile.synchronize))
         self.iteration = 0
@@ -168,13 +180,13 @@ class Job:
     # -- around an iteration
 
     def start(self) -> None:
-        """Give the engines their first weights, when those that training goes on from are there."""
+        """Sends the initial or restored weights to the engines and submits the samples that were in flight again."""
         if self._rollout is not None:
             self._rollout.update_weights(self.actor)
             self._rollout.resume_in_flight()
 
     def begin(self, iteration: int) -> dict[str, float]:
-        """Before the recipe is called; the weights of the rewards from here on."""
+        """Prepares an iteration before the recipe is called; returns the current weights of the rewards."""
         self.iteration = iteration
         for role in self.trained.values():
             role.trained_batches = []
@@ -183,14 +195,14 @@ class Job:
         return self._reward.start_iteration() if self._reward is not None else {}
 
     def observe(self, batch: Batch) -> dict[str, float]:
-        """Tell a curriculum how answers went."""
+        """Passes the rewards of a batch to the curriculum and returns its metrics."""
         if not self.prompts.has_curriculum:
             return {}
         columns = (collectives.all_gather_column(batch, name).tolist() for name in ("prompt_id", "reward"))
         return self.prompts.observe(*columns)
 
     def close(self) -> None:
-        """End the engines and let the rewards go."""
+        """Stops the engines and releases the reward functions."""
         for part in (self._rollout, self._reward):
             if part is not None:
                 part.close()
@@ -240,7 +252,7 @@ class Job:
         return pairs_batch(prompts, self.tokenizer, self._longest, first, *fields, *self._place)
 
     def evaluate(self) -> dict[str, float]:
-        """See `evaluation.evaluate`; nothing without `data.test`, or without engines."""
+        """Evaluates the policy on the test prompts; returns {} without `data.test` or without engines."""
         if self.test_prompts is None or self.rollout.is_replay:
             return {}
         return evaluate(self.rollout, self.reward, self.test_prompts, self.config.evaluation)
@@ -256,7 +268,7 @@ class Job:
         config, model = self.config.rollout, read_config(self.config.model.path)
         for prompts in (self.prompts, self.test_prompts):
             if prompts is not None:
-                self._check_room_to_answer(prompts, model.max_positions)
+                self._check_prompt_lengths(prompts, model.max_positions)
         stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -280,7 +292,7 @@ class Job:
         )
 
     def _with_tools(self) -> EngineWrapper:
-        """What puts tools around an engine, where the configuration names any."""
+        """Returns a function that adds tools to an engine if the configuration names any."""
         config, tools = self.config.rollout, self._tools
         if not tools:
             return lambda engine: engine
@@ -288,7 +300,7 @@ class Job:
         turns, timeout = config.max_turns, config.tool_timeout_s
         return lambda engine: MultiTurnEngine(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
 
-    def _check_room_to_answer(self, prompts: Prompts | PromptFeed, positions: int) -> None:
+    def _check_prompt_lengths(self, prompts: Prompts | PromptFeed, positions: int) -> None:
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         if len(longest.tokens) + self.config.rollout.max_new_tokens > positions:
             raise UserError(

@@ -69,8 +69,7 @@ def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     if not batches:
         return {}
     parts = [
-        mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
-        for batch in batches
+        mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"]) for batch in batches
     ]
     whole = mismatch.merge(all_gather_json(mismatch.merge(parts)))
     return {f"mismatch/{name}": value for name, value in mismatch.summarize(whole).items()}
