@@ -67,7 +67,7 @@ def same(found: Tensor, theirs: Tensor, mask: Tensor | None = None) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_group_advantages(verl: ModuleType, seed: int) -> None:
+def test_group_advantages_of_random_rows_equal_verl(verl: ModuleType, seed: int) -> None:
     t = table(seed)
     scores, rewards = scores_of(t)
     mask, lengths, index = t["mask"].double(), t["mask"].sum(1), GROUPS.numpy()
@@ -88,7 +88,7 @@ def test_group_advantages(verl: ModuleType, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_token_advantages(verl: ModuleType, seed: int) -> None:
+def test_token_advantages_of_random_rows_equal_verl(verl: ModuleType, seed: int) -> None:
     t = table(seed)
     rewards, mask = t["rewards"], t["mask"]
     ours, returns = advantages.gae(rewards, t["values"], mask, 0.9, 0.8)
@@ -113,7 +113,7 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["pow", "max_min", "max_random"])
-def test_resampling_weights(verl: ModuleType, kind: str) -> None:
+def test_resampling_weights_of_random_scores_equal_verl(verl: ModuleType, kind: str) -> None:
     scores, rewards = scores_of(table(0))
     data = SimpleNamespace(batch=Columns(token_level_scores=rewards), non_tensor_batch={}, meta_info={})
     with mock.patch.object(torch, "multinomial", return_value=torch.arange(ROWS)) as draw:
@@ -175,7 +175,7 @@ def test_verl_scales_gpg_by_scores_that_are_not_zero(verl: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "k1+", "k3+"])
-def test_kl_penalty(verl: ModuleType, kind: str) -> None:
+def test_kl_penalty_of_each_estimator_equals_verl(verl: ModuleType, kind: str) -> None:
     t = table(1)
     ours, theirs = (t["logprobs"].clone().requires_grad_() for _ in range(2))
     values = kl.penalty(ours, t["old"], kind), verl.kl_penalty(theirs, t["old"], kind)
@@ -196,7 +196,7 @@ def test_verl_takes_the_gradient_of_k3_where_it_is_large(verl: ModuleType) -> No
         assert (penalty.item(), logprob.grad.item()) == pytest.approx((value, slope), rel=1e-4)
 
 
-def test_adaptive_kl_coefficient(verl: ModuleType) -> None:
+def test_adaptive_kl_coefficient_over_iterations_equals_verl(verl: ModuleType) -> None:
     controller = verl.AdaptiveKLController(0.2, 6.0, 10_000)
     ours = 0.2
     for observed in (3.0, 6.5, 20.0, 5.9):
@@ -257,7 +257,7 @@ def loss_modes() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "mode"), loss_modes())
-def test_policy_losses(verl: ModuleType, name: str, mode: str) -> None:
+def test_policy_losses_of_random_tokens_equal_verl(verl: ModuleType, name: str, mode: str) -> None:
     for seed in range(3):
         t = table(seed)
         ours, theirs = (t["logprobs"].clone().requires_grad_() for _ in range(2))
@@ -287,7 +287,7 @@ def test_verl_doubles_gmpo_on_two_micro_batches(verl: ModuleType) -> None:
     assert in_two(verl, "geo_mean", t, mode) == pytest.approx(-2.0)
 
 
-def test_value_loss(verl: ModuleType) -> None:
+def test_value_loss_of_random_tokens_equals_verl(verl: ModuleType) -> None:
     t = table(2)
     old = t["values"] + 0.3 * t["rewards"]
     mask = t["mask"].flatten()
@@ -304,7 +304,7 @@ def test_value_loss(verl: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_aggregation(verl: ModuleType, mode: str) -> None:
+def test_aggregation_of_each_mode_equals_verl(verl: ModuleType, mode: str) -> None:
     t = table(0)
     mask, loss = t["mask"], t["rewards"]
     mask[3] = False
@@ -336,7 +336,7 @@ def cov_loss(verl: ModuleType, name: str, t: Table, rows: slice = slice(None), *
     return verl.get_policy_loss_fn(name)(*(column[rows] for column in columns), "token-mean", config)[0]
 
 
-def test_kl_cov(verl: ModuleType) -> None:
+def test_kl_cov_of_random_tokens_equals_verl(verl: ModuleType) -> None:
     t = table(3)
     theirs = cov_loss(verl, "kl_cov", t, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
     mask, found = t["mask"].flatten(), our_covariances(t)
@@ -347,7 +347,7 @@ def test_kl_cov(verl: ModuleType) -> None:
     same(aggregate(loss, mask, IDS, "token-mean", float(mask.sum())), theirs)
 
 
-def test_clip_cov(verl: ModuleType) -> None:
+def test_clip_cov_of_random_tokens_equals_verl(verl: ModuleType) -> None:
     # A share of all tokens: every candidate is cut, and no chance is left. verl does not cut what PPO clips already.
     t = table(3)
     theirs = cov_loss(verl, "clip_cov", t, clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.8)

@@ -97,11 +97,11 @@ def test_an_empty_mask_is_zero_with_a_gradient(mode: str) -> None:
     assert loss.grad is not None and loss.grad.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_normalizers() -> None:
+def test_normalizer_of_each_mode_is_the_documented_count() -> None:
     assert [normalizer(mode, 100, 8, 32) for mode in MODES] == [100.0, 8.0, 8.0, 256.0]
 
 
-def test_what_is_unknown_or_missing() -> None:
+def test_aggregation_with_invalid_arguments_raises() -> None:
     column = torch.zeros(1)
     for call in (
         lambda: normalizer("mean", 1, 1, None),

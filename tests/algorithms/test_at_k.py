@@ -27,7 +27,7 @@ def test_many_tries_lose_no_digits() -> None:
     assert pass_at_k(correct, 1000).item() == 0.5
 
 
-def test_majority() -> None:
+def test_maj_at_k_of_known_answers_is_the_majority_reward() -> None:
     answers = [
         ["4", "5", "5", None],  # 5 has most votes
         ["1", "2", "2", "1"],  # a tie: 1 came first
@@ -43,7 +43,7 @@ def test_majority() -> None:
     assert maj_at_k([], torch.zeros(0, 4), 2).shape == (0,)
 
 
-def test_what_makes_no_sense() -> None:
+def test_at_k_with_invalid_arguments_raises() -> None:
     for k in (0, 7):
         with pytest.raises(UserError, match=f"k is {k}, but each problem has 6 tries"):
             pass_at_k(CORRECT, k)

@@ -76,7 +76,7 @@ def test_every_kind_is_written_down_once() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(SEQUENCES)
-def test_against_loops(kind: str, sequences: list[Sequence]) -> None:
+def test_correct_of_each_kind_equals_loops(kind: str, sequences: list[Sequence]) -> None:
     expected = torch.tensor(by_hand(kind, sequences))
     torch.testing.assert_close(table(kind, sequences), expected, rtol=2e-6, atol=0)
 
@@ -140,7 +140,7 @@ def test_extreme_ratios_stay_finite(kind: str, sign: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_tokens_and_no_judged_tokens(kind: str) -> None:
+def test_correct_without_scored_tokens_is_empty_or_zero(kind: str) -> None:
     assert table(kind, [[(0.0, 5.0, False)] * 3, [(1.0, -1.0, False)]]).tolist() == [[0.0] * 3] * 4
     empty = torch.empty(0)
     weights, metrics = correct(kind, empty, empty, empty.bool(), empty.long(), LOW, HIGH)
@@ -161,7 +161,7 @@ def test_gradient_flows_through_the_loss_and_not_through_the_weights(kind: str) 
     torch.testing.assert_close(logprobs.grad, expected.detach())
 
 
-def test_what_is_unknown_or_makes_no_sense() -> None:
+def test_correct_with_invalid_arguments_raises() -> None:
     column = torch.zeros(1)
     with pytest.raises(UserError, match="'tis' is unknown. Write one of token-tis, sequence-tis, "):
         correct("tis", column, column, column.bool(), column.long(), LOW, HIGH)

@@ -65,7 +65,7 @@ def expected_gradients(kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "of"), [("k2", "forward"), ("k1+", "forward"), ("k3+", "forward"), ("k3", "reverse")])
-def test_expected_gradient(kind: str, of: str) -> None:
+def test_kl_penalty_in_expectation_has_the_documented_gradient(kind: str, of: str) -> None:
     gradients = expected_gradients(kind)
     assert (gradients["forward"] - gradients["reverse"]).abs().max() > 0.01
     torch.testing.assert_close(gradients["found"], gradients[of], rtol=1e-12, atol=1e-12)
@@ -86,7 +86,7 @@ def test_unknown_kind_lists_the_kinds() -> None:
         penalty(LOGPROBS, REFERENCE, "k4")
 
 
-def test_in_reward() -> None:
+def test_kl_in_reward_outside_the_mask_is_zero() -> None:
     mask = torch.tensor([[True, True, False]])
     logprobs = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True)
     columns = torch.tensor([[0.0, 1.0, math.nan]]), logprobs, torch.tensor([[-1.5, -1.0, math.nan]]), mask
@@ -95,7 +95,7 @@ def test_in_reward() -> None:
     assert in_reward(*columns, 0.1, "k2").tolist() == [pytest.approx([-0.0125, 0.95, 0.0])]
 
 
-def test_adapted_coefficient() -> None:
+def test_adapted_coefficient_of_known_errors_is_clipped() -> None:
     for observed, error in ((6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (5.7, -0.05), (0.0, -0.2)):
         assert adapted(0.2, observed, 6.0, 10_000, 256) == pytest.approx(0.2 * (1 + error * 256 / 10_000), rel=1e-12)
     for target, horizon, name in ((0.0, 1.0, "target"), (1.0, -1.0, "horizon")):

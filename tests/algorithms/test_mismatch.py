@@ -43,7 +43,7 @@ def pairs(old: Tensor, rollout: Tensor, mask: Tensor) -> list[tuple[float, float
     return list(zip(old[mask].tolist(), rollout[mask].tolist(), strict=True))
 
 
-def test_against_loops() -> None:
+def test_mismatch_of_random_parts_equals_loops() -> None:
     found = summarize(statistics(*tokens()))
     expected = summary_by_hand(pairs(*tokens()))
     assert found.keys() == expected.keys()
@@ -99,7 +99,7 @@ def test_probabilities_that_do_not_vary_have_no_correlation(count: int, value: f
         assert "correlation" not in summarize(statistics(old, rollout, mask))
 
 
-def test_no_tokens() -> None:
+def test_mismatch_without_tokens_is_empty() -> None:
     column = torch.full((3,), torch.nan)
     assert statistics(column, column, torch.zeros(3, dtype=torch.bool)) == {}
     assert statistics(column[:0], column[:0], torch.zeros(0, dtype=torch.bool)) == {}

@@ -9,7 +9,7 @@ from verl_mg.algorithms.segments import segment_sums, segment_totals
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(-9, 9), st.sampled_from([-5, 0, 1, 3])), max_size=12))
-def test_totals(entries: list[tuple[float, int]]) -> None:
+def test_segment_totals_of_random_ids_equal_loops(entries: list[tuple[float, int]]) -> None:
     values = torch.tensor([value for value, _ in entries], dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([number for _, number in entries], dtype=torch.int64)
     found = segment_totals(values, ids)

@@ -85,7 +85,7 @@ def test_length_adaptive_lambda() -> None:
     assert length_adaptive_lambda(torch.tensor([0]), 0.05).tolist() == [0]
 
 
-def test_token_rewards() -> None:
+def test_token_rewards_with_gaps_in_the_mask_are_on_the_last_token() -> None:
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
     expected = [[0, 0, 2.0, 0], [0, 0, 0, -1.0], [0, 0, 0, 0], [0, 0.5, 0, 0]]
     assert token_rewards(torch.tensor([2.0, -1.0, math.nan, 0.5]), mask).tolist() == expected
@@ -98,7 +98,7 @@ def test_dtype_and_gradient_stay_out() -> None:
     assert not advantages.requires_grad and not returns.requires_grad
 
 
-def test_what_makes_no_sense() -> None:
+def test_gae_with_invalid_arguments_raises() -> None:
     column = torch.zeros(1, 1)
     for gamma, lam, name in ((1.1, 1.0, "gamma is 1.1"), (1.0, -0.1, "lam is -0.1"), (math.nan, 1.0, "gamma is nan")):
         with pytest.raises(UserError, match=name):

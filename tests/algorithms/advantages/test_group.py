@@ -25,7 +25,7 @@ def by_hand(rows: list[tuple[float, int]], normalize_by_std: bool) -> list[float
 
 @settings(max_examples=100)
 @given(ROWS, st.booleans())
-def test_against_loops(rows: list[tuple[float, int]], normalize_by_std: bool) -> None:
+def test_group_relative_of_random_groups_equals_loops(rows: list[tuple[float, int]], normalize_by_std: bool) -> None:
     scores = torch.tensor([score for score, _ in rows], dtype=torch.float64)
     groups = torch.tensor([group for _, group in rows])
     expected = torch.tensor(by_hand(rows, normalize_by_std), dtype=torch.float64)
@@ -105,7 +105,7 @@ def test_opo_baseline_has_the_least_variance() -> None:
     assert around[1] < min(around[0], around[2]) and baseline == pytest.approx(5 / 8)
 
 
-def test_remax() -> None:
+def test_remax_of_two_rows_subtracts_greedy_scores() -> None:
     assert remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.75])).tolist() == [0.75, -0.75]
 
 

@@ -14,7 +14,7 @@ TOKEN = st.tuples(st.floats(-2, 2), st.booleans())
 ROW = st.tuples(st.integers(0, 2), st.floats(-1, 1), st.lists(TOKEN, min_size=4, max_size=4))
 
 
-def test_implicit_rewards() -> None:
+def test_implicit_rewards_outside_the_mask_are_zero() -> None:
     columns = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True), torch.tensor([[-1.5, -1.0, -1.0]])
     found = implicit_rewards(*columns, torch.tensor([[True, True, False]]), 0.05)
     assert found.tolist() == [pytest.approx([0.025, -0.05, 0.0])] and not found.requires_grad
@@ -24,7 +24,7 @@ def test_implicit_rewards() -> None:
 
 @settings(max_examples=100)
 @given(st.lists(ROW, min_size=1, max_size=6), st.floats(0.5, 1), st.sampled_from([(1.0, 1.0), (5.0, 0.5)]))
-def test_against_loops(
+def test_prime_advantages_of_random_groups_equal_loops(
     rows: list[tuple[int, float, list[tuple[float, bool]]]], gamma: float, weights: tuple[float, float]
 ) -> None:
     groups = torch.tensor([row[0] for row in rows])

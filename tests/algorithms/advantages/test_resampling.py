@@ -23,7 +23,7 @@ def test_weights_and_frequencies(kind: str) -> None:
     torch.testing.assert_close(torch.bincount(drawn, minlength=5) / 50_000, expected, rtol=0, atol=0.012)
 
 
-def test_power() -> None:
+def test_resampling_weights_by_power_equal_the_formula() -> None:
     assert resampling_weights(SCORES, "pow", 1.0).tolist() == pytest.approx([2.0, 0.5, 1.0, 1.0, 0.0], abs=1e-7)
 
 
@@ -38,7 +38,7 @@ def test_scores_of_zero_are_drawn_evenly() -> None:
     assert (torch.bincount(drawn) - 2000).abs().max() < 200
 
 
-def test_what_makes_no_sense() -> None:
+def test_select_with_invalid_arguments_raises() -> None:
     generator = torch.Generator()
     with pytest.raises(UserError, match="'best' is unknown. Write one of pow, max_min, max_random"):
         select(SCORES, 3, "best", 2.0, generator)

@@ -7,7 +7,7 @@ from verl_mg.algorithms.advantages import soft_overlong_penalty
 from verl_mg.errors import UserError
 
 
-def test_every_length() -> None:
+def test_soft_overlong_penalty_of_every_length_equals_the_formula() -> None:
     for length in range(15):
         sloping = (10 - 4 - length) / 4
         expected = 0.0 if length <= 6 else sloping if length <= 10 else -1.0

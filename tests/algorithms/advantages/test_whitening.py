@@ -15,7 +15,7 @@ TOKENS = st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1, max_si
 
 @settings(max_examples=100)
 @given(TOKENS, st.booleans())
-def test_against_loops(tokens: list[tuple[float, bool]], shift_mean: bool) -> None:
+def test_whiten_of_random_values_equals_loops(tokens: list[tuple[float, bool]], shift_mean: bool) -> None:
     values = torch.tensor([value if counts else math.nan for value, counts in tokens], dtype=torch.float64)
     mask = torch.tensor([counts for _, counts in tokens])
     kept = [value for value, counts in tokens if counts]
@@ -27,7 +27,7 @@ def test_against_loops(tokens: list[tuple[float, bool]], shift_mean: bool) -> No
         assert whitened == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_moments() -> None:
+def test_moments_of_masked_values_are_count_and_sums() -> None:
     values, mask = torch.tensor([[1.0, 2.0], [math.inf, -3.0]]), torch.tensor([[True, True], [False, True]])
     found = moments(values, mask)
     assert found.dtype == torch.float64 and found.tolist() == [3.0, 0.0, 14.0]

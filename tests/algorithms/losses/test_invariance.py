@@ -212,7 +212,7 @@ def test_no_split_or_order_changes_a_loss(name: str, mode: str, dtype: torch.dty
 
 @settings(max_examples=40)
 @given(st.sampled_from(sorted(LOSSES)), st.permutations(range(6)), st.lists(st.integers(0, 6), max_size=3))
-def test_random_splits(name: str, order: list[int], cuts: list[int]) -> None:
+def test_losses_of_random_splits_add_up_to_the_whole(name: str, order: list[int], cuts: list[int]) -> None:
     units = [PAIRS[i] for i in order]
     at = [0, *sorted({cut for cut in cuts if 0 < cut < 6}), 6]
     parts = [[row for unit in units[start:stop] for row in unit] for start, stop in pairwise(at)]

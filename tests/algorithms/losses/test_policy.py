@@ -157,7 +157,7 @@ def test_all_agree_where_the_policy_has_not_moved() -> None:
         torch.testing.assert_close(gradient, -advantages)
 
 
-def test_gpg_loss() -> None:
+def test_gpg_loss_and_gradient_equal_the_formula() -> None:
     new, _, advantages, mask = columns([(-1.0, 0.0, 0.5, True), (-2.0, 0.0, 3.0, False), (-4.0, 0.0, -2.0, True)])
     loss, metrics = gpg_loss(new, advantages, mask)
     loss.sum().backward()

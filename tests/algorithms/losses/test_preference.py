@@ -63,7 +63,7 @@ def dpo_by_hand(rows: list[float], kind: str, smoothing: float) -> list[float]:
 
 
 @pytest.mark.parametrize(("kind", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)])
-def test_dpo(kind: str, smoothing: float) -> None:
+def test_dpo_loss_of_each_kind_equals_the_formula(kind: str, smoothing: float) -> None:
     new, ref, mask, pair, chosen, ids = columns()
     loss, metrics = dpo_loss(new, ref, mask, pair, chosen, BETA, smoothing, kind)
     expected = dict(zip(PAIRS, dpo_by_hand(sums(), kind, smoothing), strict=True))
@@ -86,7 +86,7 @@ def test_dpo(kind: str, smoothing: float) -> None:
     assert metrics["accuracy"][pair == -2].sum() == 0
 
 
-def test_bradley_terry() -> None:
+def test_bradley_terry_loss_of_pairs_equals_the_formula() -> None:
     scores = torch.tensor([1.5, math.nan, -0.5, math.nan, 2.0, 0.25], requires_grad=True)
     mask = ~scores.isnan()
     pair, chosen = torch.tensor([3, 3, 3, 8, 8, 8]), torch.tensor([True, True, False, False, False, True])
@@ -102,7 +102,7 @@ def test_bradley_terry() -> None:
     assert metrics["rejected_reward"].tolist() == [-0.5, 0, -0.5, 0, 2.0, 2.0]
 
 
-def test_prime() -> None:
+def test_prime_loss_of_sequences_equals_the_formula() -> None:
     new, ref, mask, _, _, ids = columns()
     labels = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     loss, metrics = prime_loss(new, ref, mask, ids, torch.tensor(labels, dtype=torch.float64)[ids], BETA)
@@ -126,7 +126,7 @@ def test_margins_far_out_stay_finite() -> None:
     assert loss.tolist() == [1e4, 1e4] and new.grad is not None and new.grad.tolist() == [-2.0, 2.0]
 
 
-def test_what_makes_no_sense() -> None:
+def test_preference_losses_with_invalid_arguments_raise() -> None:
     new, ref, mask, pair, chosen, ids = columns()
     for options, message in [
         ({"kind": "dpo"}, f"'dpo' is unknown. Write one of {', '.join(DPO_KINDS)}"),

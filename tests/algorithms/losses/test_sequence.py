@@ -105,6 +105,6 @@ def clipped_tokens(function: Callable[..., tuple[Tensor, dict[str, Tensor]]]) ->
     return [metrics[f"clip_fraction_{end}"].tolist() for end in ("low", "high")]
 
 
-def test_clip_fractions() -> None:
+def test_sequence_losses_at_the_clips_report_clip_fractions() -> None:
     assert clipped_tokens(gspo_loss) == [[0] * 7, [0] * 6 + [1]]
     assert clipped_tokens(gmpo_loss) == [[0, 0, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 1]]

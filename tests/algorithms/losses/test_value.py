@@ -45,7 +45,7 @@ def test_garbage_and_constants() -> None:
     assert all(column.isfinite().all() and not column.requires_grad for column in metrics.values())
 
 
-def test_explained_variance() -> None:
+def test_explained_variance_of_known_means_equals_the_formula() -> None:
     returns, values = [0.5, -1.0, 2.0, 1.0, 0.0], [0.4, -0.5, 1.0, 1.5, 0.1]
     mask = torch.ones(5, dtype=torch.bool)
     columns = [torch.tensor(column, dtype=torch.float64) for column in (values, values, returns)]
