@@ -4,6 +4,8 @@ A recipe brings the section `algorithm` as a subclass of `RecipeConfig` named `C
 for every recipe. Reading never changes a value: derived values are methods of the code that uses them.
 """
 
+from typing import TYPE_CHECKING
+
 from verl_mg.config.data import (
     CurriculumConfig,
     DataConfig,
@@ -68,5 +70,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    raise renamed_attribute(__name__, name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        raise renamed_attribute(__name__, name)

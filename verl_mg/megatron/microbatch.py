@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.megatron.attention import PackedSequences, describe_sequences
 from verl_mg.megatron.process_groups import TokenShard
 from verl_mg.megatron.routing import routed_experts
+from verl_mg.renamed import renamed_attribute
 
 
 @dataclass(frozen=True)
@@ -162,3 +164,9 @@ def loss_tokens(micro: MicroBatch, output: Tensor) -> LossInputs:
         sequence_ids=micro.sequence_ids,
         columns=columns,
     )
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        raise renamed_attribute(__name__, name)
