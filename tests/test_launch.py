@@ -64,7 +64,7 @@ def test_job_ended_by_a_signal_resumes_bitwise_identical(tmp_path, number):
     (checkpoint,) = (tmp_path / "parts" / "checkpoints").iterdir()
     done = len(metrics_of(tmp_path / "parts"))
     assert code == 128 + number and int(checkpoint.name) == done < 30
-    assert f"left after iteration {done} as told; the same command goes on from there" in err
+    assert f"stopped on request after iteration {done}; the same command resumes from there" in err
     for command in (parts, whole):
         with started(command) as launcher:
             code, _, err = ended(launcher)

@@ -38,7 +38,7 @@ from verl_mg import device
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.batch import Batch
 from verl_mg.config import Config
-from verl_mg.data import Prompt
+from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.distributed.world import World
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
@@ -52,6 +52,7 @@ from verl_mg.planner.memory import train_memory
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.rollout_source import RolloutRecords
 from verl_mg.rollout import Sampling
 from verl_mg.sharding.weight_table import WeightTable, weight_table
 
@@ -231,7 +232,7 @@ def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
         node=1,
         sequence=max(lengths),
         micro_batch=bench.work.micro_batch,
-        batch=sum(lengths),
+        tokens_per_iteration=sum(lengths),
         recompute=recompute,
     )
     planned = train_memory(setting, Layout().fit(1))
@@ -248,18 +249,18 @@ def rollout_part(bench: Bench) -> Iterator[Row]:
     config, work = bench.config(), bench.work
     context = JobContext.create(PrefixStore("bench", bench.world.store))
     actor: Actor = ModelRoleBuilder(config, 1, context).build("actor")
-    fleet = build_engine_group(config, torch.bfloat16, actor, context, lambda engine: engine)
-    rollout = Rollout(fleet, Sampling(max_new_tokens=work.new_tokens), seed=0, context=context)
+    engines = build_engine_group(config, torch.bfloat16, actor, context, lambda engine: engine)
+    draw = torch.Generator().manual_seed(0)
+    texts = torch.randint(bench.weights.config.vocab, (work.prompts, work.prompt_tokens), generator=draw).tolist()
+    prompts = [Prompt(i, tuple(tokens), "", None, {}) for i, tokens in enumerate(texts)]
+    feed, records = PromptFeed(PromptSet(prompts)), RolloutRecords()
+    rollout = Rollout(engines, Sampling(max_new_tokens=work.new_tokens), 0, context, feed, records)
     try:
         seconds = bench.seconds(lambda: rollout.update_weights(actor))
         rate = bench.weight_bytes / seconds / 1e9
         yield "weight sync", f"{seconds:.4f} s, {rate:.4g} GB/s of weights ({bench.weight_bytes / GIB:.2f} GiB)"
         received, least = (rollout.metrics[f"weight_sync/bytes_{name}"] for name in ("received", "lower_bound"))
         yield "... from other ranks", f"{received:.0f} bytes, at least {least:.0f}"
-        draw = torch.Generator().manual_seed(0)
-        vocabulary = bench.weights.config.vocab
-        texts = torch.randint(vocabulary, (work.prompts, work.prompt_tokens), generator=draw).tolist()
-        prompts = [Prompt(i, tuple(tokens), "", None, {}) for i, tokens in enumerate(texts)]
         seconds = bench.seconds(lambda: rollout.generate(prompts, work.samples), min(bench.repeats, 3))
         written = work.prompts * work.samples * work.new_tokens
         what = f"{work.prompts * work.samples} samples of {work.new_tokens} tokens behind {work.prompt_tokens}"

@@ -51,10 +51,10 @@ _EDGE_BYTES = 2**16
 
 @dataclass(frozen=True)
 class ColumnSchema:
-    """A column of a batch."""
+    """Type of a column of a batch."""
 
     kind: int
-    """What it has one entry of, a `ColumnKind`."""
+    """Unit of an entry (token, sequence, ...), a `ColumnKind`."""
     dtype: str
     """Name of its type in torch."""
     rest: tuple[int, ...]

@@ -186,7 +186,7 @@ class _Column:
     """A column of a batch."""
 
     kind: ColumnKind
-    """What it has one entry of."""
+    """Unit of an entry (token, sequence, ...)."""
     values: Tensor
     """Its values."""
     present: Tensor | None = None

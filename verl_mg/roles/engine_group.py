@@ -195,7 +195,7 @@ class SGLangEngineGroup(EngineGroup):
             self._is_asleep = True
 
     def close(self) -> None:
-        """Ends this rank's engine."""
+        """Stops the engine of this rank."""
         if self._inner:
             self._inner.close()
 

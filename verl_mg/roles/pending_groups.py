@@ -117,7 +117,7 @@ class GenerationCall:
     groups: Sequence[PendingGroup]
     """All groups, pending ones first."""
     num_groups_needed: int
-    """How many groups the call returns: the first ones to be complete."""
+    """Number of groups that the call returns: the first to be complete."""
 
     @property
     def complete(self) -> list[int]:

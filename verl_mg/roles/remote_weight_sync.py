@@ -284,7 +284,7 @@ class _RemoteProcessGroup:
         return self._group.broadcast(flat, 0)
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Destroys the process group."""
         dist.destroy_process_group(self._group)
 
 

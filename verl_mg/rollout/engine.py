@@ -58,7 +58,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A sample to generate."""
+    """Request to generate one sample."""
 
     id: int
     """Sample id, unique among the requests in flight."""
@@ -99,8 +99,8 @@ class Sample:
     finish: Finish
     """Reason why the response ended."""
     routed_experts: Tensor | None = field(default=None, compare=False)
-    """int16 (tokens fed to the model, layers, top_k): the experts of every token from the first one of the prompt, the
-    last token excluded; None where the engine does not report them."""
+    """Experts of every token from the first prompt token on, except the last token: int16, (tokens fed to the model,
+    layers, top_k). None if the engine does not report them."""
 
     def extended_by(self, continuation: Sample) -> Sample:
         """Returns this sample followed by its continuation, whose finish reason and id are kept.
@@ -145,7 +145,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Accepts requests.
+        """Accepts requests for generation.
 
         Args:
             requests: the samples to generate; ids in flight are distinct.

@@ -36,14 +36,14 @@ class EngineRecovery(Protocol):
 
 @dataclass
 class EngineLoopResult:
-    """What the engine of this rank generated in one call."""
+    """Samples that the engine of this rank generated in one call."""
 
     completed: dict[int, Sample] = field(default_factory=dict)
     """Complete samples by id."""
     aborted: dict[int, Sample] = field(default_factory=dict)
     """Partial samples by id: those in flight when enough groups were complete."""
     num_deaths: int = 0
-    """How often the engine died."""
+    """Number of times the engine died."""
     num_tokens: int = 0
     """Tokens that the policy generated."""
     busy_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""The loop: a recipe's iteration, again and again, from the newest checkpoint on."""
+"""Training loop: runs a recipe's iterations, from the newest checkpoint on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ MODEL, EXPORTS = "model", "export"
 
 
 def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN) -> None:
-    """All iterations of a job, on every rank; see `JobConfig` for where its results go."""
+    """Runs all iterations of a job; all ranks call it together. `JobConfig` describes the outputs.
+
+    Args:
+        recipe: recipe to run.
+        config: configuration of the job.
+        world: process group of the job.
+        mode: full run, or a part of one such as a replay.
+    """
     roles = requested_roles(recipe, config)
     mode.check(recipe.name, roles)
     config = mode.apply_to(config)
@@ -61,7 +68,7 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
             if iteration < last and world.signals.any_rank_stop_requested():
                 if mode.is_full:
                     _leave(job, saver, iteration, last, metrics)
-                status.left(f"told to leave after iteration {iteration}")
+                status.left(f"stopped on request after iteration {iteration}")
                 break
         else:
             if config.job.save:
@@ -72,7 +79,16 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
 
 
 def one_iteration(recipe: Recipe, job: Job, iteration: int) -> dict[str, float]:
-    """The recipe's iteration, and its metrics, the same on every rank."""
+    """Runs one iteration of the recipe; all ranks call it together.
+
+    Args:
+        recipe: recipe to run.
+        job: roles and data of the recipe.
+        iteration: number of the iteration, from 1.
+
+    Returns:
+        Metrics by name, equal on every rank.
+    """
     metrics = dict(job.begin(iteration))
     with suppress(NoOptimizerError):
         metrics |= recipe.iteration(job, job.config.algorithm)
@@ -88,7 +104,7 @@ def _evaluation(job: Job, iteration: int) -> dict[str, float]:
 
 
 def _keep(job: Job, saver: AsyncCheckpointer, iteration: int, last: int, metrics: dict[str, float]) -> None:
-    """What is due after an iteration: a checkpoint, a Hugging Face directory."""
+    """Writes the checkpoint and the Hugging Face directory that are due after an iteration."""
     every = job.config.checkpoint.export_every
     if saver.due(iteration, last):
         with job.timer("checkpoint"):
@@ -99,7 +115,7 @@ def _keep(job: Job, saver: AsyncCheckpointer, iteration: int, last: int, metrics
 
 
 def _save(job: Job, folder: Path) -> None:
-    """Every trained model as a Hugging Face directory; UserError where the disk is full."""
+    """Writes every trained model as a Hugging Face directory; UserError if they cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, role in job.trained.items():
@@ -109,10 +125,12 @@ def _save(job: Job, folder: Path) -> None:
 
 
 def _leave(job: Job, saver: AsyncCheckpointer, iteration: int, last: int, metrics: dict[str, float]) -> None:
-    """Have a checkpoint of this iteration; UserError where it cannot be written."""
+    """Completes a checkpoint of this iteration; UserError if it cannot be written."""
     if not saver.due(iteration, last):
         saver.begin(job, metrics)
     if problem := saver.finish():
-        raise UserError(f"told to leave after iteration {iteration}, and the checkpoint was not written: {problem}")
+        raise UserError(
+            f"stopped on request after iteration {iteration}, but the checkpoint was not written: {problem}"
+        )
     if dist.get_rank() == 0:
-        log.warning("left after iteration %d as told; the same command goes on from there", iteration)
+        log.warning("stopped on request after iteration %d; the same command resumes from there", iteration)

@@ -114,7 +114,7 @@ class ReplayRollout:
         return None
 
     def local_state(self) -> LocalRolloutState:
-        """Returns an empty state."""
+        """Returns an empty state: a replay has no samples in flight."""
         return LocalRolloutState()
 
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run: free, or that of a run to go on with."""
+"""Output folder of a run: an empty folder, or the folder of a run to resume."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ log = logging.getLogger(__name__)
 
 
 def open_run_dir(config: Config) -> Path | None:
-    """The checkpoint in job.output to go on from; None where the run begins. All ranks call it together.
+    """Returns the checkpoint in job.output to resume from, or None for a new run; all ranks call it together.
 
-    A run of the same configuration that was ended before its first checkpoint begins anew. UserError where the folder
-    holds anything else, or cannot be written.
+    A run of the same configuration that ended before its first checkpoint starts again from the beginning.
+
+    Raises:
+        UserError: the folder contains an earlier run without a checkpoint that cannot be restarted, or is not writable.
     """
     output = config.job.output
     checkpoint = newest_intact(output / CHECKPOINTS)
@@ -36,12 +38,12 @@ def open_run_dir(config: Config) -> Path | None:
             (output / CONFIG).write_text(dump_config(config), encoding="utf-8")
         except OSError as error:
             raise UserError(f"{output}: job.output cannot be written ({error.strerror})") from None
-    dist.barrier()  # the other ranks write nothing until the folder is known to be ours
+    dist.barrier()  # the other ranks write nothing until the folder is checked
     return checkpoint
 
 
 def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
-    """Rank 0's part: what is new in the configuration is told."""
+    """Checks the folder on rank 0 and logs changed settings of a run that is resumed."""
     before = _earlier(output / CONFIG)
     now = yaml.safe_load(dump_config(config))
     if checkpoint is None:
@@ -63,7 +65,7 @@ def _earlier(path: Path) -> Any:
 
 
 def _last_step(path: Path) -> int | None:
-    """Of the metrics; None where there are none, 0 where they are not ours."""
+    """Returns the last step of a metrics file; None if it is missing or empty, 0 if its format is unknown."""
     if not path.exists() or not path.stat().st_size:
         return None
     try:
@@ -73,7 +75,7 @@ def _last_step(path: Path) -> int | None:
 
 
 def _changes(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """`key=value instead of value` for what is not as before."""
+    """Yields `key=value instead of value` for every changed setting."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in now:
             yield from _changes(before.get(key), now[key], f"{name}.{key}" if name else key)
