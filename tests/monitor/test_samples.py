@@ -39,7 +39,7 @@ def inputs(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def test_a_row_has_texts_tokens_turns_and_what_was_said_of_them(ranks, inputs, tmp_path):
+def test_sample_file_row_has_texts_tokens_turns_and_scores(ranks, inputs, tmp_path):
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", KL)
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     file = tmp_path / "run" / "samples" / "000002" / "rank-1.parquet"
@@ -65,7 +65,7 @@ def test_a_row_has_texts_tokens_turns_and_what_was_said_of_them(ranks, inputs, t
     assert mean == pytest.approx(lines_of(tmp_path / "run")[2]["reward/mean"])
 
 
-def test_all_batches_that_a_recipe_was_handed_and_none_of_an_evaluation(ranks, inputs, tmp_path):
+def test_sample_file_contains_all_batches_without_evaluations(ranks, inputs, tmp_path):
     evaluation = [f"data.test={inputs / 'sums.jsonl'}", "evaluation.every=1", "evaluation.prompts=3"]
     ranks.run(2, job, "remax", inputs, tmp_path / "run", evaluation)
     for iteration in (1, 2, 3):
@@ -76,10 +76,8 @@ def test_all_batches_that_a_recipe_was_handed_and_none_of_an_evaluation(ranks, i
         assert all(row["advantages"] for row in drawn) and all(row["advantages"] is None for row in greedy)
 
 
-def test_columns_come_back_from_the_rows_that_dapo_chose(ranks, inputs, tmp_path):
-    ranks.run(
-        3, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=3", "algorithm.overlong_buffer=2"]
-    )
+def test_sample_file_has_columns_of_selected_rows(ranks, inputs, tmp_path):
+    ranks.run(3, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=3", "algorithm.overlong_buffer=2"])
     rows = samples_of(tmp_path / "run", 1)
     assert {row["call"] for row in rows} > {0}
     scores: dict[int, list[float]] = {}
@@ -94,7 +92,7 @@ def test_columns_come_back_from_the_rows_that_dapo_chose(ranks, inputs, tmp_path
             assert len(row["advantages"]) == len(row["tokens"])
 
 
-def test_as_many_as_asked_for_and_what_more_ranks_left_is_gone(ranks, inputs, tmp_path):
+def test_sample_writer_limit_and_files_of_further_ranks(ranks, inputs, tmp_path):
     stale = tmp_path / "some" / "samples" / "000001" / "rank-7.parquet"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"")
@@ -115,7 +113,7 @@ def warned(inputs: Path, output: Path) -> list[str]:
     return told
 
 
-def test_a_disk_that_fails_is_told_once_and_stops_nothing(ranks, inputs, tmp_path):
+def test_sample_writer_on_a_failing_disk_warns_once(ranks, inputs, tmp_path):
     (tmp_path / "samples").write_text("")
     for told in ranks.run(2, warned, inputs, tmp_path):
         assert len(told) == 1 and "rank-" in told[0] and "the run continues" in told[0]
@@ -148,7 +146,7 @@ def with_tools(inputs: Path, folder: Path) -> None:
         assert torch.equal(back[name].nan_to_num(), batch[name].nan_to_num()), name
 
 
-def test_rows_come_back_to_the_bit_and_tools_have_their_turns(ranks, inputs, tmp_path):
+def test_sample_reader_returns_bitwise_identical_rows(ranks, inputs, tmp_path):
     ranks.run(1, with_tools, inputs, tmp_path)
     rows = samples_of(tmp_path, 1)
     assert len(rows) == 2 * ROWS_PER_TABLE + 3
@@ -162,7 +160,7 @@ def test_rows_come_back_to_the_bit_and_tools_have_their_turns(ranks, inputs, tmp
         assert [name for name, _ in row["parts"]] == ([] if row["sample_id"] % 3 == 0 else ["form"])
 
 
-def test_what_a_recipe_changes_is_there_as_it_was_too():
+def test_other_columns_contain_changed_columns_as_received():
     batch = Batch.from_rows([[1, 2, 3], [4, 5]])
     batch["reward"], batch["loss_mask"] = torch.tensor([1.0, 2.0]), torch.tensor([False, True, True, False, True])
     batch["sample_id"] = torch.tensor([0, 1])
@@ -175,7 +173,7 @@ def test_what_a_recipe_changes_is_there_as_it_was_too():
     assert changed["received.reward"].values.tolist() == [1, 2]
 
 
-def test_rows_with_new_numbers_are_known_by_their_tokens():
+def test_other_columns_match_rows_with_new_ids_by_tokens():
     batch = Batch.from_rows([[1, 2, 3], [4, 5], [6]])
     batch["sample_id"], batch["prompt_id"] = torch.tensor([7, 8, 9]), torch.tensor([0, 1, 2])
     handed = RolloutRecord.of(batch)
@@ -190,7 +188,7 @@ def test_rows_with_new_numbers_are_known_by_their_tokens():
     assert all(columns[name].present.tolist() == [True, False, True] for name in ("advantages", "weight"))
 
 
-def test_a_fingerprint_is_of_the_model_and_not_of_its_place(inputs, tmp_path):
+def test_fingerprint_depends_on_the_model_not_on_its_path(inputs, tmp_path):
     copied, changed = tmp_path / "copied", tmp_path / "changed"
     for folder in (copied, changed):
         folder.mkdir()

@@ -68,7 +68,7 @@ def off(folder, step, rows):
 
 
 @needs_sglang
-def test_samples_are_drawn_one_iteration_ahead(ranks, tmp_path):
+def test_prefetch_generates_with_weights_of_the_iteration_before(ranks, tmp_path):
     folder = inputs(tmp_path, "qwen3")
     results = ranks.run(3, train_ahead, folder)
     for number, told in enumerate(zip(*results, strict=True)):
@@ -98,7 +98,7 @@ def refused(folder, overrides):
 
 
 @pytest.mark.parametrize("overrides", [["rollout.engine=hf"]])
-def test_engines_on_the_ranks_of_training_cannot(ranks, tmp_path, overrides):
+def test_prefetch_on_the_ranks_of_training_raises(ranks, tmp_path, overrides):
     (told,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
     assert re.match("rollout.prefetch=true: only engines on ranks of their own generate samples while training", told)
 
@@ -118,7 +118,7 @@ def drawn(folder, iteration):
 
 @pytest.mark.nightly
 @needs_sglang
-def test_what_was_drawn_ahead_is_drawn_again_after_a_resume(ranks, tmp_path):
+def test_prefetch_after_a_resume_generates_the_same_prompts(ranks, tmp_path):
     folder = inputs(tmp_path, "qwen3")
     ranks.run(3, run_whole, folder)
     before = drawn(folder, 2)

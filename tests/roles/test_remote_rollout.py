@@ -186,14 +186,14 @@ def check_updates(server: Server, results: list[list[dict[str, object]]]) -> Non
         assert sorted(i for rank in told for i in rank["ids"]) == list(range(update * 24, (update + 1) * 24))
 
 
-def test_weights_by_group_are_the_exported_checkpoint(server, ranks):
+def test_process_group_sync_serves_the_exported_checkpoint(server, ranks):
     results = ranks.run(2, train, server, 2, ["actor.layout=tp2", "rollout.weight_transfer=process_group"])
     check_updates(server, results)
     for metrics in (told["metrics"] for rank in results for told in rank):
         assert metrics["weight_sync/bytes_received"] == metrics["weight_sync/bytes_lower_bound"] > 0
 
 
-def test_weights_by_folder_are_the_exported_checkpoint(server, ranks, tmp_path):
+def test_shared_folder_sync_serves_the_exported_checkpoint(server, ranks, tmp_path):
     folder = tmp_path / "shared"
     overrides = ["actor.layout=pp2", "rollout.weight_transfer=disk", f"rollout.shared_folder={folder}"]
     check_updates(server, ranks.run(2, train, server, 1, overrides))
@@ -208,7 +208,7 @@ def in_portions(server: Server) -> list[dict[str, object]]:
         remote_weight_sync.CHUNK_BYTES = whole
 
 
-def test_many_portions_are_the_same_weights(server, ranks):
+def test_process_group_sync_in_many_chunks_serves_the_same_weights(server, ranks):
     check_updates(server, ranks.run(2, in_portions, server))
 
 
@@ -247,7 +247,7 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
     }
 
 
-def test_what_a_lost_server_did_not_finish_is_asked_again(server, ranks):
+def test_lost_server_requests_are_submitted_again(server, ranks):
     told = ranks.run(2, lose_the_server, server, free_port())
     assert sorted(i for rank in told for i in rank["ids"]) == list(range(40))
     assert told[0]["deaths"] == 1 and told[0]["in_flight"][0] >= 8
@@ -278,7 +278,7 @@ def all_of(engine: RemoteEngine, count: int, seconds: float = 100.0, wait: float
     return sorted(samples, key=lambda sample: sample.id)
 
 
-def test_a_cut_sample_goes_on_where_it_was(engine):
+def test_remote_engine_resumes_a_partial_sample(engine):
     greedy = Sampling(max_new_tokens=58, temperature=0.0)
     whole = engine.generate(requests(6), greedy)
     engine.submit(requests(6), greedy)
@@ -292,13 +292,13 @@ def test_a_cut_sample_goes_on_where_it_was(engine):
     assert {sample.policy_versions for sample in joined} == {(7,) * 58}
 
 
-def test_an_abort_that_overtakes_its_requests_cuts_them(engine):
+def test_remote_engine_abort_before_its_requests_aborts_them(engine):
     engine.submit(requests(16), LONG)
     engine.abort()
     assert {sample.finish for sample in all_of(engine, 16)} == {"abort"}
 
 
-def test_a_late_request_is_cut_alone(engine, monkeypatch):
+def test_remote_engine_timeout_aborts_one_request(engine, monkeypatch):
     monkeypatch.setattr(engine, "_request_timeout", 0.02)
     engine.submit([Request(1, (6, 7), 1)], LONG)
     monkeypatch.setattr(engine, "_request_timeout", 100.0)
@@ -309,7 +309,7 @@ def test_a_late_request_is_cut_alone(engine, monkeypatch):
     assert other.finish == "length" and len(other.tokens) == 58
 
 
-def test_a_server_that_does_not_come_back_is_named(server, monkeypatch):
+def test_remote_engine_server_that_stays_away_raises(server, monkeypatch):
     door = Door(port := free_port(), server.port)
     engine = RemoteEngine(f"http://127.0.0.1:{port}", ServerRequirements(read_config(server.folder / "model"), 64))
     engine.load_folder(server.folder / "model", 7)
@@ -325,7 +325,7 @@ def test_a_server_that_does_not_come_back_is_named(server, monkeypatch):
     engine.close()
 
 
-def test_weights_that_a_server_cannot_take_are_an_error(engine, tmp_path):
+def test_remote_engine_weights_that_the_server_rejects_raise(engine, tmp_path):
     with pytest.raises(UserError, match=r"does not accept the weights \(/update_weights_from_disk: "):
         engine.load_folder(tmp_path / "nothing", 8)
 
@@ -360,7 +360,7 @@ def others(tmp_path_factory) -> dict[str, Path]:
         ("llama", "a qwen3, not a llama: start the server with --model-path"),
     ],
 )
-def test_a_server_of_another_model_is_named(server, ranks, others, model, words):
+def test_server_of_another_model_raises(server, ranks, others, model, words):
     (told,) = ranks.run(1, complaint, server.folder, [f"model.path={others[model]}", f"rollout.urls=[{server.url}]"])
     assert told.startswith(f"{server.url}: ") and words in told and "\n" not in told
 
@@ -384,6 +384,6 @@ def test_a_server_of_another_model_is_named(server, ranks, others, model, words)
         (["rollout.urls=[URL]", "rollout.replay_routing=true"], r"replay_routing needs a model with experts"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_built(server, ranks, overrides, words):
+def test_server_configuration_mistake_raises_before_building(server, ranks, overrides, words):
     (told,) = ranks.run(1, complaint, server.folder, [text.replace("URL", server.url) for text in overrides])
     assert re.search(words.replace("URL", re.escape(server.url)), told), told

@@ -135,7 +135,7 @@ def checked_answers(folder: Path, told: Sequence[dict[str, object]]) -> list[tup
     ("architecture", "overrides"),
     [("qwen3", ["actor.offload=true"]), ("qwen3_moe", ["rollout.replay_routing=true", "rollout.sleep=false"])],
 )
-def test_sglang_is_the_exported_checkpoint_after_every_update(ranks, tmp_path, architecture, overrides):
+def test_sglang_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_path, architecture, overrides):
     folder = inputs(tmp_path, architecture)
     results = ranks.run(2, train, folder, overrides)
     before = None

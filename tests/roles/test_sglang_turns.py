@@ -75,7 +75,7 @@ def iteration(folder: Path) -> dict[str, object]:
     }
 
 
-def test_training_gets_the_tokens_that_sglang_saw_and_wrote(ranks, tmp_path):
+def test_training_receives_the_tokens_that_sglang_used(ranks, tmp_path):
     make(tmp_path)
     (tmp_path / "reward.py").write_text("def length(sample): return len(sample.response)\n")
     results = ranks.run(2, iteration, tmp_path)

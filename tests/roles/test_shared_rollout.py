@@ -168,7 +168,7 @@ def everywhere(results, *path):
     return found
 
 
-def test_the_busier_engine_works_hardly_more_than_the_other(told):
+def test_dynamic_queue_balances_the_load_of_engines(told):
     _, results = told
     samples = everywhere(results, "shared", "rows")
     assert sorted(row["id"] for row in samples) == list(range(120))
@@ -181,7 +181,7 @@ def test_the_busier_engine_works_hardly_more_than_the_other(told):
     assert shared_tokens < fixed_tokens
 
 
-def test_samples_come_home_from_the_engines_that_wrote_them(told):
+def test_generate_distributes_rows_in_the_order_of_sample_ids(told):
     _, results = told
     for rank, result in enumerate(results):
         assert [row["id"] for row in result["shared"]["rows"]] == list(range(rank * 60, (rank + 1) * 60))
@@ -189,7 +189,7 @@ def test_samples_come_home_from_the_engines_that_wrote_them(told):
             assert row["group"] == row["id"] // 4 * 4
 
 
-def test_cut_groups_go_on_with_the_versions_of_each_token(told):
+def test_partial_rollout_resumes_groups_with_the_version_of_each_token(told):
     _, results = told
     calls = [[row for result in results for row in result["partial"][number]] for number in range(4)]
     for rows_of_call in calls[:3]:
@@ -207,7 +207,7 @@ def test_cut_groups_go_on_with_the_versions_of_each_token(told):
         assert all(version <= number for row in rows_of_call for version in row["versions"])
 
 
-def test_a_killed_engine_costs_no_sample(told):
+def test_killed_engine_restarts_without_losing_samples(told):
     folder, results = told
     (in_flight,) = everywhere(results, "killed", "in_flight")
     assert in_flight >= 4 and results[0]["killed"]["deaths"] == 1

@@ -1,4 +1,4 @@
-"""Jobs that go on from checkpoints: to the bit under the same layout, to 1e-5 under another, and damaged ones."""
+"""Jobs that resume from checkpoints: bitwise under the same layout, to 1e-5 under another, and from damaged ones."""
 
 import io
 import json
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.fuzzing import mend_sums
+from tests.fuzzing import rewrite_sums
 from tests.rank_pool import RankError
 from tests.tiny_jobs import RECIPES, files_of, metrics_of, run_here, write_sums
 from tests.tiny_models import CHARACTERS, tiny_model
@@ -60,8 +60,8 @@ def job(recipe: str, inputs: Path, output: Path, iterations: int, overrides: lis
     return told.getvalue()
 
 
-# What each run has that another has not: two roles and a steered coefficient, a buffer of batches, samples that were
-# cut, adapters, moments on the host and weights in bfloat16, experts, a pipeline with several chunks, a rollback.
+# What only one of the runs has: two roles and an adaptive coefficient, a buffer of batches, aborted samples, adapters,
+# moments on the host and weights in bfloat16, experts, a pipeline with several chunks, a rollback.
 CASES = {
     "ppo": ("ppo", 2, ["algorithm.kl.coefficient=0.05", "algorithm.kl.target=0.01"]),
     "pf_ppo": ("pf_ppo", 2, ["algorithm.group_size=4"]),
@@ -82,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_that_was_ended_goes_on_to_the_bit(ranks, inputs, tmp_path, name):
+def test_resume_under_the_same_layout_is_bitwise_identical(ranks, inputs, tmp_path, name):
     recipe, count, overrides = CASES[name]
     overrides = [f"model.path={inputs / 'mixture'}" if text == "MIXTURE" else text for text in overrides]
     ranks.run(count, job, recipe, inputs, tmp_path / "whole", 5, overrides)
@@ -117,7 +117,7 @@ def before(ranks, inputs, tmp_path_factory):
         ("mixture", "mixture", "pp2", 2),
     ],
 )
-def test_from_one_layout_into_another(ranks, inputs, before, tmp_path, name, model, layout, count):
+def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, tmp_path, name, model, layout, count):
     shutil.copytree(before / name, tmp_path / "run")
     overrides = [f"model.path={inputs / model}", f"actor.layout={layout}", f"critic.layout={layout}"]
     ranks.run(count, job, "pf_ppo", inputs, tmp_path / "run", 6, overrides)
@@ -161,7 +161,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_said_so(ranks, inputs, short, tmp_path, name):
+def test_resume_with_a_damaged_checkpoint_uses_the_one_before_and_warns(ranks, inputs, short, tmp_path, name):
     shutil.copytree(short, tmp_path / "run")
     file, damage = DAMAGES[name]
     damage(tmp_path / "run" / "checkpoints" / "000003" / file)
@@ -173,7 +173,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_said_so(ranks, inpu
     assert "goes on after iteration 3" in told
 
 
-def test_a_damaged_checkpoint_does_not_stand_in_for_one_that_is_whole(ranks, inputs, short, tmp_path):
+def test_prune_does_not_count_damaged_checkpoints(ranks, inputs, short, tmp_path):
     shutil.copytree(short, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "000003").rename(checkpoints / "000009")
@@ -183,15 +183,15 @@ def test_a_damaged_checkpoint_does_not_stand_in_for_one_that_is_whole(ranks, inp
     assert "000009/rank-00001.safetensors: damaged" in told and "goes on after iteration 3" in told
 
 
-def test_where_all_checkpoints_are_damaged_one_line_says_so(ranks, inputs, short, tmp_path):
+def test_resume_with_only_damaged_checkpoints_raises(ranks, inputs, short, tmp_path):
     shutil.copytree(short, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
         flip_a_byte(folder / "rank-00001.safetensors")
-    with pytest.raises(RankError, match=r"UserError: .*SHA-256 .*; no other checkpoint is intact. Move .* away"):
+    with pytest.raises(RankError, match=r"UserError: .*SHA-256 .*: no other checkpoint is intact\. Move .* away"):
         ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
 
 
-def test_sha256sum_reads_the_sums(short):
+def test_sha256sum_accepts_the_sums(short):
     folder = short / "checkpoints" / "000003"
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
     listed = {line.split()[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
@@ -210,7 +210,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on(ranks, inputs, small_disk, tmp_path):
+def test_checkpoint_on_a_full_disk_leaves_the_last_one_and_the_run_continues(ranks, inputs, small_disk, tmp_path):
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", 1, SHORT)
     shutil.copytree(tmp_path / "run" / "checkpoints", small_disk / "checkpoints")
     of_one = sum(file.stat().st_size for file in (small_disk / "checkpoints" / "000001").iterdir())
@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on(ranks, input
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_the_best_checkpoint_is_kept_beside_the_last_ones(ranks, inputs, tmp_path):
+def test_prune_with_best_keeps_the_best_and_the_last_checkpoints(ranks, inputs, tmp_path):
     overrides = [*SHORT, "checkpoint.keep=1", "checkpoint.best=reward/mean"]
     ranks.run(1, job, "grpo", inputs, tmp_path / "run", 5, overrides)
     rewards = {line["step"]: line["reward/mean"] for line in metrics_of(tmp_path / "run")}
@@ -239,14 +239,14 @@ def test_the_best_checkpoint_is_kept_beside_the_last_ones(ranks, inputs, tmp_pat
     assert "checkpoint.best=reward/maen: iteration 2 has no such metric" in told
 
 
-def test_models_are_exported_at_intervals(ranks, inputs, tmp_path):
+def test_export_every_writes_models(ranks, inputs, tmp_path):
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.export_every=2"])
     folders = [tmp_path / "run" / "export" / name / "model" for name in ("000002", "000004")]
     first, second = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-def test_changed_settings_are_told(ranks, inputs, short, tmp_path):
+def test_resume_with_other_settings_names_them(ranks, inputs, short, tmp_path):
     shutil.copytree(short, tmp_path / "run")
     told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "actor.optimizer.lr=1e-4"])
     assert "job.iterations=4 instead of 3" in told and "actor.optimizer.lr=0.0001 instead of 0.002" in told
@@ -255,25 +255,25 @@ def test_changed_settings_are_told(ranks, inputs, short, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "override", "message"),
     [
-        ("dr_grpo", "job.iterations=4", r"written by the recipe grpo, now dr_grpo; choose another job\.output"),
+        ("dr_grpo", "job.iterations=4", r"written by the recipe grpo, not dr_grpo. Choose another job\.output"),
         ("grpo", "job.seed=3", r"checkpoint: written with data of seed=0, now seed=3"),
         ("grpo", "actor.lora={rank: 2}", r"in 'actor/weights' is incomplete: the checkpoint has another model"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(ranks, inputs, short, tmp_path, recipe, override, message):
+def test_resume_of_another_job_raises(ranks, inputs, short, tmp_path, recipe, override, message):
     shutil.copytree(short, tmp_path / "run")
     with pytest.raises(RankError, match=message):
         ranks.run(2, job, recipe, inputs, tmp_path / "run", 4, [*SHORT, override])
 
 
-def test_a_run_ended_before_its_first_checkpoint_begins_anew(ranks, inputs, tmp_path):
+def test_run_without_checkpoint_starts_from_the_beginning(ranks, inputs, tmp_path):
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.every=0"])
     whole = metrics_of(tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.every=0"])
     assert metrics_of(tmp_path / "run") == whole
-    # A finished run is not begun anew, and neither is another one.
+    # A finished run is not started again, and neither is another one.
     for override in ("checkpoint.every=0", "checkpoint.every=1"):
         with pytest.raises(RankError, match="holds an earlier run; choose another job.output"):
             ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, override])
@@ -282,16 +282,18 @@ def test_a_run_ended_before_its_first_checkpoint_begins_anew(ranks, inputs, tmp_
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (("prompts", "position"), 10**6, r"damaged: position 1000000 .* with 30 prompts. Move it away"),
-        (("learned", "actor", "trainer", "moments"), -1.0, r"job\.json: learned\.actor\.trainer\.moments: .* damaged"),
-        (("learned", "actor", "trainer", "last_good"), [-1.0], r"json: learned\.actor\.trainer\.last_good.* damaged"),
+        (
+            ("prompts", "prompts", "position"),
+            10**6,
+            r"damaged: position 1000000 .* with 30 prompts. Move it away",
+        ),
+        (("trained", "actor", "trainer", "moments"), -1.0, r"job\.json: trained\.actor\.trainer\.moments: .* damaged"),
+        (("trained", "actor", "trainer", "last_good"), [-1.0], r"json: trained\.actor\.trainer\.last_good.* damaged"),
         (("rollout", "next_id"), "three", r"job\.json: rollout\.next_id: .*; the checkpoint is damaged"),
         (("recipe",), None, r"job\.json: recipe: .*; the checkpoint is damaged"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused_though_its_sums_are_right(
-    ranks, inputs, short, tmp_path, keys, value, message
-):
+def test_resume_of_an_impossible_state_with_right_sums_raises(ranks, inputs, short, tmp_path, keys, value, message):
     shutil.copytree(short, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "000003"
     tree = node = json.loads((folder / "job.json").read_text())
@@ -299,7 +301,7 @@ def test_a_state_that_cannot_be_is_refused_though_its_sums_are_right(
         node = node[key]
     node[keys[-1]] = value
     (folder / "job.json").write_text(json.dumps(tree))
-    mend_sums(folder)
+    rewrite_sums(folder)
     if "json: " in message.replace("\\", ""):  # found where the sums are, so the one before is taken
         told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
         assert re.search(message, told) and "goes on after iteration 2" in told

@@ -69,7 +69,7 @@ def refused(inputs: Path, output: Path) -> str:
         return refusal("grpo", inputs, output, ["job.deterministic=true", "rollout.extra_prompts=2"])
 
 
-def test_two_runs_are_bitwise_the_same_with_all_that_makes_them_so(ranks, inputs, tmp_path):
+def test_deterministic_runs_are_bitwise_identical(ranks, inputs, tmp_path):
     layout = ["actor.layout=tp2", "algorithm.kl.coefficient=0.01"]
     for name in ("one", "two"):
         ranks.run(2, deterministic_job, inputs, tmp_path / name, layout)
@@ -80,7 +80,7 @@ def test_two_runs_are_bitwise_the_same_with_all_that_makes_them_so(ranks, inputs
     assert not any(ranks.run(2, torch.are_deterministic_algorithms_enabled))
 
 
-def test_prompts_that_are_answered_first_are_not_chosen(ranks, inputs, tmp_path):
+def test_deterministic_with_extra_prompts_raises(ranks, inputs, tmp_path):
     (told,) = ranks.run(1, refused, inputs, tmp_path / "run")
     assert told.startswith("job.deterministic=true: ") and "rollout.extra_prompts=0" in told
 
@@ -97,13 +97,13 @@ def taken(fixed: bool) -> list[int]:
     return mine
 
 
-def test_engines_have_shares_that_time_does_not_change(ranks):
+def test_static_engine_group_shares_do_not_depend_on_time(ranks):
     assert ranks.run(4, taken, True) == [[0, 1, 2, 3], [], [4, 5, 6, 7], []]
     assert sorted(chain(*ranks.run(4, taken, False))) == list(range(8))
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_sglang_on_gpus_is_asked_for_samples_that_depend_on_their_seeds_alone(monkeypatch, wanted):
+def test_engine_arguments_deterministic_enables_deterministic_inference(monkeypatch, wanted):
     settings = EngineSettings(
         layout=EngineLayout(), dtype=torch.bfloat16, max_running=4, max_positions=64, deterministic=wanted
     )
@@ -111,7 +111,7 @@ def test_sglang_on_gpus_is_asked_for_samples_that_depend_on_their_seeds_alone(mo
     assert engine_arguments(Path("model"), settings)["enable_deterministic_inference"] is wanted
 
 
-def test_a_server_without_it_is_refused(inputs):
+def test_deterministic_with_an_unseeded_server_raises(inputs):
     model = read_config(inputs / "model")
     info = ServerInfo(
         start="",

@@ -40,7 +40,7 @@ GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorith
 
 
 @pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])
-def test_same_seed_and_layout_twice_is_bitwise_the_same(ranks, inputs, tmp_path, layout, count):
+def test_train_twice_with_seed_and_layout_is_bitwise_identical(ranks, inputs, tmp_path, layout, count):
     overrides = [*GRPO, f"actor.layout={layout}", f"reference.layout={layout}", "actor.tokens_per_micro_batch=64"]
     for name in ("first", "second"):
         ranks.run(count, job, "grpo", inputs, tmp_path / name, overrides)
@@ -51,7 +51,7 @@ def test_same_seed_and_layout_twice_is_bitwise_the_same(ranks, inputs, tmp_path,
     assert first != metrics_of(tmp_path / "other")
 
 
-def test_actor_and_reference_may_stand_on_different_layouts(ranks, inputs, tmp_path):
+def test_train_actor_and_reference_on_other_layouts_agree(ranks, inputs, tmp_path):
     for name, actor, reference in (("one", "tp1", "tp1"), ("two", "tp2", "pp2")):
         layouts = [f"actor.layout={actor}", f"reference.layout={reference}"]
         ranks.run(2, job, "grpo", inputs, tmp_path / name, [*GRPO, *layouts])
@@ -60,7 +60,7 @@ def test_actor_and_reference_may_stand_on_different_layouts(ranks, inputs, tmp_p
         assert one[0][name] == pytest.approx(two[0][name], rel=1e-4, abs=1e-6), name
 
 
-def test_a_grpo_job_leaves_metrics_curve_samples_and_a_model(ranks, inputs, tmp_path):
+def test_train_grpo_writes_metrics_curve_samples_and_model(ranks, inputs, tmp_path):
     evaluation = [f"data.test={inputs / 'sums.jsonl'}", "evaluation.every=2", "evaluation.prompts=7"]
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", [*GRPO, *evaluation])
     metrics = metrics_of(tmp_path / "run")
@@ -88,7 +88,7 @@ def test_a_grpo_job_leaves_metrics_curve_samples_and_a_model(ranks, inputs, tmp_
     assert trained.keys() == start.keys() and any(not torch.equal(trained[k], start[k]) for k in start)
 
 
-def test_a_correction_of_rollouts_that_agree_changes_nothing(ranks, inputs, tmp_path):
+def test_off_policy_correction_of_equal_logprobs_changes_nothing(ranks, inputs, tmp_path):
     overrides = ["algorithm.prompts_per_iteration=3", "algorithm.group_size=2", "job.iterations=1"]
     for kind in ("none", "sequence-tis", "icepop"):
         ranks.run(2, job, "grpo", inputs, tmp_path / kind, [*overrides, f"algorithm.off_policy.correction={kind}"])
@@ -101,7 +101,7 @@ def test_a_correction_of_rollouts_that_agree_changes_nothing(ranks, inputs, tmp_
         assert found == pytest.approx(plain, rel=1e-3, abs=1e-6)
 
 
-def test_ranks_may_hold_no_rows_and_rewards_may_lack_parts(ranks, inputs, tmp_path):
+def test_train_with_ranks_without_rows_and_missing_reward_parts(ranks, inputs, tmp_path):
     (tmp_path / "reward.py").write_text(
         "from verl_mg.rewards import Reward\n"
         "def score(s): return Reward(len(s.response), {'even': 1.0} if int(s.answer) % 2 == 0 else {})\n"
@@ -114,7 +114,7 @@ def test_ranks_may_hold_no_rows_and_rewards_may_lack_parts(ranks, inputs, tmp_pa
     assert set(seen) == {None, 1.0}  # the mean over the rewards that have the part
 
 
-def test_bf16_with_recomputation_stays_close_to_fp32(ranks, inputs, tmp_path):
+def test_train_bf16_with_recompute_is_close_to_fp32(ranks, inputs, tmp_path):
     for name, extra in (("full", []), ("half", ["model.dtype=bfloat16", "actor.recompute=true"])):
         ranks.run(2, job, "grpo", inputs, tmp_path / name, [*GRPO, "actor.layout=tp2", *extra])
     full, half = metrics_of(tmp_path / "full"), metrics_of(tmp_path / "half")
@@ -125,14 +125,14 @@ def test_bf16_with_recomputation_stays_close_to_fp32(ranks, inputs, tmp_path):
     assert saved.dtype is torch.bfloat16
 
 
-def test_sft_lowers_its_loss(ranks, inputs, tmp_path):
+def test_train_sft_lowers_its_loss(ranks, inputs, tmp_path):
     overrides = ["algorithm.examples_per_iteration=40", "job.iterations=25", "actor.optimizer.lr=3e-3"]
     ranks.run(2, job, "sft", inputs, tmp_path / "run", overrides)
     losses = [line["actor/loss"] for line in metrics_of(tmp_path / "run")]
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_an_earlier_run_is_not_overwritten(ranks, inputs, tmp_path):
+def test_train_into_an_earlier_run_raises(ranks, inputs, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(AssertionError, match=r"UserError.*holds an earlier run; choose another job\.output"):
         ranks.run(1, job, "sft", inputs, tmp_path, [])
@@ -144,6 +144,6 @@ def too_large(inputs: Path) -> str:
     return str(caught.value)
 
 
-def test_a_layout_is_refused_with_the_role_it_is_of(ranks, inputs):
+def test_train_with_a_bad_layout_names_the_role(ranks, inputs):
     for message in ranks.run(2, too_large, inputs):
         assert message.startswith("actor.layout=tp4: ") and "2" in message

@@ -67,7 +67,7 @@ def of_training(output: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "ppo", "remax", "dapo", "pf_ppo", "changing"])
-def test_what_is_trained_again_is_bitwise_the_same(ranks, inputs, tmp_path, recipe):
+def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, recipe):
     run, again = tmp_path / "run", tmp_path / "again"
     of = inputs / "changing.py" if recipe == "changing" else recipe
     settings = ["algorithm.kl.coefficient=0.01", "algorithm.num_minibatches=2", f"data.test={inputs / 'sums.jsonl'}"]
@@ -81,7 +81,7 @@ def test_what_is_trained_again_is_bitwise_the_same(ranks, inputs, tmp_path, reci
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_other_ranks_train_on_the_same(ranks, inputs, first, tmp_path, count):
+def test_replay_on_other_ranks_is_close(ranks, inputs, first, tmp_path, count):
     ranks.run(count, job, "grpo", inputs, tmp_path / "again", [], RunMode(replayed=f"{first}@2"))
     there, here = of_training(first), of_training(tmp_path / "again")
     assert list(here) == [1, 2]
@@ -98,7 +98,7 @@ def dealt(run: Path) -> dict[str, list[int]]:
     }
 
 
-def test_groups_stay_together_on_other_ranks(ranks, first):
+def test_sample_reader_on_other_ranks_keeps_groups_together(ranks, first):
     told = ranks.run(3, dealt, first)
     assert [own["samples"] for own in told] == [[10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
     assert not set(told[0]["groups"]) & set(told[1]["groups"]) and told[0]["every"] == list(range(10, 20))
@@ -112,12 +112,12 @@ def test_replay_rollout_methods_have_the_parameters_of_rollout():
         assert signatures[0].parameters == signatures[1].parameters, name
 
 
-def test_other_settings_of_training_may_be_tried(ranks, inputs, first, tmp_path):
+def test_replay_with_other_settings_runs(ranks, inputs, first, tmp_path):
     ranks.run(2, job, "grpo", inputs, tmp_path / "again", ["algorithm.clip_low=0.1"], RunMode(replayed=f"{first}@1"))
     assert list(lines_of(tmp_path / "again")) == [1]
 
 
-def test_what_cannot_be_replayed_is_said(ranks, inputs, first, tmp_path):
+def test_replay_of_an_unusable_run_raises(ranks, inputs, first, tmp_path):
     def refused(recipe: str, *overrides: str, of: str) -> str:
         (told,) = set(ranks.run(2, refusal, recipe, inputs, tmp_path / "again", list(overrides), RunMode(replayed=of)))
         assert not (tmp_path / "again").exists()
@@ -141,7 +141,7 @@ def test_what_cannot_be_replayed_is_said(ranks, inputs, first, tmp_path):
     assert "rank-1.parquet: not a readable Parquet file" in refused("grpo", of=f"{torn}@1")
 
 
-def test_a_recipe_that_asks_for_more_than_was_recorded_is_told(ranks, inputs, tmp_path):
+def test_replay_of_too_few_batches_raises(ranks, inputs, tmp_path):
     ranks.run(1, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=1", "job.iterations=1"])
     (told,) = ranks.run(
         1,
@@ -155,7 +155,7 @@ def test_a_recipe_that_asks_for_more_than_was_recorded_is_told(ranks, inputs, tm
     assert told.startswith("iteration 1: the recipe requests more batches than were recorded")
 
 
-def test_rollouts_alone_are_scored_and_written_and_nothing_learns(ranks, inputs, first, tmp_path):
+def test_rollout_only_scores_and_writes_samples_without_training(ranks, inputs, first, tmp_path):
     ranks.run(2, job, "ppo", inputs, tmp_path / "run", ["checkpoint.every=1", "job.save=true"], ALONE)
     lines = lines_of(tmp_path / "run")
     assert list(lines) == [1, 2, 3] and not [name for name in lines[3] if name.startswith(("actor/", "critic/"))]
@@ -166,7 +166,7 @@ def test_rollouts_alone_are_scored_and_written_and_nothing_learns(ranks, inputs,
     assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_rollouts_alone_take_the_weights_of_a_checkpoint(ranks, inputs, tmp_path):
+def test_rollout_only_uses_the_weights_of_a_checkpoint(ranks, inputs, tmp_path):
     saved = ["checkpoint.every=1", "actor.optimizer.lr=0.01"]
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", saved)
     goes_on = tmp_path / "alone"
@@ -183,7 +183,7 @@ def command_line(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True)
 
 
-def test_what_was_drawn_alone_is_trained_on_alone(ranks, inputs, tmp_path):
+def test_replay_of_a_rollout_only_run_trains(ranks, inputs, tmp_path):
     settings = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'sums.jsonl'}", "job.iterations=1"]
     settings += [f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=6"]
     settings += ["algorithm.prompts_per_iteration=4", f"job.output={tmp_path / 'drawn'}"]
@@ -194,7 +194,7 @@ def test_what_was_drawn_alone_is_trained_on_alone(ranks, inputs, tmp_path):
     assert here["reward/mean"] == there["reward/mean"] and "actor/loss" in here.keys() - there.keys()
 
 
-def test_halves_exclude_each_other():
+def test_rollout_only_with_replay_is_rejected():
     both = command_line("--rollout-only", "--replay", "x@1")
     assert both.returncode == 2 and "not allowed with" in both.stderr and "Traceback" not in both.stderr
 
@@ -210,5 +210,5 @@ def what_is_built(inputs: Path) -> tuple[bool, int, int]:
     return hasattr(built.actor, "trainer"), gradients, dist.get_rank()
 
 
-def test_no_optimizer_is_built_for_rollouts_alone(ranks, inputs):
+def test_rollout_only_builds_no_optimizer(ranks, inputs):
     assert ranks.run(2, what_is_built, inputs) == [(False, 0, 0), (False, 0, 1)]

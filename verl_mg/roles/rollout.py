@@ -224,7 +224,9 @@ class Rollout:
         completed, partial = ({i for report in reports for i in report[which]} for which in (0, 1))
         groups = [PendingGroup.from_state(group, prompt_of, completed, partial) for group in state.groups]
         self._pending.load(state.next_id, groups, local.completed, local.partial)
-        self._num_resumed_groups, self._ready = state.in_flight, local.ready
+        self._num_resumed_groups = state.in_flight
+        # A copy: the rows get new columns.
+        self._ready = None if local.ready is None else local.ready.select_columns(local.ready.names())
         if state.prefetched:
             self._prefetched = _Prefetched(list(state.prefetched), state.prefetched_samples)
         if self._reward is None:
