@@ -77,7 +77,9 @@ def test_sample_file_contains_all_batches_without_evaluations(ranks, inputs, tmp
 
 
 def test_sample_file_has_columns_of_selected_rows(ranks, inputs, tmp_path):
-    ranks.run(3, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=3", "algorithm.overlong_buffer=2"])
+    ranks.run(
+        3, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=3", "algorithm.overlong_buffer=2"]
+    )
     rows = samples_of(tmp_path / "run", 1)
     assert {row["call"] for row in rows} > {0}
     scores: dict[int, list[float]] = {}
