@@ -1,15 +1,14 @@
 """Tool calls parsed by SGLang, and results formatted by a chat template."""
 
 import json
-import string
 import sys
 from typing import Any
 
 import pytest
 
+from tests.rollout.tools.tool_calls import TEMPLATE, qwen, tokenizer_with
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
-from verl_mg.models.tiny_model import character_tokenizer
 from verl_mg.rollout.tools.builtin import calculator
 from verl_mg.rollout.tools.chat_format import MALFORMED, ToolCall, ToolCallFormat, ToolResult
 from verl_mg.rollout.tools.tool import Tool
@@ -18,33 +17,12 @@ pytestmark = needs_sglang
 
 TOOLS = [Tool.from_function(calculator)]
 
-# As that of Qwen: neighbouring results share a turn of the user, and a turn ends with a line break behind its end.
-TEMPLATE = """\
-{%- for m in messages -%}
-{%- if m.role == 'tool' -%}
-{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<user>' -}}{%- endif -%}
-{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' -}}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<eos>\\n' -}}{%- endif -%}
-{%- else -%}{{- '<' + m.role + '>' + m.content + '<eos>\\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<assistant>' -}}{%- endif -%}"""
-
-
-def tokenizer_with(template: str | None = TEMPLATE) -> Any:
-    tokenizer: Any = character_tokenizer(string.printable)
-    tokenizer.chat_template = template
-    return tokenizer
-
 
 def calls_in(text: str, tool_call_parser: str = "qwen25") -> list[ToolCall]:
     tokenizer = tokenizer_with()
     return ToolCallFormat(tokenizer, TOOLS, tool_call_parser).calls(
         tokenizer(text, add_special_tokens=False)["input_ids"]
     )
-
-
-def qwen(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def same(calls: list[ToolCall], *expected: tuple[str, dict[str, Any]]) -> bool:

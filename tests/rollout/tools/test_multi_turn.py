@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rollout.tools.test_chat_format import qwen, tokenizer_with
+from tests.rollout.tools.tool_calls import qwen, tokenizer_with
 from tests.traces import needs_sglang
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout import Request, RolloutEngine, Sample, Sampling
