@@ -243,7 +243,7 @@ def _first_run(folder: Path, snippet: str) -> list[float]:
 
 
 def test_first_run_script_from_python_trains(tmp_path):
-    repeat_digit.make(tmp_path / "runs" / "letters")
+    repeat_digit.make(tmp_path / "runs" / "repeat_digit")
     text = shown("docs/first_run.md", "my_job.py").replace("iterations=60", "iterations=2")
     (tmp_path / "my_job.py").write_text(text.replace("recipes/grpo.py", str(ROOT / "recipes" / "grpo.py")))
     subprocess.run([sys.executable, "my_job.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
