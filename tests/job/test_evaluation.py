@@ -177,5 +177,5 @@ def test_weights_of_rewards_can_be_changed_while_the_run_goes_on(ranks, inputs, 
         assert weights == [(0.5, 0.0), (2.0, 10.0), (2.0, 10.0), (2.0, 10.0)]
         assert all(error < 1e-5 for row in errors for error in row) and sum(map(len, errors)) > 0
     complaints = results[0][2]
-    assert len(complaints) == 2 and all("the weights stay as they are" in line for line in complaints)
+    assert len(complaints) == 2 and all("The weights remain unchanged" in line for line in complaints)
     assert not results[1][2]

@@ -27,7 +27,7 @@ import torch
 from recipes.grpo import Config, iteration as learn, roles
 
 def iteration(job, cfg):
-    chunk = job.actor.network.chunks[0]
+    chunk = job.actor.runner.chunks[0]
     return learn(job, cfg) | {
         "seen/torch": torch.are_deterministic_algorithms_enabled(),
         "seen/cudnn": torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark,
@@ -46,8 +46,8 @@ def inputs(tmp_path_factory):
 
 
 @contextmanager
-def left_as_it_was() -> Iterator[None]:
-    """This rank goes on with other tests."""
+def restored_determinism() -> Iterator[None]:
+    """Restores the settings, for the rank runs other tests afterwards."""
     environment, cudnn = dict(os.environ), torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
     try:
@@ -60,12 +60,12 @@ def left_as_it_was() -> Iterator[None]:
 
 
 def deterministic_job(inputs: Path, output: Path, overrides: list[str]) -> None:
-    with left_as_it_was():
+    with restored_determinism():
         job(inputs / "spy.py", inputs, output, ["job.deterministic=true", *overrides])
 
 
 def refused(inputs: Path, output: Path) -> str:
-    with left_as_it_was():
+    with restored_determinism():
         return refusal("grpo", inputs, output, ["job.deterministic=true", "rollout.extra_prompts=2"])
 
 

@@ -167,13 +167,14 @@ class RewardRole:
         received = all_to_all_bytes(
             [_to_bytes(replies, parts) for replies in rewards], [_num_bytes(len(index), parts) for index in rows]
         )
-        scores, answers = torch.empty(len(batch), 1 + len(parts)), torch.empty(len(batch), dtype=torch.int64)
+        # One contiguous row per column.
+        scores, answers = torch.empty(1 + len(parts), len(batch)), torch.empty(len(batch), dtype=torch.int64)
         for index, data in zip(rows, received, strict=True):
             split = len(index) * 4 * (1 + len(parts))
-            scores[index] = data[:split].clone().view(torch.float32).view(len(index), 1 + len(parts))
+            scores[:, index] = data[:split].clone().view(torch.float32).view(len(index), 1 + len(parts)).T
             answers[index] = data[split:].clone().view(torch.int64)
-        values = {"reward": scores[:, 0].clone()}
-        values |= {f"{PART}{part}": scores[:, 1 + i].clone() for i, part in enumerate(parts)}
+        values = {"reward": scores[0].clone()}
+        values |= {f"{PART}{part}": scores[1 + i].clone() for i, part in enumerate(parts)}
         return values | {"answer": answers}
 
 
