@@ -91,6 +91,6 @@ def test_reward_model_on_separate_ranks_has_equal_metrics(ranks, task, tmp_path)
     expected = run(ranks, task, tmp_path / "one", [*ONE, *scored])
     apart = ["reward_model.ranks=3", "reward_model.offload=true", "actor.ranks=0-1", "actor.layout=pp2"]
     compare(run(ranks, task, tmp_path / "apart", [*scored, *apart]), expected)
-    # Scores of the model, not shares of six places.
-    assert all(line["reward/std"] > 0 and abs(line["reward/mean"] - line["reward/right"]) > 1e-3 for line in expected)
+    # Scores of the model, not shares of six places; reward functions are not run.
+    assert all(line["reward/std"] > 0 and "reward/right" not in line for line in expected)
     assert any(not (line["reward/mean"] * 24 * 3).is_integer() for line in expected)
