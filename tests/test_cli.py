@@ -107,7 +107,7 @@ def test_train_without_launcher_runs_on_one_rank(inputs, tmp_path):
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     result = train(inputs, tmp_path / "run", 1)  # which resumes, and has no iteration left
-    assert result.returncode == 0 and "goes on after iteration 1" in result.stderr
+    assert result.returncode == 0 and "resumes after iteration 1" in result.stderr
     assert_one_clear_line(train(inputs, tmp_path / "run", 1, "job.seed=1"), "seed=0, now seed=1")
 
 

@@ -484,7 +484,7 @@ def test_fuzz_of_checkpoints_ends_well_or_in_one_line(runs, checkpointed, exampl
         if new_sums and not any(damage.file == SUMS for damage in done):
             rewrite_sums(last)
         err = runs.check(recipe, checkpointing_job(recipe), "job.iterations=3")
-        fell_back += "goes on after iteration 1" in err
+        fell_back += "resumes after iteration 1" in err
 
     one()
     assert runs.some_of_both(0.05), runs.ends

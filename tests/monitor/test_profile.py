@@ -4,7 +4,7 @@ import contextlib
 import io
 import re
 
-from tests.run.test_loop import GRPO, inputs, job  # noqa: F401, a fixture
+from tests.run.short_jobs import GRPO, job
 from verl_mg.monitor.profile import INEXACT, Profile, format_table
 from verl_mg.phase_timer import PhaseTimer
 
@@ -54,7 +54,7 @@ def output_of(*arguments):
     return output.getvalue()
 
 
-def test_run_prints_its_phases(ranks, inputs, tmp_path):  # noqa: F811
+def test_run_prints_its_phases(ranks, inputs, tmp_path):
     placement = ["reference.ranks=1", "actor.ranks=0", "profile.synchronize=true"]
     output, output_of_rank_1 = ranks.run(2, output_of, "grpo", inputs, tmp_path / "run", [*GRPO, *placement])
     assert "phase" not in output_of_rank_1

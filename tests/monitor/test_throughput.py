@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.rank_pool import job_store
-from tests.run.test_loop import GRPO, inputs, job  # noqa: F401, a fixture
+from tests.run.short_jobs import GRPO, job
 from tests.tiny_jobs import logged
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
@@ -47,7 +47,7 @@ def test_model_flops_backward_pass_is_twice_a_forward_pass():
     assert model_flops(rows, [], learns=True) == 0
 
 
-def counted(inputs, layout):  # noqa: F811
+def counted(inputs, layout):
     """Rates of a GRPO iteration of two epochs with a peak of 1 TFLOP/s, and the lengths of all rows."""
     recipe = load_recipe("recipes/grpo.py")
     common = [
@@ -75,7 +75,7 @@ def counted(inputs, layout):  # noqa: F811
 
 
 @pytest.mark.parametrize(("layout", "ranks_of"), [("tp1", 2), ("tp2-pp2", 4), ("cp2", 4), ("pp2-vpp2", 2)])
-def test_throughput_counts_every_token_once_in_any_layout(ranks, inputs, layout, ranks_of):  # noqa: F811
+def test_throughput_counts_every_token_once_in_any_layout(ranks, inputs, layout, ranks_of):
     told = ranks.run(ranks_of, counted, inputs, layout)
     table = weight_table(read_config(inputs / "model"))
     rows = row_flops(table.config, table.tensor_index)
@@ -89,7 +89,7 @@ def test_throughput_counts_every_token_once_in_any_layout(ranks, inputs, layout,
         assert again["time/tokens_per_second"] == again["time/mfu"] == 0
 
 
-def test_throughput_of_sft_counts_trained_tokens(ranks, inputs, tmp_path):  # noqa: F811
+def test_throughput_of_sft_counts_trained_tokens(ranks, inputs, tmp_path):
     overrides = ["algorithm.examples_per_iteration=8", "job.iterations=1", "job.save=false"]
     ranks.run(2, job, "sft", inputs, tmp_path / "run", overrides)
     (line,) = logged(tmp_path / "run")

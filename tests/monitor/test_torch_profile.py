@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from tests.run.test_loop import GRPO, inputs, job  # noqa: F401, a fixture
+from tests.run.short_jobs import GRPO, job
 from verl_mg.config import ProfileConfig
 from verl_mg.errors import UserError
 from verl_mg.monitor.torch_profile import TorchProfile, check_profile
 
 
-def test_job_writes_traces_of_selected_iterations(ranks, inputs, tmp_path):  # noqa: F811
+def test_job_writes_traces_of_selected_iterations(ranks, inputs, tmp_path):
     chosen = ["profile.iterations=[2]", "profile.ranks=1", "job.iterations=2", "job.save=false"]
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", [*GRPO, *chosen])
     assert [file.name for file in (tmp_path / "run" / "profile").iterdir()] == ["iteration-000002-rank-1.json.gz"]

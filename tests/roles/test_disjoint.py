@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.roles.test_sglang_rollout import checked_answers, inputs, sglang_job, trained_once
+from tests.roles.sglang_jobs import checked_answers, inputs, sglang_job, trained_once
 from tests.roles.updates import COUNT, actor_on, rows, settings, with_entropy
 from tests.tiny_models import tiny_model
 from tests.traces import needs_sglang

@@ -8,7 +8,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
-from tests.roles.test_sglang_rollout import inputs, settings, sglang_job
+from tests.roles.sglang_jobs import inputs, settings, sglang_job
 from tests.tiny_jobs import RECIPES, logged, run_here
 from tests.traces import needs_sglang
 from verl_mg.config import load_config

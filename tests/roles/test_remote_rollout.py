@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.roles.test_sglang_rollout import NEW_TOKENS, inputs, sglang_job
+from tests.roles.sglang_jobs import NEW_TOKENS, inputs, sglang_job
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout

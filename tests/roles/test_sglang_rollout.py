@@ -1,72 +1,19 @@
 """GRPO over Megatron and the real SGLang: after every sync SGLang is the exported checkpoint, whatever the layouts."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from tests.rank_pool import job_store
-from tests.tiny_jobs import DIGITS, RECIPES, write_sums
+from tests.roles.sglang_jobs import checked_answers, inputs, sglang_job, trained_once
 from tests.traces import needs_sglang
-from verl_mg.config import LoraConfig, load_config
+from verl_mg.config import LoraConfig
 from verl_mg.job.build_models import ModelRoleBuilder
-from verl_mg.job.job import Job
-from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.layout import Layout
-from verl_mg.models.tiny_model import make_tiny_model
 
 pytestmark = needs_sglang
 
 LAYOUTS = ("tp2", "pp2", "tp1")
 UPDATES = 3
-NEW_TOKENS = 10
-
-
-def inputs(folder: Path, architecture: str, positions: int = 64) -> Path:
-    """A model wide enough that SGLang pads nothing on the CPU, prompts, and a reward that a random model can earn."""
-    make_tiny_model(
-        folder / "model",
-        architecture,
-        characters="0123456789+-*=() abcdefg",
-        hidden=32,
-        heads=4,
-        kv_heads=2,
-        ffn=128,
-        max_positions=positions,
-        init_std=0.2,
-        perturb=True,
-        seed=3,
-    )
-    write_sums(folder)
-    (folder / "reward.py").write_text(DIGITS)
-    return folder
-
-
-def settings(folder: Path) -> list[str]:
-    """Of a GRPO job with SGLang engines."""
-    return [
-        f"model.path={folder / 'model'}",
-        f"data.train={folder / 'sums.jsonl'}",
-        f"reward.function={folder / 'reward.py'}:digits",
-        f"job.output={folder / 'run'}",
-        "actor.optimizer.lr=3e-3",
-        "rollout.engine=sglang",
-        "rollout.max_running_requests=32",
-        f"rollout.max_new_tokens={NEW_TOKENS}",
-        "algorithm.prompts_per_iteration=6",
-        "algorithm.group_size=4",
-    ]
-
-
-def sglang_job(folder: Path, *overrides: str) -> tuple[Job, Recipe]:
-    """The job, as the command line builds it."""
-    recipe = load_recipe(RECIPES / "grpo.py")
-    config = load_config(None, [*settings(folder), *overrides], recipe.config)
-    job = Job(config, recipe.roles(config.algorithm), job_store())
-    job.start()
-    return job, recipe
 
 
 def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
@@ -89,46 +36,6 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
         for update in range(UPDATES):
             told.append(trained_once(job, recipe, folder, f"{name}-{update}"))
     return told
-
-
-def trained_once(job: Job, recipe: Recipe, folder: Path, checkpoint: str) -> dict[str, object]:
-    """One iteration, then a checkpoint of this name and SGLang's greedy answers: what this rank saw."""
-    metrics = recipe.iteration(job, job.config.algorithm)
-    produced = job.rollout.train_batches.pop()
-    job.actor.save(folder / checkpoint, folder / "model")
-    greedy = job.rollout.generate_greedy(list(job.prompts)[:5])
-    return {
-        "checkpoint": checkpoint,
-        "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
-        "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
-        "prompts": greedy["prompt_length"].tolist(),
-        "grad_norm": metrics["actor/grad_norm"],
-        "sync": (
-            job.rollout.metrics["weight_sync/bytes_received"],
-            job.rollout.metrics["weight_sync/bytes_lower_bound"],
-        ),
-        "versions": produced["policy_versions"][produced["loss_mask"]].unique().tolist(),
-        "ids": produced["sample_id"].tolist(),
-        "mismatch": (produced["old_logprobs"] - produced["rollout_logprobs"]).abs().max().item(),
-    }
-
-
-def checked_answers(folder: Path, told: Sequence[dict[str, object]]) -> list[tuple[list[int], list[float]]]:
-    """(prompt, log-probs) of the greedy answers of all ranks, which are those of `transformers` on the checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(folder / told[0]["checkpoint"], dtype=torch.float32)
-    answers = []
-    for rank in told:
-        for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
-            prompt, answer = row[:length], row[length:]
-            expected = model.generate(
-                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
-            )[0, length:]
-            assert answer == expected.tolist()
-            scores = model(torch.tensor([row])).logits[0].log_softmax(-1)[length - 1 : -1]
-            oracle = scores.gather(1, expected[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
-            answers.append((prompt, logprobs))
-    return answers
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.tasks.calculator import make
-from tests.roles.test_sglang_rollout import sglang_job
+from tests.roles.sglang_jobs import sglang_job
 from tests.traces import needs_sglang
 from verl_mg.rollout.tools.chat_format import ToolCall
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.roles.test_sglang_rollout import inputs, sglang_job
+from tests.roles.sglang_jobs import inputs, sglang_job
 from tests.traces import needs_sglang
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt

@@ -1,8 +1,6 @@
 """Jobs that resume from checkpoints: bitwise under the same layout, to 1e-5 under another, and from damaged ones."""
 
-import io
 import json
-import logging
 import re
 import shutil
 import subprocess
@@ -14,51 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.fuzzing import rewrite_sums
 from tests.rank_pool import RankError
-from tests.tiny_jobs import RECIPES, files_of, metrics_of, run_here, write_sums
-from tests.tiny_models import CHARACTERS, tiny_model
-from verl_mg.config import load_config
-from verl_mg.job.recipe import load_recipe
-from verl_mg.models.tiny_model import make_tiny_model
-
-REWARD = "def digits(sample): return sum(c.isdigit() for c in sample.response) - 0.1 * len(sample.response)\n"
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    tiny_model(folder / "model", "qwen3")
-    tiny_model(folder / "mixture", "qwen3_moe")
-    # Tied, so that the output layer of a last stage is a copy of the first one's embedding.
-    make_tiny_model(folder / "wide", "qwen2", characters=CHARACTERS, kv_heads=4, layers=4, tie_embeddings=True)
-    write_sums(folder, right=3)
-    (folder / "reward.py").write_text(REWARD)
-    return folder
-
-
-def job(recipe: str, inputs: Path, output: Path, iterations: int, overrides: list[str]) -> str:
-    """What the rank told the log."""
-    loaded = load_recipe(RECIPES / f"{recipe}.py")
-    common = [
-        *files_of(inputs, output),
-        f"job.iterations={iterations}",
-        "job.save=false",
-        "rollout.max_new_tokens=5",
-        f"reward.function={inputs / 'reward.py'}:digits",
-    ]
-    if recipe != "sft":
-        common += ["algorithm.prompts_per_iteration=6", "algorithm.group_size=2", "algorithm.num_minibatches=2"]
-    for role in ("actor", "critic"):
-        common += [f"{role}.optimizer.lr=2e-3", f"{role}.tokens_per_micro_batch=64"]
-    config = load_config(None, common + overrides, loaded.config)
-    told = io.StringIO()
-    handler = logging.StreamHandler(told)
-    logging.getLogger("verl_mg").addHandler(handler)
-    try:
-        run_here(loaded, config)
-    finally:
-        logging.getLogger("verl_mg").removeHandler(handler)
-    return told.getvalue()
-
+from tests.run.resumed_jobs import job
+from tests.tiny_jobs import metrics_of
 
 # What only one of the runs has: two roles and an adaptive coefficient, a buffer of batches, aborted samples, adapters,
 # moments on the host and weights in bfloat16, experts, a pipeline with several chunks, a rollback.
@@ -167,10 +122,10 @@ def test_resume_with_a_damaged_checkpoint_uses_the_one_before_and_warns(ranks, i
     damage(tmp_path / "run" / "checkpoints" / "000003" / file)
     told, other = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
     assert metrics_of(tmp_path / "run") == metrics_of(short) and not other
-    assert file in told and "skipped" in told and "goes on after iteration 2" in told
+    assert file in told and "skipped" in told and "resumes after iteration 2" in told
     # Done again, it is whole again.
     told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
-    assert "goes on after iteration 3" in told
+    assert "resumes after iteration 3" in told
 
 
 def test_prune_does_not_count_damaged_checkpoints(ranks, inputs, short, tmp_path):
@@ -180,7 +135,7 @@ def test_prune_does_not_count_damaged_checkpoints(ranks, inputs, short, tmp_path
     flip_a_byte(checkpoints / "000009" / "rank-00001.safetensors")
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.keep=1"])
     told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.keep=1"])
-    assert "000009/rank-00001.safetensors: damaged" in told and "goes on after iteration 3" in told
+    assert "000009/rank-00001.safetensors: damaged" in told and "resumes after iteration 3" in told
 
 
 def test_resume_with_only_damaged_checkpoints_raises(ranks, inputs, short, tmp_path):
@@ -223,7 +178,7 @@ def test_checkpoint_on_a_full_disk_leaves_the_last_one_and_the_run_continues(ran
     assert len(metrics_of(tmp_path / "run")) == 3
     (small_disk / "fill").unlink()
     told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, SHORT)
-    assert "goes on after iteration 1" in told
+    assert "resumes after iteration 1" in told
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
 
 
@@ -304,7 +259,7 @@ def test_resume_of_an_impossible_state_with_right_sums_raises(ranks, inputs, sho
     rewrite_sums(folder)
     if "json: " in message.replace("\\", ""):  # found where the sums are, so the one before is taken
         told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
-        assert re.search(message, told) and "goes on after iteration 2" in told
+        assert re.search(message, told) and "resumes after iteration 2" in told
     else:
         with pytest.raises(RankError, match=message):
             ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)

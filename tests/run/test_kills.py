@@ -8,7 +8,7 @@ import pytest
 
 from tests.rank_pool import RankError, RankPool
 from tests.run.killed_ppo import WRITING
-from tests.run.test_checkpoints import inputs, job  # noqa: F401, a fixture
+from tests.run.resumed_jobs import job
 from tests.tiny_jobs import metrics_of
 
 RECIPE = str(Path(__file__).with_name("killed_ppo"))
@@ -29,7 +29,7 @@ SETTINGS = ["checkpoint.every=2", "algorithm.kl.coefficient=0.05", "algorithm.kl
 
 
 @pytest.fixture
-def run(inputs):  # noqa: F811
+def run(inputs):
     """A job on two ranks of its own, which may die."""
 
     def started(output: Path) -> None:

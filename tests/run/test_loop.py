@@ -6,37 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.tiny_jobs import DIGITS, RECIPES, files_of, metrics_of, run_here, write_sums
-from tests.tiny_models import tiny_model
-from verl_mg.config import load_config
+from tests.run.short_jobs import GRPO, job, write_inputs
+from tests.tiny_jobs import metrics_of
 from verl_mg.data import read_records
 from verl_mg.errors import UserError
-from verl_mg.job.recipe import load_recipe
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    tiny_model(folder / "model", "qwen3")
-    write_sums(folder)
-    (folder / "reward.py").write_text(DIGITS)
-    return folder
-
-
-def job(recipe: str, inputs: Path, output: Path, overrides: list[str]) -> None:
-    loaded = load_recipe(RECIPES / f"{recipe}.py")
-    common = [
-        *files_of(inputs, output),
-        "job.iterations=3",
-        "actor.optimizer.lr=1e-3",
-        "rollout.max_new_tokens=5",
-        f"reward.function={inputs / 'reward.py'}:digits",
-    ]
-    config = load_config(None, common + overrides, loaded.config)
-    run_here(loaded, config)
-
-
-GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorithm.kl.coefficient=0.01"]
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])

@@ -58,7 +58,7 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class _Prefetched:
-    """What the next `generate` must be called with."""
+    """Arguments that the next `generate` must be called with."""
 
     prompt_ids: list[int]
     num_samples: int

@@ -54,7 +54,7 @@ def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
         return
     changes = [text for text in _changes(before, now) if text]
     new = f", with other settings than before: {'; '.join(changes)}" if changes else ""
-    log.warning("%s: goes on after iteration %d%s", output, int(checkpoint.name), new)
+    log.warning("%s: resumes after iteration %d%s", output, int(checkpoint.name), new)
 
 
 def _earlier(path: Path) -> Any:
