@@ -48,7 +48,7 @@ def run_iteration(recipe_file: Path, inputs: Path) -> tuple[str, list[str], list
     recipe = load_recipe(recipe_file)
     options = [*files_of(inputs, recipe_file.parent), "actor.ranks=0", "reference.ranks=0"]
     config = load_config(None, options, recipe.config)
-    job = Job(config, requested_roles(recipe, config.algorithm), job_store(), recipe=recipe.name)
+    job = Job(config, requested_roles(recipe, config), job_store(), recipe=recipe.name)
     try:
         one_iteration(recipe, job, 1)
     except Exception as error:
