@@ -14,7 +14,7 @@ from tests.traces import needs_sglang
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
-from verl_mg.monitor.rollout_metrics import rollout_metrics
+from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4
@@ -36,7 +36,7 @@ def train_ahead(folder):
         job.actor.update = kept
         version = job.actor.num_updates
         metrics = one_iteration(recipe, job, iteration)
-        metrics |= rollout_metrics(job.rollout.train_batches, version) | job.rollout.metrics
+        metrics |= rollout_metrics(job.rollout.train_batches, version) | mismatch_metrics(trained) | job.rollout.metrics
         job.actor.update = update
         job.actor.save(folder / f"weights-{iteration}", folder / "model")
         greedy = job.rollout.generate_greedy(list(job.prompts)[:1]) if iteration == 2 else None
@@ -73,7 +73,7 @@ def test_prefetch_generates_with_weights_of_the_iteration_before(ranks, tmp_path
     results = ranks.run(3, train_ahead, folder)
     for number, told in enumerate(zip(*results, strict=True)):
         older = min(number, 1)
-        # After the last iteration nothing more is asked for.
+        # In the last iteration nothing is prefetched.
         assert all(rank["prefetching"] == (number < ITERATIONS - 1) for rank in told)
         assert {v for rank in told for v in rank["versions"]} == {number - older}
         ids = sorted(i for rank in told for i in rank["ids"])
