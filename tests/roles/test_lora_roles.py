@@ -17,6 +17,7 @@ from tests.roles.updates import classifier, heads, square_loss
 from tests.tiny_models import oracle, random_rows, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.config import Config, LoraConfig, OptimizerConfig, load_config
+from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout, Placement
@@ -27,6 +28,7 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import HFEngineGroup
 from verl_mg.roles.models import Actor, Critic
 from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.rollout_source import RolloutRecords
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout import Sampling
 from verl_mg.rollout.hf.engine import HFEngine
@@ -212,7 +214,9 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     actor = role_on(Actor, model, layout, LORA, dtype)
     engine = HFEngine(model, "cpu", dtype, load_weights=False)
     context = job_context()
-    rollout = Rollout(HFEngineGroup(engine, context), Sampling(max_new_tokens=4), seed=5, context=context)
+    # The weight sync needs no prompts.
+    feed, records = PromptFeed(PromptSet([Prompt(0, (2,), "", None, {})])), RolloutRecords()
+    rollout = Rollout(HFEngineGroup(engine, context), Sampling(max_new_tokens=4), 5, context, feed, records)
     own = actor.runner.parameters()
     before = {name: values.detach().clone() for name, values in own.items()}
     with mock.patch.object(weight_sync, "CHUNK_BYTES", portion):
