@@ -81,7 +81,7 @@ def test_accuracies_of_a_run_are_first_and_last(tmp_path: Path) -> None:
 
 def test_quickstart_without_recipes_raises_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECIPES", tmp_path / "recipes")
-    with pytest.raises(UserError, match=r"sft\.py: no such file; .* checkout"):
+    with pytest.raises(UserError, match=r"sft\.py: no such file\. .* checkout"):
         quickstart(str(tmp_path / "output"))
     assert not (tmp_path / "output").exists()
 

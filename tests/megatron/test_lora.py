@@ -260,10 +260,10 @@ def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], lis
         assert not all(map(torch.equal, kept, runner.adapters().values()))
         snapshot.restore()
         assert all(map(torch.equal, kept, runner.adapters().values()))
-        copied.leave()
+        copied.to_host()
         tensors = (*runner.parameters().values(), *runner.adapters().values())
         assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
-        copied.come_back()
+        copied.to_device()
     step(trainer, rows(model))
     optimizer = sum(
         value.nbytes

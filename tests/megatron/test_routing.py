@@ -106,7 +106,7 @@ def test_plain_torch_mixture_equals_transformers(model):
         assert torch.allclose(found, oracle(model)(tokens).logits, atol=1e-5)
 
 
-class Told:
+class ForcedChoices:
     """Put behind a router of DeepSeek in `transformers`: another choice of experts, with the weights they then have."""
 
     def __init__(self, given):
@@ -133,7 +133,7 @@ def test_train_deepseek_with_routed_experts_equals_plain_torch(ranks, tmp_path, 
     net = copy.deepcopy(oracle(model))
     for number, layer in enumerate(net.model.layers):
         if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(Told(given[:, number]))
+            layer.mlp.gate.register_forward_hook(ForcedChoices(given[:, number]))
     expected = train_in_plain_torch(net, batch, tmp_path / "expected")
     free = one_rank(ranks.run(1, train, model, "tp1", batch)[0])
     batch["routed_experts"] = given.to(torch.int16)
@@ -145,8 +145,11 @@ def test_train_deepseek_with_routed_experts_equals_plain_torch(ranks, tmp_path, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda given: given[:, :3], r"has \(3, 2\) entries a token, and the model takes \(4, 2\)"),
-        (lambda given: given.index_fill(1, torch.tensor([0]), 4), "names expert 4, and the model has 4, from 0"),
+        (lambda given: given[:, :3], r"has \(3, 2\) entries per token, and the model needs \(4, 2\)"),
+        (
+            lambda given: given.index_fill(1, torch.tensor([0]), 4),
+            "contains expert 4, and the model has 4, counted from 0",
+        ),
     ],
 )
 def test_check_routed_experts_of_another_model_raises(model, change, message):

@@ -84,12 +84,12 @@ def grouped(ranks_of_layout):
 
 def test_parallel_groups_of_a_placement_contain_its_ranks(ranks):
     outside, first, second = ranks.run(3, grouped, (1, 2))
-    assert outside == (False, "rank 0 has no place in layout tp2 on (1, 2)")
+    assert outside == (False, "rank 0 is not among the ranks (1, 2) of tp2")
     assert (first, second) == ((True, 0, [1, 2]), (True, 1, [1, 2]))
 
 
 def test_parallel_groups_with_unsorted_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"\(1, 0\) must rise"):
+    with pytest.raises(ValueError, match=r"in increasing order: \(1, 0\) is not"):
         ParallelGroups(Placement(Layout(tp=2), (1, 0)))
 
 
@@ -103,11 +103,11 @@ def refused(folder, overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.num_ranks=4"], "rollout.num_ranks=4: none of the job's 4 is left to train; start 5 or more"),
+        (["rollout.num_ranks=4"], "rollout.num_ranks=4: none of the job's 4 ranks is left to train. Start at least 5."),
         (
             ["rollout.num_ranks=2", "rollout.engine=hf"],
-            "rollout.num_ranks=2: the embedded engine stands on the ranks of the actor; leave it out, "
-            "or write rollout.engine=sglang",
+            "rollout.num_ranks=2: the engine hf works on the ranks of the actor. Leave it out, "
+            "or write rollout.engine=sglang.",
         ),
         (
             ["rollout.num_ranks=2", "actor.ranks=1-2"],
@@ -121,8 +121,8 @@ def refused(folder, overrides):
         ),
         (
             ["rollout.num_ranks=3", "rollout.layout=tp2"],
-            "rollout.layout=tp2: an engine stands on 2 ranks, the rollout has 3 of the job's 4; "
-            "write rollout.num_ranks as a multiple of 2",
+            "rollout.layout=tp2: an engine needs 2 ranks, but the rollout has 3 of the job's 4. "
+            "Write rollout.num_ranks as a multiple of 2.",
         ),
     ],
 )

@@ -319,7 +319,7 @@ def test_remote_engine_server_that_stays_away_raises(server, monkeypatch):
     with pytest.raises(EngineDiedError, match=rf"the server http://127\.0\.0\.1:{port} is lost: "):
         all_of(engine, 6)
     assert not engine.health()
-    monkeypatch.setattr("verl_mg.rollout.sglang.remote_engine.BACK_SECONDS", 0.0)
+    monkeypatch.setattr("verl_mg.rollout.sglang.remote_engine.RESTART_SECONDS", 0.0)
     with pytest.raises(UserError, match=rf"^http://127\.0\.0\.1:{port}: .* does not respond for 0 s .*Start it again"):
         engine.restart()
     engine.close()
@@ -355,9 +355,13 @@ def others(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("vocabulary", "with a vocabulary of 30, not of 32: start the server with --model-path of the same"),
-        ("positions", "takes 64 tokens, a prompt with its answer may have 128: start the server with --context-length"),
-        ("llama", "a qwen3, not a llama: start the server with --model-path"),
+        ("vocabulary", "with a vocabulary of 30 instead of 32. Start the server with --model-path of the same"),
+        (
+            "positions",
+            "the context length is 64, but a prompt with its response can have 128 tokens. "
+            "Start the server with --context-length 128",
+        ),
+        ("llama", "a qwen3 instead of a llama. Start the server with --model-path"),
     ],
 )
 def test_server_of_another_model_raises(server, ranks, others, model, words):
@@ -368,8 +372,11 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.urls=[http://127.0.0.1:1]"], r"^http://127\.0\.0\.1:1: no server answers .*correct rollout\.urls$"),
-        (["rollout.urls=[URL/path]"], r"^URL/path: not an SGLang server \(.*\); correct rollout\.urls$"),
+        (
+            ["rollout.urls=[http://127.0.0.1:1]"],
+            r"^http://127\.0\.0\.1:1: no server responds .*correct rollout\.urls\.$",
+        ),
+        (["rollout.urls=[URL/path]"], r"^URL/path: not an SGLang server \(.*\)\. Correct rollout\.urls\.$"),
         (["rollout.urls=[URL, http://b]"], r"^rollout\.urls: 2 servers for 1 ranks"),
         (["rollout.urls=[URL, URL]"], r"^rollout\.urls: a server is named twice"),
         (
@@ -381,7 +388,10 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
             r"^rollout\.shared_folder=/dev/null/x: cannot be made \(Not a directory\)\. Name a folder",
         ),
         (["rollout.urls=[URL]", "rollout.engine=hf"], r"rollout\.engine is hf. Write sglang"),
-        (["rollout.urls=[URL]", "rollout.replay_routing=true"], r"replay_routing needs a model with experts"),
+        (
+            ["rollout.urls=[URL]", "rollout.replay_routing=true"],
+            r"^rollout\.replay_routing: .*has no experts\. Set it to false\.",
+        ),
     ],
 )
 def test_server_configuration_mistake_raises_before_building(server, ranks, overrides, words):

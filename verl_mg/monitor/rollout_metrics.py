@@ -63,13 +63,12 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
 def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     """Computes the difference of `old_logprobs` and `rollout_logprobs` over all ranks, see `mismatch.summarize`.
 
-    Batches without `old_logprobs` are skipped; all ranks give batches with the same columns.
+    All ranks call it, also those without batches; batches without `old_logprobs` are skipped.
     """
-    batches = [batch for batch in batches if "old_logprobs" in batch]
-    if not batches:
-        return {}
     parts = [
-        mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"]) for batch in batches
+        mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
+        for batch in batches
+        if "old_logprobs" in batch
     ]
     whole = mismatch.merge(all_gather_json(mismatch.merge(parts)))
     return {f"mismatch/{name}": value for name, value in mismatch.summarize(whole).items()}

@@ -187,7 +187,7 @@ def write_and_load(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("def tol(): pass", "has no function 'tool'; write one of: tol"),
+        ("def tol(): pass", "has no function 'tool'. Write one of: tol"),
         ("import missing_module", "cannot be imported"),
         ("def tool(a: int): pass", "tool 'tool': no docstring"),
         ("def tool(a):\n 'Doc.'", "parameter a has no annotation. Write a: str"),
