@@ -43,10 +43,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_iteration(recipe_file: Path, inputs: Path) -> tuple[str, list[str], list[str]]:
+def run_iteration(
+    recipe_file: Path, inputs: Path, overrides: tuple[str, ...] = ("reference.ranks=0",)
+) -> tuple[str, list[str], list[str]]:
     """The error of one iteration: its text, the lines of the recipe in its traceback, its notes."""
     recipe = load_recipe(recipe_file)
-    options = [*files_of(inputs, recipe_file.parent), "actor.ranks=0", "reference.ranks=0"]
+    options = [*files_of(inputs, recipe_file.parent), "actor.ranks=0", *overrides]
     config = load_config(None, options, recipe.config)
     job = Job(config, requested_roles(recipe, config), job_store(), recipe=recipe.name)
     try:
@@ -58,9 +60,9 @@ def run_iteration(recipe_file: Path, inputs: Path) -> tuple[str, list[str], list
     return "", [], []
 
 
-def written(tmp_path: Path, *lines: str) -> Path:
+def written(tmp_path: Path, *lines: str, head: str = HEAD) -> Path:
     recipe = tmp_path / "broken.py"
-    recipe.write_text(HEAD + "".join(f"    {line}\n" for line in lines))
+    recipe.write_text(head + "".join(f"    {line}\n" for line in lines))
     return recipe
 
 
@@ -85,6 +87,44 @@ def test_exception_in_a_concurrent_block_points_at_the_request_of_the_recipe(ran
     assert error.startswith("ZeroDivisionError")
     assert lines == ["with job.concurrent_roles():", update, "return inputs.logprobs / (1 // 0), {}"]
     assert notes[0].startswith(f"actor.update was requested at {recipe}:")
+
+
+GENERATING = """
+from dataclasses import replace
+from verl_mg.config import RecipeConfig
+
+class Config(RecipeConfig):
+    ...
+
+def roles(cfg):
+    return {"actor", "rollout", "reward"}
+
+def score(sample):
+    return {}[sample.answer]
+
+def iteration(job, cfg):
+    job.rollout.update_weights(job.actor)
+    prompts = job.prompts.next_batch(2)
+"""
+
+
+def generating(tmp_path: Path, *lines: str) -> tuple[Path, tuple[str, ...]]:
+    recipe = written(tmp_path, *lines, head=GENERATING)
+    return recipe, ("rollout.engine=hf", "rollout.max_new_tokens=2", f"reward.function={recipe}:score")
+
+
+def test_exception_in_the_engine_points_at_the_generate_of_the_recipe(ranks, inputs, tmp_path):
+    generate = "batch = job.rollout.generate([replace(prompt, tokens=(99999,)) for prompt in prompts])"
+    recipe, overrides = generating(tmp_path, generate, "job.reward.wait(batch)", "return {}")
+    ((error, lines, _),) = ranks.run(1, run_iteration, recipe, inputs, overrides)
+    assert error.startswith("UserError: request 0: a token id is outside the vocabulary") and lines == [generate]
+
+
+def test_exception_in_a_reward_function_points_at_the_wait_of_the_recipe(ranks, inputs, tmp_path):
+    wait = 'batch["reward"] = job.reward.wait(batch)  # expected'
+    recipe, overrides = generating(tmp_path, "batch = job.rollout.generate(prompts)", wait, "return {}")
+    ((error, lines, _),) = ranks.run(1, run_iteration, recipe, inputs, overrides)
+    assert error.startswith("UserError: ") and "raised KeyError" in error and lines == [wait]
 
 
 def test_export_inside_a_concurrent_block_is_refused(ranks, inputs, tmp_path):

@@ -79,7 +79,7 @@ class LoadedReward:
         """Scores one sample in this thread, which must not run an event loop.
 
         Raises:
-            UserError: the reward raises, or returns anytarget but finite numbers.
+            UserError: the reward raises, or returns anything but finite numbers.
         """
         return asyncio.run(self.score([sample]))[0]
 
@@ -91,7 +91,7 @@ class LoadedReward:
             threads: executor for rewards that block; None to block this thread.
 
         Raises:
-            UserError: the reward raises, or returns anytarget but finite numbers.
+            UserError: the reward raises, or returns anything but finite numbers.
         """
         call = functools.partial(self._function, list(samples) if self.batched else samples[0])
         try:
