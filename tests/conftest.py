@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,13 +15,20 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import warm_start
 from tests.rank_pool import RankPool
+from verl_mg.rollout.sglang import engine_process
+from verl_mg.rollout.sglang.tracing import tracer
 from verl_mg.sandbox import run_python
 
 torch.set_num_threads(1)
 # A machine under load is slow, not wrong; the same examples every time make a failure reproducible.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+# Engines and traces are started without the imports of SGLang, in this process and in the ranks forked from it.
+for _module in (engine_process, tracer):
+    _module.sys = SimpleNamespace(executable=warm_start.sglang().python)  # type: ignore[attr-defined]
 
 _POOL = pytest.StashKey[RankPool]()
 

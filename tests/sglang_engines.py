@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import torch
 
+from tests import warm_start
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.sglang import SGLangEngine
 from verl_mg.rollout.sglang.ipc_payload import payload, staging
 from verl_mg.sharding.weight_table import weight_table
+
+
+def process_of(engine: SGLangEngine) -> psutil.Process:
+    """The process of an engine, of which SGLang's processes are children."""
+    return psutil.Process(warm_start.sglang().program_of(engine.pid) or engine.pid)
 
 
 def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:

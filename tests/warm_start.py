@@ -1,13 +1,14 @@
-"""Python programs in processes that need not import torch, megatron-core and verl_mg first.
+"""Python programs in processes that need not import torch, megatron-core, SGLang and verl_mg first.
 
     warm = warm_start.shared()
     subprocess.run([warm.python, "-m", "verl_mg", "train", ...], env=os.environ | warm.environment)
 
 `warm.python` takes `-m MODULE`, `-c CODE` or a script, each with arguments. A server has imported everything once and
-forks the program: it is a process with its own pid, environment, working directory, standard streams, limits, network
+forks the program: it is a process with its own pid, environment, working directory, open files, limits, network
 namespace and exit code, and it gets the signals that are sent to the process that was started. torchrun starts its
-ranks this way too, since the environment names `warm.python` as PYTHON_EXEC. A start takes a tenth
-of a second instead of the ten seconds of the imports. `program_of(pid)` is the pid of the program itself.
+ranks this way too, since the environment names `warm.python` as PYTHON_EXEC. The processes that SGLang starts are
+forks of the program. A start takes a tenth of a second instead of the ten seconds of the imports. `program_of(pid)` is
+the pid of the program itself.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ import array
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import resource
 import runpy
 import selectors
+import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-IMPORTED = (
+IMPORTED_BY_JOBS = (
     "verl_mg.cli",
     "torch.distributed.run",
     "verl_mg.run.main",
@@ -46,71 +49,79 @@ IMPORTED = (
     "torch.utils.tensorboard",
     "transformers.models.qwen2.tokenization_qwen2",
 )
-START_TIMEOUT_S = 300
+IMPORTED_BY_SGLANG = (
+    "verl_mg.rollout.sglang.scheduler",
+    "verl_mg.rollout.sglang.engine_process",
+    "verl_mg.rollout.sglang.tracing.trace_rank",
+    "sglang.srt.models.llama",
+    "sglang.srt.models.qwen2",
+    "sglang.srt.models.qwen3",
+    "sglang.srt.models.qwen3_moe",
+    "sglang.srt.entrypoints.http_server",
+)
+MAX_FILES = 64
+SGLANG_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+OWNER = "WARM_START_OWNER"
+"""Variable with the pid of the first process of the test session; the servers end with it."""
+_ROOT = Path(__file__).parents[1]
 
 
 class WarmStart:
-    """A server for the programs of a test session; it starts at the first use of `python`."""
+    """A server for the programs of a test session; it starts with the first program, of whichever process."""
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
-        self._server: subprocess.Popen[bytes] | None = None
+    def __init__(self, name: str, imported: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Writes the executable.
 
-    @property
-    def python(self) -> str:
+        Args:
+            name: name of the server.
+            imported: names of the modules that the programs need not import.
+            environment: variables that the modules read when they are imported.
+        """
+        owner = os.environ.setdefault(OWNER, str(os.getpid()))
+        self._folder = Path(tempfile.gettempdir()) / f"warm-{name}-{owner}"
+        self.python = str(self._folder / "python")
         """Path of an executable that runs Python programs in forks of the server."""
-        path = self._folder / "python"
-        if self._server is None:
+        with contextlib.suppress(FileExistsError):  # by another process of the session
+            self._folder.mkdir()
+            command = [sys.executable, "-m", __name__, str(self._folder), owner, *imported]
+            environment = {"PYTHONPATH": str(_ROOT), **(environment or {})}
+            (self._folder / "server.json").write_text(json.dumps({"command": command, "environment": environment}))
             client = Path(__file__).with_name("warm_client.py")
-            path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{client}" "$@"\n')
-            path.chmod(0o755)
-            # Its standard input ends with this process, and with that the server.
-            command = [sys.executable, "-m", __name__, str(self._folder)]
-            server = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE)
-            self._wait(server)
-            self._server = server
-        return str(path)
+            script = self._folder / "script"
+            script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{client}" "{self._folder}" "$@"\n')
+            script.chmod(0o755)
+            script.rename(self.python)
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables for the started process."""
-        return {"WARM_START_SOCKET": str(self._folder / "socket"), "PYTHON_EXEC": self.python}
+        return {"PYTHON_EXEC": self.python}
 
     def program_of(self, pid: int) -> int | None:
         """Pid of the program behind a started process; None if it is no such process."""
         file = self._folder / str(pid)
         return int(file.read_text()) if file.exists() else None
 
-    def stop(self) -> None:
-        """Ends the server, and with it all programs."""
-        if self._server:
-            self._server.communicate()
-            self._server = None
-
-    def _wait(self, server: subprocess.Popen[bytes]) -> None:
-        until = time.monotonic() + START_TIMEOUT_S
-        while not (self._folder / "ready").exists():
-            assert server.poll() is None, "the server of warm_start ended"
-            assert time.monotonic() < until, "the server of warm_start does not start"
-            time.sleep(0.05)
-
-
-_ROOT = Path(__file__).parents[1]
-
 
 @cache
 def shared() -> WarmStart:
-    """The server of this test session."""
-    warm = WarmStart()
-    atexit.register(warm.stop)
-    return warm
+    """The server of this test session for jobs."""
+    return WarmStart("jobs", IMPORTED_BY_JOBS)
+
+
+@cache
+def sglang() -> WarmStart:
+    """The server of this test session for engines, servers and traces of SGLang."""
+    return WarmStart("sglang", IMPORTED_BY_SGLANG, SGLANG_ENVIRONMENT)
 
 
 class _Server:
     """Forks a process for each request and reports how it ended."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, owner: int) -> None:
+        self._folder, self._owner = folder, os.pidfd_open(owner)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "socket"))
         self._listener.listen(64)
@@ -120,15 +131,17 @@ class _Server:
     def serve(self) -> dict[str, Any]:
         """Serves requests for ever; returns the request in each forked process."""
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(sys.stdin, selectors.EVENT_READ, "parent")
-        (self._folder / "ready").touch()
+        self._selector.register(self._owner, selectors.EVENT_READ, "owner")
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
                     request = self._fork(self._listener.accept()[0])
                     if request is not None:
                         return request
-                elif key.data == "parent":
+                elif key.data == "owner":
+                    for pid, _, _ in self._programs.values():
+                        os.kill(pid, signal.SIGKILL)
+                    shutil.rmtree(self._folder)
                     sys.exit()
                 elif key.data == "client":
                     self._client_ended(key.fileobj)  # type: ignore[arg-type]
@@ -139,23 +152,21 @@ class _Server:
         received = _receive(connection)
         if received is None:
             return None
-        request, streams = received
+        request, files = received
         pid = os.fork()
         if pid == 0:
             self._close()
             connection.close()
-            for number, stream in enumerate(streams):
-                os.dup2(stream, number)
-                os.close(stream)
+            _place(files, request["files"])
             return request
-        for stream in streams:
-            os.close(stream)
-        file = self._folder / str(request["client"])
-        file.write_text(str(pid))
+        for file in files:
+            os.close(file)
+        pid_file = self._folder / str(request["client"])
+        pid_file.write_text(str(pid))
         with contextlib.suppress(OSError):
             connection.sendall(f"{pid}\n".encode())
         descriptor = os.pidfd_open(pid)
-        self._programs[connection] = pid, descriptor, file
+        self._programs[connection] = pid, descriptor, pid_file
         self._selector.register(connection, selectors.EVENT_READ, "client")
         self._selector.register(descriptor, selectors.EVENT_READ, connection)
         return None
@@ -180,23 +191,34 @@ class _Server:
         for connection, (_, descriptor, _) in self._programs.items():
             connection.close()
             os.close(descriptor)
+        os.close(self._owner)
         self._selector.close()
         self._listener.close()
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    head, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(3 * 4))
+    head, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(MAX_FILES * 4))
     if len(head) < 8:
         connection.close()
         return None
-    streams = array.array("i")
+    files = array.array("i")
     for _, _, data in ancillary:
-        streams.frombytes(data)
+        files.frombytes(data)
     left, parts = int.from_bytes(head, "little"), []
     while left:
         parts.append(connection.recv(left))
         left -= len(parts[-1])
-    return json.loads(b"".join(parts)), list(streams)
+    return json.loads(b"".join(parts)), list(files)
+
+
+def _place(files: list[int], numbers: list[int]) -> None:
+    """Gives the received files the numbers that they have in the process that was started."""
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
 
 
 def _run(request: dict[str, Any]) -> None:
@@ -208,6 +230,8 @@ def _run(request: dict[str, Any]) -> None:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     resource.setrlimit(resource.RLIMIT_AS, tuple(request["address_space"]))
+    # SGLang chooses "spawn"; with "fork" its processes import nothing either.
+    multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
     first, *rest = request["arguments"]
     if first == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
@@ -245,14 +269,18 @@ def _enter_network(client: int) -> None:
         os.close(descriptor)
 
 
-def _main(folder: Path) -> None:
-    for module in IMPORTED:
+def _main(folder: Path, owner: int, imported: Sequence[str]) -> None:
+    for module in imported:
         importlib.import_module(module)
+    with contextlib.suppress(ImportError):  # it comes with SGLang
+        import setproctitle
+
+        setproctitle.getproctitle()  # finds its place in memory only before the environment is replaced
     # torchrun asks inspect.stack() for names of its own functions, which goes through all modules each time: seconds.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     gc.collect()
     gc.freeze()  # what is imported need not be looked through, and copied, in each process
-    request = _Server(folder).serve()
+    request = _Server(folder, owner).serve()
     try:
         _run(request)
     except SystemExit as error:
@@ -268,4 +296,4 @@ def _main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

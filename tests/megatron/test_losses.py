@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.megatron.training import Parts, assembled, gradients_here
+from tests.rank_pool import job_context
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.algorithms import losses
 from verl_mg.algorithms.losses import Metrics
@@ -116,6 +117,7 @@ def gradients_of_all(model: Path, layout: str, budget: int, turned: bool) -> dic
         role = kind(
             model,
             groups,
+            job_context(),
             dtype=torch.float32,
             temperature=1.0,
             tokens_per_micro_batch=budget,

@@ -6,7 +6,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from tests import warm_start
 from tests.roles.sglang_jobs import NEW_TOKENS, inputs, sglang_job
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
@@ -64,7 +64,7 @@ def command_line(model: Path, port: int) -> list[str]:
     for name, value in (engine_arguments(model, settings) | {"host": "127.0.0.1", "port": port}).items():
         if value is not False:
             options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return [sys.executable, "-m", "sglang.launch_server", *options]
+    return [warm_start.sglang().python, "-m", "sglang.launch_server", *options]
 
 
 def answers(url: str) -> bool:

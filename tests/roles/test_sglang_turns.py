@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from recipes.tasks.calculator import make
 from tests.roles.sglang_jobs import sglang_job
+from tests.sglang_engines import process_of
 from tests.traces import needs_sglang
 from verl_mg.rollout.tools.chat_format import ToolCall
 
@@ -58,7 +58,7 @@ def iteration(folder: Path) -> dict[str, object]:
         return -tokens["advantages"] * tokens.logprobs, {}
 
     job.actor.update(batch, loss, "token-mean")
-    process = psutil.Process(engine.pid) if conversations is not None else None
+    process = process_of(engine) if conversations is not None else None
     rollout.close()
     return {
         "closed": process is None or not process.is_running(),

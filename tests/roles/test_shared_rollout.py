@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.roles.sglang_jobs import inputs, sglang_job
+from tests.sglang_engines import process_of
 from tests.traces import needs_sglang
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
@@ -107,8 +107,8 @@ def killed(job: Job) -> dict[str, object]:
         while len(engine._running) < 4:
             time.sleep(0.01)
         time.sleep(0.2)
-        children = psutil.Process(engine.pid).children(recursive=True)
-        victim = next(child for child in children if "scheduler" in " ".join(child.cmdline()))
+        children = process_of(engine).children(recursive=True)
+        victim = next(child for child in children if "sglang::scheduler" in " ".join(child.cmdline()))
         killing.append(len(engine._running))
         victim.kill()
 
@@ -121,7 +121,7 @@ def killed(job: Job) -> dict[str, object]:
     deaths = job.rollout.metrics["rollout/engine_deaths"]
     greedy = job.rollout.generate_greedy(list(job.prompts)[:6])
     if dist.get_rank() == 0:  # and now an engine that nobody asks for anything
-        psutil.Process(engine.pid).kill()
+        process_of(engine).kill()
     job.rollout.update_weights(job.actor)
     again = job.rollout.generate_greedy(list(job.prompts)[:6])
     return {

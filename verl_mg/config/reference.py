@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from verl_mg.config.keys import subsection
-from verl_mg.config.section import RecipeConfig
+from verl_mg.config.section import ConfigSection, RecipeConfig
 from verl_mg.config.tree import Config, tree_for
 
 REQUIRED = "required"
@@ -133,12 +135,31 @@ def _walk(kind: type[BaseModel], name: str = "", default: Any = None) -> Iterato
 
 
 def _keys(kind: type[BaseModel], default: Any) -> Iterator[Key]:
+    descriptions = _attribute_docstrings(kind)
     for name, field in kind.model_fields.items():
         inner = subsection(field.annotation)
         if inner and inner[1] is field.annotation:
             continue  # a section of its own
-        description = " ".join((field.description or "").split())
+        description = " ".join(descriptions.get(name, "").split())
         yield Key(name, _type_of(field), _default_of(field, name, default), description)
+
+
+def _attribute_docstrings(kind: type[BaseModel]) -> dict[str, str]:
+    """Returns the string literals below the fields of a class and its bases, read from their source.
+
+    pydantic's `use_attribute_docstrings` finds none in a file that is imported under two names, as a recipe can be.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not issubclass(base, ConfigSection) or base is ConfigSection:
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in itertools.pairwise(definition.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = text
+    return found
 
 
 def _first_paragraph(kind: type[BaseModel]) -> str:

@@ -16,7 +16,7 @@ class ConfigSection(BaseModel):
     The string literal below a field is its description in `--help-config` and docs/configuration.md.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RecipeConfig(ConfigSection):

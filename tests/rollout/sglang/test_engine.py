@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.sglang_engines import bring_weights
+from tests.sglang_engines import bring_weights, process_of
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims
@@ -59,8 +59,8 @@ def all_of(engine: SGLangEngine, count: int, seconds: float = 60.0, look: float 
 
 
 def schedulers(engine: SGLangEngine) -> list[psutil.Process]:
-    children = psutil.Process(engine.pid).children(recursive=True)
-    return [child for child in children if "scheduler" in " ".join(child.cmdline())]
+    children = process_of(engine).children(recursive=True)
+    return [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
 
 
 def test_engine_samples_match_transformers_logprobs_and_routing(engine, model):
@@ -178,7 +178,7 @@ def test_engine_killed_while_generating_restarts_and_finishes(engine, model):
 
 def test_engine_of_a_dead_rank_leaves_no_process(engine):
     """What the kernel does to the socket of a rank that is killed."""
-    processes = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
+    processes = [psutil.Process(engine.pid), process_of(engine), *process_of(engine).children(recursive=True)]
     engine._host._socket.shutdown(socket.SHUT_RDWR)
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []
