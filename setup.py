@@ -33,7 +33,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.8"],
         "mpi": ["mpi4py>=4"],
         "trackers": ["wandb>=0.19", "mlflow-skinny>=3.7", "swanlab>=0.9"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis>=6", "ruff", "mypy"],
+        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["verl-mg = verl_mg.cli:main"]},
 )

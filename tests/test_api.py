@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm_start
 from tests.tiny_jobs import logged, write_sums
 from tests.tiny_models import tiny_model
 
@@ -43,8 +43,8 @@ def script(tmp_path):
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, *map(str, command)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [warm_start.shared().python, *map(str, command)]
+    environment = {**os.environ, **warm_start.shared().environment, "PYTHONPATH": str(ROOT)}
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 import yaml
 
 from recipes.tasks import repeat_digit
+from tests import warm_start
 from tests.tiny_jobs import run_here
 from tools.draw_docs import DRAWN, PICTURES
 from verl_mg.cli import _parser
@@ -246,7 +246,8 @@ def test_first_run_script_from_python_trains(tmp_path):
     repeat_digit.make(tmp_path / "runs" / "repeat_digit")
     text = shown("docs/first_run.md", "my_job.py").replace("iterations=60", "iterations=2")
     (tmp_path / "my_job.py").write_text(text.replace("recipes/grpo.py", str(ROOT / "recipes" / "grpo.py")))
-    subprocess.run([sys.executable, "my_job.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([warm_start.shared().python, "my_job.py"], cwd=tmp_path, env=environment, check=True)
     assert len((tmp_path / "runs" / "mine_from_python" / "metrics.jsonl").read_text().splitlines()) == 2
 
 

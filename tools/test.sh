@@ -2,6 +2,7 @@
 # Linter, type checker and tests, all three whatever fails; the arguments go to pytest: tools/test.sh -k resume
 #   --quick: a first answer in two minutes: the linter, and the tests that start no ranks, engines and processes
 #   --all: the nightly tests too
+# Two test processes run side by side, each file in one of them; -n 4 for more, -n 0 for one (for --pdb).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 cd "$repository"
@@ -11,7 +12,7 @@ if [[ ${1:-} == --quick || ${1:-} == --all ]]; then
     mode=${1#--}
     shift
 fi
-arguments=(--durations=20 "$@")
+arguments=(-n 2 --dist loadfile --durations=20 "$@")
 case $mode in
     quick) arguments+=(--quick) ;;
     all) arguments+=(-m "nightly or not nightly") ;;

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm_start
 from verl_mg.errors import UserError
 from verl_mg.monitor.status import Status, StatusFile, format_status, read_status, show_status
 from verl_mg.phase_timer import PhaseTimer
@@ -140,7 +141,11 @@ def test_format_status_silent_run() -> None:
 
 def command(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "verl_mg", "status", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [warm_start.shared().python, "-m", "verl_mg", "status", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
 
 

@@ -4,12 +4,12 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests import warm_start
 from verl_mg.errors import UserError
 from verl_mg.monitor.trackers.services import check_services
 
@@ -54,7 +54,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
         print("left:", [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()])
     """
     output = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
+        [warm_start.shared().python, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
         timeout=120,

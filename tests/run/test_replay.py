@@ -3,12 +3,12 @@
 import inspect
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests import warm_start
 from tests.rank_pool import job_store
 from tests.run.recorded_runs import job, lines_of, make_inputs, refusal, samples_of
 from tests.tiny_jobs import RECIPES
@@ -180,7 +180,7 @@ def test_rollout_only_uses_the_weights_of_a_checkpoint(ranks, inputs, tmp_path):
 
 
 def command_line(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "verl_mg", "train", "recipes/grpo.py", *options]
+    command = [warm_start.shared().python, "-m", "verl_mg", "train", "recipes/grpo.py", *options]
     return subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True)
 
 

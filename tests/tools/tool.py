@@ -2,8 +2,9 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests import warm_start
 
 ROOT = Path(__file__).parents[2]
 
@@ -11,12 +12,12 @@ ROOT = Path(__file__).parents[2]
 def tool(name: str, *options: str) -> str:
     """Runs `python -m tools.NAME` with options and returns its standard output."""
     done = subprocess.run(
-        [sys.executable, "-m", f"tools.{name}", *options],
+        [warm_start.shared().python, "-m", f"tools.{name}", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | warm_start.shared().environment | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,8 +1,8 @@
 """The calculator task: its data, its reward, and a tiny model that learns to call the tool."""
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from recipes.tasks.calculator import CALL, make, score
+from tests import warm_start
 from tests.traces import needs_sglang
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
@@ -94,7 +95,7 @@ def test_calculator_configurations_are_complete(stage: str) -> None:
 def train(stage: str, folder: Path, model: str, data: str, *overrides: str) -> None:
     subprocess.run(
         [
-            *(sys.executable, "-m", "verl_mg.launch", "--nproc-per-node", "2", "-m", "verl_mg"),
+            *(warm_start.shared().python, "-m", "verl_mg.launch", "--nproc-per-node", "2", "-m", "verl_mg"),
             *("train", str(RECIPES / f"{stage}.py"), "--config", str(RECIPES / "configs" / f"calculator_{stage}.yaml")),
             f"model.path={folder / model}",
             f"data.train={folder / 'data' / data}",
@@ -103,6 +104,7 @@ def train(stage: str, folder: Path, model: str, data: str, *overrides: str) -> N
         ],
         check=True,
         cwd=ROOT,
+        env=os.environ | warm_start.shared().environment,
     )
 
 
