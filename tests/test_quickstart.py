@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm_start
 from verl_mg import quickstart as module
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
@@ -86,14 +87,24 @@ def test_quickstart_without_recipes_raises_and_writes_nothing(tmp_path: Path, mo
     assert not (tmp_path / "output").exists()
 
 
-def test_quickstart_with_failing_job_exits_with_its_code(tmp_path: Path) -> None:
+def test_quickstart_with_failing_job_exits_with_its_code(tmp_path: Path, warm_jobs: None) -> None:
     with pytest.raises(SystemExit) as ended:
         quickstart(str(tmp_path), sft_overrides=["job.iterations=none"])
     assert ended.value.code == 2
     assert not (tmp_path / "grpo").exists()
 
 
-def test_quickstart_with_short_jobs_writes_all_outputs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts the jobs without their imports."""
+    warm = warm_start.shared()
+    monkeypatch.setattr(module.sys, "executable", warm.python)
+    monkeypatch.setenv("PYTHON_EXEC", warm.python)
+
+
+def test_quickstart_with_short_jobs_writes_all_outputs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], warm_jobs: None
+) -> None:
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "metrics.jsonl").write_text("of an earlier quickstart\n")
     (tmp_path / "notes.txt").write_text("of the user\n")

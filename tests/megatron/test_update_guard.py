@@ -85,8 +85,16 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("guard") / "model", "qwen3")
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
-@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp1", 2), ("tp2-pp2", 4)])
+@pytest.mark.parametrize(
+    ("layout", "count", "poison"),
+    [
+        ("tp1", 2, "loss"),
+        ("tp2-pp2", 4, "gradient"),
+        *(pytest.param("tp1", 1, poison, marks=pytest.mark.nightly) for poison in ("loss", "gradient")),
+        pytest.param("tp1", 2, "gradient", marks=pytest.mark.nightly),
+        pytest.param("tp2-pp2", 4, "loss", marks=pytest.mark.nightly),
+    ],
+)
 def test_update_non_finite_is_skipped_and_many_end_the_run(ranks, model, layout, count, poison):
     for told, kept, moved, message in ranks.run(count, poisoned, model, layout, poison):
         assert [metrics["actor/skipped"] for metrics in told] == [0, 1, 1, 0, 1, 1]
@@ -113,7 +121,7 @@ def drifting(model, layout, action):
     return seen, equal
 
 
-@pytest.mark.parametrize(("layout", "count"), [("tp1", 2), ("tp2-pp2", 4)])
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 2), pytest.param("tp2-pp2", 4, marks=pytest.mark.nightly)])
 def test_update_above_max_kl_is_skipped(ranks, model, layout, count):
     for seen, equal in ranks.run(count, drifting, model, layout, "skip"):
         assert [metrics["actor/skipped"] for metrics in seen] == [0, 0, 1, 0]
@@ -121,7 +129,7 @@ def test_update_above_max_kl_is_skipped(ranks, model, layout, count):
         assert "actor/rolled_back" not in seen[0]
 
 
-@pytest.mark.parametrize(("layout", "count"), [("tp1", 2), ("tp2-pp2", 4)])
+@pytest.mark.parametrize(("layout", "count"), [pytest.param("tp1", 2, marks=pytest.mark.nightly), ("tp2-pp2", 4)])
 def test_update_above_max_kl_rolls_back_weights_and_learning_rate(ranks, model, layout, count):
     for seen, equal in ranks.run(count, drifting, model, layout, "rollback"):
         assert [metrics["actor/rolled_back"] for metrics in seen] == [0, 0, 1, 0]

@@ -39,7 +39,9 @@ GOALS: dict[str, tuple[Goal, ...]] = {
 SEEDS = (0, 1)
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in ("dapo", "rloo") else []) for name in SHORT]
+)
 def test_recipe_in_first_iterations_improves_its_objective(ranks, tasks, tmp_path, name):
     iterations, goals = SHORT[name]
     overrides = [f"job.iterations={iterations}", "job.save=false"]

@@ -42,7 +42,7 @@ def moves(draw: st.DrawFn) -> tuple[ShardMap, ShardMap, int, dict[str, torch.Ten
 
 
 @given(moves())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_plan_writes_each_target_element_once_with_its_value(case):
     source, target, node, tensors = case
     moved = plan(source, target, node)
@@ -78,7 +78,7 @@ def test_plan_writes_each_target_element_once_with_its_value(case):
 
 
 @given(moves(), st.sampled_from([2, 4]))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_plan_bytes_received_and_traffic_equal_the_lower_bound(case, itemsize):
     source, target, node, tensors = case
     moved = plan(source, target, node)

@@ -17,7 +17,7 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])
+@pytest.mark.parametrize("layout,count", [pytest.param("tp1", 2, marks=pytest.mark.nightly), ("tp2-pp2", 4)])
 def test_train_twice_with_seed_and_layout_is_bitwise_identical(ranks, inputs, tmp_path, layout, count):
     overrides = [*GRPO, f"actor.layout={layout}", f"reference.layout={layout}", "actor.tokens_per_micro_batch=64"]
     for name in ("first", "second"):
