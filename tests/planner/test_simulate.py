@@ -44,7 +44,7 @@ def test_continuous_batching_one_engine_equals_hand_count():
     first = [step(2, 6), step(2, 8)]
     second = [step(2, 5 + 3)]  # both of the others end with it
     assert engine.clock == pytest.approx(2 * 0.5 + sum(first) + 0.5 + sum(second))
-    assert (engine.written, engine.steps, engine.cached, engine.reserved, engine.running) == (6, 3, 0, 0, [])
+    assert (engine.num_generated, engine.steps, engine.cached, engine.reserved, engine.running) == (6, 3, 0, 0, [])
 
 
 def token_by_token(lengths: list[Length], capacity: int) -> float:
@@ -68,7 +68,7 @@ def test_advance_equals_single_steps(lengths, capacity):
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 6))
 def test_continuous_batching_writes_every_token_once(lengths, engines, capacity):
     done = engines_after(lengths, engines, capacity)
-    assert sum(engine.written for engine in done) == sum(length.response for length in lengths)
+    assert sum(engine.num_generated for engine in done) == sum(length.response for length in lengths)
     assert all(engine.cached == engine.reserved == 0 and not engine.running for engine in done)
 
 

@@ -36,7 +36,7 @@ class CpuOffload:
             self._weights.copy(weight_storages(self._network), once=not trained)
         if trained:
             self._state.copy(optimizer_storages(self._network, self._optimizer))
-            self._gradients.forget(storages(gradient_buffers(self._network)))
+            self._gradients.discard(storages(gradient_buffers(self._network)))
         torch.cuda.synchronize()
         for part in (self._weights, self._state, self._gradients):
             part.free()
@@ -56,21 +56,25 @@ class _Part:
         self._leaving: list[tuple[UntypedStorage, int]] = []
         self._host_buffers: list[Tensor | None] = []
 
-    def copy(self, here: Sequence[UntypedStorage], once: bool = False) -> None:
+    def copy(self, device_storages: Sequence[UntypedStorage], once: bool = False) -> None:
         """Starts the copy to the host; `once`: an earlier copy is still valid."""
-        if not here:
+        if not device_storages:
             return
         if not (once and self._host_buffers):
             # An optimizer allocates its moments in its first step.
-            buffers = self._host_buffers if len(self._host_buffers) == len(here) else [None] * len(here)
-            self._host_buffers = [to_host(storage, buffer) for storage, buffer in zip(here, buffers, strict=True)]
-        self._leaving = [(storage, storage.nbytes()) for storage in here]
+            buffers = (
+                self._host_buffers if len(self._host_buffers) == len(device_storages) else [None] * len(device_storages)
+            )
+            self._host_buffers = [
+                to_host(storage, buffer) for storage, buffer in zip(device_storages, buffers, strict=True)
+            ]
+        self._leaving = [(storage, storage.nbytes()) for storage in device_storages]
 
-    def forget(self, here: Sequence[UntypedStorage]) -> None:
-        """Marks storages whose values are not preserved: they are restored as zeros."""
-        if here:
-            self._host_buffers = [None] * len(here)
-            self._leaving = [(storage, storage.nbytes()) for storage in here]
+    def discard(self, device_storages: Sequence[UntypedStorage]) -> None:
+        """Marks device_storages whose values are not preserved: they are restored as zeros."""
+        if device_storages:
+            self._host_buffers = [None] * len(device_storages)
+            self._leaving = [(storage, storage.nbytes()) for storage in device_storages]
 
     def free(self) -> None:
         """Frees the device memory; called when the copies are complete."""

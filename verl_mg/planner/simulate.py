@@ -106,7 +106,7 @@ class Engine:
     """Seconds since the start."""
     steps: int = 0
     """Decoding steps since the start."""
-    written: int = 0
+    num_generated: int = 0
     """Generated tokens."""
     running: list[tuple[int, int]] = field(default_factory=list)
     """Heap of running samples: (step at which the sample is complete, its tokens then)."""
@@ -137,7 +137,7 @@ class Engine:
         self.clock += steps * step(running, self.cached + running * (steps - 1) / 2)
         self.cached += steps * running
         self.steps += steps
-        self.written += steps * running
+        self.num_generated += steps * running
         while self.running and self.running[0][0] == self.steps:
             _, total = heapq.heappop(self.running)
             self.cached -= total

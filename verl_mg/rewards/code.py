@@ -170,25 +170,25 @@ async def run_tests(response: str, cases: Sequence[Case], run: Run, partial: boo
     return Reward(share if partial else correct, {"correct": correct, "passed": share, "answered": 1.0})
 
 
-def same_text(written: str, expected: str) -> bool:
+def same_text(output: str, expected: str) -> bool:
     """Reports whether texts are equal line by line, except for surrounding space and numbers within `TOLERANCE`.
 
     Args:
-        written: output of the program.
+        output: output of the program.
         expected: expected output.
     """
-    left, right = ([line.split() for line in text.strip().splitlines()] for text in (written, expected))
+    left, right = ([line.split() for line in text.strip().splitlines()] for text in (output, expected))
     return left == right or (
         len(left) == len(right)
         and all(len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(left, right, strict=True))
     )
 
 
-def _same_word(written: str, expected: str) -> bool:
-    if written == expected:
+def _same_word(output: str, expected: str) -> bool:
+    if output == expected:
         return True
     try:
-        return "." in expected and _close(float(written), float(expected))
+        return "." in expected and _close(float(output), float(expected))
     except ValueError:
         return False
 
