@@ -1,4 +1,4 @@
-"""A mixture of experts in plain torch that takes the experts it is told, inside the model of `transformers`."""
+"""A mixture of experts in plain torch with given experts, inside the model of `transformers`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GivenExperts(torch.nn.Module):
         return output[None]
 
 
-def told(model: Path, given: Tensor) -> torch.nn.Module:
+def with_experts(model: Path, given: Tensor) -> torch.nn.Module:
     """The model, every mixture of which takes the experts of its layer in `given` (tokens, layers, k)."""
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     for number, layer in enumerate(net.model.layers):

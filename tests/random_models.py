@@ -150,8 +150,8 @@ def assemble(shard: Shard, tensors: Mapping[str, Tensor]) -> Tensor:
     some = next(iter(tensors.values()))
     values, writes = torch.zeros(shard.shape, dtype=some.dtype), torch.zeros(shard.shape, dtype=torch.int64)
     for piece in shard.pieces:
-        room = values[slices(piece.target)]
-        room.copy_(tensors[piece.tensor][slices(piece.source)].reshape(room.shape))
+        space = values[slices(piece.target)]
+        space.copy_(tensors[piece.tensor][slices(piece.source)].reshape(space.shape))
         writes[slices(piece.target)] += 1
     for box in shard.padding:
         writes[slices(box)] += 1

@@ -28,11 +28,11 @@ TEXTS = {page.name if page.parent == ROOT else f"docs/{page.name}": page.read_te
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MEGATRON = ROOT / ".venv" / "peers" / "verl" / "trainer" / "config" / "_generated_ppo_megatron_trainer.yaml"
 ENOUGH = 15
-"""Letters of a message that have to stand in the source as they are."""
+"""Letters of a message that the source has to contain unchanged."""
 
 
 def blocks(page: str, kind: str) -> list[tuple[str, str]]:
-    """(what stands behind the kind, text) of the fenced blocks of a page."""
+    """(info string without the kind, text) of the fenced blocks of a page."""
     found = [(head.strip(), text) for head, text in BLOCK.findall(TEXTS[page])]
     return [(head.removeprefix(kind).strip(), text) for head, text in found if head.split(" ")[0] == kind]
 
@@ -177,9 +177,9 @@ def test_troubleshooting_messages_are_in_the_source(monkeypatch):
 def refusal(command: str) -> str:
     """What is said of the configuration of a `$ verl-mg train ...`."""
     recipe, _, config, *overrides = command.split(" ", 6)[3:]
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as reported:
         load_config(config, overrides, load_recipe(recipe).config)
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_recipe_in_the_readme_equals_the_file():

@@ -112,9 +112,9 @@ APART: dict[str, tuple[Any, ...]] = {
 
 def fields_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and types of all settings, sections and those of optional sections among them."""
-    for name, told in kind.model_fields.items():
-        yield prefix + name, told.annotation
-        for one in (told.annotation, *get_args(told.annotation)):
+    for name, reported in kind.model_fields.items():
+        yield prefix + name, reported.annotation
+        for one in (reported.annotation, *get_args(reported.annotation)):
             if isinstance(one, type) and issubclass(one, BaseModel):
                 yield from fields_of(one, f"{prefix}{name}.")
 
@@ -146,7 +146,7 @@ def plausible(name: str, kind: Any) -> st.SearchStrategy[Any]:
     if kind is type(None):
         return st.none()
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        inner = {key: plausible(f"{name}.{key}", told.annotation) for key, told in kind.model_fields.items()}
+        inner = {key: plausible(f"{name}.{key}", reported.annotation) for key, reported in kind.model_fields.items()}
         return st.fixed_dictionaries({}, optional=inner)
     if get_origin(kind) is list:
         return st.lists(plausible(name, get_args(kind)[0]), max_size=2)
@@ -244,7 +244,7 @@ def with_a_line(draw: st.DrawFn, text: bytes, lines: tuple[bytes, ...]) -> bytes
 
 
 def put(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Set a.b=c; what stands in the way gives way."""
+    """Set a.b=c; a value where a section is needed is replaced."""
     *sections, last = name.split(".")
     for section in sections:
         if not isinstance(tree.get(section), dict):
@@ -268,7 +268,7 @@ def make_affordable(tree: dict[str, Any], recipe: str) -> None:
 
 
 def section_of(tree: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Where the setting stands; {} where its section is left to its defaults, None where that is none."""
+    """The section of the setting; {} where its section is left to its defaults, None where that is none."""
     found: Any = tree
     for section in name.split(".")[:-1]:
         found = found.get(section, {}) if isinstance(found, dict) else None
@@ -406,7 +406,7 @@ class Runs:
         return self.folder
 
     def check(self, recipe: str, job: dict[str, Any] | bytes, *overrides: str) -> str:
-        """Run a configuration there; what it told on standard error."""
+        """Run a configuration there; returns its standard error."""
         text = job if isinstance(job, bytes) else yaml.safe_dump(job).encode()
         (self.folder / "job.yaml").write_bytes(text)
         arguments = ["train", str(RECIPES / f"{recipe}.py"), "--config", "job.yaml", *overrides]

@@ -47,8 +47,8 @@ def test_launcher_without_its_other_host_reports_one_line():
     elsewhere = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port=1", "--rdzv-conf=timeout=2"]
     with started([*torchrun(1, *elsewhere), *watched()]) as launcher:
         code, _, err = ended(launcher)
-    (told,) = error_lines(err)
-    assert code == EXIT_RANK_LOST and "hosts do not reach each other" in told and "(127.0.0.1, 1)" in told
+    (reported,) = error_lines(err)
+    assert code == EXIT_RANK_LOST and "hosts do not reach each other" in reported and "(127.0.0.1, 1)" in reported
     assert "Traceback" not in err
 
 
@@ -183,8 +183,8 @@ def scripted(script: str, tmp_path: Path, *arguments: str, **environment: str) -
         "srun": f"exit {environment.get('SRUN_ENDS_WITH', '0')}",
     }
     for name, answer in answers.items():
-        told = 'echo "called: $(basename "$0") $*" >&2'
-        (tools / name).write_text(f"#!/usr/bin/env bash\n{told}\n{answer}\n")
+        reported = 'echo "called: $(basename "$0") $*" >&2'
+        (tools / name).write_text(f"#!/usr/bin/env bash\n{reported}\n{answer}\n")
         (tools / name).chmod(0o755)
     result = subprocess.run(
         ["bash", ROOT / "launch" / script, *arguments],
@@ -206,18 +206,18 @@ def test_torchrun_script_on_one_or_many_nodes_starts_launcher(tmp_path):
 
 
 def test_mpirun_script_with_options_starts_ranks(tmp_path):
-    told = scripted("mpirun.sh", tmp_path, "r.py", "a=1", RANKS="4", MPI_OPTIONS="--hostfile hosts")
-    assert "called: mpirun -n 4 --bind-to none --hostfile hosts python -m verl_mg train r.py a=1" in told
+    reported = scripted("mpirun.sh", tmp_path, "r.py", "a=1", RANKS="4", MPI_OPTIONS="--hostfile hosts")
+    assert "called: mpirun -n 4 --bind-to none --hostfile hosts python -m verl_mg train r.py a=1" in reported
     assert "RANKS" in scripted("mpirun.sh", tmp_path, "r.py")
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, False), (138, True), (143, True), (2, False)])
 def test_slurm_script_with_unfinished_job_requeues_it(tmp_path, code, again):
     slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "70123", "SLURM_JOB_NUM_NODES": "2"}
-    told = scripted("slurm.sbatch", tmp_path, "r.py", RUN="runs/x", RANKS="8", SRUN_ENDS_WITH=str(code), **slurm)
-    assert "called: srun" in told and "--rdzv-endpoint node1:30123" in told and "job.output=runs/x" in told
-    assert ("called: scontrol requeue 70123" in told) is again
-    assert told.endswith(f"code {code}")
+    reported = scripted("slurm.sbatch", tmp_path, "r.py", RUN="runs/x", RANKS="8", SRUN_ENDS_WITH=str(code), **slurm)
+    assert "called: srun" in reported and "--rdzv-endpoint node1:30123" in reported and "job.output=runs/x" in reported
+    assert ("called: scontrol requeue 70123" in reported) is again
+    assert reported.endswith(f"code {code}")
 
 
 def kubernetes_worker() -> dict[str, Any]:

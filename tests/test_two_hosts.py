@@ -25,7 +25,7 @@ class Hosts:
 
     def __init__(self, name: str) -> None:
         self.names = [f"{name}-{i}" for i in range(2)]
-        # Interfaces stand in the machine's own network for a moment, and have names of at most 15 characters.
+        # Interfaces are in the machine's network for a moment, and have names of at most 15 characters.
         self.interfaces = [f"v{i}{name}"[-15:] for i in range(2)]
         self.addresses = ["10.77.0.1", "10.77.0.2"]
 
@@ -96,8 +96,8 @@ def test_job_on_two_hosts_with_cut_cable_ends_and_resumes(hosts, tmp_path):
         (code, _, err), (other_code, _, other_err) = ended(first), ended(second)
     assert code == EXIT_RANK_LOST, err
     (line,) = error_lines(err)
-    told = re.match(r"error: rank (\d) \(host .*\): no heartbeat for \d+ s, nor from rank (\d). It was", line)
-    assert told and set(told.groups()) == {"2", "3"}, line
+    reported = re.match(r"error: rank (\d) \(host .*\): no heartbeat for \d+ s, nor from rank (\d). It was", line)
+    assert reported and set(reported.groups()) == {"2", "3"}, line
     assert other_code == EXIT_RANK_LOST, other_err
     line = error_lines(other_err)[0]
     assert line.startswith("error: rank 2: the job's store at 10.77.0.1:") and "has not answered for" in line

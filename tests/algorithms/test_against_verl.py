@@ -209,7 +209,7 @@ def test_adaptive_kl_coefficient_over_iterations_equals_verl(verl: ModuleType) -
 
 
 def whole_batch(mask: Tensor) -> dict[str, Any]:
-    """What verl's aggregation is told of the global batch."""
+    """The arguments of verl's aggregation that depend on the global batch."""
     known = {"batch_num_tokens": int(mask.sum()), "global_batch_size": int(mask.any(1).sum())}
     return {"dp_size": 1, "loss_scale_factor": WIDTH, **known}
 
@@ -270,7 +270,7 @@ def test_policy_losses_of_random_tokens_equal_verl(verl: ModuleType, name: str, 
 
 
 def in_two(verl: ModuleType, name: str, t: Table, mode: str) -> float:
-    """verl's loss as the sum of two micro-batches, each told the numbers of the global batch."""
+    """verl's loss as the sum of two micro-batches, each with the numbers of the global batch."""
     return sum(their_loss(verl, name, t, t["logprobs"], mode, rows).item() for rows in (slice(0, 3), slice(3, ROWS)))
 
 

@@ -14,7 +14,7 @@ from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.errors import UserError
 
 LOW, HIGH = 0.7, 1.6
-Sequence = list[tuple[float, float, bool]]  # (old, rollout, judged) of each token
+Sequence = list[tuple[float, float, bool]]  # (old, rollout, scored) of each token
 
 # Sixteenths are exact in float32, and no mean of up to seven of them comes close to the bounds.
 SIXTEENTHS = st.integers(-20, 20).map(lambda k: k / 16)
@@ -23,8 +23,8 @@ SEQUENCES = st.lists(st.lists(TOKEN, min_size=1, max_size=7), min_size=1, max_si
 
 
 def ratios_by_hand(kind: str, sequence: Sequence) -> list[float]:
-    """The ratio of each judged token."""
-    single = [math.exp(old - rollout) for old, rollout, judged in sequence if judged]
+    """The ratio of each scored token."""
+    single = [math.exp(old - rollout) for old, rollout, scored in sequence if scored]
     if kind.startswith("sequence"):
         return [math.prod(single)] * len(single)
     if kind.startswith("geometric"):
@@ -45,8 +45,8 @@ def by_hand(kind: str, sequences: list[Sequence]) -> list[tuple[float, float, fl
     expected = []
     for sequence in sequences:
         ratios = iter(ratios_by_hand(kind, sequence))
-        for _, _, judged in sequence:
-            if judged:
+        for _, _, scored in sequence:
+            if scored:
                 ratio = next(ratios)
                 expected.append((weight_by_hand(kind, ratio), float(ratio < LOW), float(ratio > HIGH)))
             else:
@@ -99,13 +99,13 @@ def test_every_rule_by_hand() -> None:
 
 
 def random_sequences() -> list[Sequence]:
-    """Odd lengths, one judged token, none."""
+    """Odd lengths, one scored token, none."""
     generator = torch.Generator().manual_seed(5)
     sequences = []
     for length in (5, 1, 7, 3, 13, 2):
         old, rollout, chance = torch.rand((3, length), generator=generator).tolist()
-        judged = [length != 3 and (c < 0.7 or length == 1) for c in chance]
-        sequences.append(list(zip(old, rollout, judged, strict=True)))
+        scored = [length != 3 and (c < 0.7 or length == 1) for c in chance]
+        sequences.append(list(zip(old, rollout, scored, strict=True)))
     return sequences
 
 
@@ -122,7 +122,7 @@ def test_order_and_split_of_whole_rows_change_no_bit(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_log_probs_leave_everything_as_it_is(kind: str) -> None:
-    sequences = [[(old, old, judged) for old, _, judged in sequence] for sequence in random_sequences()]
+    sequences = [[(old, old, scored) for old, _, scored in sequence] for sequence in random_sequences()]
     found, mask = table(kind, sequences), columns(sequences)[2]
     assert torch.equal(found[:, 0], mask.float()) and not found[:, 1:].any()
 

@@ -11,7 +11,7 @@ from verl_mg.algorithms.mismatch import merge, statistics, summarize
 
 
 def summary_by_hand(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Of (old, rollout) for each judged token."""
+    """Of (old, rollout) for each scored token."""
     differences = [old - rollout for old, rollout in pairs]
     probabilities = [[math.exp(pair[i]) for pair in pairs] for i in (0, 1)]
     ratios = [math.exp(d) for d in differences]

@@ -2,7 +2,7 @@
 
 verl is no dependency of anything. tools/install_peers.sh puts it into a folder of the environment (2 MB), without what
 it depends on, which is enough for these tests: its chain of imports names ray, tensordict, omegaconf and codetiming,
-whose types stand in annotations only, so where one of them is absent an empty module stands in for it while verl is
+whose types are used in annotations only, so an absent one is replaced by an empty module while verl is
 imported, and leaves with the import.
 """
 

@@ -91,7 +91,7 @@ def test_take_added_prompt_is_skipped_again_afterwards(seed: int) -> None:
 
 
 def test_take_all_outside_still_returns_enough_prompts() -> None:
-    """All outside, more asked than there are, for longer than any `revisit`."""
+    """All outside, more requested than there are, for longer than any `revisit`."""
     curriculum = observed(Curriculum(some(4), **BAND, revisit=1000), dict.fromkeys(range(4), 0.0))
     seen = Counter(i for _ in range(20) for i in ids(curriculum.take(11)))
     assert sum(seen.values()) == 220

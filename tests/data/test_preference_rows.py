@@ -90,8 +90,8 @@ def test_preference_bad_pair_is_named(
 
 
 def test_preference_template_may_strip_messages(tokenizer: PreTrainedTokenizerFast) -> None:
-    asked = {"role": "user", "content": " 1+1\n"}
-    record = {"chosen": [asked, GOOD], "rejected": [asked, BAD]}
+    requested = {"role": "user", "content": " 1+1\n"}
+    record = {"chosen": [requested, GOOD], "rejected": [requested, BAD]}
     _, _, length = preference(Prompt(0, (7, 8), "<user>1+1<assistant>", None, record), tokenizer, 9)
     assert length == 2
 

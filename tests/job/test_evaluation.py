@@ -65,10 +65,10 @@ def train(inputs: Path, output: Path, overrides: list[str]) -> None:
 
 def test_sources_are_evaluated_one_by_one_whatever_the_ranks(ranks, inputs, tmp_path):
     sources = f"{{sums: {{path: {inputs / 'sums.jsonl'}}}, letters: {{path: {inputs / 'letters.jsonl'}}}}}"
-    asked = ["evaluation.every=2", "evaluation.prompts=5", "evaluation.samples=6", "evaluation.temperature=0.8"]
+    requested = ["evaluation.every=2", "evaluation.prompts=5", "evaluation.samples=6", "evaluation.temperature=0.8"]
     found = []
     for count in (1, 3):
-        ranks.run(count, train, inputs, tmp_path / str(count), [f"data.test={sources}", *asked])
+        ranks.run(count, train, inputs, tmp_path / str(count), [f"data.test={sources}", *requested])
         lines = logged(tmp_path / str(count))
         assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2]
         # Before any update a sample depends on its seed alone.
@@ -151,7 +151,7 @@ def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[
     parts = f"{{length: {{function: '{source}:length', weight: 0.5}}, one: {{function: '{source}:one', weight: 0}}}}"
     config = config_of(inputs, output, [f"reward.mixture={parts}", f"reward.weights_file={file}"])
     texts = ["{length: 0.5}", "{length: 2, one: 10}", "{length: [}", None]
-    told, errors = [], []
+    reported, errors = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         job = Job(config, requested_roles(GRPO, config), job_store())
@@ -160,20 +160,20 @@ def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[
             if dist.get_rank() == 0:
                 output.mkdir(exist_ok=True)
                 file.unlink() if text is None else file.write_text(text)
-            told.append(job.begin(iteration))
+            reported.append(job.begin(iteration))
             batch = job.rollout.generate(job.prompts.next_batch(3), num_samples=2)
             lengths = torch.tensor([len(job.reward.sample(batch, row).response) for row in range(len(batch))])
-            length, one = (told[-1][f"reward/weight/{name}"] for name in ("length", "one"))
+            length, one = (reported[-1][f"reward/weight/{name}"] for name in ("length", "one"))
             errors.append((job.reward.wait(batch) - (length * lengths + one)).abs().tolist())
             assert torch.equal(batch["reward.length"], lengths.float()) and (batch["reward.one"] == 1).all()
         job.close()
-    return told, errors, [str(warning.message) for warning in caught if "weights" in str(warning.message)]
+    return reported, errors, [str(warning.message) for warning in caught if "weights" in str(warning.message)]
 
 
 def test_weights_of_rewards_can_be_changed_while_the_run_goes_on(ranks, inputs, tmp_path):
     results = ranks.run(2, reweighed, inputs, tmp_path / "run")
-    for told, errors, _ in results:
-        weights = [(line["reward/weight/length"], line["reward/weight/one"]) for line in told]
+    for reported, errors, _ in results:
+        weights = [(line["reward/weight/length"], line["reward/weight/one"]) for line in reported]
         assert weights == [(0.5, 0.0), (2.0, 10.0), (2.0, 10.0), (2.0, 10.0)]
         assert all(error < 1e-5 for row in errors for error in row) and sum(map(len, errors)) > 0
     complaints = results[0][2]

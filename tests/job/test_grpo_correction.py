@@ -42,15 +42,15 @@ def rows(model):
 
 
 def weights_by_hand(model, kind):
-    """The weight of every token, and how many judged tokens have a ratio below and above the bounds."""
+    """The weight of every token, and how many scored tokens have a ratio below and above the bounds."""
     batch, weights, below, above = rows(model), [], 0, 0
     for row in range(COUNT):
         mask = batch.row("loss_mask", row).tolist()
         columns = (batch.row(name, row).tolist() for name in ("old_logprobs", "rollout_logprobs"))
         logs = [old - rollout for old, rollout in zip(*columns, strict=True)]
-        judged = [log for log, counts in zip(logs, mask, strict=True) if counts]
+        scored = [log for log, counts in zip(logs, mask, strict=True) if counts]
         for log, counts in zip(logs, mask, strict=True):
-            level = {"icepop": log, "sequence-tis": sum(judged), "geometric-rejection": sum(judged) / len(judged)}[kind]
+            level = {"icepop": log, "sequence-tis": sum(scored), "geometric-rejection": sum(scored) / len(scored)}[kind]
             ratio = math.exp(level)
             inside = LOW <= ratio <= HIGH
             rule = {"icepop": ratio * inside, "sequence-tis": min(ratio, HIGH), "geometric-rejection": float(inside)}
@@ -90,7 +90,7 @@ def test_a_correction_scales_the_loss_of_each_token(ranks, model, kind):
     (plain,) = ranks.run(1, update, model, "tp1", 4096, "none")
     (expected,) = ranks.run(1, update, model, "tp1", 4096, "none", weights)
     assert abs(expected["actor/grad_norm"] - plain["actor/grad_norm"]) > 0.02 * plain["actor/grad_norm"]
-    judged = int(rows(model)["loss_mask"].sum())
+    scored = int(rows(model)["loss_mask"].sum())
     means = {"correction": float(weights.sum()), "correction_below": below, "correction_above": above}
     assert min(means.values()) > 0
     for count, layout, budget in ((1, "tp1", 4096), (2, "tp1", 24), (4, "tp2-pp2", 30)):
@@ -98,7 +98,7 @@ def test_a_correction_scales_the_loss_of_each_token(ranks, model, kind):
             for name in ("actor/loss", "actor/grad_norm"):
                 assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), (name, layout)
             for name, total in means.items():
-                assert found[f"actor/{name}"] == pytest.approx(total / judged, rel=1e-5), (name, layout)
+                assert found[f"actor/{name}"] == pytest.approx(total / scored, rel=1e-5), (name, layout)
 
 
 def test_the_kl_term_is_not_weighed():

@@ -21,8 +21,8 @@ def test_plan_micro_batches_each_row_is_on_one_group_of_slots(share, lengths, dp
             first = seat // shares.cp_sizes[step] * shares.cp_sizes[step]
             assert rows == shares.rows[first][step] and shares.is_output_rank(seat, step) == (seat == first)
             select_outputs += rows if shares.is_output_rank(seat, step) else []
-            room = budget * shares.cp_sizes[step] // cp
-            assert len(rows) <= 1 or sum(lengths[row] for row in rows) <= room
+            space = budget * shares.cp_sizes[step] // cp
+            assert len(rows) <= 1 or sum(lengths[row] for row in rows) <= space
     assert sorted(select_outputs) == list(range(len(lengths)))
 
 

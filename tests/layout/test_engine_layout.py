@@ -1,4 +1,4 @@
-"""SGLang's layouts and where their engines stand."""
+"""SGLang's layouts and the ranks of their engines."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Routing replay against a mixture of experts in plain torch that takes the experts it is told."""
+"""Routing replay against a mixture of experts in plain torch with given experts."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.given_experts import told
+from tests.given_experts import with_experts
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
 from tests.tiny_models import LATENT, oracle, random_rows, tiny_model
 from verl_mg.errors import UserError
@@ -51,7 +51,7 @@ def choices(model):
 @pytest.fixture(scope="module")
 def expected(model, tmp_path_factory):
     given = choices(model)
-    return train_in_plain_torch(told(model, given), rows(model), tmp_path_factory.mktemp("expected"))
+    return train_in_plain_torch(with_experts(model, given), rows(model), tmp_path_factory.mktemp("expected"))
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
@@ -80,7 +80,7 @@ def apart(one, other):
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2", 2)])
 def test_train_replaying_the_routers_choice_changes_nothing(ranks, model, layout, count):
     batch = rows(model)
-    net = told(model, torch.full((batch.total_tokens, LAYERS, TOP_K), -1))
+    net = with_experts(model, torch.full((batch.total_tokens, LAYERS, TOP_K), -1))
     with torch.no_grad():
         for row in range(len(batch)):
             net(batch.row("tokens", row)[None])
@@ -102,7 +102,7 @@ def test_train_replaying_the_routers_choice_changes_nothing(ranks, model, layout
 def test_plain_torch_mixture_equals_transformers(model):
     tokens = rows(model).row("tokens", 0)[None]
     with torch.no_grad():
-        found = told(model, torch.full((tokens.shape[1], LAYERS, TOP_K), -1))(tokens).logits
+        found = with_experts(model, torch.full((tokens.shape[1], LAYERS, TOP_K), -1))(tokens).logits
         assert torch.allclose(found, oracle(model)(tokens).logits, atol=1e-5)
 
 

@@ -65,19 +65,19 @@ def poisoned(model, layout, poison):
     batch["poison"] = torch.ones(batch.total_tokens)
     if dist.get_rank() == 0:
         batch["poison"][-2:] = float("nan")
-    told = [actor.update(batch, loss_with(None), "token-mean")]
+    reported = [actor.update(batch, loss_with(None), "token-mean")]
     before = weights_of(actor)
-    told += [actor.update(batch, loss_with(poison), "token-mean") for _ in range(2)]
+    reported += [actor.update(batch, loss_with(poison), "token-mean") for _ in range(2)]
     kept = same(before, actor)
-    told.append(actor.update(batch, loss_with(None), "token-mean"))
+    reported.append(actor.update(batch, loss_with(None), "token-mean"))
     moved = not same(before, actor)
-    told += [actor.update(batch, loss_with(poison), "token-mean") for _ in range(2)]
+    reported += [actor.update(batch, loss_with(poison), "token-mean") for _ in range(2)]
     message = ""
     try:
         actor.update(batch, loss_with(poison), "token-mean")
     except UserError as error:
         message = str(error)
-    return told, kept, moved, message
+    return reported, kept, moved, message
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +96,12 @@ def model(tmp_path_factory):
     ],
 )
 def test_update_non_finite_is_skipped_and_many_end_the_run(ranks, model, layout, count, poison):
-    for told, kept, moved, message in ranks.run(count, poisoned, model, layout, poison):
-        assert [metrics["actor/skipped"] for metrics in told] == [0, 1, 1, 0, 1, 1]
+    for reported, kept, moved, message in ranks.run(count, poisoned, model, layout, poison):
+        assert [metrics["actor/skipped"] for metrics in reported] == [0, 1, 1, 0, 1, 1]
         assert kept and moved
         assert "actor: loss or gradient not finite in 3 steps in a row. Lower actor.optimizer.lr" in message
         # The learning rate did not move on in the steps that were left out.
-        assert [metrics["actor/lr"] for metrics in told] == pytest.approx([5e-3, 5e-3, 5e-3, 1e-2, 1e-2, 1e-2])
+        assert [metrics["actor/lr"] for metrics in reported] == pytest.approx([5e-3, 5e-3, 5e-3, 1e-2, 1e-2, 1e-2])
 
 
 def drifting(model, layout, action):

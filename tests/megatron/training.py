@@ -260,7 +260,7 @@ def assert_equal(results: list[Trained], expected: Expected, tolerance: float) -
 
 
 def _assert_outputs_equal(results: list[Trained], expected: Expected, tolerance: float) -> None:
-    """On every rank that speaks, and no row is spoken of by none."""
+    """Each row is the output of one rank."""
     assert {row for result in results for row in result.outputs} == set(range(len(expected.outputs)))
     largest = torch.cat(expected.outputs, dim=1).abs().amax(dim=1, keepdim=True)
     if len(largest) > 2:  # logits are of one kind

@@ -36,7 +36,7 @@ def by_hand() -> dict[str, float]:
     batch = rows()
     old, rollout, lengths, ages = [], [], [], []
     for row in range(ROWS):
-        own = [i for i, judged in enumerate(batch.row("loss_mask", row).tolist()) if judged]
+        own = [i for i, scored in enumerate(batch.row("loss_mask", row).tolist()) if scored]
         old += [batch.row("old_logprobs", row).tolist()[i] for i in own]
         rollout += [batch.row("rollout_logprobs", row).tolist()[i] for i in own]
         lengths.append(len(own))

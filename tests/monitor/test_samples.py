@@ -107,18 +107,18 @@ def test_sample_writer_limit_and_files_of_further_ranks(ranks, inputs, tmp_path)
 
 
 def warned(inputs: Path, output: Path) -> list[str]:
-    """What is told of samples, the folder of which is a file."""
+    """The warnings of a run whose folder of samples is a file."""
     with pytest.MonkeyPatch.context() as patch:
-        told: list[str] = []
-        patch.setattr("verl_mg.monitor.sample_writer.log.warning", lambda text, *values: told.append(text % values))
+        reported: list[str] = []
+        patch.setattr("verl_mg.monitor.sample_writer.log.warning", lambda text, *values: reported.append(text % values))
         job("grpo", inputs, output, [])
-    return told
+    return reported
 
 
 def test_sample_writer_on_a_failing_disk_warns_once(ranks, inputs, tmp_path):
     (tmp_path / "samples").write_text("")
-    for told in ranks.run(2, warned, inputs, tmp_path):
-        assert len(told) == 1 and "rank-" in told[0] and "the run continues" in told[0]
+    for reported in ranks.run(2, warned, inputs, tmp_path):
+        assert len(reported) == 1 and "rank-" in reported[0] and "the run continues" in reported[0]
     assert list(lines_of(tmp_path)) == [1, 2, 3] and not list(tmp_path.rglob("*.partial"))
 
 

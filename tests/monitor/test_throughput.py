@@ -76,10 +76,10 @@ def counted(inputs, layout):
 
 @pytest.mark.parametrize(("layout", "ranks_of"), [("tp1", 2), ("tp2-pp2", 4), ("cp2", 4), ("pp2-vpp2", 2)])
 def test_throughput_counts_every_token_once_in_any_layout(ranks, inputs, layout, ranks_of):
-    told = ranks.run(ranks_of, counted, inputs, layout)
+    reported = ranks.run(ranks_of, counted, inputs, layout)
     table = weight_table(read_config(inputs / "model"))
     rows = row_flops(table.config, table.tensor_index)
-    for metrics, again, lengths in told:
+    for metrics, again, lengths in reported:
         assert len(lengths) == 24
         assert metrics["time/tokens_per_second"] == pytest.approx(sum(lengths) / 2.0)
         assert metrics["time/tokens_per_second_per_rank"] == pytest.approx(sum(lengths) / 2.0 / ranks_of)

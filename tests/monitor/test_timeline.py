@@ -12,7 +12,7 @@ from verl_mg.phase_timer import PhaseTimer
 
 @pytest.fixture
 def now(monkeypatch):
-    """Time that stands still until told; the wall clock is 1000 seconds ahead."""
+    """Time that moves only when a test moves it; the wall clock is 1000 seconds ahead."""
     time = [100.0]
     monkeypatch.setattr(timer_module.time, "perf_counter", lambda: time[0])
     monkeypatch.setattr(module.time, "time", lambda: time[0] + 1000)

@@ -56,20 +56,20 @@ def test_record_lengths_of_a_run_keeps_order_of_samples(tmp_path):
             row = {"iteration": i, "call": 0, "sample_id": 2 * i + rank, "prompt_length": prompt}
             table = pyarrow.Table.from_pylist([row | {"tokens": [0] * (prompt + response)}])
             parquet.write_table(table, folder / f"{i:06d}" / f"rank-{rank}.parquet")
-    told = record("--samples", folder, "--out", tmp_path / "lengths.txt")
-    assert told.returncode == 0, told.stderr
+    reported = record("--samples", folder, "--out", tmp_path / "lengths.txt")
+    assert reported.returncode == 0, reported.stderr
     assert read_lengths(tmp_path / "lengths.txt") == [Length(10, 7), Length(11, 6), Length(20, 7), Length(21, 6)]
     (folder / "000002" / "rank-2.parquet").write_text('{"iteration": 1, "sample_id": 3}\n')
-    told = record("--samples", folder, "--out", tmp_path / "other.txt")
-    assert told.returncode == 2 and "rank-2.parquet: not the samples of a run" in told.stderr
+    reported = record("--samples", folder, "--out", tmp_path / "other.txt")
+    assert reported.returncode == 2 and "rank-2.parquet: not the samples of a run" in reported.stderr
     assert not (tmp_path / "other.txt").exists()
 
 
 def test_record_lengths_of_a_model_is_reproducible(tmp_path):
     options = ("--draw", 12, "--max-new-tokens", 256)
     for name in ("one", "two"):
-        told = record(*options, "--out", tmp_path / name)
-        assert told.returncode == 0 and "12 responses: mean" in told.stdout, told.stderr
+        reported = record(*options, "--out", tmp_path / name)
+        assert reported.returncode == 0 and "12 responses: mean" in reported.stdout, reported.stderr
     lengths = read_lengths(tmp_path / "one")
     assert lengths == read_lengths(tmp_path / "two") and len(lengths) == 12
     assert max(length.response for length in lengths) <= 256 and len({length.response for length in lengths}) > 3

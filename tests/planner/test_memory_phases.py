@@ -1,4 +1,4 @@
-"""What stands on a device together, against numbers counted by hand."""
+"""Memory of roles that share a device, against numbers counted by hand."""
 
 from dataclasses import replace
 
@@ -80,7 +80,7 @@ def test_auxiliary_role_trained_and_frozen_parts():
 
 
 def test_training_roles_on_disjoint_ranks_do_not_add_up():
-    """The critic stands on ranks 4 to 7, the actor on 0 to 3."""
+    """The critic is on ranks 4 to 7, the actor on 0 to 3."""
     inputs = replace(
         tiny(DENSE), auxiliary_roles=(replace(CRITIC, ranks=(4, 5, 6, 7)),), role_ranks=(0, 1, 2, 3), offload=False
     )

@@ -49,7 +49,7 @@ def test_recipe_in_first_iterations_improves_its_objective(ranks, tasks, tmp_pat
     for goal in goals:
         goal.check(lines)
     if name == "dapo":
-        check_refills(lines, asked=32)
+        check_refills(lines, requested=32)
 
 
 def test_dapo_with_experts_on_two_ranks_improves_its_objective(ranks, tasks, tmp_path):
@@ -57,7 +57,7 @@ def test_dapo_with_experts_on_two_ranks_improves_its_objective(ranks, tasks, tmp
     lines = tiny_run(ranks, "dapo_mixture", tasks(0), tmp_path / "run", overrides)
     for goal in DAPO:
         goal.check(lines)
-    check_refills(lines, asked=32)
+    check_refills(lines, requested=32)
     for line in lines:
         assert line["weight_sync/bytes_received"] == line["weight_sync/bytes_lower_bound"] > 0
 
@@ -72,9 +72,9 @@ def test_prime_with_a_fixed_policy_learns_outcomes(ranks, tasks, tmp_path):
     Goal("process_reward/accuracy", (0.3, 0.66), 0.76, 0.08).check(lines)
 
 
-def check_refills(lines: Metrics, asked: int) -> None:
+def check_refills(lines: Metrics, requested: int) -> None:
     assert max(line["dapo/rounds"] for line in lines) > 1
-    assert all(line["dapo/groups"] == asked for line in lines)
+    assert all(line["dapo/groups"] == requested for line in lines)
 
 
 @pytest.mark.nightly

@@ -22,7 +22,7 @@ from verl_mg.sharding.weight_table import weight_table
 RANKS = 8
 
 # (source, target): "megatron", "engine" and "module", what follows is the layout; "@4" is a stride, "+4" the ranks
-# from 4 on, on which the other side does not stand.
+# from 4 on, which the other side does not use.
 DENSE = [
     ("megatron tp4-pp2", "engine tp4"),
     ("megatron tp4-pp2", "engine tp2@2"),
@@ -64,7 +64,7 @@ CASES = {
 }
 
 
-def stand(c: HFConfig, text: str) -> ShardMap:
+def shard_map_of(c: HFConfig, text: str) -> ShardMap:
     """The holdings that a line of the tables above means."""
     kind, *rest = text.split()
     first = next((int(word) for word in rest if word.startswith("+")), None)
@@ -99,7 +99,7 @@ def move_all(family: str, node: int, bucket_bytes: int) -> list[str]:
     c, cases = CASES[family]
     tensors, rank, wrong = checkpoint(c, torch.float32), dist.get_rank(), []
     for case in cases:
-        source, target = (stand(c, side) for side in case)
+        source, target = (shard_map_of(c, side) for side in case)
         moved = plan(source, target, node)
         got, expected = room_for(target, torch.float32), hold(target, tensors)
         traffic = execute(schedule(moved, rank, torch.float32, bucket_bytes), hold(source, tensors), got)
@@ -119,7 +119,7 @@ def test_execute_weights_are_bitwise_equal_and_bytes_the_lower_bound(ranks, fami
 
 def cast() -> tuple[int, int, bool, bool]:
     c = config("deepseek_v3")
-    source, target = stand(c, "megatron tp2-ep4-etp1"), stand(c, "engine tp8-ep2")
+    source, target = shard_map_of(c, "megatron tp2-ep4-etp1"), shard_map_of(c, "engine tp8-ep2")
     tensors = {name: tensor / 7 for name, tensor in checkpoint(c, torch.float32).items()}
     rank, received = dist.get_rank(), []
     for dtype in (torch.float32, torch.bfloat16):
@@ -195,7 +195,7 @@ def peaks(hidden: int, layers: int, bucket_bytes: int) -> list[tuple[int, int, i
     c = config("qwen3_moe", hidden_size=hidden, num_hidden_layers=layers)
     tensors, rank, found = checkpoint(c, torch.float32), dist.get_rank(), []
     for case in (MIXTURE[0], MIXTURE[1], MIXTURE[5]):
-        source, target = (stand(c, side) for side in case)
+        source, target = (shard_map_of(c, side) for side in case)
         have, got = hold(source, tensors), room_for(target, torch.bfloat16)
         own = schedule(plan(source, target, 2), rank, torch.bfloat16, bucket_bytes)
         with Allocations() as allocations:

@@ -57,21 +57,21 @@ def test_plan_writes_each_target_element_once_with_its_value(case):
         wanted = {name: torch.zeros_like(tensor) for name, tensor in written.items()}
         for name, shard in target.shards(rank).items():
             for piece in shard.pieces:
-                room = wanted[name][slices(piece.target)]
-                room += tensors[piece.tensor][slices(piece.source)].reshape(room.shape)
+                space = wanted[name][slices(piece.target)]
+                space += tensors[piece.tensor][slices(piece.source)].reshape(space.shape)
         for move in part.receives:
-            room = written[move.parameter][slices(move.parameter_box)]
-            room += tensors[move.tensor][slices(move.box)].reshape(room.shape)
+            space = written[move.parameter][slices(move.parameter_box)]
+            space += tensors[move.tensor][slices(move.box)].reshape(space.shape)
             received.add((move.peer, rank, move.tensor, move.box, move.forwarded))
         own = {name: torch.zeros(shard.shape, dtype=torch.int64) for name, shard in source.shards(rank).items()}
         for name, shard in source.shards(rank).items():
             for piece in shard.pieces:
-                room = own[name][slices(piece.target)]
-                room += tensors[piece.tensor][slices(piece.source)].reshape(room.shape)
+                space = own[name][slices(piece.target)]
+                space += tensors[piece.tensor][slices(piece.source)].reshape(space.shape)
         for copy in sorted(part.copies, key=lambda copy: copy.from_target):
             here = (written if copy.from_target else own)[copy.source][slices(copy.source_box)]
-            room = written[copy.target][slices(copy.target_box)]
-            room += here.reshape(room.shape)
+            space = written[copy.target][slices(copy.target_box)]
+            space += here.reshape(space.shape)
         for name in written:
             assert torch.equal(written[name], wanted[name]), name
     assert received == sent

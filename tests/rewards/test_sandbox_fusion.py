@@ -19,13 +19,13 @@ ASSERTIONS = ["assert add(1, 2) == 3", "assert isinstance(add(1, 2), int)"]
 STATUS = {"ok": "Finished", "timeout": "TimeLimitExceeded"}
 
 
-def run_code(asked: JsonRequest) -> JsonResponse:
-    assert (asked.path, asked.body["language"]) == ("/run_code", "python")
+def run_code(requested: JsonRequest) -> JsonResponse:
+    assert (requested.path, requested.body["language"]) == ("/run_code", "python")
     outcome = run_python(
-        asked.body["code"],
-        stdin=asked.body["stdin"],
-        seconds=asked.body["run_timeout"],
-        memory_mb=asked.body["memory_limit_MB"],
+        requested.body["code"],
+        stdin=requested.body["stdin"],
+        seconds=requested.body["run_timeout"],
+        memory_mb=requested.body["memory_limit_MB"],
     )
     result = {
         "status": STATUS.get(outcome.ended, "Finished"),
@@ -65,7 +65,7 @@ def test_sandbox_fusion_transient_failure_is_retried() -> None:
         JsonResponse({"status": "SandboxError", "message": "no runner", "run_result": None}),
         JsonResponse("busy", 502),
     ]
-    with serving(lambda asked: broken.pop() if broken else run_code(asked)) as url:
+    with serving(lambda requested: broken.pop() if broken else run_code(requested)) as url:
         assert score(url, "print(2)", record={"tests": {"inputs": [""], "outputs": ["2"]}})[0].value == 1.0
     assert broken == []
 

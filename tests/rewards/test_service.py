@@ -25,8 +25,8 @@ def samples(count: int) -> list[Sample]:
     return [Sample("1+1=", f"{'x' * number}", "2", {"level": number}, "stop") for number in range(count)]
 
 
-def lengths(asked: JsonRequest) -> JsonResponse:
-    return JsonResponse({"rewards": [len(sample["response"]) for sample in asked.body["samples"]]})
+def lengths(request: JsonRequest) -> JsonResponse:
+    return JsonResponse({"rewards": [len(sample["response"]) for sample in request.body["samples"]]})
 
 
 def score(url: str, count: int = 1, workers: int = 4, **options: Any) -> list[Reward]:
@@ -38,17 +38,17 @@ def score(url: str, count: int = 1, workers: int = 4, **options: Any) -> list[Re
 def test_service_posts_batches_and_returns_rewards() -> None:
     seen: list[JsonRequest] = []
 
-    def answer(asked: JsonRequest) -> JsonResponse:
-        seen.append(asked)
-        return lengths(asked)
+    def answer(request: JsonRequest) -> JsonResponse:
+        seen.append(request)
+        return lengths(request)
 
     with serving(answer) as url:
         rewards = score(f"{url}/score", 20, batch_size=3, headers={"X-Key": "abc"})
     assert [reward.value for reward in rewards] == list(range(20))
-    assert max(len(asked.body["samples"]) for asked in seen) <= 3
-    sent = sorted((sample for asked in seen for sample in asked.body["samples"]), key=lambda s: len(s["response"]))
+    assert max(len(request.body["samples"]) for request in seen) <= 3
+    sent = sorted((sample for request in seen for sample in request.body["samples"]), key=lambda s: len(s["response"]))
     assert sent[3] == {"prompt": "1+1=", "response": "xxx", "answer": "2", "record": {"level": 3}, "finish": "stop"}
-    assert {(asked.path, asked.headers["x-key"]) for asked in seen} == {("/score", "abc")}
+    assert {(request.path, request.headers["x-key"]) for request in seen} == {("/score", "abc")}
 
 
 def test_service_returns_parts_and_answer() -> None:
@@ -59,7 +59,9 @@ def test_service_returns_parts_and_answer() -> None:
 
 def test_service_headers_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OWN_TOKEN", "s3cret")
-    with serving(lambda asked: JsonResponse({"rewards": [float(asked.headers["authorization"] == "s3cret")]})) as url:
+    with serving(
+        lambda request: JsonResponse({"rewards": [float(request.headers["authorization"] == "s3cret")]})
+    ) as url:
         assert score(url, headers={"Authorization": "$OWN_TOKEN"})[0].value == 1.0
         with pytest.raises(UserError, match="header A: the environment variable NO_SUCH is not set"):
             score(url, headers={"A": "$NO_SUCH"})
@@ -72,9 +74,9 @@ class Failing:
         self.first = list(first)
         self.times: list[float] = []
 
-    def __call__(self, asked: JsonRequest) -> JsonResponse:
+    def __call__(self, request: JsonRequest) -> JsonResponse:
         self.times.append(time.monotonic())
-        return self.first.pop(0) if self.first else lengths(asked)
+        return self.first.pop(0) if self.first else lengths(request)
 
 
 def test_service_transient_failures_are_retried() -> None:
@@ -118,11 +120,11 @@ def test_service_timeout_is_retried() -> None:
     done = threading.Event()
     calls: list[int] = []
 
-    def answer(asked: JsonRequest) -> JsonResponse:
+    def answer(request: JsonRequest) -> JsonResponse:
         calls.append(1)
         if len(calls) == 1:
             done.wait(30)
-        return lengths(asked)
+        return lengths(request)
 
     with serving(answer) as url:
         assert score(url, timeout=0.5) == [Reward(0.0)]

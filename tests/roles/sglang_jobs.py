@@ -83,11 +83,11 @@ def trained_once(job: Job, recipe: Recipe, folder: Path, checkpoint: str) -> dic
     }
 
 
-def checked_answers(folder: Path, told: Sequence[dict[str, object]]) -> list[tuple[list[int], list[float]]]:
+def checked_answers(folder: Path, reported: Sequence[dict[str, object]]) -> list[tuple[list[int], list[float]]]:
     """(prompt, log-probs) of the greedy answers of all ranks, which are those of `transformers` on the checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(folder / told[0]["checkpoint"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / reported[0]["checkpoint"], dtype=torch.float32)
     answers = []
-    for rank in told:
+    for rank in reported:
         for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
             prompt, answer = row[:length], row[length:]
             expected = model.generate(

@@ -150,9 +150,9 @@ def test_reward_model_trained_on_pairs_equals_transformers(ranks, models, tmp_pa
         losses.append(loss.item())
         accuracies.append(sum(margin.item() > 0 for margin in margins) / 3)
         step(net, optimizer, loss)
-    told = results[0][2]
-    assert told["value_model/loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
-    assert told["value_model/accuracy"] == pytest.approx(sum(accuracies) / 2)
+    reported = results[0][2]
+    assert reported["value_model/loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert reported["value_model/accuracy"] == pytest.approx(sum(accuracies) / 2)
     compare(tmp_path / "saved", net, before)
 
 

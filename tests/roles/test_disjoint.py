@@ -146,9 +146,9 @@ def train_with_engines(folder):
             *("actor.layout=tp2", "reference.layout=pp2", "algorithm.kl.coefficient=0.01"),
             *("rollout.layout=tp2", "rollout.num_ranks=2"),
         )
-        told = [trained_once(job, recipe, folder, f"step-{update}") for update in range(2)]
+        reported = [trained_once(job, recipe, folder, f"step-{update}") for update in range(2)]
     held = [len(policy.runner.parameters()) for policy in (job.actor, job.reference)]
-    return told, received, held
+    return reported, received, held
 
 
 @needs_sglang
@@ -156,16 +156,16 @@ def test_engines_on_disjoint_ranks_generate_as_the_exported_checkpoint(ranks, tm
     folder = inputs(tmp_path, "qwen3")
     results = ranks.run(4, train_with_engines, folder)
     before = None
-    for step, told in enumerate(zip(*(told for told, _, _ in results), strict=True)):
-        assert told[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in told)
-        assert len({rank["grad_norm"] for rank in told}) == 1
-        answers = checked_answers(folder, told)
+    for step, reported in enumerate(zip(*(reported for reported, _, _ in results), strict=True)):
+        assert reported[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in reported)
+        assert len({rank["grad_norm"] for rank in reported}) == 1
+        answers = checked_answers(folder, reported)
         assert len(answers) == 5 and answers != before  # an update shows
         before = answers
-        got, bound = told[0]["sync"]
+        got, bound = reported[0]["sync"]
         assert got == bound > 0
-        assert {version for rank in told for version in rank["versions"]} == {step}
-        assert sorted(i for rank in told for i in rank["ids"]) == list(range(step * 24, (step + 1) * 24))
+        assert {version for rank in reported for version in rank["versions"]} == {step}
+        assert sorted(i for rank in reported for i in rank["ids"]) == list(range(step * 24, (step + 1) * 24))
     for rank, (_, received, held) in enumerate(results):
         assert len(received) == 3 and all((size > 0) == (rank >= 2) for size in received)
         assert all((count > 0) == (rank < 2) for count in held)

@@ -22,10 +22,10 @@ OVERRIDES = ["rollout.prefetch=true", f"job.iterations={ITERATIONS}"]
 
 
 def train_ahead(folder):
-    """What this rank saw of each iteration; a checkpoint stands beside each, and greedy answers come in between."""
+    """This rank's part of each iteration; a checkpoint is written after each, and greedy answers come in between."""
     job, recipe = sglang_job(folder, "actor.layout=tp2", "rollout.num_ranks=1", *OVERRIDES)
     job.actor.save(folder / "weights-0", folder / "model")
-    told = []
+    reported = []
     for iteration in range(1, ITERATIONS + 1):
         trained, update = [], job.actor.update
 
@@ -41,7 +41,7 @@ def train_ahead(folder):
         job.actor.save(folder / f"weights-{iteration}", folder / "model")
         greedy = job.rollout.generate_greedy(list(job.prompts)[:1]) if iteration == 2 else None
         rows = trained[0]
-        told.append(
+        reported.append(
             {
                 "prefetching": job.rollout.is_prefetching,
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith("time/")},
@@ -52,11 +52,11 @@ def train_ahead(folder):
             }
         )
     job.close()
-    return told
+    return reported
 
 
 def off(folder, step, rows):
-    """How far what the engine told is from a checkpoint."""
+    """Greatest difference of the engine's log-probs from those of a checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(folder / f"weights-{step}", dtype=torch.float32)
     most = 0.0
     with torch.no_grad():
@@ -71,23 +71,23 @@ def off(folder, step, rows):
 def test_prefetch_generates_with_weights_of_the_iteration_before(ranks, tmp_path):
     folder = inputs(tmp_path, "qwen3")
     results = ranks.run(3, train_ahead, folder)
-    for number, told in enumerate(zip(*results, strict=True)):
+    for number, reported in enumerate(zip(*results, strict=True)):
         older = min(number, 1)
         # In the last iteration nothing is prefetched.
-        assert all(rank["prefetching"] == (number < ITERATIONS - 1) for rank in told)
-        assert {v for rank in told for v in rank["versions"]} == {number - older}
-        ids = sorted(i for rank in told for i in rank["ids"])
+        assert all(rank["prefetching"] == (number < ITERATIONS - 1) for rank in reported)
+        assert {v for rank in reported for v in rank["versions"]} == {number - older}
+        ids = sorted(i for rank in reported for i in rank["ids"])
         assert ids == list(range(number * PROMPTS * GROUP, (number + 1) * PROMPTS * GROUP))
-        for rank in told:
-            assert rank["metrics"] == told[0]["metrics"]
-        assert told[0]["metrics"]["rollout/staleness"] == older and told[0]["metrics"]["actor/grad_norm"] > 0
-        rows = [row for rank in told for row in rank["rows"]]
+        for rank in reported:
+            assert rank["metrics"] == reported[0]["metrics"]
+        assert reported[0]["metrics"]["rollout/staleness"] == older and reported[0]["metrics"]["actor/grad_norm"] > 0
+        rows = [row for rank in reported for row in rank["rows"]]
         assert off(folder, number - older, rows) < 1e-4
         if older:
             assert off(folder, number, rows) > 1e-3
-            assert told[0]["metrics"]["mismatch/max_abs"] > 1e-3
+            assert reported[0]["metrics"]["mismatch/max_abs"] > 1e-3
     # An evaluation in between waits for the samples that are drawn, and then for the weights that wait for them.
-    assert [rank["greedy"] for told in results for rank in told if rank["greedy"]] == [[-1, 2]]
+    assert [rank["greedy"] for reported in results for rank in reported if rank["greedy"]] == [[-1, 2]]
 
 
 def refused(folder, overrides):
@@ -99,8 +99,8 @@ def refused(folder, overrides):
 
 @pytest.mark.parametrize("overrides", [["rollout.engine=hf"]])
 def test_prefetch_on_the_ranks_of_training_raises(ranks, tmp_path, overrides):
-    (told,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
-    assert re.match("rollout.prefetch=true: only engines on ranks of their own generate samples while training", told)
+    (error,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
+    assert re.match("rollout.prefetch=true: only engines on ranks of their own generate samples while training", error)
 
 
 def run_whole(folder):

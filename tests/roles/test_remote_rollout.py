@@ -138,14 +138,14 @@ class Door:
 
 def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, object]]:
     """Iterations, and after each a checkpoint and the server's greedy answers."""
-    told = []
+    output = []
     job, recipe = sglang_job(server.folder, f"rollout.urls=[{server.url}]", *overrides)
     for update in range(updates):
         recipe.iteration(job, job.config.algorithm)
         produced = job.rollout.train_batches.pop(0)
         job.actor.save(server.folder / f"checkpoint-{update}", server.folder / "model")
         greedy = job.rollout.generate_greedy(list(job.prompts)[:5])
-        told.append(
+        output.append(
             {
                 "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
                 "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
@@ -155,14 +155,14 @@ def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, 
                 "ids": produced["sample_id"].tolist(),
             }
         )
-    return told
+    return output
 
 
-def check_greedy(checkpoint: Path, told: list[dict[str, object]]) -> list[list[float]]:
+def check_greedy(checkpoint: Path, output: list[dict[str, object]]) -> list[list[float]]:
     """Tokens are those of `transformers`, log-probs too; returns them."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     found = []
-    for rank in told:
+    for rank in output:
         for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
             expected = model.generate(
                 torch.tensor([row[:length]]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
@@ -178,18 +178,18 @@ def check_greedy(checkpoint: Path, told: list[dict[str, object]]) -> list[list[f
 
 def check_updates(server: Server, results: list[list[dict[str, object]]]) -> None:
     before = None
-    for update, told in enumerate(zip(*results, strict=True)):
-        found = check_greedy(server.folder / f"checkpoint-{update}", told)
+    for update, output in enumerate(zip(*results, strict=True)):
+        found = check_greedy(server.folder / f"checkpoint-{update}", output)
         assert found != before  # an update shows
         before = found
-        assert {v for rank in told for v in rank["versions"]} == {update}
-        assert sorted(i for rank in told for i in rank["ids"]) == list(range(update * 24, (update + 1) * 24))
+        assert {v for rank in output for v in rank["versions"]} == {update}
+        assert sorted(i for rank in output for i in rank["ids"]) == list(range(update * 24, (update + 1) * 24))
 
 
 def test_process_group_sync_serves_the_exported_checkpoint(server, ranks):
     results = ranks.run(2, train, server, 2, ["actor.layout=tp2", "rollout.weight_transfer=process_group"])
     check_updates(server, results)
-    for metrics in (told["metrics"] for rank in results for told in rank):
+    for metrics in (output["metrics"] for rank in results for output in rank):
         assert metrics["weight_sync/bytes_received"] == metrics["weight_sync/bytes_lower_bound"] > 0
 
 
@@ -248,10 +248,10 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
 
 
 def test_lost_server_requests_are_submitted_again(server, ranks):
-    told = ranks.run(2, lose_the_server, server, free_port())
-    assert sorted(i for rank in told for i in rank["ids"]) == list(range(40))
-    assert told[0]["deaths"] == 1 and told[0]["in_flight"][0] >= 8
-    assert all(rank["ended"] and rank["versions"] == [0] for rank in told)
+    output = ranks.run(2, lose_the_server, server, free_port())
+    assert sorted(i for rank in output for i in rank["ids"]) == list(range(40))
+    assert output[0]["deaths"] == 1 and output[0]["in_flight"][0] >= 8
+    assert all(rank["ended"] and rank["versions"] == [0] for rank in output)
 
 
 # -- one engine
@@ -365,8 +365,8 @@ def others(tmp_path_factory) -> dict[str, Path]:
     ],
 )
 def test_server_of_another_model_raises(server, ranks, others, model, words):
-    (told,) = ranks.run(1, complaint, server.folder, [f"model.path={others[model]}", f"rollout.urls=[{server.url}]"])
-    assert told.startswith(f"{server.url}: ") and words in told and "\n" not in told
+    (output,) = ranks.run(1, complaint, server.folder, [f"model.path={others[model]}", f"rollout.urls=[{server.url}]"])
+    assert output.startswith(f"{server.url}: ") and words in output and "\n" not in output
 
 
 @pytest.mark.parametrize(
@@ -395,5 +395,5 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
     ],
 )
 def test_server_configuration_mistake_raises_before_building(server, ranks, overrides, words):
-    (told,) = ranks.run(1, complaint, server.folder, [text.replace("URL", server.url) for text in overrides])
-    assert re.search(words.replace("URL", re.escape(server.url)), told), told
+    (output,) = ranks.run(1, complaint, server.folder, [text.replace("URL", server.url) for text in overrides])
+    assert re.search(words.replace("URL", re.escape(server.url)), output), output

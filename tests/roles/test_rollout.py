@@ -318,7 +318,7 @@ def prefetch(model: Path) -> dict[str, object]:
     """
     options = {"reward": "_lengths", "prefetch": True}
     roles = make_roles(model, **options)
-    rollout, told = roles.rollout, {"tokens": [], "states": [], "versions": []}
+    rollout, reported = roles.rollout, {"tokens": [], "states": [], "versions": []}
 
     def state_name() -> str:
         return "in flight" if rollout._in_flight else "ready" if rollout._ready is not None else "idle"
@@ -329,15 +329,15 @@ def prefetch(model: Path) -> dict[str, object]:
         batch["reward"] = roles.reward.wait(batch)
         lengths = torch.tensor([len(roles.reward.sample(batch, row).response) / 4 for row in range(len(batch))])
         assert torch.equal(batch["reward"], lengths)
-        told["tokens"].append(tokens_of(batch))
-        told["versions"].append(sorted(set(batch["policy_version"].tolist())))
-        told["states"].append(state_name())
+        reported["tokens"].append(tokens_of(batch))
+        reported["versions"].append(sorted(set(batch["policy_version"].tolist())))
+        reported["states"].append(state_name())
         roles.actor.num_updates += 1
         rollout.update_weights(roles.actor)
         assert rollout._engines.version == iteration - (1 if iteration < 3 else 0)  # deferred while in flight
         if iteration == 2:
             greedy = rollout.generate_greedy(make_prompts(model)[:2])
-            told["states"].append(state_name())
+            reported["states"].append(state_name())
             assert roles.reward.wait(greedy).shape == (len(greedy),) and rollout._engines.version == 2
         if iteration < 3:
             resumed = make_roles(model, job=f"resumed {iteration}", **options)
@@ -348,8 +348,8 @@ def prefetch(model: Path) -> dict[str, object]:
             resumed.rollout.start_iteration(iteration + 1, is_last=True)
             again = resumed.rollout.generate(resumed.feed.next_batch(2), num_samples=2)
             assert len(resumed.reward.wait(again)) == len(again)
-            told[f"resumed {iteration}"] = tokens_of(again)
-    return told
+            reported[f"resumed {iteration}"] = tokens_of(again)
+    return reported
 
 
 def test_prefetch_returns_the_next_prompts_and_survives_a_resume(ranks, tmp_path):

@@ -18,7 +18,7 @@ UPDATES = 3
 
 def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
     """Under each layout, then of adapters: some iterations, and after each a checkpoint and SGLang's greedy answers."""
-    told = []
+    reported = []
     job, recipe = sglang_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2", *overrides)
     actor = job.config.actor
     sections = {layout: actor.model_copy(update={"layout": layout}) for layout in LAYOUTS}
@@ -34,8 +34,8 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
                 name == "tp2-lora",
             )
         for update in range(UPDATES):
-            told.append(trained_once(job, recipe, folder, f"{name}-{update}"))
-    return told
+            reported.append(trained_once(job, recipe, folder, f"{name}-{update}"))
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_sglang_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_p
     folder = inputs(tmp_path, architecture)
     results = ranks.run(2, train, folder, overrides)
     before = None
-    for step, told in enumerate(zip(*results, strict=True)):
-        assert told[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in told)
-        answers = checked_answers(folder, told)
+    for step, reported in enumerate(zip(*results, strict=True)):
+        assert reported[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in reported)
+        answers = checked_answers(folder, reported)
         assert len(answers) == 5 and answers != before  # an update shows
         before = answers
-        received, bound = told[0]["sync"]
-        assert received == bound and (received > 0 or told[0]["checkpoint"].startswith("tp1"))
-        assert {v for rank in told for v in rank["versions"]} == {step % UPDATES}
-        ids = sorted(i for rank in told for i in rank["ids"])
+        received, bound = reported[0]["sync"]
+        assert received == bound and (received > 0 or reported[0]["checkpoint"].startswith("tp1"))
+        assert {v for rank in reported for v in rank["versions"]} == {step % UPDATES}
+        ids = sorted(i for rank in reported for i in rank["ids"])
         assert ids == list(range(step * 24, (step + 1) * 24))

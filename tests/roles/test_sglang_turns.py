@@ -37,24 +37,24 @@ def iteration(folder: Path) -> dict[str, object]:
     if conversations is not None:
         conversations._format.calls = lambda tokens: [ToolCall("calculator", EXPRESSION)]
         engine = conversations._engine
-        asked: dict[str, list[int]] = {}
+        requested: dict[str, list[int]] = {}
         generate, answered = engine._generate, engine._complete
 
         def see(rid: str, fields: dict[str, list[int]]) -> None:
-            asked[rid] = list(fields["input_ids"])
+            requested[rid] = list(fields["input_ids"])
             generate(rid, fields)
 
         def hear(rid: str, answer: dict[str, list[int]]) -> None:
-            select_outputs.append((rid, asked[rid], list(answer["tokens"])))
+            select_outputs.append((rid, requested[rid], list(answer["tokens"])))
             answered(rid, answer)
 
         engine._generate, engine._complete = see, hear
     recipe.iteration(job, job.config.algorithm)
     (batch,) = rollout.train_batches
-    judged: list[torch.Tensor] = []
+    scored: list[torch.Tensor] = []
 
     def loss(tokens):
-        judged.append(torch.stack([tokens["policy_versions"], tokens["sample_id"], tokens["tokens"]]).clone())
+        scored.append(torch.stack([tokens["policy_versions"], tokens["sample_id"], tokens["tokens"]]).clone())
         return -tokens["advantages"] * tokens.logprobs, {}
 
     job.actor.update(batch, loss, "token-mean")
@@ -62,7 +62,7 @@ def iteration(folder: Path) -> dict[str, object]:
     rollout.close()
     return {
         "closed": process is None or not process.is_running(),
-        "spoken": select_outputs,
+        "outputs": select_outputs,
         "rows": {
             int(batch["sample_id"][i]): {
                 name: batch.row(name, i).tolist()
@@ -71,7 +71,7 @@ def iteration(folder: Path) -> dict[str, object]:
             | {"prompt_length": int(batch["prompt_length"][i])}
             for i in range(len(batch))
         },
-        "judged": torch.cat(judged, dim=1).tolist() if dist.get_rank() == 0 else [],
+        "scored": torch.cat(scored, dim=1).tolist() if dist.get_rank() == 0 else [],
     }
 
 
@@ -80,14 +80,14 @@ def test_training_receives_the_tokens_that_sglang_used(ranks, tmp_path):
     (tmp_path / "reward.py").write_text("def length(sample): return len(sample.response)\n")
     results = ranks.run(2, iteration, tmp_path)
     rows = {i: row for result in results for i, row in result["rows"].items()}
-    select_outputs = results[0]["spoken"]
+    select_outputs = results[0]["outputs"]
     assert sorted(rows) == list(range(24))
     assert all(result["closed"] for result in results)
     turns: dict[int, list[tuple[list[int], list[int]]]] = {i: [] for i in rows}
     for rid, context, written in select_outputs:
         turns[int(rid.split(".")[0])].append((context, written))
     assert max(map(len, turns.values())) == TURNS
-    judged = set()
+    scored = set()
     for i, row in rows.items():
         tokens, mask = row["tokens"], row["loss_mask"]
         expected = [False] * len(tokens)
@@ -102,11 +102,11 @@ def test_training_receives_the_tokens_that_sglang_used(ranks, tmp_path):
             if own:
                 assert row["policy_versions"][t] == 0
                 assert abs(row["rollout_logprobs"][t] - row["old_logprobs"][t]) < 1e-4
-                judged.add((i, tokens[t]))
+                scored.add((i, tokens[t]))
             else:
                 assert (row["policy_versions"][t], row["advantages"][t], row["rollout_logprobs"][t]) == (-1, 0, 0)
     assert any(any(row["advantages"]) for row in rows.values())
-    versions, ids, tokens = results[0]["judged"]
+    versions, ids, tokens = results[0]["scored"]
     assert set(versions) == {0}
-    assert set(zip(ids, tokens, strict=True)) == judged
+    assert set(zip(ids, tokens, strict=True)) == scored
     assert len(versions) == sum(sum(row["loss_mask"]) for row in rows.values())

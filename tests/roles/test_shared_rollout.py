@@ -84,7 +84,7 @@ def dealt(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
 
 
 def partial(job: Job) -> list[list[dict[str, object]]]:
-    """Prompts asked beyond those that are kept; then an update of the weights; then the rest goes on."""
+    """Prompts beyond those that are kept; then an update of the weights; then the rest continues."""
     calls = []
     for number in range(3):
         calls.append(rows(job.rollout.generate(job.prompts.next_batch(KEPT), num_samples=SAMPLES)))
@@ -143,17 +143,17 @@ def trials(folder: Path) -> dict[str, object]:
         "rollout.partial_rollout=true",
     )
     prompts = list(job.prompts)[:30]
-    told: dict[str, object] = {"shared": dealt(job, prompts, fixed=False), "fixed": dealt(job, prompts, fixed=True)}
+    reported: dict[str, object] = {"shared": dealt(job, prompts, fixed=False), "fixed": dealt(job, prompts, fixed=True)}
     job.rollout._extra_prompts = ASKED - KEPT
-    told["partial"] = partial(job)
+    reported["partial"] = partial(job)
     job.rollout._extra_prompts = 0
-    told["killed"] = killed(job)
+    reported["killed"] = killed(job)
     job.actor.save(folder / "trained", folder / "model")
-    return told
+    return reported
 
 
 @pytest.fixture(scope="module")
-def told(ranks, tmp_path_factory):
+def reported(ranks, tmp_path_factory):
     folder = inputs(tmp_path_factory.mktemp("shared"), "qwen3", positions=200)
     talk_long_of_digits(folder)
     return folder, ranks.run(2, trials, folder)
@@ -168,8 +168,8 @@ def everywhere(results, *path):
     return found
 
 
-def test_dynamic_queue_balances_the_load_of_engines(told):
-    _, results = told
+def test_dynamic_queue_balances_the_load_of_engines(reported):
+    _, results = reported
     samples = everywhere(results, "shared", "rows")
     assert sorted(row["id"] for row in samples) == list(range(120))
     lengths = sorted((len(row["versions"]) for row in samples), reverse=True)
@@ -181,16 +181,16 @@ def test_dynamic_queue_balances_the_load_of_engines(told):
     assert shared_tokens < fixed_tokens
 
 
-def test_generate_distributes_rows_in_the_order_of_sample_ids(told):
-    _, results = told
+def test_generate_distributes_rows_in_the_order_of_sample_ids(reported):
+    _, results = reported
     for rank, result in enumerate(results):
         assert [row["id"] for row in result["shared"]["rows"]] == list(range(rank * 60, (rank + 1) * 60))
         for row in result["shared"]["rows"]:
             assert row["group"] == row["id"] // 4 * 4
 
 
-def test_partial_rollout_resumes_groups_with_the_version_of_each_token(told):
-    _, results = told
+def test_partial_rollout_resumes_groups_with_the_version_of_each_token(reported):
+    _, results = reported
     calls = [[row for result in results for row in result["partial"][number]] for number in range(4)]
     for rows_of_call in calls[:3]:
         groups = Counter(row["group"] for row in rows_of_call)
@@ -198,8 +198,8 @@ def test_partial_rollout_resumes_groups_with_the_version_of_each_token(told):
     everything = [row for rows_of_call in calls for row in rows_of_call]
     ids = [row["id"] for row in everything]
     assert len(ids) == len(set(ids)) and len({row["group"] for row in everything}) == len(ids) / SAMPLES
-    asked = ASKED + 2 * KEPT  # each later call asks for as many prompts as the one before returned
-    assert len(ids) == asked * SAMPLES
+    requested = ASKED + 2 * KEPT  # each later call asks for as many prompts as the one before returned
+    assert len(ids) == requested * SAMPLES
     assert sorted({version for row in everything for version in row["versions"]}) == [0, 1, 2, 3]
     mixed = [row for row in everything if len(set(row["versions"])) > 1]
     assert mixed and all(row["versions"] == sorted(row["versions"]) for row in mixed)
@@ -207,8 +207,8 @@ def test_partial_rollout_resumes_groups_with_the_version_of_each_token(told):
         assert all(version <= number for row in rows_of_call for version in row["versions"])
 
 
-def test_killed_engine_restarts_without_losing_samples(told):
-    folder, results = told
+def test_killed_engine_restarts_without_losing_samples(reported):
+    folder, results = reported
     (in_flight,) = everywhere(results, "killed", "in_flight")
     assert in_flight >= 4 and results[0]["killed"]["deaths"] == 1
     ids = sorted(everywhere(results, "killed", "rows"), key=lambda row: row["id"])

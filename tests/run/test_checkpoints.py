@@ -146,12 +146,12 @@ def test_resume_with_a_damaged_checkpoint_uses_the_one_before_and_warns(ranks, i
     shutil.copytree(short, tmp_path / "run")
     file, damage = DAMAGES[name]
     damage(tmp_path / "run" / "checkpoints" / "000003" / file)
-    told, other = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+    output, other = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
     assert metrics_of(tmp_path / "run") == metrics_of(short) and not other
-    assert file in told and "skipped" in told and "resumes after iteration 2" in told
+    assert file in output and "skipped" in output and "resumes after iteration 2" in output
     # Done again, it is whole again.
-    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
-    assert "resumes after iteration 3" in told
+    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+    assert "resumes after iteration 3" in output
 
 
 def test_prune_does_not_count_damaged_checkpoints(ranks, inputs, short, tmp_path):
@@ -160,8 +160,8 @@ def test_prune_does_not_count_damaged_checkpoints(ranks, inputs, short, tmp_path
     (checkpoints / "000003").rename(checkpoints / "000009")
     flip_a_byte(checkpoints / "000009" / "rank-00001.safetensors")
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.keep=1"])
-    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.keep=1"])
-    assert "000009/rank-00001.safetensors: damaged" in told and "resumes after iteration 3" in told
+    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.keep=1"])
+    assert "000009/rank-00001.safetensors: damaged" in output and "resumes after iteration 3" in output
 
 
 def test_resume_with_only_damaged_checkpoints_raises(ranks, inputs, short, tmp_path):
@@ -198,13 +198,13 @@ def test_checkpoint_on_a_full_disk_leaves_the_last_one_and_the_run_continues(ran
     (small_disk / "fill").write_bytes(bytes(shutil.disk_usage(small_disk).free - of_one // 2))
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints").symlink_to(small_disk / "checkpoints")
-    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
-    assert told.count("not written") == 2 and "No space left on device; the newest is that of iteration 1" in told
+    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+    assert output.count("not written") == 2 and "No space left on device; the newest is that of iteration 1" in output
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["000001"]
     assert len(metrics_of(tmp_path / "run")) == 3
     (small_disk / "fill").unlink()
-    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, SHORT)
-    assert "resumes after iteration 1" in told
+    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, SHORT)
+    assert "resumes after iteration 1" in output
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
 
 
@@ -216,8 +216,8 @@ def test_prune_with_best_keeps_the_best_and_the_last_checkpoints(ranks, inputs, 
     kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {best, 5} and best != 5
     misspelt = [*SHORT, "checkpoint.keep=1", "checkpoint.best=reward/maen"]
-    (told,) = ranks.run(1, job, "grpo", inputs, tmp_path / "misspelt", 2, misspelt)
-    assert "checkpoint.best=reward/maen: iteration 2 has no such metric" in told
+    (output,) = ranks.run(1, job, "grpo", inputs, tmp_path / "misspelt", 2, misspelt)
+    assert "checkpoint.best=reward/maen: iteration 2 has no such metric" in output
 
 
 def test_export_every_writes_models(ranks, inputs, tmp_path):
@@ -229,8 +229,8 @@ def test_export_every_writes_models(ranks, inputs, tmp_path):
 
 def test_resume_with_other_settings_names_them(ranks, inputs, short, tmp_path):
     shutil.copytree(short, tmp_path / "run")
-    told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "actor.optimizer.lr=1e-4"])
-    assert "job.iterations=4 instead of 3" in told and "actor.optimizer.lr=0.0001 instead of 0.002" in told
+    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "actor.optimizer.lr=1e-4"])
+    assert "job.iterations=4 instead of 3" in output and "actor.optimizer.lr=0.0001 instead of 0.002" in output
 
 
 @pytest.mark.parametrize(
@@ -284,8 +284,8 @@ def test_resume_of_an_impossible_state_with_right_sums_raises(ranks, inputs, sho
     (folder / "job.json").write_text(json.dumps(tree))
     rewrite_sums(folder)
     if "json: " in message.replace("\\", ""):  # found where the sums are, so the one before is taken
-        told, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
-        assert re.search(message, told) and "resumes after iteration 2" in told
+        output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+        assert re.search(message, output) and "resumes after iteration 2" in output
     else:
         with pytest.raises(RankError, match=message):
             ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)

@@ -81,8 +81,8 @@ def test_deterministic_runs_are_bitwise_identical(ranks, inputs, tmp_path):
 
 
 def test_deterministic_with_extra_prompts_raises(ranks, inputs, tmp_path):
-    (told,) = ranks.run(1, refused, inputs, tmp_path / "run")
-    assert told.startswith("job.deterministic=true: ") and "rollout.extra_prompts=0" in told
+    (reported,) = ranks.run(1, refused, inputs, tmp_path / "run")
+    assert reported.startswith("job.deterministic=true: ") and "rollout.extra_prompts=0" in reported
 
 
 def taken(fixed: bool) -> list[int]:

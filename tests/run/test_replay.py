@@ -24,7 +24,7 @@ from verl_mg.run.mode import RunMode
 from verl_mg.run.replay import ReplayRollout
 
 ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")
-"""What is told of engines, which a replay has not."""
+"""The metrics of engines, which a replay does not have."""
 CHANGING = """
 from recipes.grpo import Config, policy_loss, roles
 from functools import partial
@@ -100,9 +100,9 @@ def dealt(run: Path) -> dict[str, list[int]]:
 
 
 def test_sample_reader_on_other_ranks_keeps_groups_together(ranks, first):
-    told = ranks.run(3, dealt, first)
-    assert [own["samples"] for own in told] == [[10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
-    assert not set(told[0]["groups"]) & set(told[1]["groups"]) and told[0]["every"] == list(range(10, 20))
+    output = ranks.run(3, dealt, first)
+    assert [own["samples"] for own in output] == [[10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
+    assert not set(output[0]["groups"]) & set(output[1]["groups"]) and output[0]["every"] == list(range(10, 20))
 
 
 def test_replay_rollout_methods_have_the_parameters_of_rollout():
@@ -120,9 +120,11 @@ def test_replay_with_other_settings_runs(ranks, inputs, first, tmp_path):
 
 def test_replay_of_an_unusable_run_raises(ranks, inputs, first, tmp_path):
     def refused(recipe: str, *overrides: str, of: str) -> str:
-        (told,) = set(ranks.run(2, refusal, recipe, inputs, tmp_path / "again", list(overrides), RunMode(replayed=of)))
+        (output,) = set(
+            ranks.run(2, refusal, recipe, inputs, tmp_path / "again", list(overrides), RunMode(replayed=of))
+        )
         assert not (tmp_path / "again").exists()
-        return told
+        return output
 
     remedy = "Write RUN@ITERATION, such as runs/first@12."
     assert refused("grpo", of=str(first)) == f"--replay {first}: it has no iteration. {remedy}"
@@ -144,7 +146,7 @@ def test_replay_of_an_unusable_run_raises(ranks, inputs, first, tmp_path):
 
 def test_replay_of_too_few_batches_raises(ranks, inputs, tmp_path):
     ranks.run(1, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=1", "job.iterations=1"])
-    (told,) = ranks.run(
+    (output,) = ranks.run(
         1,
         refusal,
         "dapo",
@@ -153,7 +155,7 @@ def test_replay_of_too_few_batches_raises(ranks, inputs, tmp_path):
         ["algorithm.max_sampling_rounds=9"],
         RunMode(replayed=f"{tmp_path / 'run'}@1"),
     )
-    assert told.startswith("iteration 1: the recipe requests more batches than were recorded")
+    assert output.startswith("iteration 1: the recipe requests more batches than were recorded")
 
 
 def test_rollout_only_scores_and_writes_samples_without_training(ranks, inputs, first, tmp_path):

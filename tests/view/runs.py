@@ -59,7 +59,7 @@ def metrics_of(step: int, draw: random.Random) -> dict[str, float | None]:
     if step == 0:
         return {"eval/reward": 0.05}
     gained = 1 - math.exp(-step / 12)
-    told: dict[str, float | None] = {
+    reported: dict[str, float | None] = {
         "reward/mean": gained + draw.gauss(0, 0.05),
         "reward/std": 0.4 - 0.2 * gained + draw.gauss(0, 0.02),
         "response/length": 20 + 30 * gained + draw.gauss(0, 2),
@@ -75,8 +75,8 @@ def metrics_of(step: int, draw: random.Random) -> dict[str, float | None]:
         "time/phase/weight_sync": 0.4,
     }
     if step % 4 == 0:
-        told["eval/reward"] = gained
-    return told
+        reported["eval/reward"] = gained
+    return reported
 
 
 def write_timelines(folder: Path, iterations: int, draw: random.Random, ranks: int = 2) -> None:

@@ -85,7 +85,7 @@ def test_row_order_changes_no_bit(name: str) -> None:
     assert whole.isfinite().all() and whole.any()
     for seed in range(5):
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))
-        # The sums of moments run over the rows as they stand: all else is bit for bit.
+        # The sums of moments follow the order of the rows: all else is bitwise equal.
         torch.testing.assert_close(run(name, [order]), whole, rtol=1e-6 if name == "whiten" else 0, atol=0)
 
 

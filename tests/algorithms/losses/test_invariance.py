@@ -155,8 +155,8 @@ def pack(rows: Sequence[Columns]) -> Columns:
 def run(case: Case, mode: str, split: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[float, list[Tensor]]:
     """The sum over micro-batches, and the gradient by the log-probs of each row; outside the mask both are silent."""
     rows = batch(dtype)
-    judged = [int(row[case.mask].sum()) for row in rows]
-    divisor = normalizer(mode, sum(judged), sum(count > 0 for count in judged), MAX_LENGTH)
+    scored = [int(row[case.mask].sum()) for row in rows]
+    divisor = normalizer(mode, sum(scored), sum(count > 0 for count in scored), MAX_LENGTH)
     parts = [pack([rows[row] for row in numbers]) for numbers in split]
     add_choices(parts)
     value, gradients = 0.0, [torch.empty(0)] * ROWS

@@ -12,7 +12,7 @@ from verl_mg.algorithms.losses.preference import DPO_KINDS
 from verl_mg.errors import UserError
 
 BETA = 0.4
-# (pair, chosen, log pi - log ref of each token or None where the token is not judged); rows in no order
+# (pair, chosen, log pi - log ref of each token or None where the token is not scored); rows in no order
 ROWS: list[tuple[int, bool, list[float | None]]] = [
     (7, True, [0.3, None, 0.9, -0.2]),
     (-2, False, [0.4, 0.5]),

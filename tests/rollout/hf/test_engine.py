@@ -100,8 +100,8 @@ def test_generate_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
     engine = engine_of(save(CONFIGS[name], tmp_path))
     stops = (3, 40, 41, 42, 70, 71)
     sampling = Sampling(max_new_tokens=12, temperature=0, stop_token_ids=stops)
-    asked = requests(prompts=8, group=1)
-    for request, sample in zip(asked, engine.generate(asked, sampling), strict=True):
+    requested = requests(prompts=8, group=1)
+    for request, sample in zip(requested, engine.generate(requested, sampling), strict=True):
         ids = torch.tensor([request.prompt])
         generate: Any = engine.module.generate
         expected = generate(
@@ -120,8 +120,8 @@ def test_generate_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
 def test_generate_logprobs_equal_a_forward_without_cache(name: str, tmp_path: Path) -> None:
     engine = engine_of(save(CONFIGS[name], tmp_path))
     sampling = Sampling(max_new_tokens=16, temperature=1.5, top_k=40, stop_token_ids=(1, 2, 3, 4))
-    asked = requests()
-    for request, sample in zip(asked, engine.generate(asked, sampling), strict=True):
+    requested = requests()
+    for request, sample in zip(requested, engine.generate(requested, sampling), strict=True):
         row = torch.tensor([request.prompt + sample.tokens])
         scores = engine.module(row).logits[0, len(request.prompt) - 1 : -1] / 1.5
         expected = scores.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None]).squeeze(1)
@@ -130,14 +130,14 @@ def test_generate_logprobs_equal_a_forward_without_cache(name: str, tmp_path: Pa
 
 def test_generate_samples_do_not_depend_on_their_batch(qwen3: Path) -> None:
     sampling = Sampling(max_new_tokens=20, top_p=0.95, stop_token_ids=(5, 6, 7, 8))
-    asked = requests(prompts=7)
-    whole = engine_of(qwen3).generate(asked, sampling)
-    assert [sample.id for sample in whole] == [request.id for request in asked]
+    requested = requests(prompts=7)
+    whole = engine_of(qwen3).generate(requested, sampling)
+    assert [sample.id for sample in whole] == [request.id for request in requested]
     assert len({len(sample.tokens) for sample in whole}) > 3, "rows should leave the batch at different times"
     small = engine_of(qwen3, max_running_requests=4)
-    shuffled = random.Random(1).sample(asked, len(asked))
+    shuffled = random.Random(1).sample(requested, len(requested))
     assert by_id(small.generate(shuffled, sampling)) == by_id(whole)
-    assert by_id(small.generate(asked[4:5], sampling)) == by_id(whole[4:5])
+    assert by_id(small.generate(requested[4:5], sampling)) == by_id(whole[4:5])
 
 
 def test_generate_finish_is_stop_or_length(qwen3: Path) -> None:
@@ -169,19 +169,19 @@ def test_generate_equal_prompts_share_a_prefill(qwen3: Path) -> None:
 def test_update_written_parameters_change_the_policy(qwen3: Path, tmp_path: Path) -> None:
     other = engine_of(save(CONFIGS["qwen3"], tmp_path, seed=1))
     engine: RolloutEngine = engine_of(qwen3)
-    asked, sampling = requests(), Sampling(max_new_tokens=8)
-    before = engine.generate(asked, sampling)
+    requested, sampling = requests(), Sampling(max_new_tokens=8)
+    before = engine.generate(requested, sampling)
     assert {v for sample in before for v in sample.policy_versions} == {0}
     engine.begin_update()
     assert not engine.health()
     with pytest.raises(RuntimeError, match="update"):
-        engine.generate(asked, sampling)
+        engine.generate(requested, sampling)
     for name, tensor in engine.parameters().items():
         tensor.copy_(other.parameters()[name])
     engine.end_update(7)
-    after = engine.generate(asked, sampling)
+    after = engine.generate(requested, sampling)
     assert {v for sample in after for v in sample.policy_versions} == {7}
-    assert by_id(after) == by_id(other.generate(asked, sampling)) != by_id(before)
+    assert by_id(after) == by_id(other.generate(requested, sampling)) != by_id(before)
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
@@ -192,14 +192,14 @@ def test_engine_without_weights_is_filled_by_an_update(name: str, tmp_path: Path
     engine.begin_update()
     fill(engine, directory)
     engine.end_update(1)
-    asked, sampling = requests(), Sampling(max_new_tokens=6)
-    assert by_id(engine.generate(asked, sampling)) == by_id(engine_of(directory).generate(asked, sampling))
+    requested, sampling = requests(), Sampling(max_new_tokens=6)
+    assert by_id(engine.generate(requested, sampling)) == by_id(engine_of(directory).generate(requested, sampling))
 
 
 def test_share_same_dtype_uses_the_same_memory(qwen3: Path) -> None:
     engine = engine_of(qwen3)
-    asked, sampling = requests(), Sampling(max_new_tokens=6)
-    before = by_id(engine.generate(asked, sampling))
+    requested, sampling = requests(), Sampling(max_new_tokens=6)
+    before = by_id(engine.generate(requested, sampling))
     names = ["model.norm.weight", "lm_head.weight"]
     offered = {name: engine.parameters()[name].clone() for name in names}
     offered["lm_head.weight"] = offered["lm_head.weight"].bfloat16()
@@ -208,7 +208,7 @@ def test_share_same_dtype_uses_the_same_memory(qwen3: Path) -> None:
     engine.end_update(1)
     taken = [engine.parameters()[name].data_ptr() == offered[name].data_ptr() for name in names]
     assert taken == [True, False]
-    assert by_id(engine.generate(asked, sampling)) == before
+    assert by_id(engine.generate(requested, sampling)) == before
 
 
 def fill(engine: HFEngine, directory: Path) -> None:
@@ -221,8 +221,8 @@ def fill(engine: HFEngine, directory: Path) -> None:
 
 def test_abort_returns_partial_samples(qwen3: Path) -> None:
     engine = engine_of(qwen3, max_running_requests=6)
-    asked, sampling = requests(prompts=4), Sampling(max_new_tokens=20)
-    whole = engine.generate(asked, sampling)
+    requested, sampling = requests(prompts=4), Sampling(max_new_tokens=20)
+    whole = engine.generate(requested, sampling)
     steps: list[int] = []
 
     def cut(*_: object) -> None:
@@ -231,26 +231,26 @@ def test_abort_returns_partial_samples(qwen3: Path) -> None:
             engine.abort()
 
     hook = engine.module.register_forward_hook(cut)
-    samples = engine.generate(asked, sampling)
+    samples = engine.generate(requested, sampling)
     hook.remove()
     assert {sample.finish for sample in samples} == {"abort"}
     assert sorted(len(sample.tokens) for sample in samples) == [0] * 6 + [5] * 6
     for cut_short, full in zip(samples, whole, strict=True):
         assert cut_short.tokens == full.tokens[: len(cut_short.tokens)]
-    assert engine.generate(asked, sampling) == whole
+    assert engine.generate(requested, sampling) == whole
 
 
 def test_submit_partial_sample_continues_like_an_uninterrupted_one(qwen3: Path) -> None:
     engine = engine_of(qwen3)
-    asked, sampling = requests(), Sampling(max_new_tokens=20)
-    whole = engine.generate(asked, sampling)
+    requested, sampling = requests(), Sampling(max_new_tokens=20)
+    whole = engine.generate(requested, sampling)
     for length in (1, 7, 19, 20):
         begun = [
             dataclasses.replace(sample, tokens=sample.tokens[:length], logprobs=sample.logprobs[:length],
                                 policy_versions=(5,) * len(sample.tokens[:length]))
             for sample in whole
         ]  # fmt: skip
-        again = [dataclasses.replace(request, partial=part) for request, part in zip(asked, begun, strict=True)]
+        again = [dataclasses.replace(request, partial=part) for request, part in zip(requested, begun, strict=True)]
         for one, other in zip(engine.generate(again, sampling), whole, strict=True):
             assert (one.id, one.tokens) == (other.id, other.tokens)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)

@@ -1,4 +1,4 @@
-"""One real SGLang engine: what it was asked, cut, late, stopped, killed, started anew."""
+"""One real SGLang engine: requests, aborts, time-outs, stop tokens, kills and restarts."""
 
 import dataclasses
 import socket
@@ -65,9 +65,9 @@ def schedulers(engine: SGLangEngine) -> list[psutil.Process]:
 
 def test_engine_samples_match_transformers_logprobs_and_routing(engine, model):
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    asked = requests()
-    samples = engine.generate(asked, Sampling(max_new_tokens=12, temperature=0.8))
-    for request, sample in zip(asked, samples, strict=True):
+    requested = requests()
+    samples = engine.generate(requested, Sampling(max_new_tokens=12, temperature=0.8))
+    for request, sample in zip(requested, samples, strict=True):
         row = torch.tensor([[*request.prompt, *sample.tokens]])
         out = whole(row, output_router_logits=True)
         scores = (out.logits[0] / 0.8).log_softmax(-1)[len(request.prompt) - 1 : -1]
@@ -161,8 +161,8 @@ def test_engine_load_without_begin_update_raises(engine):
 
 
 def test_engine_killed_while_generating_restarts_and_finishes(engine, model):
-    asked = requests(12)
-    engine.submit(asked, LONG)
+    requested = requests(12)
+    engine.submit(requested, LONG)
     engine.collect(0.2)
     schedulers(engine)[0].kill()
     with pytest.raises(EngineDiedError, match="crashed with exit code -9"):
@@ -172,7 +172,7 @@ def test_engine_killed_while_generating_restarts_and_finishes(engine, model):
     bring_weights(engine, model, version=9)
     engine.resume()
     samples = all_of(engine, 12)
-    assert [sample.id for sample in samples] == [request.id for request in asked]
+    assert [sample.id for sample in samples] == [request.id for request in requested]
     assert {v for sample in samples for v in sample.policy_versions} == {9}
 
 

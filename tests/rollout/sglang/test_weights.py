@@ -36,12 +36,12 @@ def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
     try:
         bring_weights(engine, model, version=1)
         bring_weights(engine, model, version=2)
-        asked = [Request(i, (6 + i, 7, 9, 11), i) for i in range(5)]
-        samples = engine.generate(asked, Sampling(max_new_tokens=12, temperature=0.0))
+        requested = [Request(i, (6 + i, 7, 9, 11), i) for i in range(5)]
+        samples = engine.generate(requested, Sampling(max_new_tokens=12, temperature=0.0))
     finally:
         engine.close()
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for request, sample in zip(asked, samples, strict=True):
+    for request, sample in zip(requested, samples, strict=True):
         expected = whole.generate(
             torch.tensor([request.prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
         )

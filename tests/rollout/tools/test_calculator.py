@@ -54,10 +54,10 @@ def test_calculator_data_half_of_the_answers_have_no_call(folder: Path) -> None:
 def test_calculator_demonstrations_equal_the_rollout_tokens(folder: Path) -> None:
     """Two turns of the rollout's components give the tokens of the two demonstrations."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    asked, continued = records(folder / "data" / "demonstrations.jsonl")[1:3]
+    requested, continued = records(folder / "data" / "demonstrations.jsonl")[1:3]
     chat_format = ToolCallFormat(tokenizer, load_tools(["verl_mg.rollout.tools.builtin:calculator"]), "qwen25")
     tokens = tokenizer(continued["prompt"][1]["content"])["input_ids"]
-    assert len(tokens) == len(tokenizer(asked["answer"])["input_ids"]) == 15
+    assert len(tokens) == len(tokenizer(requested["answer"])["input_ids"]) == 15
     assert chat_format.calls(tokens) == [
         ToolCall("calculator", json.dumps({"expression": continued["prompt"][0]["content"]}))
     ]  # fmt: skip

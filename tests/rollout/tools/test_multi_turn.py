@@ -41,14 +41,14 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 class Scripted(RolloutEngine):
-    """Writes what a script says for a request, at most `per_collect` samples a call, and remembers what it was asked.
+    """Writes what a script says for a request, at most `per_collect` samples a call, and records its requests.
 
     A stop token follows the script's text. `held`: ids that are not answered.
     """
 
     def __init__(self, script: Callable[[Request], str], per_collect: int = 100) -> None:
         self.script, self.per_collect = script, per_collect
-        self.asked: list[Request] = []
+        self.requested: list[Request] = []
         self.held: set[int] = set()
         self.version = 0
         self._running: list[tuple[Request, Sampling]] = []
@@ -58,7 +58,7 @@ class Scripted(RolloutEngine):
         return 50 - len(self._running)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        self.asked += requests
+        self.requested += requests
         if not self._running:
             self._aborted = False
         self._running += [(request, sampling) for request in requests]
@@ -137,12 +137,12 @@ def test_collect_context_is_the_prompt_and_all_tokens_since() -> None:
     sample = one(engine)
     first = (*encode(f"I ask 42 {CALL}"), EOS, *worded("42"))
     second = (*first, *encode(CALL), EOS, *worded("42"))
-    assert [request.context for request in engine.asked] == [PROMPT, PROMPT + first, PROMPT + second]
+    assert [request.context for request in engine.requested] == [PROMPT, PROMPT + first, PROMPT + second]
     assert sample.tokens == (*second, *encode("It is 42."), EOS)
     assert TOKENIZER.convert_tokens_to_ids("42") in worded("42"), "re-tokenising the turns would show"
     assert TOKENIZER.convert_tokens_to_ids("42") not in encode("It is 42.")
     assert sample.finish == "stop"
-    assert {request.seed for request in engine.asked} == {0}
+    assert {request.seed for request in engine.requested} == {0}
 
 
 def test_collect_observations_have_no_logprob_and_no_version() -> None:
@@ -185,7 +185,7 @@ def test_collect_calls_of_a_turn_run_concurrently() -> None:
 
     engine = Scripted(turns_of(f"{qwen('wait', n=1)}\n{qwen('wait', n=2)}", "ok"))
     one(engine, tools=[wait])
-    assert engine.asked[1].context[-len(worded("met 1", "met 2")) :] == worded("met 1", "met 2")
+    assert engine.requested[1].context[-len(worded("met 1", "met 2")) :] == worded("met 1", "met 2")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_collect_calls_of_a_turn_run_concurrently() -> None:
 def test_collect_failed_call_is_observed_as_an_error(text: str, result: str) -> None:
     engine = Scripted(turns_of(text, "ok"))
     sample = one(engine, tools=[calculator, endless], tool_timeout=0.2)
-    assert engine.asked[1].context == (*PROMPT, *encode(text), EOS, *worded(result))
+    assert engine.requested[1].context == (*PROMPT, *encode(text), EOS, *worded(result))
     assert sample.finish == "stop"
 
 
@@ -210,14 +210,14 @@ def test_collect_failed_call_is_observed_as_an_error(text: str, result: str) -> 
 def test_collect_python_tool_runs_in_the_sandbox() -> None:
     engine = Scripted(turns_of(qwen("python", code="print(6 * 7)"), "ok"))
     one(engine, tools=[python])
-    assert engine.asked[1].context[-len(worded("42")) :] == worded("42")
+    assert engine.requested[1].context[-len(worded("42")) :] == worded("42")
 
 
 @pytest.mark.parametrize("max_turns", [1, 2, 3])
 def test_collect_last_turn_makes_no_calls(max_turns: int) -> None:
     engine = Scripted(turns_of(CALL, CALL, CALL))
     sample = one(engine, max_turns=max_turns)
-    assert len(engine.asked) == max_turns
+    assert len(engine.requested) == max_turns
     assert sample.tokens[-1] == EOS
     assert sample.finish == "stop"
 
@@ -226,7 +226,7 @@ def test_collect_token_limit_includes_observations() -> None:
     turn, seen = len(encode(CALL)) + 1, len(worded("42"))
     for limit, length, finish in (
         (turn - 1, turn - 1, "length"),
-        (turn + seen, turn, "length"),  # no room behind the observation
+        (turn + seen, turn, "length"),  # no space behind the observation
         (turn + seen + 1, turn + seen + 1, "length"),
         (turn + seen + 3, turn + seen + 3, "stop"),
     ):
@@ -299,7 +299,7 @@ def test_abort_during_a_tool_call_can_be_resumed() -> None:
     expected = Scripted(script)
     whole = one(expected, tools=[calculator, patient])
     assert sample.tokens == whole.tokens
-    assert [request.context for request in engine.asked] == [request.context for request in expected.asked]
+    assert [request.context for request in engine.requested] == [request.context for request in expected.requested]
     assert sample.policy_versions[-1] == 1
     assert sample.finish == "stop"
 
@@ -316,20 +316,20 @@ def test_abort_during_generation_can_be_resumed() -> None:
     # The engine ends the turn, then writes the second, which is the last.
     engine.held = set()
     engine.script = lambda request: CALL[len("<tool_call>") :] if not observations(request) else CALL
-    engine.asked.clear()
+    engine.requested.clear()
     text = "<tool_call>"
     begun = replace(cut, tokens=encode(text), logprobs=(0.0,) * 11, policy_versions=(0,) * 11)
     (sample,) = wrapper.generate([Request(7, PROMPT, 0, begun)], SAMPLING)
-    assert len(engine.asked) == 2
+    assert len(engine.requested) == 2
     assert sample.tokens == (*encode(CALL), EOS, *worded("42"), *encode(CALL), EOS)
     # Cut behind its observation, it has written one turn of two.
-    engine.asked.clear()
+    engine.requested.clear()
     seen = len(encode(CALL)) + 1 + len(worded("42"))
     begun = replace(
         sample, tokens=sample.tokens[:seen], logprobs=(0.0,) * seen, policy_versions=sample.policy_versions[:seen]
     )
     assert wrapper.generate([Request(7, PROMPT, 0, begun)], SAMPLING)[0].tokens == sample.tokens
-    assert len(engine.asked) == 1
+    assert len(engine.requested) == 1
 
 
 def test_abort_at_the_end_of_a_turn_makes_no_calls() -> None:
