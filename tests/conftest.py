@@ -58,8 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselected += [item for item in items if item.get_closest_marker("nightly")]
     if config.option.quick:
         deselected += [item for item in items if SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))]
-    items[:] = [item for item in items if item not in deselected]
+    # Slow files first, so that no test process is left with one of them at the end.
+    items[:] = sorted((item for item in items if item not in deselected), key=_is_pure)
     config.hook.pytest_deselected(items=deselected)
+
+
+def _is_pure(item: pytest.Item) -> bool:
+    return item.path.relative_to(Path(__file__).parent).parts[0] in QUICK
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -111,6 +111,7 @@ def test_mpirun_and_torchrun_train_bitwise_identical(tmp_path):
     assert models[0] == models[1]
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_train_under_mpirun_with_a_mistake_exits_with_one_line(tmp_path):
     command = train_command(tmp_path, tmp_path / "run", recipe="nowhere.py")

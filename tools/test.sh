@@ -12,7 +12,7 @@ if [[ ${1:-} == --quick || ${1:-} == --all ]]; then
     mode=${1#--}
     shift
 fi
-arguments=(-n 2 --dist loadfile --durations=20 "$@")
+arguments=(-n 2 --dist loadfile --no-loadscope-reorder --durations=20 "$@")
 case $mode in
     quick) arguments+=(--quick) ;;
     all) arguments+=(-m "nightly or not nightly") ;;

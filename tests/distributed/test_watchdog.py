@@ -52,9 +52,9 @@ def test_train_with_restarts_after_lost_ranks_resumes_every_iteration(tmp_path):
     settings = ["job.heartbeat_timeout_s=5", "job.iterations=24", "checkpoint.every=1"]
     restarts = torchrun(2, "--max-restarts", "2", "--shutdown-timeout", "1")
     with started([*restarts, *train_command(inputs, output, *settings)]) as launcher:
-        iterations_done(output, 2, launcher)
+        iterations_done(output, 4, launcher)
         rank_process(launcher, 0).kill()
-        iterations_done(output, 8, launcher)
+        iterations_done(output, 10, launcher)
         rank_process(launcher, 1).send_signal(signal.SIGSTOP)
         code, _, err = ended(launcher)
     assert code == 0, err

@@ -48,8 +48,15 @@ def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[d
     return {name: tensor.detach().clone() for name, tensor in actor.runner.parameters().items()}, sizes
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("qwen3", torch.float32),
+        ("qwen3_moe", torch.bfloat16),
+        pytest.param("qwen3", torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", torch.float32, marks=pytest.mark.nightly),
+    ],
+)
 def test_updates_with_offload_are_bitwise_identical(ranks, tmp_path, architecture, dtype):
     model = tiny_model(tmp_path / "model", architecture)
     stayed = ranks.run(2, updated, model, "tp2", dtype, False)

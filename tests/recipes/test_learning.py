@@ -62,6 +62,7 @@ def test_dapo_with_experts_on_two_ranks_improves_its_objective(ranks, tasks, tmp
         assert line["weight_sync/bytes_received"] == line["weight_sync/bytes_lower_bound"] > 0
 
 
+@pytest.mark.nightly
 def test_prime_with_a_fixed_policy_learns_outcomes(ranks, tasks, tmp_path):
     # Outcomes of a fixed policy that is often right: a random one never is, and there are no classes to separate.
     tiny_run(ranks, "sft", tasks(0), tmp_path / "sft", ["job.iterations=16"])

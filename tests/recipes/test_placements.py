@@ -75,7 +75,9 @@ def one_layout(ranks, task, tmp_path_factory):
     return lines, output
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement", [pytest.param(name, marks=[pytest.mark.nightly] if name == "mixed" else []) for name in PLACEMENTS]
+)
 def test_ppo_with_roles_on_other_ranks_has_equal_metrics(ranks, task, one_layout, tmp_path, placement):
     expected, trained = one_layout
     compare(run(ranks, task, tmp_path / "run", PLACEMENTS[placement]), expected)

@@ -10,7 +10,13 @@ from tests.given_experts import reported
 from tests.roles.updates import COUNT, TEMPERATURE, actor_on, compare, oracle_update, rows, settings, with_entropy
 from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, tiny_model
 
-LAYOUTS = [("tp1", 1), ("tp1", 2), ("tp2", 2), ("pp2", 2), ("tp2-pp2", 4), ("tp2", 4), ("pp4", 4), ("tp2-cp2", 4)]
+LAYOUTS = [
+    ("tp1", 2),
+    ("pp2", 2),
+    ("tp2-pp2", 4),
+    ("tp2-cp2", 4),
+    *(pytest.param(*layout, marks=pytest.mark.nightly) for layout in (("tp1", 1), ("tp2", 2), ("tp2", 4), ("pp4", 4))),
+]
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 

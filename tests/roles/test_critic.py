@@ -25,7 +25,7 @@ from verl_mg.roles.trainable import TrainableRole
 COUNT = 12
 # A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
 OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
-LAYOUTS = [("tp1", 1), ("tp1", 2), ("tp2", 2), ("pp2", 2), ("tp2-cp2", 4), ("tp2-pp2", 4)]
+LAYOUTS = [("tp1", 2), ("tp2", 2), ("pp2", 2), ("tp2-cp2", 4), ("tp2-pp2", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", [pytest.param("qwen2", marks=pytest.mark.nightly), "qwen3"])
 def test_critic_under_every_layout_equals_transformers(ranks, models, tmp_path, layout, count, architecture) -> None:
     model = models[architecture]
     batch, net = rows(model), classifier(model)

@@ -18,9 +18,9 @@ from verl_mg.roles import weight_sync
 
 # (layout, its ranks, ranks of the job, architecture)
 PLACEMENTS = [
-    ("tp2", (0, 1), 3, "qwen3"),
+    pytest.param("tp2", (0, 1), 3, "qwen3", marks=pytest.mark.nightly),
     ("pp2", (0, 1), 4, "qwen2"),  # tied embeddings on two stages
-    ("tp1", (0, 1), 3, "llama"),  # dp2
+    pytest.param("tp1", (0, 1), 3, "llama", marks=pytest.mark.nightly),  # dp2
     ("tp2-pp2", (1, 2, 4, 5), 6, "qwen3"),
     ("ep2", (1, 3), 4, "qwen3_moe"),
 ]

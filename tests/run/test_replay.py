@@ -66,7 +66,15 @@ def of_training(output: Path) -> dict[int, dict[str, float]]:
     return {step: {k: v for k, v in line.items() if not k.startswith(ENGINES)} for step, line in lines.items()}
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "ppo", "remax", "dapo", "pf_ppo", "changing"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "ppo",
+        "dapo",
+        "changing",
+        *(pytest.param(recipe, marks=pytest.mark.nightly) for recipe in ("grpo", "remax", "pf_ppo")),
+    ],
+)
 def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, recipe):
     run, again = tmp_path / "run", tmp_path / "again"
     of = inputs / "changing.py" if recipe == "changing" else recipe

@@ -149,7 +149,7 @@ def _attribute_docstrings(kind: type[BaseModel]) -> dict[str, str]:
 
     pydantic's `use_attribute_docstrings` finds none in a file that is imported under two names, as a recipe can be.
     """
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not issubclass(base, ConfigSection) or base is ConfigSection:
             continue
@@ -158,8 +158,8 @@ def _attribute_docstrings(kind: type[BaseModel]) -> dict[str, str]:
         for field, below in itertools.pairwise(definition.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = text
-    return found
+                    docstrings[name] = text
+    return docstrings
 
 
 def _first_paragraph(kind: type[BaseModel]) -> str:
