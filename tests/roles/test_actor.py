@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.given_experts import reported
+from tests.given_experts import with_experts
 from tests.roles.updates import COUNT, TEMPERATURE, actor_on, compare, oracle_update, rows, settings, with_entropy
 from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, tiny_model
 
@@ -110,7 +110,7 @@ def test_routed_experts_of_the_batch_replace_the_routers_in_logprobs_and_updates
     model, batch = models["qwen3_moe"], rows(models["qwen3_moe"])
     given = torch.rand(batch.total_tokens, 4, 4, generator=torch.Generator().manual_seed(2)).topk(2).indices.short()
     with torch.no_grad():
-        logprobs, _ = oracle_outputs(reported(model, given), batch, TEMPERATURE)
+        logprobs, _ = oracle_outputs(with_experts(model, given), batch, TEMPERATURE)
     expected = torch.where(batch["loss_mask"], logprobs, 0).split(batch.lengths.tolist())
     ((_, _, alone),) = ranks.run(1, replayed, model, "tp1", given)
     ((_, _, free),) = ranks.run(1, replayed, model, "tp1", None)
