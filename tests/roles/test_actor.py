@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.given_experts import with_experts
 from tests.roles.updates import COUNT, TEMPERATURE, actor_on, compare, oracle_update, rows, settings, with_entropy
-from tests.tiny_models import MIXTURES, TRAINED, oracle, oracle_outputs, tiny_model
+from tests.tiny_models import oracle, oracle_outputs
 
 LAYOUTS = [
     ("tp1", 2),
@@ -28,12 +28,6 @@ def update(model, layout, budget, mode, folder, minibatches=1):
     metrics = actor.update(mine, partial(with_entropy, cfg), mode, max_length=16, num_minibatches=minibatches)
     actor.save(folder, model)
     return metrics
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, name) for name in (*TRAINED, *MIXTURES)}
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.rank_pool import job_context
 from tests.roles.updates import classifier, heads, square_loss
-from tests.tiny_models import random_rows, tiny_model
+from tests.tiny_models import random_rows
 from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
@@ -26,12 +26,6 @@ COUNT = 12
 # A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
 OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
 LAYOUTS = [("tp1", 2), ("tp2", 2), ("pp2", 2), ("tp2-cp2", 4), ("tp2-pp2", 4)]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, name) for name in ("qwen2", "qwen3", "qwen3_moe")}
 
 
 def rows(model: Path) -> Batch:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.rank_pool import job_context
 from tests.roles.updates import OPTIMIZER, TEMPERATURE, compare, oracle_update, settings, with_entropy
 from tests.roles.updates import rows as all_rows
-from tests.tiny_models import oracle, oracle_outputs, tiny_model
+from tests.tiny_models import oracle, oracle_outputs
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.models import Actor
@@ -19,12 +19,6 @@ BUDGETS = {4: 32, 2: 20}
 """Tokens of a micro-batch by cp, for rows of 3 to 20 tokens, of which some fit a part of it and others do not."""
 LAYOUTS = [("cp4", 4, [4, 2, 1]), ("cp2", 4, [2, 1]), ("tp2-cp2", 4, [2, 1]), ("cp2-pp2", 4, [2, 1])]
 MODE = "seq-mean-token-mean"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, name) for name in ("qwen3", "qwen3_moe")}
 
 
 def update(model, layout, folder, budget):
