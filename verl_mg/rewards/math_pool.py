@@ -4,8 +4,7 @@ math-verify limits its time by an alarm signal, which is delivered to a main thr
 interrupts, inside one step of the interpreter, is ended by killing its process.
 
 The pool starts plain interpreters. `multiprocessing` and the pools built on it (`concurrent.futures`, pebble) do not
-fit: "spawn" runs the user's main script again, "fork" copies the locks of a process with many threads, and both start
-a new worker without end where workers cannot start.
+fit: "spawn" runs the user's main script again, and "fork" copies the locks of a process with many threads.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,9 @@ MEMORY_BYTES = 4 << 30
 PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
+from verl_mg.rewards.math import is_equivalent
 from verl_mg.rewards.math_pool import run_worker
-run_worker()
+run_worker(is_equivalent)
 """
 
 
@@ -159,10 +160,8 @@ class _Worker:
         return line
 
 
-def run_worker() -> None:
+def run_worker(compare: Callable[[str, str], Reward]) -> None:
     """Main function of a worker process: reads `[response, answer]` lines until stdin ends, writes rewards."""
-    from verl_mg.rewards.math import is_equivalent  # imports this module, and it is large: before the memory limit
-
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted job closes the pipe
     # What libraries print must not be mixed with the responses.
@@ -171,7 +170,7 @@ def run_worker() -> None:
         print(json.dumps("ready"), file=responses, flush=True)
         for line in sys.stdin:
             try:
-                reward = is_equivalent(*json.loads(line))
+                reward = compare(*json.loads(line))
                 print(json.dumps([reward.value, reward.parts, reward.answer]), file=responses, flush=True)
             except MemoryError:
                 return
