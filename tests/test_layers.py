@@ -6,6 +6,7 @@ Imports inside functions and under TYPE_CHECKING count like any other.
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,30 @@ def _foreign(part: str) -> set[str]:
 
 def test_package_imports_follow_the_layers() -> None:
     assert violations(PACKAGE) == []
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    files = {
+        file.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", "."): file
+        for file in PACKAGE.rglob("*.py")
+    }
+    graph = {
+        name: {part for part in _modules(file) if part in files}
+        for name, file in files.items()
+        if file.name != "__init__.py"
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def _modules(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def test_layout_imports_only_the_standard_library() -> None:
