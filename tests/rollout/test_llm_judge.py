@@ -41,10 +41,10 @@ def test_question_placeholders_in_the_response_are_not_replaced(model: Path) -> 
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
-        ("Good. [[7]]", Reward(0.7, {"scored": 1.0, "verdict": 7.0})),
-        ("From [[1]] to [[10]] I say [[2.5]]", Reward(0.25, {"scored": 1.0, "verdict": 2.5})),
-        ("[7]", Reward(0.0, {"scored": 0.0})),
-        ("", Reward(0.0, {"scored": 0.0})),
+        ("Good. [[7]]", Reward(0.7, {"judged": 1.0, "verdict": 7.0})),
+        ("From [[1]] to [[10]] I say [[2.5]]", Reward(0.25, {"judged": 1.0, "verdict": 2.5})),
+        ("[7]", Reward(0.0, {"judged": 0.0})),
+        ("", Reward(0.0, {"judged": 0.0})),
     ],
 )
 def test_verdict_reads_the_last_match(answer: str, reward: Reward) -> None:
@@ -52,8 +52,8 @@ def test_verdict_reads_the_last_match(answer: str, reward: Reward) -> None:
 
 
 def test_verdict_not_a_number_is_not_counted() -> None:
-    assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: A").parts == {"scored": 0.0}
-    assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: ").parts == {"scored": 0.0}
+    assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: A").parts == {"judged": 0.0}
+    assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: ").parts == {"judged": 0.0}
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -91,7 +91,7 @@ def test_score_many_too_long_question_gets_no_verdict(model: Path) -> None:
     reward = load_reward("verl_mg.rollout.llm_judge:LLMJudge", options | {"template": "{response}"})
     with AsyncScorer({"": reward}) as scorer:
         rewards = scorer.score([Sample("p", "a" * length, None, {}, "stop") for length in (600, 100, 503)])
-    assert [reward.parts["scored"] for reward in rewards] == [0.0] * 3
+    assert [reward.parts["judged"] for reward in rewards] == [0.0] * 3
 
 
 def test_score_many_with_server_posts_questions() -> None:
@@ -103,7 +103,7 @@ def test_score_many_with_server_posts_questions() -> None:
 
     with serving(answer) as url:
         rewards = judge_at(f"{url}/", template="Rate {response}", max_new_tokens=9)
-    assert rewards == [Reward(0.8, {"scored": 1.0, "verdict": 8.0})] * 3
+    assert rewards == [Reward(0.8, {"judged": 1.0, "verdict": 8.0})] * 3
     assert {requested.path for requested in seen} == {"/generate"}
     assert seen[0].body == {
         "text": "Rate It is {answer}, [[10]].",
