@@ -1,6 +1,6 @@
 """Compares tokens per second of the `hf` engine with `generate` of transformers, on the same requests.
 
-    python tools/bench_embedded_rollout.py [--hidden 64] [--layers 2] [--rows 128] [--tokens 48] [--rounds 5]
+    python -m tools.bench_embedded_rollout [--hidden 64] [--layers 2] [--rows 128] [--tokens 48] [--rounds 5]
 
 Both run in turn in one process on one thread; medians are compared. Four cases: distinct or grouped prompts
 (8 samples each), and equal or heavy-tailed lengths (stop tokens are drawn at random).

@@ -1,6 +1,6 @@
 """Compares GRPO on the CPU, from prompts to new weights, with TRL's GRPOTrainer, in turn, in one run.
 
-    python tools/bench_end_to_end.py [--rounds 3] [--iterations 1] [--prompts 16] [--tokens 256] [--hidden 256]
+    python -m tools.bench_end_to_end [--rounds 3] [--iterations 1] [--prompts 16] [--tokens 256] [--hidden 256]
 
 Both use the same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL) and optimizer, with
 one step per iteration; each draws its samples itself. Lengths have a heavy tail: most responses end early, some at the
@@ -37,10 +37,10 @@ from typing import Any
 
 import torch
 import yaml
-from end_to_end_trl import MODEL, PROMPTS, Workload
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from tools.end_to_end_trl import MODEL, PROMPTS, Workload
 from verl_mg.data import read_records
 from verl_mg.models.tiny_model import ROLES, make_tiny_model
 

@@ -1,6 +1,6 @@
 """Balance of rows over data-parallel ranks, on recorded lengths, for 8 to 512 ranks.
 
-    python tools/bench_packing.py [--model tools/model_configs/qwen3_235b_a22b.json] [--longest 16384]
+    python -m tools.bench_packing [--model tools/model_configs/qwen3_235b_a22b.json] [--longest 16384]
 
 Three ways with the same rows, the same budget of tokens, and the same predicted FLOPs:
 

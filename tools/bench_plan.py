@@ -1,6 +1,6 @@
 """Seconds of planning without starting ranks: one rank of DeepSeek-V3 on 1,024, all ranks of Qwen3-235B on 256.
 
-    python tools/bench_plan.py
+    python -m tools.bench_plan
 
 Each figure is the median of several runs, and includes reading config.json.
 """

@@ -1,6 +1,6 @@
 """Weight sync of real megatron-core models: ours against gather-everything and against Megatron's own resharding.
 
-    python tools/bench_reshard.py [--cases dense-tp4] [--repeats 5] [--parameters 400] [--bucket-mib 32] [--json FILE]
+    python -m tools.bench_reshard [--cases dense-tp4] [--repeats 5] [--parameters 400] [--bucket-mib 32] [--json FILE]
 
 Eight processes over gloo have one model in bf16, every element of which is a function of its position in its Hugging
 Face tensor. The methods take turns to fill the same target from it, after one warm-up that is verified bitwise:
@@ -33,11 +33,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gather_everything import GatherEverything
 from megatron.core.resharding import swap_model_weights
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 from torch import Tensor
 
+from tools.gather_everything import GatherEverything
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.model import PackedModel, build_chunks, parameters_by_name
 from verl_mg.megatron.process_groups import ParallelGroups

@@ -1,6 +1,6 @@
 """Measures the overhead over SGLang: tokens/s compared with direct calls of `sglang.Engine.generate`.
 
-    python tools/bench_sglang_rollout.py [--requests 256] [--tokens 64] [--running 64] [--rounds 5] [--hidden 256]
+    python -m tools.bench_sglang_rollout [--requests 256] [--tokens 64] [--running 64] [--rounds 5] [--hidden 256]
 
 The same requests are generated in three ways, on engines with the same arguments: by `sglang.Engine.generate` with one
 list, in a separate process; by `SGLangEngine` with one list; and by `SGLangEngine` with a work queue, as in a job.

@@ -1,6 +1,6 @@
 """TRL's side of tools/bench_end_to_end.py, and the task that both sides run.
 
-    python tools/end_to_end_trl.py FOLDER WORKLOAD-AS-JSON
+    python -m tools.end_to_end_trl FOLDER WORKLOAD-AS-JSON
 
 Settings: TRL's fastest for one CPU and equal work. One generation batch, one forward and backward pass and one
 optimizer step per iteration; float32, sdpa, no dropout, no activation checkpointing, no reference model (beta=0), no

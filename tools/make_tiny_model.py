@@ -1,4 +1,4 @@
-"""Writes a tiny random model: python tools/make_tiny_model.py --architecture qwen3 --out DIR"""
+"""Writes a tiny random model: python -m tools.make_tiny_model --architecture qwen3 --out DIR"""
 
 import argparse
 import json

@@ -1,7 +1,7 @@
 """Records the lengths of samples, for `verl-mg simulate` and `tools/bench_packing.py`.
 
-    python tools/record_lengths.py --out FILE --samples RUN/samples     of a run, from its sample records
-    python tools/record_lengths.py --out FILE --draw 4096               of samples drawn now from a tiny random model
+    python -m tools.record_lengths --out FILE --samples RUN/samples     of a run, from its sample records
+    python -m tools.record_lengths --out FILE --draw 4096               of samples drawn now from a tiny random model
 
 The file has one line per sample: tokens of the prompt, tokens of the response. A tiny random model ends a response at
 every token with a probability that depends on the text before it, so lengths are a mixture of geometric distributions,
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lengths = drawn(options.draw, options.max_new_tokens, options.seed)
             command = f"--draw {options.draw} --max-new-tokens {options.max_new_tokens} --seed {options.seed}"
             source = [
-                f"python tools/record_lengths.py --out {options.out.name} {command}",
+                f"python -m tools.record_lengths --out {options.out.name} {command}",
                 f"drawn at temperature 1 from a random Qwen3 of {LAYERS} layers, hidden {HIDDEN}, init_std {INIT_STD}; "
                 f"prompts are sums of 2 to {LONGEST_SUM} operands",
             ]

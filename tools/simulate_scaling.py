@@ -1,6 +1,6 @@
 """Predicts tokens per second and scaling efficiency on 8 to 512 GPUs, from recorded lengths.
 
-    python tools/simulate_scaling.py [--models qwen2_5_7b,qwen3_235b_a22b] [--ranks 8,16,32] [--json FILE]
+    python -m tools.simulate_scaling [--models qwen2_5_7b,qwen3_235b_a22b] [--ranks 8,16,32] [--json FILE]
 
 For each number of GPUs the best layouts are searched for, as `verl-mg plan --search` does, and an iteration of GRPO is
 replayed under them (`verl_mg/planner/simulate.py`): generation, inference, update, weight sync, copies to the host.
