@@ -1,5 +1,7 @@
 """Reading of the configuration: shipped files are valid, and errors name the key and the remedy."""
 
+import inspect
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -186,6 +188,13 @@ def test_reference_every_key_of_the_tree_and_recipes_has_a_description():
         f"{s.names[0]}.{key.name}" for tree in recipes for s in sections(tree) for key in s.keys if not key.description
     }
     assert not missing
+
+
+def test_reference_of_a_recipe_imported_under_two_names_has_descriptions():
+    import_module("recipes.grpo")
+    inspect.getmodule((lambda: 0).__code__)  # fills the map from files to modules, in which a file has one module
+    algorithm = load_recipe(ROOT / "recipes" / "grpo.py").config
+    assert all(key.description for section in sections(algorithm) for key in section.keys)
 
 
 def test_reference_types_bounds_and_defaults_are_in_words():

@@ -69,7 +69,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 class WarmStart:
-    """A server for the programs of a test session; it starts with the first program, of whichever process."""
+    """A server for the programs of a test session; it starts with the first of them."""
 
     def __init__(self, name: str, imported: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Writes the executable.

@@ -62,16 +62,13 @@ class _Part:
             return
         if not (once and self._host_buffers):
             # An optimizer allocates its moments in its first step.
-            buffers = (
-                self._host_buffers if len(self._host_buffers) == len(device_storages) else [None] * len(device_storages)
-            )
-            self._host_buffers = [
-                to_host(storage, buffer) for storage, buffer in zip(device_storages, buffers, strict=True)
-            ]
+            count, buffers = len(device_storages), self._host_buffers
+            buffers = buffers if len(buffers) == count else [None] * count
+            self._host_buffers = list(map(to_host, device_storages, buffers))
         self._leaving = [(storage, storage.nbytes()) for storage in device_storages]
 
     def discard(self, device_storages: Sequence[UntypedStorage]) -> None:
-        """Marks device_storages whose values are not preserved: they are restored as zeros."""
+        """Marks storages whose values are not preserved: they are restored as zeros."""
         if device_storages:
             self._host_buffers = [None] * len(device_storages)
             self._leaving = [(storage, storage.nbytes()) for storage in device_storages]

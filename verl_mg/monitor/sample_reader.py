@@ -152,9 +152,7 @@ def _to_batch(table: pa.Table, columns: Columns) -> Batch:
     batch = Batch(torch.from_numpy(lengths.copy()))
     for name, column in columns.items():
         values = _part(table, name) if name.startswith(PART) else _values(table, name)
-        batch.put(
-            name, values.to(getattr(torch, column.dtype)).reshape(-1, *column.trailing_shape), ColumnKind(column.kind)
-        )
+        batch.put(name, values.to(getattr(torch, column.dtype)).reshape(-1, *column.rest), ColumnKind(column.kind))
     return batch
 
 

@@ -57,7 +57,7 @@ class ColumnSchema:
     """Unit of an entry (token, sequence, ...), a `ColumnKind`."""
     dtype: str
     """Name of its type in torch."""
-    trailing_shape: tuple[int, ...]
+    rest: tuple[int, ...]
     """Its dimensions after the first."""
 
 
@@ -87,14 +87,14 @@ class FileMetadata:
             return None
         tree: dict[str, Any] = json.loads(metadata[_METADATA])
         tree["calls"] = tuple(
-            {name: ColumnSchema(kind, dtype, tuple(shape)) for name, (kind, dtype, shape) in _values(call)}
+            {name: ColumnSchema(kind, dtype, tuple(rest)) for name, (kind, dtype, rest) in _values(call)}
             for call in tree["calls"]
         )
         return cls(**tree)
 
 
 def _values(call: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[Any, ...]]]:
-    return [(name, (column["kind"], column["dtype"], column["trailing_shape"])) for name, column in call.items()]
+    return [(name, (column["kind"], column["dtype"], column["rest"])) for name, column in call.items()]
 
 
 def iteration_folder(samples: Path, iteration: int) -> Path:
