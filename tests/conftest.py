@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,10 +31,12 @@ settings.load_profile("suite")
 for _module in (engine_process, tracer):
     _module.sys = SimpleNamespace(executable=warm_start.sglang().python)  # type: ignore[attr-defined]
 
+IMPORTED_BY_RANKS = ("matplotlib.backends.backend_agg", "matplotlib.figure", "pyarrow.parquet")
+"""Modules that the project imports in functions."""
 _POOL = pytest.StashKey[RankPool]()
 
 
-QUICK = ("algorithms", "config", "data", "layout", "models", "planner", "reshard", "rewards", "sharding")
+QUICK = ("algorithms", "data", "layout", "models", "planner", "reshard", "rewards", "sharding")
 """Folders, besides the modules at the top, whose tests are pure; `--quick` selects them."""
 SLOW_FIXTURES = {"ranks", "runs", "sandbox", "hosts", "checkpointed"}
 SLOW_MODULES = ("test_api", "test_cli", "test_docs", "test_fuzz", "test_launch", "test_quickstart", "test_two_hosts")
@@ -70,7 +73,8 @@ def _is_pure(item: pytest.Item) -> bool:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the ranks when the test modules are known and nothing has run yet, so that no thread is copied."""
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
-        import verl_mg.job.job  # noqa: F401  (imported once here, not once a rank)
+        for module in ("verl_mg.job.job", "verl_mg.run.loop", *IMPORTED_BY_RANKS):  # once here, not once a rank
+            importlib.import_module(module)
 
         pool = session.config.stash[_POOL] = RankPool(8)
         if not session.config.option.collectonly:

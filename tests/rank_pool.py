@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl_mg.distributed.gloo import share_event_loop
 from verl_mg.roles.context import JobContext
 
 TIMEOUT_S = 500
@@ -100,6 +101,7 @@ def job_context() -> JobContext:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    share_event_loop()
     gc.freeze()  # what was imported before the fork need not be looked through again
     while True:
         try:

@@ -1,9 +1,8 @@
 """Tiny models of every family that is traced, and what SGLang's and transformers' own loaders make of them.
 
-    sglang_trace("qwen3", EngineLayout(tp=2))[rank] -> {parameter: Shard}
+    sglang_traces([("qwen3", EngineLayout(tp=2))])["qwen3", EngineLayout(tp=2)][rank] -> {parameter: Shard}
 
-The first call traces all `FAMILIES` at all `layouts_of` them with one set of processes, under a minute; the others
-only look up. A folder of one's own: `verl_mg.rollout.sglang.tracing.tracer.trace_sglang_many`.
+A folder of one's own: `verl_mg.rollout.sglang.tracing.tracer.trace_sglang_many`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,14 +126,10 @@ def change_config(source: Path, folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def sglang_trace(family: str, layout: EngineLayout) -> list[dict[str, Shard]]:
-    """Shards of each rank, as SGLang loads them."""
-    return _all_traces()[family, layout]
+Traced = tuple[str, EngineLayout]
 
 
-@cache
-def _all_traces() -> dict[tuple[str, EngineLayout], list[dict[str, Shard]]]:
-    keys = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
-    keys += [(family, EngineLayout(tp=2)) for family in WITHOUT_TABLE]
-    traces = trace_sglang_many([(folder_of(family), layout) for family, layout in keys])
-    return dict(zip(keys, traces, strict=True))
+def sglang_traces(traced: Sequence[Traced]) -> dict[Traced, list[dict[str, Shard]]]:
+    """Shards of each rank of each family and layout as SGLang loads them, traced with one set of processes."""
+    traces = trace_sglang_many([(folder_of(family), layout) for family, layout in traced])
+    return dict(zip(traced, traces, strict=True))

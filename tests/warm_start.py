@@ -53,10 +53,7 @@ IMPORTED_BY_SGLANG = (
     "verl_mg.rollout.sglang.scheduler",
     "verl_mg.rollout.sglang.engine_process",
     "verl_mg.rollout.sglang.tracing.trace_rank",
-    "sglang.srt.models.llama",
-    "sglang.srt.models.qwen2",
-    "sglang.srt.models.qwen3",
-    "sglang.srt.models.qwen3_moe",
+    "sglang.srt.models.registry",
     "sglang.srt.entrypoints.http_server",
 )
 MAX_FILES = 64

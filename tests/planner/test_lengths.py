@@ -1,17 +1,12 @@
 """Recorded lengths: their files, and the tool that writes them from a run or from samples drawn now."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tools import record_lengths
 from verl_mg.errors import UserError
 from verl_mg.planner.lengths import Length, longest_to, read_lengths, write_lengths
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_read_lengths_returns_written_lengths(tmp_path):
@@ -42,12 +37,17 @@ def test_longest_to_keeps_the_distribution():
     assert longest_to([Length(1, 999), Length(1, 1)], 100) == [Length(1, 100), Length(1, 1)]
 
 
-def record(*arguments):
-    command = [sys.executable, "tools/record_lengths.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture
+def record(capsys):
+    """A function that runs tools/record_lengths.py; it returns exit code, output and errors."""
+
+    def run(*arguments):
+        return record_lengths.main([*map(str, arguments)]), *capsys.readouterr()
+
+    return run
 
 
-def test_record_lengths_of_a_run_keeps_order_of_samples(tmp_path):
+def test_record_lengths_of_a_run_keeps_order_of_samples(record, tmp_path):
     folder = tmp_path / "run" / "samples"
     for i in (1, 2):
         (folder / f"{i:06d}").mkdir(parents=True)
@@ -56,20 +56,20 @@ def test_record_lengths_of_a_run_keeps_order_of_samples(tmp_path):
             row = {"iteration": i, "call": 0, "sample_id": 2 * i + rank, "prompt_length": prompt}
             table = pyarrow.Table.from_pylist([row | {"tokens": [0] * (prompt + response)}])
             parquet.write_table(table, folder / f"{i:06d}" / f"rank-{rank}.parquet")
-    reported = record("--samples", folder, "--out", tmp_path / "lengths.txt")
-    assert reported.returncode == 0, reported.stderr
+    code, _, errors = record("--samples", folder, "--out", tmp_path / "lengths.txt")
+    assert code == 0, errors
     assert read_lengths(tmp_path / "lengths.txt") == [Length(10, 7), Length(11, 6), Length(20, 7), Length(21, 6)]
     (folder / "000002" / "rank-2.parquet").write_text('{"iteration": 1, "sample_id": 3}\n')
-    reported = record("--samples", folder, "--out", tmp_path / "other.txt")
-    assert reported.returncode == 2 and "rank-2.parquet: not the samples of a run" in reported.stderr
+    code, _, errors = record("--samples", folder, "--out", tmp_path / "other.txt")
+    assert code == 2 and "rank-2.parquet: not the samples of a run" in errors
     assert not (tmp_path / "other.txt").exists()
 
 
-def test_record_lengths_of_a_model_is_reproducible(tmp_path):
+def test_record_lengths_of_a_model_is_reproducible(record, tmp_path):
     options = ("--draw", 12, "--max-new-tokens", 256)
     for name in ("one", "two"):
-        reported = record(*options, "--out", tmp_path / name)
-        assert reported.returncode == 0 and "12 responses: mean" in reported.stdout, reported.stderr
+        code, output, errors = record(*options, "--out", tmp_path / name)
+        assert code == 0 and "12 responses: mean" in output, errors
     lengths = read_lengths(tmp_path / "one")
     assert lengths == read_lengths(tmp_path / "two") and len(lengths) == 12
     assert max(length.response for length in lengths) <= 256 and len({length.response for length in lengths}) > 3

@@ -13,6 +13,7 @@ from torch.distributed import HashStore, PrefixStore, Store, rendezvous
 
 from verl_mg import device
 from verl_mg.config import JobConfig
+from verl_mg.distributed.gloo import share_event_loop
 from verl_mg.distributed.rendezvous import join_mpi, started_by_mpi, wait_for_fresh_store
 from verl_mg.distributed.signals import Signals
 from verl_mg.distributed.watchdog import RankWatchdog
@@ -59,6 +60,7 @@ class World:
         else:
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        share_event_loop()
         dist.init_process_group(device.backend(), store=PrefixStore("job", store), rank=rank, world_size=size)
         return cls(rank, size, store, signals, watchdog)
 

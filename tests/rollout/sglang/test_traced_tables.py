@@ -3,11 +3,16 @@
 import pytest
 
 from tests.oracles.transformers_trace import trace_transformers
-from tests.traces import FAMILIES, folder_of, layouts_of, needs_sglang, sglang_trace
+from tests.traces import FAMILIES, folder_of, layouts_of, needs_sglang, sglang_traces
 from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.sglang.tracing.tracer import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import weight_table
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return sglang_traces([(family, layout) for family in FAMILIES for layout in layouts_of(family)])
 
 
 def comparable(shards: dict[str, Shard]) -> dict[str, object]:
@@ -37,11 +42,14 @@ def test_transformers_table_equals_from_pretrained(family):
 @needs_sglang
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sglang_table_equals_load_weights(family):
+def test_sglang_table_equals_load_weights(traces, family):
     weights, layouts = weight_table(read_config(folder_of(family))), layouts_of(family)
     assert family == "uneven" or {(layout.tp, layout.ep) for layout in layouts} >= {(1, 1), (2, 1), (4, 1)}
+    names = checkpoint_shapes(folder_of(family)).keys()
     for layout in layouts:
-        traced = sglang_trace(family, layout)
+        traced = traces[family, layout]
         assert len(traced) == layout.ranks
         for rank, shards in enumerate(traced):
             assert comparable(weights.sglang(layout, rank)) == comparable(shards), (str(layout), rank)
+        used = {piece.tensor for shards in traced for shard in shards.values() for piece in shard.pieces}
+        assert used == names, str(layout)

@@ -10,7 +10,7 @@ import torch
 from tests.oracles import transformers_trace
 from tests.oracles.transformers_trace import trace_transformers
 from tests.tiny_models import tiny_model
-from tests.traces import FAMILIES, change_config, folder_of, layouts_of, needs_sglang, sglang_trace
+from tests.traces import change_config, folder_of, needs_sglang, sglang_traces
 from verl_mg.cli import main
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
@@ -30,7 +30,21 @@ from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = pytest.mark.timeout(1200)  # importing SGLang takes long on a machine under load
 LAYER = "model.layers.1."
-TP2, EP2 = EngineLayout(tp=2), EngineLayout(tp=2, ep=2)
+TP1, TP2, TP4, PP2 = EngineLayout(), EngineLayout(tp=2), EngineLayout(tp=4), EngineLayout(pp=2)
+EP2, ADP2 = EngineLayout(tp=2, ep=2), EngineLayout(tp=2, adp=2)
+
+
+@pytest.fixture(scope="module")
+def traces():
+    layouts = {
+        "llama": [TP4],
+        "qwen2_tied": [TP1, PP2],
+        "qwen3_moe": [TP2, EP2],
+        "deepseek_v2": [TP2, EP2, ADP2],
+        "uneven": [EngineLayout(tp=3)],
+        "olmo2": [TP2],
+    }
+    return sglang_traces([(family, layout) for family in layouts for layout in layouts[family]])
 
 
 def fused(*parts, width=64):
@@ -169,11 +183,11 @@ def test_trace_of_qwen3_weights_round_trips_through_a_file(tmp_path):
 
 
 @needs_sglang
-def test_trace_command_writes_table_that_plan_accepts(tmp_path, capsys):
+def test_trace_command_writes_table_that_plan_accepts(traces, tmp_path, capsys):
     main(["trace", str(folder_of("qwen3_moe")), "--rollout", "tp2-ep2", "--output", str(tmp_path / "table.json")])
     assert capsys.readouterr().out == f"sharding table {tmp_path / 'table.json'}\n"
     # What a fresh process traces is what one process that traces many models does.
-    assert list(read_traced_table(tmp_path / "table.json").ranks) == sglang_trace("qwen3_moe", EP2)
+    assert list(read_traced_table(tmp_path / "table.json").ranks) == traces["qwen3_moe", EP2]
     engines, weights = EnginePlacement(EP2, (0, 1, 2, 3)), weight_table(read_config(folder_of("qwen3_moe")))
     source = weights.shard_map_megatron(Placement.on(Layout.parse("tp1-ep4"), 4))
     traced = plan(source, weights.with_traced_table(tmp_path / "table.json").shard_map_sglang(engines))
@@ -183,10 +197,10 @@ def test_trace_command_writes_table_that_plan_accepts(tmp_path, capsys):
 
 
 @needs_sglang
-def test_trace_of_unknown_architecture_gives_a_table():
+def test_trace_of_unknown_architecture_gives_a_table(traces):
     with pytest.raises(UserError, match="model_type 'olmo2' is not supported"):
         read_config(folder_of("olmo2"))
-    for rank, shards in enumerate(sglang_trace("olmo2", TP2)):
+    for rank, shards in enumerate(traces["olmo2", TP2]):
         q, k, v = (f"{LAYER}self_attn.{kind}_proj.weight" for kind in "qkv")
         one, four = (8 * rank, 8 * rank + 8), (32 * rank, 32 * rank + 32)
         assert shards[f"{LAYER}self_attn.qkv_proj.weight"] == fused((q, *four), (k, *one), (v, *one))
@@ -199,9 +213,9 @@ def test_trace_of_unknown_architecture_gives_a_table():
 
 @needs_sglang
 @pytest.mark.parametrize("layout", [TP2, EP2])
-def test_trace_of_qwen3_moe_experts_equals_hand_written(layout):
+def test_trace_of_qwen3_moe_experts_equals_hand_written(traces, layout):
     prefix = f"{LAYER}mlp.experts."
-    for rank, shards in enumerate(sglang_trace("qwen3_moe", layout)):
+    for rank, shards in enumerate(traces["qwen3_moe", layout]):
         local = range(8) if layout.ep == 1 else range(4 * rank, 4 * rank + 4)
         part = (0, 32) if layout.ep == 2 else (16 * rank, 16 * rank + 16)
         size = part[1] - part[0]
@@ -221,10 +235,10 @@ def test_trace_of_qwen3_moe_experts_equals_hand_written(layout):
 
 
 @needs_sglang
-@pytest.mark.parametrize("layout", [TP2, EP2, EngineLayout(tp=2, adp=2)])
-def test_trace_of_deepseek_v2_attention_equals_hand_written(layout):
+@pytest.mark.parametrize("layout", [TP2, EP2, ADP2])
+def test_trace_of_deepseek_v2_attention_equals_hand_written(traces, layout):
     attention = f"{LAYER}self_attn."
-    for rank, shards in enumerate(sglang_trace("deepseek_v2", layout)):
+    for rank, shards in enumerate(traces["deepseek_v2", layout]):
         q_a, kv_a = f"{attention}q_a_proj.weight", f"{attention}kv_a_proj_with_mqa.weight"
         assert shards[f"{attention}fused_qkv_a_proj_with_mqa.weight"] == fused((q_a, 0, 24), (kv_a, 0, 24))
         heads = (0, 8) if layout.adp == 2 else (4 * rank, 4 * rank + 4)
@@ -242,8 +256,8 @@ def test_trace_of_deepseek_v2_attention_equals_hand_written(layout):
 
 
 @needs_sglang
-def test_trace_of_few_kv_heads_repeats_them():
-    for rank, shards in enumerate(sglang_trace("llama", EngineLayout(tp=4))):
+def test_trace_of_few_kv_heads_repeats_them(traces):
+    for rank, shards in enumerate(traces["llama", TP4]):
         q, k, v = (f"{LAYER}self_attn.{kind}_proj.weight" for kind in "qkv")
         one = (8 * (rank // 2), 8 * (rank // 2) + 8)
         mine = (q, 16 * rank, 16 * rank + 16)
@@ -251,36 +265,26 @@ def test_trace_of_few_kv_heads_repeats_them():
 
 
 @needs_sglang
-def test_trace_of_pipeline_stages_copies_tied_embedding():
-    first, last = sglang_trace("qwen2_tied", EngineLayout(pp=2))
+def test_trace_of_pipeline_stages_copies_tied_embedding(traces):
+    first, last = traces["qwen2_tied", PP2]
     layers = [{int(name.split(".")[2]) for name in stage if ".layers." in name} for stage in (first, last)]
     assert layers == [{0}, {1, 2}]  # what is left over goes to the last
     assert "lm_head.weight" not in first
     assert last["lm_head.weight"].pieces[0].tensor == "model.embed_tokens.weight"
-    (alone,) = sglang_trace("qwen2_tied", EngineLayout())
+    (alone,) = traces["qwen2_tied", TP1]
     assert "lm_head.weight" not in alone
-
-
-@needs_sglang
-def test_trace_of_all_families_uses_every_tensor():
-    for family in FAMILIES:
-        names = checkpoint_shapes(folder_of(family)).keys()
-        for layout in layouts_of(family):
-            ranks = sglang_trace(family, layout)
-            assert len(ranks) == layout.ranks
-            used = {piece.tensor for shards in ranks for shard in shards.values() for piece in shard.pieces}
-            assert used == names, (family, layout)
 
 
 @needs_sglang
 @pytest.mark.nightly  # test_trace_command_writes_table_that_plan_accepts compares another model
 def test_trace_of_many_models_equals_a_fresh_process():
-    assert trace_sglang(folder_of("deepseek_v3"), EP2) == sglang_trace("deepseek_v3", EP2)
+    traced_second = sglang_traces([("llama", TP2), ("deepseek_v3", EP2)])["deepseek_v3", EP2]
+    assert trace_sglang(folder_of("deepseek_v3"), EP2) == traced_second
 
 
 @needs_sglang
-def test_trace_of_uneven_vocabulary_pads_the_last_rank():
-    assert [rank["lm_head.weight"] for rank in sglang_trace("uneven", EngineLayout(tp=3))] == [
+def test_trace_of_uneven_vocabulary_pads_the_last_rank(traces):
+    assert [rank["lm_head.weight"] for rank in traces["uneven", EngineLayout(tp=3)]] == [
         fused(("lm_head.weight", 0, 128), width=48),
         fused(("lm_head.weight", 128, 200), (None, 72, 128), width=48),
         fused((None, 0, 128), width=48),

@@ -1,0 +1,45 @@
+"""One event loop for all gloo groups of a process.
+
+torch creates a device for each gloo group, and gloo's event loop of a device wakes 100 times a second even when it is
+idle. The thirty groups of a Megatron job cost 5 % of a core on each rank, and a GPU node has eight ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+
+THREADS = 2
+"""Threads of a group that run its collectives; torch's default for one device."""
+
+
+class _SharedLoopGroup(ProcessGroupGloo):
+    """Gloo group on the devices of this process."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = list(_devices(os.getpid()))
+        options._threads = THREADS * len(options._devices)
+        options._timeout = timeout
+        super().__init__(store, rank, size, options)
+
+
+def share_event_loop() -> None:
+    """Makes torch create the gloo groups of this process on common devices."""
+    distributed_c10d.ProcessGroupGloo = _SharedLoopGroup  # type: ignore[misc]
+
+
+@cache
+def _devices(pid: int) -> tuple[Any, ...]:
+    """Returns gloo's devices: one per interface of GLOO_SOCKET_IFNAME, else one on the default interface.
+
+    Args:
+        pid: pid of this process, because a fork has no event loop.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    create = ProcessGroupGloo.create_device
+    return tuple(create(interface=name) for name in names) or (ProcessGroupGloo.create_default_device(),)
