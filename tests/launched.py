@@ -101,9 +101,9 @@ def iterations_done(output: Path, count: int, process: subprocess.Popen[str]) ->
         time.sleep(0.1)
 
 
-def goes_on(launcher: subprocess.Popen[str]) -> None:
+def wait_for_steps(launcher: subprocess.Popen[str]) -> None:
     """Wait until a `watched` job has done some steps."""
-    assert launcher.stdout.readline() == "goes on\n"
+    assert launcher.stdout.readline() == "steps done\n"
 
 
 def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:

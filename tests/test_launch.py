@@ -16,12 +16,12 @@ from tests.launched import (
     ROOT,
     ended,
     error_lines,
-    goes_on,
     iterations_done,
     program_of,
     started,
     torchrun,
     train_command,
+    wait_for_steps,
     watched,
     write_inputs,
 )
@@ -38,7 +38,7 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_launcher_given_a_signal_ends_all_ranks(number):
     with started([*torchrun(2), *watched()]) as launcher:
-        goes_on(launcher)
+        wait_for_steps(launcher)
         launcher.send_signal(number)
         assert ended(launcher) == (128 + number, "", "")
 
@@ -89,7 +89,7 @@ def test_launcher_waiting_for_hosts_ends_on_sigterm(tmp_path):
 
 def test_launcher_given_sigint_ends_without_traceback():
     with started([*torchrun(2), *watched()]) as launcher:
-        goes_on(launcher)
+        wait_for_steps(launcher)
         launcher.send_signal(signal.SIGINT)
         code, _, err = ended(launcher)
     assert code == 128 + signal.SIGINT and "SignalException" not in err

@@ -65,7 +65,7 @@ class ForkedJob:
     def wait_for_steps(self) -> None:
         """Waits until the ranks have done some steps."""
         deadline = time.monotonic() + PATIENCE_S
-        while self._out.read_text() != "goes on\n":
+        while self._out.read_text() != "steps done\n":
             assert time.monotonic() < deadline, self._err.read_text()
             time.sleep(0.05)
 

@@ -8,12 +8,12 @@ import pytest
 from tests.launched import (
     ended,
     error_lines,
-    goes_on,
     iterations_done,
     rank_process,
     started,
     torchrun,
     train_command,
+    wait_for_steps,
     watched,
     write_inputs,
 )
@@ -69,7 +69,7 @@ def test_train_with_restarts_after_lost_ranks_resumes_every_iteration(tmp_path, 
 
 def test_launcher_with_killed_rank_exits_with_its_signal():
     with started([*torchrun(3), *watched(heartbeat_timeout_s=4)]) as launcher:
-        goes_on(launcher)
+        wait_for_steps(launcher)
         killed = rank_process(launcher, 2)
         killed.kill()
         code, _, err = ended(launcher)

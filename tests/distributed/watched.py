@@ -44,7 +44,7 @@ def run_steps(world: World, timer: PhaseTimer, code: object) -> None:
             exec(code, names | {"step": step})
             dist.all_reduce(torch.zeros(4))
         if step == 2 and world.rank == 0:
-            print("goes on", flush=True)
+            print("steps done", flush=True)
         time.sleep(0.01)
 
 

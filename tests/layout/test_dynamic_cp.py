@@ -1,4 +1,4 @@
-"""Rows dealt to seats: each row once, to neighbours that share it."""
+"""Rows assigned to data-parallel ranks: each row once, to neighbours that share it."""
 
 import pytest
 from hypothesis import given

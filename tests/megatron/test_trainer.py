@@ -122,13 +122,13 @@ def test_gradients_of_bfloat16_weights_accumulate_in_float32(ranks, model):
     each = [[row] for row in range(ROWS)]
     alone = ranks.run(1, summed_gradients, model, [[[numbers]] for numbers in each])[0]
     together = ranks.run(1, summed_gradients, model, [[each], [each[::-1]]])[0]
-    dealt = ranks.run(2, summed_gradients, model, [[each[::2], each[1::2]]])
+    divided = ranks.run(2, summed_gradients, model, [[each[::2], each[1::2]]])
     coarse = 0.0
     for name in alone[0]:
         parts = [gradients[name] for gradients in alone]
         exact, largest = torch.stack(parts).double().sum(0), torch.stack(parts).abs().max()
         assert largest > 0, name
-        for found in (*together, dealt[0][0], dealt[1][0]):
+        for found in (*together, divided[0][0], divided[1][0]):
             assert (found[name] - exact).abs().max() <= 2e-6 * largest, name
         rounded = parts[0].bfloat16()
         for part in parts[1:]:

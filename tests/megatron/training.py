@@ -38,8 +38,9 @@ Parts = list[tuple[str, Box, Tensor]]
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw. outputs: {row: (2 + vocab, scored)}, log-probs, entropies and logits, or (1, scored), values,
-    where the rank speaks.
+    """Results of one rank.
+
+    outputs: {row: (2 + vocab, scored)} log-probs, entropies and logits, or (1, scored) values, on ranks that have outputs.
     """
 
     outputs: dict[int, Tensor]

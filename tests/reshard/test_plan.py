@@ -86,8 +86,8 @@ def test_plan_bytes_received_and_traffic_equal_the_lower_bound(case, itemsize):
     float32 = {n for name, i in source.tensors.items() if i.float32 for n in tensors[name].flatten().tolist()}
     sent, entered = 0, 0
     for rank in traffic:
-        lacking = elements_of(target, rank, tensors) - elements_of(source, rank, tensors)
-        expected = sum(4 if element in float32 else itemsize for element in lacking)
+        missing = elements_of(target, rank, tensors) - elements_of(source, rank, tensors)
+        expected = sum(4 if element in float32 else itemsize for element in missing)
         assert moved.bytes_received(rank, itemsize) == moved.lower_bound(rank, itemsize) == expected
         assert traffic[rank].received == traffic[rank].lower_bound == expected
         sent += traffic[rank].sent

@@ -44,11 +44,11 @@ def iteration(folder: Path) -> dict[str, object]:
             requested[rid] = list(fields["input_ids"])
             generate(rid, fields)
 
-        def hear(rid: str, answer: dict[str, list[int]]) -> None:
+        def completed(rid: str, answer: dict[str, list[int]]) -> None:
             select_outputs.append((rid, requested[rid], list(answer["tokens"])))
             answered(rid, answer)
 
-        engine._generate, engine._complete = see, hear
+        engine._generate, engine._complete = see, completed
     recipe.iteration(job, job.config.algorithm)
     (batch,) = rollout.train_batches
     scored: list[torch.Tensor] = []

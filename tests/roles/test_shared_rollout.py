@@ -69,8 +69,8 @@ def rows(batch: Batch) -> list[dict[str, object]]:
     ]
 
 
-def dealt(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
-    """The same prompts, shared and in fixed shares."""
+def generated(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
+    """Generates the same prompts, from a shared queue or in fixed shares."""
     engines = job.rollout._engines
     if fixed:
         engines.make_queue = lambda store, key, groups, needed: StaticWorkQueue(  # type: ignore[method-assign]
@@ -143,7 +143,10 @@ def trials(folder: Path) -> dict[str, object]:
         "rollout.partial_rollout=true",
     )
     prompts = list(job.prompts)[:30]
-    reported: dict[str, object] = {"shared": dealt(job, prompts, fixed=False), "fixed": dealt(job, prompts, fixed=True)}
+    reported: dict[str, object] = {
+        "shared": generated(job, prompts, fixed=False),
+        "fixed": generated(job, prompts, fixed=True),
+    }
     job.rollout._extra_prompts = ASKED - KEPT
     reported["partial"] = partial(job)
     job.rollout._extra_prompts = 0

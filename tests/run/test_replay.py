@@ -98,7 +98,7 @@ def test_replay_on_other_ranks_is_close(ranks, inputs, first, tmp_path, count):
         assert here[step] == pytest.approx(there[step], rel=1e-4, abs=3e-5)
 
 
-def dealt(run: Path) -> dict[str, list[int]]:
+def read_samples(run: Path) -> dict[str, list[int]]:
     (batch,) = SampleReader(run).batches(2)
     return {
         "samples": batch["sample_id"].tolist(),
@@ -108,7 +108,7 @@ def dealt(run: Path) -> dict[str, list[int]]:
 
 
 def test_sample_reader_on_other_ranks_keeps_groups_together(ranks, first):
-    output = ranks.run(3, dealt, first)
+    output = ranks.run(3, read_samples, first)
     assert [own["samples"] for own in output] == [[10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
     assert not set(output[0]["groups"]) & set(output[1]["groups"]) and output[0]["every"] == list(range(10, 20))
 
@@ -180,11 +180,11 @@ def test_rollout_only_scores_and_writes_samples_without_training(ranks, inputs, 
 def test_rollout_only_uses_the_weights_of_a_checkpoint(ranks, inputs, tmp_path):
     saved = ["checkpoint.every=1", "actor.optimizer.lr=0.01"]
     ranks.run(2, job, "grpo", inputs, tmp_path / "run", saved)
-    goes_on = tmp_path / "alone"
-    shutil.copytree(tmp_path / "run" / "checkpoints" / "000002", goes_on / "checkpoints" / "000002")
-    ranks.run(2, job, "grpo", inputs, goes_on, saved, ALONE)
-    assert list(lines_of(goes_on)) == [3]
-    there, here = samples_of(tmp_path / "run", 3), samples_of(goes_on, 3)
+    continued = tmp_path / "alone"
+    shutil.copytree(tmp_path / "run" / "checkpoints" / "000002", continued / "checkpoints" / "000002")
+    ranks.run(2, job, "grpo", inputs, continued, saved, ALONE)
+    assert list(lines_of(continued)) == [3]
+    there, here = samples_of(tmp_path / "run", 3), samples_of(continued, 3)
     for name in ("tokens", "rollout_logprobs", "old_logprobs", "policy_version"):
         assert [row[name] for row in here] == [row[name] for row in there]
 

@@ -114,7 +114,7 @@ def write_samples(folder: Path, iteration: int, draw: random.Random) -> None:
 
 
 def sample(iteration: int, number: int, draw: random.Random) -> dict[str, Any]:
-    """The first one is hostile, and one of each group speaks with a tool."""
+    """The first one contains markup, and one of each group calls a tool."""
     prompt_id = (iteration - 1) % 2 * PROMPTS + number // GROUP
     first, second = prompt_id + 3, 2 * prompt_id + 5
     prompt = ["What", " is", f" {first}", " +", f" {second}", "?", "\n"]

@@ -1,0 +1,266 @@
+"""Rules about docstrings, fields and the names of tests, which read the syntax tree of a module."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.language.words import Violation, banned_name
+
+MIN_SUMMARY = 25
+FRAGMENTS = re.compile(
+    r"(?:Of|See|What|Whatever|Who|Whose|Whoever|Which|That|Those|Where|How)\b"
+    r"|(?:To be|The way|Whether this|As|Nor|Or|And|But)\b"
+)
+LOWERCASE_NAMES = re.compile(
+    r"(?:torch|megatron|numpy|pip|vllm|verl|safetensors|k8s|kubectl|mpirun|torchrun|pydantic)\b"
+)
+PRIVATE_CALLS = {"field_validator", "model_validator", "field_serializer", "model_serializer", "overload", "override"}
+EXTERNAL_OVERRIDES = {
+    *("forward", "backward", "setup_context", "step", "state_dict", "load_state_dict", "sharded_state_dict"),
+    *("emit", "log_message", "do_GET", "do_POST", "model_post_init", "set_input_tensor", "handle_starttag"),
+}
+RECIPE_PARAMETERS = {"job", "cfg", "config", "inputs", "tokens", "batch", "metrics"}
+TEST_NAME_STARTS = frozenset(
+    """
+    nor or it its and but that what whatever whoever who whose whom which then so also neither yet where when while
+    if this these those they there else otherwise still as even not nobody somebody he she his her either both than to
+    of
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class ClassInfo:
+    """Bases and methods of a class, for the question whether a method overrides a documented one."""
+
+    bases: tuple[str, ...]
+    methods: Mapping[str, tuple[tuple[str, ...], bool]]
+
+    @property
+    def is_interface(self) -> bool:
+        return any(base in ("Protocol", "ABC") for base in self.bases)
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | Function
+
+
+def check_docstrings(file: Path, tree: ast.Module) -> Iterator[Violation]:
+    for node in ast.walk(tree):
+        if isinstance(node, Documented):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield from _check_summary(file, node, docstring)
+            if isinstance(node, ast.ClassDef) and docstring:
+                yield from _check_field_list(file, node, docstring)
+        for text in _attribute_docstrings(node):
+            complaint = _fragment(text.value.value.strip())  # type: ignore[attr-defined]
+            if complaint:
+                yield Violation(file, text.lineno, "docstring", complaint)
+
+
+def _check_summary(file: Path, node: Documented, docstring: str) -> Iterator[Violation]:
+    line = 1 if isinstance(node, ast.Module) else node.lineno
+    name = "" if isinstance(node, ast.Module) else node.name
+    summary = docstring.splitlines()[0]
+    complaint = _fragment(summary)
+    if complaint:
+        yield Violation(file, line, "docstring", complaint)
+    elif not name.startswith("_") and len(summary) < MIN_SUMMARY:
+        yield Violation(file, line, "docstring", f"under {MIN_SUMMARY} characters: {summary}")
+
+
+def _fragment(summary: str) -> str | None:
+    if FRAGMENTS.match(summary):
+        return f"starts with a clause, not with what it is or does: {summary.splitlines()[0]}"
+    if summary[:1].islower() and not LOWERCASE_NAMES.match(summary):
+        return f"starts in lower case: {summary.splitlines()[0]}"
+    return None
+
+
+def _check_field_list(file: Path, node: ast.ClassDef, docstring: str) -> Iterator[Violation]:
+    body = docstring.split("Attributes:")[0]
+    for field in _fields(node):
+        if re.search(rf"(?:^|[\s`]){field}`?: ", body):
+            yield Violation(
+                file, node.lineno, "docstring", f"{node.name} describes {field} in its text; put it below the field"
+            )
+
+
+def _fields(node: ast.ClassDef) -> list[str]:
+    return [
+        part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+    ]
+
+
+def _attribute_docstrings(node: ast.AST) -> Iterator[ast.Expr]:
+    body = getattr(node, "body", None)
+    if not isinstance(body, list):
+        return
+    for before, part in itertools.pairwise(body):
+        if isinstance(before, ast.Assign | ast.AnnAssign) and _is_text(part):
+            yield part
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def check_args(file: Path, tree: ast.Module, classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
+    for owner, function in _public_functions(tree):
+        names = _parameters(function, owner)
+        if len(names) < 2 or _is_exempt(file, owner, function, names, classes):
+            continue
+        described = _described_args(ast.get_docstring(function) or "")
+        missing = [name for name in names if name not in described]
+        if missing:
+            yield Violation(file, function.lineno, "args", f"{function.name} does not describe {', '.join(missing)}")
+
+
+def _public_functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Function]]:
+    for node in tree.body:
+        if isinstance(node, Function) and not node.name.startswith("_"):
+            yield None, node
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from (
+                (node, part) for part in node.body if isinstance(part, Function) and not part.name.startswith("_")
+            )
+
+
+def _parameters(function: Function, owner: ast.ClassDef | None) -> list[str]:
+    args = function.args
+    names = [arg.arg for arg in [*args.posonlyargs, *args.args]]
+    if owner and "staticmethod" not in _decorators(function):
+        names = names[1:]
+    names += [arg.arg for arg in args.kwonlyargs]
+    return [*names, *(arg.arg for arg in (args.vararg, args.kwarg) if arg)]
+
+
+def _decorators(function: Function) -> set[str]:
+    parts = [part.func if isinstance(part, ast.Call) else part for part in function.decorator_list]
+    return {
+        part.id if isinstance(part, ast.Name) else part.attr
+        for part in parts
+        if isinstance(part, ast.Name | ast.Attribute)
+    }
+
+
+def _is_exempt(
+    file: Path,
+    owner: ast.ClassDef | None,
+    function: Function,
+    names: list[str],
+    classes: Mapping[str, list[ClassInfo]],
+) -> bool:
+    if PRIVATE_CALLS & _decorators(function):
+        return True
+    if (
+        file.parts[:1] == ("recipes",)
+        and len(file.parts) == 2
+        and owner is None
+        and len(set(names) - RECIPE_PARAMETERS) <= 1
+    ):
+        return True
+    if owner is None:
+        return False
+    if function.name in EXTERNAL_OVERRIDES:
+        return True
+    bases = _all_bases(owner, classes)
+    interfaces = [info for infos in classes.values() for info in infos if info.is_interface]
+    for info in [*bases, *(() if owner.name in classes and _is_interface(owner) else interfaces)]:
+        parameters, documented = info.methods.get(function.name, ((), False))
+        if documented and set(names) <= set(parameters):
+            return True
+    return False
+
+
+def _is_interface(node: ast.ClassDef) -> bool:
+    return any(base in ("Protocol", "ABC") for base in _base_names(node))
+
+
+def _all_bases(node: ast.ClassDef, classes: Mapping[str, list[ClassInfo]]) -> list[ClassInfo]:
+    todo, done, result = list(_base_names(node)), {node.name}, []
+    while todo:
+        name = todo.pop()
+        if name not in done:
+            done.add(name)
+            result += classes.get(name, [])
+            todo += [base for info in classes.get(name, []) for base in info.bases]
+    return result
+
+
+def _base_names(node: ast.ClassDef) -> Iterator[str]:
+    for base in node.bases:
+        part = base.value if isinstance(base, ast.Subscript) else base
+        if isinstance(part, ast.Name | ast.Attribute):
+            yield part.id if isinstance(part, ast.Name) else part.attr
+
+
+def _described_args(docstring: str) -> set[str]:
+    lines = iter(docstring.splitlines())
+    for line in lines:
+        if line.strip() == "Args:":
+            break
+    names: set[str] = set()
+    for line in lines:
+        if line.strip() and not line.startswith(" "):
+            break
+        entry = re.match(r" +([*`\w, /]+?)(?: \([^)]*\))?:(?:\s|$)", line)
+        if entry:
+            names |= set(re.findall(r"\w+", entry.group(1)))
+    return names
+
+
+def check_fields(file: Path, tree: ast.Module, classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef) or not _is_section(node, classes):
+            continue
+        for part, below in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
+            if not isinstance(part, ast.AnnAssign) or not isinstance(part.target, ast.Name) or _is_text(below):
+                continue
+            if "ClassVar" not in ast.unparse(part.annotation) and not part.target.id.startswith("_"):
+                yield Violation(file, part.lineno, "field", f"{node.name}.{part.target.id} has no docstring below it")
+
+
+def _is_section(node: ast.ClassDef, classes: Mapping[str, list[ClassInfo]]) -> bool:
+    bases = {*_base_names(node), *(base for info in _all_bases(node, classes) for base in info.bases)}
+    return bool(bases & {"ConfigSection", "RecipeConfig"})
+
+
+def check_tests(file: Path, tree: ast.Module) -> Iterator[Violation]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            sources = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in [*sources, *(alias.name for alias in node.names)]:
+                if name.split(".")[-1].startswith("test_") or name.split(".")[-1] == "conftest":
+                    yield Violation(
+                        file, node.lineno, "test-import", f"imports from {name}; move what is shared to a helper"
+                    )
+        elif isinstance(node, Function) and node.name.startswith("test_") and file.stem.startswith("test_"):
+            words = node.name.split("_")[1:]
+            if words[0] in TEST_NAME_STARTS or len(words) < 3:
+                yield Violation(
+                    file, node.lineno, "test-name", f"{node.name} is not test_<unit>_<condition>_<expectation>"
+                )
+            elif banned_name(node.name, file):
+                yield Violation(file, node.lineno, "word", f"the name {node.name}")
+
+
+def class_index(sources: list[str]) -> dict[str, list[ClassInfo]]:
+    """All classes of some modules by name."""
+    classes: dict[str, list[ClassInfo]] = {}
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                methods = {
+                    part.name: (tuple(_parameters(part, node)), bool(ast.get_docstring(part)))
+                    for part in node.body
+                    if isinstance(part, Function)
+                }
+                classes.setdefault(node.name, []).append(ClassInfo(tuple(_base_names(node)), methods))
+    return classes
