@@ -40,7 +40,8 @@ Parts = list[tuple[str, Box, Tensor]]
 class Trained:
     """Results of one rank.
 
-    outputs: {row: (2 + vocab, scored)} log-probs, entropies and logits, or (1, scored) values, on ranks that have outputs.
+    outputs: {row: (2 + vocab, scored)} log-probs, entropies and logits, or (1, scored) values, where
+    the rank has outputs.
     """
 
     outputs: dict[int, Tensor]
