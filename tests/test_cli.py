@@ -103,7 +103,7 @@ def test_train_with_an_error_on_one_rank_ends_all_and_can_be_repeated(inputs, tm
 
 
 def test_train_without_launcher_runs_on_one_rank(inputs, tmp_path):
-    result = train(inputs, tmp_path / "run", 1, warm=False)
+    result = train(inputs, tmp_path / "run", 1)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     result = train(inputs, tmp_path / "run", 1)  # which resumes, and has no iteration left

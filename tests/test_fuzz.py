@@ -134,7 +134,7 @@ def test_fuzz_of_data_files_ends_well_or_in_one_line(runs, examples):
     assert runs.some_of_both(0.05), runs.ends
 
 
-@few_or_many(12, 95)
+@few_or_many(8, 95)
 def test_fuzz_of_checkpoints_ends_well_or_in_one_line(runs, checkpointed, examples):
     fell_back = 0
 

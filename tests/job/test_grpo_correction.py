@@ -83,7 +83,10 @@ def update(model, layout, budget, kind, scale=None):
     return actor.update(mine, partial(recipe.policy_loss, cfg=cfg), "seq-mean-token-mean")
 
 
-@pytest.mark.parametrize("kind", ["icepop", "sequence-tis", "geometric-rejection"])
+@pytest.mark.parametrize(
+    "kind",
+    ["sequence-tis", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("icepop", "geometric-rejection"))],
+)
 def test_a_correction_scales_the_loss_of_each_token(ranks, model, kind):
     # The clipped loss of w * advantage is w times that of the advantage, so scaled advantages are an oracle.
     weights, below, above = weights_by_hand(model, kind)

@@ -38,7 +38,10 @@ def trained(model, layout, dtype, cpu_offload, guard=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("architecture", "layout"), [("qwen3", "tp2"), ("qwen3_moe", "ep2"), ("qwen2", "tp1")])
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [("qwen3", "tp2"), ("qwen3_moe", "ep2"), pytest.param("qwen2", "tp1", marks=pytest.mark.nightly)],
+)
 def test_cpu_offload_adam_takes_the_steps_of_device_adam(ranks, tmp_path, architecture, layout, dtype):
     model = tiny_model(tmp_path / "model", architecture, layers=2)
     device = ranks.run(2, trained, model, layout, dtype, False)

@@ -32,7 +32,12 @@ from verl_mg.sharding.weight_table import weight_table
 
 RANK, ALPHA, ROWS = 3, 5.0, 7
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp2", 2), ("cp2", 2), ("tp1", 2), ("tp2-pp2", 4)]
+LAYOUTS = [
+    ("tp1", 1),
+    ("cp2", 2),
+    ("tp2-pp2", 4),
+    *(pytest.param(layout, 2, marks=pytest.mark.nightly) for layout in ("tp2", "pp2", "tp1")),
+]
 OF_MIXTURES = [("tp1", 1), ("ep2", 2), ("tp2-ep2-etp1", 2), ("tp2-ep2", 4)]
 
 

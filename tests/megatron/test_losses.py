@@ -83,7 +83,13 @@ LOSSES: dict[str, tuple[type[TrainableRole], str, Loss]] = {
     ),
 }
 # With a budget of 1 every row, or pair, is a micro-batch of its own.
-SPLITS = [("tp1", 1, 1), ("tp1", 2, 40), ("cp2", 2, 20), ("tp2-cp2", 4, 40), ("pp2", 4, 40)]
+SPLITS = [
+    ("tp1", 1, 1),
+    ("tp1", 2, 40),
+    pytest.param("cp2", 2, 20, marks=pytest.mark.nightly),
+    ("tp2-cp2", 4, 40),
+    ("pp2", 4, 40),
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Every kind of parallelism, alone and together, on eight ranks: all that training computes, against one rank."""
 
+from functools import cache
+
 import pytest
 
 from tests.megatron.training import assert_equal, one_rank, train
@@ -26,18 +28,18 @@ MODELS = {
     },
     "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
 }
-# Each dimension of parallelism and each architecture once, recomputation included.
+# Each dimension of parallelism and each kind of layer once, recomputation included.
 LAYOUTS = [
     ("dense", "cp8", False),
     ("dense", "tp2-cp2-pp2-vpp3", True),
     ("tied", "pp8", False),
-    ("mixture", "tp2-ep4-etp1", False),
     ("mixture", "tp2-pp2-vpp2-ep2", True),
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
-    ("capped", "tp2-cp2-pp2", False),
 ]
 # Further combinations of the same dimensions.
 NIGHTLY_LAYOUTS = [
+    ("mixture", "tp2-ep4-etp1", False),
+    ("capped", "tp2-cp2-pp2", False),
     ("dense", "tp4", False),
     ("dense", "pp2-vpp3", False),
     ("dense", "tp1", False),
@@ -70,16 +72,20 @@ NIGHTLY_LAYOUTS = [
     ("capped", "tp2-pp2-vpp2", True),
 ]
 # Values of tokens, and of whole rows at their last token.
-HEADS = [(1, "critic"), (0, "reward model")]
+HEADS = {"critic": 1, "reward model": 0}
 HEAD_LAYOUTS = [
-    ("dense", "tp2-pp4", True),
-    ("mixture", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
+    ("reward model", "dense", "tp2-pp4", True),
+    ("critic", "mixture", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
 ]
 NIGHTLY_HEAD_LAYOUTS = [
-    ("dense", "pp2-vpp3", False),
-    ("dense", "tp2-cp4", False),
-    ("tied", "tp2-pp4-vpp2", False),
-    ("mixture", "ep8", False),
+    ("critic", "dense", "pp2-vpp3", False),
+    ("critic", "dense", "tp2-cp4", False),
+    ("critic", "tied", "tp2-pp4-vpp2", False),
+    ("critic", "mixture", "ep8", False),
+]
+OTHER_HEADS = [
+    ("critic" if head == "reward model" else "reward model", *case)
+    for head, *case in [*HEAD_LAYOUTS, *NIGHTLY_HEAD_LAYOUTS]
 ]
 
 
@@ -98,8 +104,14 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(ranks, models):
-    """{model: what one rank computes}"""
-    return {name: one_rank(ranks.run(1, train, model, "tp1", rows(model))[0]) for name, model in models.items()}
+    """A function: model, batch, head -> results of one rank."""
+
+    @cache
+    def results(name, head="language", hidden_offset=1):
+        batch = rows(models[name]) if head == "language" else scored_rows(models[name], hidden_offset)
+        return one_rank(ranks.run(1, train, models[name], "tp1", batch, False, head, hidden_offset)[0])
+
+    return results
 
 
 def rows(model):
@@ -108,8 +120,8 @@ def rows(model):
 
 @pytest.mark.parametrize(("name", "layout", "recompute"), with_nightly(LAYOUTS, NIGHTLY_LAYOUTS))
 def test_train_under_layout_equals_one_rank(ranks, models, single, name, layout, recompute):
-    assert not single[name].idle()
-    assert_equal(ranks.run(RANKS, train, models[name], layout, rows(models[name]), recompute), single[name], 1e-5)
+    assert not single(name).idle()
+    assert_equal(ranks.run(RANKS, train, models[name], layout, rows(models[name]), recompute), single(name), 1e-5)
 
 
 def scored_rows(model, hidden_offset):
@@ -120,27 +132,10 @@ def scored_rows(model, hidden_offset):
     return batch
 
 
-@pytest.fixture(scope="module")
-def value_heads(ranks, models):
-    """{model, hidden_offset: what one rank computes}"""
-    return {
-        (name, hidden_offset): one_rank(
-            ranks.run(
-                1, train, models[name], "tp1", scored_rows(models[name], hidden_offset), False, "value", hidden_offset
-            )[0]
-        )
-        for name in dict.fromkeys(name for name, _, _ in [*HEAD_LAYOUTS, *NIGHTLY_HEAD_LAYOUTS])
-        for hidden_offset, _ in HEADS
-    }
-
-
-@pytest.mark.parametrize(("name", "layout", "recompute"), with_nightly(HEAD_LAYOUTS, NIGHTLY_HEAD_LAYOUTS))
-@pytest.mark.parametrize("hidden_offset", [pytest.param(hidden_offset, id=of) for hidden_offset, of in HEADS])
-def test_train_value_head_under_layout_equals_one_rank(
-    ranks, models, value_heads, hidden_offset, name, layout, recompute
-):
-    expected, batch = value_heads[name, hidden_offset], scored_rows(models[name], hidden_offset)
+@pytest.mark.parametrize(
+    ("head", "name", "layout", "recompute"), with_nightly(HEAD_LAYOUTS, [*NIGHTLY_HEAD_LAYOUTS, *OTHER_HEADS])
+)
+def test_train_value_head_under_layout_equals_one_rank(ranks, models, single, head, name, layout, recompute):
+    expected, batch = single(name, "value", HEADS[head]), scored_rows(models[name], HEADS[head])
     assert not expected.idle()
-    assert_equal(
-        ranks.run(RANKS, train, models[name], layout, batch, recompute, "value", hidden_offset), expected, 1e-5
-    )
+    assert_equal(ranks.run(RANKS, train, models[name], layout, batch, recompute, "value", HEADS[head]), expected, 1e-5)

@@ -15,7 +15,12 @@ from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.models.hf_config import read_config
 
 LAYERS, EXPERTS, TOP_K, DENSE = 4, 4, 2, 1
-LAYOUTS = [("tp1", 1), ("tp2", 2), ("cp2", 2), ("pp2", 2), ("ep2", 2), ("tp2-cp2-ep2", 4), ("tp2-pp2", 4)]
+LAYOUTS = [
+    ("tp1", 1),
+    ("tp2-cp2-ep2", 4),
+    ("tp2-pp2", 4),
+    *(pytest.param(layout, 2, marks=pytest.mark.nightly) for layout in ("tp2", "cp2", "pp2", "ep2")),
+]
 
 
 @pytest.fixture(scope="module")

@@ -16,26 +16,31 @@ from verl_mg.models.hf_config import read_config
 ROWS = 9
 # (layout, ranks); with experts
 EXPERT_LAYOUTS = [
-    ("tp2-etp1", 2),
     ("ep2", 2),
     ("tp2-ep2", 4),
     ("tp2-ep2-etp1", 4),
-    ("pp2-ep2", 4),
-    ("ep4", 4),
     *(
         pytest.param(*layout, marks=pytest.mark.nightly)
-        for layout in (("tp2", 2), ("tp1", 2), ("tp2-ep2-etp1", 2), ("tp2-pp2", 4))
+        for layout in (
+            ("tp2", 2),
+            ("tp1", 2),
+            ("tp2-etp1", 2),
+            ("tp2-ep2-etp1", 2),
+            ("tp2-pp2", 4),
+            ("pp2-ep2", 4),
+            ("ep4", 4),
+        )
     ),
 ]
 
 # Latent attention has few heads to cut; Gemma 2 has no experts.
 LATENT_LAYOUTS = [
-    ("tp2", 2),
-    ("pp2", 2),
     ("cp2", 2),
-    ("tp2-cp2-ep2", 4),
     ("tp2-pp2-ep2-etp1", 4),
-    *(pytest.param(*layout, marks=pytest.mark.nightly) for layout in (("ep2", 2), ("tp4", 4))),
+    *(
+        pytest.param(*layout, marks=pytest.mark.nightly)
+        for layout in (("tp2", 2), ("pp2", 2), ("ep2", 2), ("tp4", 4), ("tp2-cp2-ep2", 4))
+    ),
 ]
 GEMMA_LAYOUTS = [
     ("cp2", 2),

@@ -74,7 +74,15 @@ def counted(inputs, layout):
     return metrics, again, [n for own in lengths for n in own]
 
 
-@pytest.mark.parametrize(("layout", "ranks_of"), [("tp1", 2), ("tp2-pp2", 4), ("cp2", 4), ("pp2-vpp2", 2)])
+@pytest.mark.parametrize(
+    ("layout", "ranks_of"),
+    [
+        pytest.param("tp1", 2, marks=pytest.mark.nightly),
+        ("tp2-pp2", 4),
+        ("cp2", 4),
+        pytest.param("pp2-vpp2", 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_throughput_counts_every_token_once_in_any_layout(ranks, inputs, layout, ranks_of):
     reported = ranks.run(ranks_of, counted, inputs, layout)
     table = weight_table(read_config(inputs / "model"))

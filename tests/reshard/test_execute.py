@@ -111,7 +111,7 @@ def move_all(family: str, node: int, bucket_bytes: int) -> list[str]:
 
 
 @pytest.mark.parametrize("family", CASES)
-@pytest.mark.parametrize("node,bucket_bytes", [(8, 10**6), (2, 4000)])
+@pytest.mark.parametrize("node,bucket_bytes", [pytest.param(8, 10**6, marks=pytest.mark.nightly), (2, 4000)])
 def test_execute_weights_are_bitwise_equal_and_bytes_the_lower_bound(ranks, family, node, bucket_bytes):
     assert len(DENSE + MIXTURE + LATENT) >= 20
     assert ranks.run(RANKS, move_all, family, node, bucket_bytes) == [[]] * RANKS

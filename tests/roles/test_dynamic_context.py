@@ -17,7 +17,7 @@ from verl_mg.roles.row_dispatch import build_row_index
 
 BUDGETS = {4: 32, 2: 20}
 """Tokens of a micro-batch by cp, for rows of 3 to 20 tokens, of which some fit a part of it and others do not."""
-LAYOUTS = [("cp4", 4, [4, 2, 1]), ("cp2", 4, [2, 1]), ("tp2-cp2", 4, [2, 1]), ("cp2-pp2", 4, [2, 1])]
+LAYOUTS = [("cp4", 4, [4, 2, 1]), ("tp2-cp2", 4, [2, 1]), ("cp2-pp2", 4, [2, 1])]
 MODE = "seq-mean-token-mean"
 
 

@@ -103,7 +103,7 @@ def three_iterations(model: Path, layout: str) -> dict[str, object]:
     return {"differences": differences, "drifts": drifts, "samples": samples, "versions": versions}
 
 
-@pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])
+@pytest.mark.parametrize("layout,count", [pytest.param("tp1", 2, marks=pytest.mark.nightly), ("tp2-pp2", 4)])
 def test_rollout_logprobs_after_update_weights_equal_the_actors(ranks, model, layout, count):
     results = ranks.run(count, three_iterations, model, layout)
     for iteration in range(3):

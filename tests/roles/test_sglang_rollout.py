@@ -40,7 +40,10 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
-    [("qwen3", ["actor.offload=true"]), ("qwen3_moe", ["rollout.replay_routing=true", "rollout.sleep=false"])],
+    [
+        ("qwen3_moe", ["rollout.replay_routing=true", "actor.offload=true"]),
+        pytest.param("qwen3", ["rollout.sleep=false"], marks=pytest.mark.nightly),
+    ],
 )
 def test_sglang_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_path, architecture, overrides):
     folder = inputs(tmp_path, architecture)

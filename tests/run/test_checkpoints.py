@@ -41,10 +41,10 @@ CASES = {
             "actor.optimizer.warmup_steps=9",
         ],
     ),
-    "lora": ("grpo", 2, ["actor.lora={rank: 4}", "actor.layout=tp2", "model.dtype=bfloat16"]),
     "experts": ("grpo", 2, ["actor.layout=ep2", "actor.optimizer.cpu_offload=true", "MIXTURE"]),
 }
 NIGHTLY_CASES = {
+    "lora": ("grpo", 2, ["actor.lora={rank: 4}", "actor.layout=tp2", "model.dtype=bfloat16"]),
     "kl": ("ppo", 2, ["algorithm.kl.coefficient=0.05", "algorithm.kl.target=0.01"]),
     "pf_ppo": ("pf_ppo", 2, ["algorithm.group_size=4"]),
     "aborted": (
@@ -66,24 +66,25 @@ NIGHTLY_CASES = {
 def test_resume_under_the_same_layout_is_bitwise_identical(ranks, inputs, tmp_path, name):
     recipe, count, overrides = (CASES | NIGHTLY_CASES)[name]
     overrides = [f"model.path={inputs / 'mixture'}" if text == "MIXTURE" else text for text in overrides]
-    ranks.run(count, job, recipe, inputs, tmp_path / "whole", 4, overrides)
-    for iterations in (2, 4):
+    ranks.run(count, job, recipe, inputs, tmp_path / "whole", 3, overrides)
+    for iterations in (2, 3):
         ranks.run(count, job, recipe, inputs, tmp_path / "parts", iterations, overrides)
     whole = metrics_of(tmp_path / "whole")
     assert metrics_of(tmp_path / "parts") == whole
-    assert len({line["actor/loss"] for line in whole}) == 4 and whole[-1]["actor/grad_norm"] > 0
-    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == ["000002", "000004"]
+    assert len({line["actor/loss"] for line in whole}) == 3 and whole[-1]["actor/grad_norm"] > 0
+    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == ["000002", "000003"]
 
 
 @pytest.fixture(scope="module")
 def before(ranks, inputs, tmp_path_factory):
-    """A run of two iterations on tp2-pp2, and the metrics of the next two on the same layout."""
+    """A run of one iteration on four ranks, and the metrics of the next one on the same layout."""
     folder = tmp_path_factory.mktemp("before")
     for name, layout, model in (("dense", "tp2-pp2", "wide"), ("mixture", "tp2-ep2", "mixture")):
         overrides = [f"model.path={inputs / model}", f"actor.layout={layout}", f"critic.layout={layout}"]
-        ranks.run(4, job, "ppo", inputs, folder / name, 2, overrides)
+        overrides += ["checkpoint.every=1"]
+        ranks.run(4, job, "ppo", inputs, folder / name, 1, overrides)
         shutil.copytree(folder / name, folder / f"{name}-on")
-        ranks.run(4, job, "ppo", inputs, folder / f"{name}-on", 4, overrides)
+        ranks.run(4, job, "ppo", inputs, folder / f"{name}-on", 2, overrides)
     return folder
 
 
@@ -101,9 +102,9 @@ def before(ranks, inputs, tmp_path_factory):
 def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, tmp_path, name, model, layout, count):
     shutil.copytree(before / name, tmp_path / "run")
     overrides = [f"model.path={inputs / model}", f"actor.layout={layout}", f"critic.layout={layout}"]
-    ranks.run(count, job, "ppo", inputs, tmp_path / "run", 4, overrides)
-    expected, found = metrics_of(before / f"{name}-on")[2:], metrics_of(tmp_path / "run")[2:]
-    assert len(expected) == len(found) == 2
+    ranks.run(count, job, "ppo", inputs, tmp_path / "run", 2, overrides)
+    expected, found = metrics_of(before / f"{name}-on")[1:], metrics_of(tmp_path / "run")[1:]
+    assert len(expected) == len(found) == 1
     for there, here in zip(expected, found, strict=True):
         for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
             assert here[metric] == pytest.approx(there[metric], abs=1e-5, rel=1e-5), metric
