@@ -39,6 +39,7 @@ CASES = {
             "rollout.max_running_requests=2",
             "actor.guard={max_kl: 1e-3, action: rollback}",
             "actor.optimizer.warmup_steps=9",
+            "job.seed=1",
         ],
     ),
     "experts": ("grpo", 2, ["actor.layout=ep2", "actor.optimizer.cpu_offload=true", "MIXTURE"]),
