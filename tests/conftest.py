@@ -16,20 +16,13 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import warm_start
 from tests.rank_pool import RankPool
-from verl_mg.rollout.sglang import engine_process
-from verl_mg.rollout.sglang.tracing import tracer
 from verl_mg.sandbox import run_python
 
 torch.set_num_threads(1)
 # A machine under load is slow, not wrong; the same examples every time make a failure reproducible.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
-
-# Engines and traces are started without the imports of SGLang, in this process and in the ranks forked from it.
-for _module in (engine_process, tracer):
-    _module.sys = SimpleNamespace(executable=warm_start.sglang().python)  # type: ignore[attr-defined]
 
 IMPORTED_BY_RANKS = ("matplotlib.backends.backend_agg", "matplotlib.figure", "pyarrow.parquet")
 """Modules that the project imports in functions."""
@@ -39,7 +32,10 @@ _POOL = pytest.StashKey[RankPool]()
 QUICK = ("algorithms", "data", "layout", "models", "planner", "reshard", "rewards", "sharding")
 """Folders, besides the modules at the top, whose tests are pure; `--quick` selects them."""
 SLOW_FIXTURES = {"ranks", "runs", "sandbox", "hosts", "checkpointed"}
-SLOW_MODULES = ("test_api", "test_cli", "test_docs", "test_fuzz", "test_launch", "test_quickstart", "test_two_hosts")
+SLOW_MODULES = {
+    *("test_api", "test_cli", "test_docs", "test_fuzz", "test_launch", "test_quickstart", "test_two_hosts"),
+    *("planner/test_search", "rewards/test_code", "rewards/test_math_pool", "rewards/test_service"),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,22 +44,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With --quick, do not import modules that are not selected."""
-    first = (*collection_path.relative_to(Path(__file__).parent).with_suffix("").parts, "")[0]
-    if not config.option.quick or not first or first in QUICK:
+    place = collection_path.relative_to(Path(__file__).parent).with_suffix("")
+    if not config.option.quick or not place.parts:
         return None
-    return True if first in SLOW_MODULES or not first.startswith("test_") else None
+    selected = place.parts[0] in QUICK or (place.name.startswith("test_") and len(place.parts) == 1)
+    return True if place.as_posix() in SLOW_MODULES or not selected else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the `nightly` tests unless -m names them, and with --quick those that need processes."""
-    deselected = []
+    deselected: set[pytest.Item] = set()
     if "nightly" not in config.option.markexpr:
-        deselected += [item for item in items if item.get_closest_marker("nightly")]
+        deselected.update(item for item in items if item.get_closest_marker("nightly"))
     if config.option.quick:
-        deselected += [item for item in items if SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))]
+        deselected.update(item for item in items if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())))
     # Slow files first, so that no test process is left with one of them at the end.
     items[:] = sorted((item for item in items if item not in deselected), key=_is_pure)
-    config.hook.pytest_deselected(items=deselected)
+    config.hook.pytest_deselected(items=list(deselected))
 
 
 def _is_pure(item: pytest.Item) -> bool:
@@ -72,6 +69,8 @@ def _is_pure(item: pytest.Item) -> bool:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the ranks when the test modules are known and nothing has run yet, so that no thread is copied."""
+    if not session.config.option.quick:
+        _start_sglang_warm()
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         for module in ("verl_mg.job.job", "verl_mg.run.loop", *IMPORTED_BY_RANKS):  # once here, not once a rank
             importlib.import_module(module)
@@ -79,6 +78,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         pool = session.config.stash[_POOL] = RankPool(8)
         if not session.config.option.collectonly:
             pool.start()
+
+
+def _start_sglang_warm() -> None:
+    """Start engines and traces without the imports of SGLang, in this process and in the ranks forked from it."""
+    from tests import warm_start
+    from verl_mg.rollout.sglang import engine_process
+    from verl_mg.rollout.sglang.tracing import tracer
+
+    for module in (engine_process, tracer):
+        module.sys = SimpleNamespace(executable=warm_start.sglang().python)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -16,13 +16,15 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from verl_mg.distributed.gloo import share_event_loop
-from verl_mg.roles.context import JobContext
+
+if TYPE_CHECKING:
+    from verl_mg.roles.context import JobContext
 
 TIMEOUT_S = 500
 
@@ -96,6 +98,8 @@ def job_store() -> dist.Store:
 
 def job_context() -> JobContext:
     """Context of a job on all ranks of the run."""
+    from verl_mg.roles.context import JobContext
+
     return JobContext.create(job_store())
 
 

@@ -96,9 +96,9 @@ def layouts_of(family: str) -> list[EngineLayout]:
     if family != "gemma2":  # which SGLang does not cut into stages
         layouts += [EngineLayout(pp=2), EngineLayout(tp=2, pp=2)]
     if family in MIXTURES:
-        layouts += [EngineLayout(tp=2, ep=2), EngineLayout(tp=4, ep=2)]
+        layouts += [EngineLayout(tp=2, ep=2)]
     if family in ATTENTION_DP:
-        layouts += [EngineLayout(tp=2, adp=2), EngineLayout(tp=4, adp=2)]
+        layouts += [EngineLayout(tp=2, adp=2)]
     if family in MIXTURES and family in ATTENTION_DP:
         layouts += [EngineLayout(tp=4, ep=4, adp=2)]
     return layouts

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Linter, type checker and tests, all three whatever fails; the arguments go to pytest: tools/test.sh -k resume
-#   --quick: a first answer in three minutes: the linter, and the tests that start no ranks, engines and processes
+#   --quick: a first answer in two minutes: the linter, and the tests that start no ranks, engines and processes
 #   --all: the nightly tests too
 # Two test processes run side by side, each file in one of them; -n 4 for more, -n 0 for one (for --pdb).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 cd "$repository"
+
+# Without compiled modules, each of the many starts of Python would compile the project again.
+unset PYTHONDONTWRITEBYTECODE
 
 mode=usual
 if [[ ${1:-} == --quick || ${1:-} == --all ]]; then

@@ -78,7 +78,7 @@ def test_launcher_with_killed_rank_exits_with_its_signal():
     assert "rank 2 (host " in line and f"pid {killed.pid})" in line
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_watchdog_with_killed_rank_names_it_on_all_others(forked_ranks, rank):
     job = forked_ranks.start(3, heartbeat_timeout_s=4)
     job.wait_for_steps()
