@@ -29,7 +29,7 @@ CASES = {
             "data.curriculum={low: 0.1, high: 0.9}",
         ],
     ),
-    "pipeline": ("pf_ppo", 2, ["actor.layout=pp2", "critic.layout=tp2", "critic.recompute=true"]),
+    "pipeline": ("pf_ppo", 2, ["actor.layout=pp2", "critic.layout=tp2", "critic.recompute=true", "job.seed=1"]),
     "partial": (
         "grpo",
         1,
@@ -39,7 +39,6 @@ CASES = {
             "rollout.max_running_requests=2",
             "actor.guard={max_kl: 1e-3, action: rollback}",
             "actor.optimizer.warmup_steps=9",
-            "job.seed=1",
         ],
     ),
     "experts": ("grpo", 2, ["actor.layout=ep2", "actor.optimizer.cpu_offload=true", "MIXTURE"]),
