@@ -36,9 +36,23 @@ check() {
     "${@:2}" || failed+=("$1")
 }
 
+wait_for_mypy() {
+    local code=0
+    wait $mypy || code=$?
+    cat "$mypy_output"
+    return $code
+}
+
 check ruff ruff check --config tools/ruff.toml .
-[[ $mode == quick ]] || check mypy mypy --config-file tools/mypy.ini
+if [[ $mode != quick ]]; then
+    # It runs while tests wait for processes and for each other.
+    mypy_output=$(mktemp)
+    mypy --config-file tools/mypy.ini >"$mypy_output" 2>&1 &
+    mypy=$!
+    trap 'kill $mypy 2>/dev/null || true; rm -f "$mypy_output"' EXIT
+fi
 check pytest python -m pytest tests "${arguments[@]}"
+[[ $mode == quick ]] || check mypy wait_for_mypy
 
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}" >&2

@@ -76,7 +76,8 @@ def one_layout(ranks, task, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "placement", [pytest.param(name, marks=[pytest.mark.nightly] if name == "mixed" else []) for name in PLACEMENTS]
+    "placement",
+    [pytest.param(name, marks=[pytest.mark.nightly] if name in ("mixed", "apart") else []) for name in PLACEMENTS],
 )
 def test_ppo_with_roles_on_other_ranks_has_equal_metrics(ranks, task, one_layout, tmp_path, placement):
     expected, trained = one_layout

@@ -25,7 +25,8 @@ from verl_mg.roles.trainable import TrainableRole
 COUNT = 12
 # A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
 OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
-LAYOUTS = [("tp1", 2), ("tp2", 2), ("pp2", 2), ("tp2-cp2", 4), ("tp2-pp2", 4)]
+LAYOUTS = [("tp1", 2), ("tp2-cp2", 4), ("tp2-pp2", 4)]
+NIGHTLY_LAYOUTS = [("tp2", 2), ("pp2", 2)]
 
 
 def rows(model: Path) -> Batch:
@@ -105,7 +106,9 @@ def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
     )
 
 
-@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "count"), [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.nightly) for layout in NIGHTLY_LAYOUTS)]
+)
 @pytest.mark.parametrize("architecture", [pytest.param("qwen2", marks=pytest.mark.nightly), "qwen3"])
 def test_critic_under_every_layout_equals_transformers(ranks, models, tmp_path, layout, count, architecture) -> None:
     model = models[architecture]
@@ -126,7 +129,14 @@ def test_critic_under_every_layout_equals_transformers(ranks, models, tmp_path, 
     compare(tmp_path / "critic", net, before)
 
 
-@pytest.mark.parametrize(("layout", "count", "budget"), [*((*layout, 60) for layout in LAYOUTS), ("tp1", 2, 1)])
+@pytest.mark.parametrize(
+    ("layout", "count", "budget"),
+    [
+        *((*layout, 60) for layout in LAYOUTS),
+        ("tp1", 2, 1),
+        *(pytest.param(*layout, 60, marks=pytest.mark.nightly) for layout in NIGHTLY_LAYOUTS),
+    ],
+)
 def test_reward_model_trained_on_pairs_equals_transformers(ranks, models, tmp_path, layout, count, budget) -> None:
     """Also where rows of a pair lie on two ranks, and no two of them fit a micro-batch."""
     model = models["qwen3"]

@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore
 from transformers import AutoTokenizer
 
 from tests.rank_pool import job_store
-from tests.tiny_models import TRAINED, tiny_model
+from tests.tiny_models import tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.errors import UserError
@@ -77,7 +77,10 @@ def make_roles(
     return Roles(actor, rollout, role, feed)
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(
+    scope="module",
+    params=[*("qwen3", "gemma2"), *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "qwen2"))],
+)
 def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 

@@ -142,7 +142,15 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.nightly] if name in ("a file gone", "sums cut short", "sums gone") else []
+        )
+        for name in DAMAGES
+    ],
+)
 def test_resume_with_a_damaged_checkpoint_uses_the_one_before_and_warns(ranks, inputs, short, tmp_path, name):
     shutil.copytree(short, tmp_path / "run")
     file, damage = DAMAGES[name]

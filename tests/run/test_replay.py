@@ -70,9 +70,8 @@ def of_training(output: Path) -> dict[int, dict[str, float]]:
     "recipe",
     [
         "ppo",
-        "dapo",
         "changing",
-        *(pytest.param(recipe, marks=pytest.mark.nightly) for recipe in ("grpo", "remax", "pf_ppo")),
+        *(pytest.param(recipe, marks=pytest.mark.nightly) for recipe in ("dapo", "grpo", "remax", "pf_ppo")),
     ],
 )
 def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, recipe):
