@@ -21,7 +21,7 @@ class _SharedLoopGroup(ProcessGroupGloo):
     """Gloo group on the devices of this process."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = list(_devices(os.getpid()))
         options._threads = THREADS * len(options._devices)
         options._timeout = timeout
