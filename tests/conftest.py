@@ -70,7 +70,7 @@ def _is_pure(item: pytest.Item) -> bool:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the ranks when the test modules are known and nothing has run yet, so that no thread is copied."""
     if not session.config.option.quick:
-        _start_sglang_warm()
+        _use_warm_starts_for_sglang()
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         for module in ("verl_mg.job.job", "verl_mg.run.loop", *IMPORTED_BY_RANKS):  # once here, not once a rank
             importlib.import_module(module)
@@ -80,7 +80,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             pool.start()
 
 
-def _start_sglang_warm() -> None:
+def _use_warm_starts_for_sglang() -> None:
     """Start engines and traces without the imports of SGLang, in this process and in the ranks forked from it."""
     from tests import warm_start
     from verl_mg.rollout.sglang import engine_process

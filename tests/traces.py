@@ -104,6 +104,12 @@ def layouts_of(family: str) -> list[EngineLayout]:
     return layouts
 
 
+def nightly_layouts_of(family: str) -> list[EngineLayout]:
+    """Further layouts of a family with the same dimensions."""
+    layouts = [EngineLayout(tp=4, ep=2)] if family in MIXTURES else []
+    return layouts + ([EngineLayout(tp=4, adp=2)] if family in ATTENTION_DP else [])
+
+
 @cache
 def folder_of(family: str) -> Path:
     """A directory with the family's config.json and no weights: shapes are all that a trace needs."""

@@ -184,13 +184,13 @@ def _is_interface(node: ast.ClassDef) -> bool:
 
 
 def _all_bases(node: ast.ClassDef, classes: Mapping[str, list[ClassInfo]]) -> list[ClassInfo]:
-    todo, done, result = list(_base_names(node)), {node.name}, []
-    while todo:
-        name = todo.pop()
-        if name not in done:
-            done.add(name)
+    pending, seen, result = list(_base_names(node)), {node.name}, []
+    while pending:
+        name = pending.pop()
+        if name not in seen:
+            seen.add(name)
             result += classes.get(name, [])
-            todo += [base for info in classes.get(name, []) for base in info.bases]
+            pending += [base for info in classes.get(name, []) for base in info.bases]
     return result
 
 

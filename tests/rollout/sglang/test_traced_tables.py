@@ -3,7 +3,16 @@
 import pytest
 
 from tests.oracles.transformers_trace import trace_transformers
-from tests.traces import FAMILIES, folder_of, layouts_of, needs_sglang, sglang_traces
+from tests.traces import (
+    ATTENTION_DP,
+    FAMILIES,
+    MIXTURES,
+    folder_of,
+    layouts_of,
+    needs_sglang,
+    nightly_layouts_of,
+    sglang_traces,
+)
 from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.sglang.tracing.tracer import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
@@ -43,13 +52,26 @@ def test_transformers_table_equals_from_pretrained(family):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sglang_table_equals_load_weights(traces, family):
-    weights, layouts = weight_table(read_config(folder_of(family))), layouts_of(family)
+    layouts = layouts_of(family)
     assert family == "uneven" or {(layout.tp, layout.ep) for layout in layouts} >= {(1, 1), (2, 1), (4, 1)}
-    names = checkpoint_shapes(folder_of(family)).keys()
-    for layout in layouts:
-        traced = traces[family, layout]
-        assert len(traced) == layout.ranks
-        for rank, shards in enumerate(traced):
+    assert_table_equals({layout: traces[family, layout] for layout in layouts}, family)
+
+
+@needs_sglang
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", sorted({*MIXTURES, *ATTENTION_DP}))
+def test_sglang_table_of_further_layouts_equals_load_weights(family):
+    traced = sglang_traces([(family, layout) for layout in nightly_layouts_of(family)])
+    assert_table_equals({layout: ranks for (_, layout), ranks in traced.items()}, family)
+
+
+def assert_table_equals(traced, family):
+    """Each rank's shards of the table are those of {layout: shards of each rank}, which use all tensors."""
+    weights, names = weight_table(read_config(folder_of(family))), checkpoint_shapes(folder_of(family)).keys()
+    assert traced
+    for layout, ranks in traced.items():
+        assert len(ranks) == layout.ranks
+        for rank, shards in enumerate(ranks):
             assert comparable(weights.sglang(layout, rank)) == comparable(shards), (str(layout), rank)
-        used = {piece.tensor for shards in traced for shard in shards.values() for piece in shard.pieces}
+        used = {piece.tensor for shards in ranks for shard in shards.values() for piece in shard.pieces}
         assert used == names, str(layout)
