@@ -97,7 +97,7 @@ def test_train_gemma_under_layout_equals_one_rank(ranks, models, single, layout,
     assert_equal(ranks.run(count, train, model, layout, rows(model), recompute), single["gemma2"], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma2", *LATENT])
+@pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.nightly) for name in LATENT)])
 def test_train_value_head_under_pipeline_equals_one_rank(ranks, models, name):
     model = models[name]
     alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), False, "value")[0])

@@ -47,7 +47,10 @@ def test_update_of_every_architecture_and_aggregation_equals_plain_torch(ranks, 
     compare(results[0], tmp_path / "saved", model, oracle_update(model, mode))
 
 
-@pytest.mark.parametrize(("architecture", "layout"), [("qwen3_moe", "tp2-ep2"), ("mixtral", "pp2-ep2")])
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [("qwen3_moe", "tp2-ep2"), pytest.param("mixtral", "pp2-ep2", marks=pytest.mark.nightly)],
+)
 def test_update_of_a_mixture_of_experts_equals_plain_torch(ranks, models, tmp_path, architecture, layout):
     model, mode = models[architecture], "seq-mean-token-mean"
     results = ranks.run(4, update, model, layout, 30, mode, tmp_path / "saved")

@@ -101,7 +101,7 @@ def test_run_python_invalid_unicode_is_replaced(text: str) -> None:
 def test_run_python_endless_loop_times_out_and_keeps_output(run: Callable[..., Outcome]) -> None:
     name = fresh_name()
     program = named(name, "print('before')\nos.close(1)\nos.close(2)\nwhile True: pass")
-    assert run(program, seconds=3) == Outcome("before\n", "", "timeout")
+    assert run(program, seconds=2) == Outcome("before\n", "", "timeout")
     assert processes_named(name) == []
 
 
@@ -125,7 +125,7 @@ def test_run_python_output_is_limited(run: Callable[..., Outcome]) -> None:
 def test_run_python_processes_are_limited(run: Callable[..., Outcome]) -> None:
     name = fresh_name()
     bomb = "for _ in range(1000):\n try: os.fork()\n except OSError: print('no more'); break\nwhile True: pass"
-    outcome = run(named(name, bomb), seconds=4)
+    outcome = run(named(name, bomb), seconds=2)
     assert outcome.ended == "timeout"
     assert "no more" in outcome.stdout
     assert processes_named(name) == []
@@ -142,7 +142,7 @@ def test_run_python_daemon_ends_with_its_program(run: Callable[..., Outcome]) ->
 def test_run_python_daemon_ends_at_the_timeout(run: Callable[..., Outcome]) -> None:
     name = fresh_name()
     program = named(name, "if os.fork() == 0:\n os.setsid()\n if os.fork(): os._exit(0)\ntime.sleep(600)")
-    assert run(program, seconds=3).ended == "timeout"
+    assert run(program, seconds=2).ended == "timeout"
     assert processes_named(name) == []
 
 
