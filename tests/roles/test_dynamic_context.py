@@ -13,7 +13,7 @@ from tests.tiny_models import oracle, oracle_outputs
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.models import Actor
-from verl_mg.roles.row_dispatch import build_row_index
+from verl_mg.roles.row_dispatch import RowIndexer
 
 BUDGETS = {4: 32, 2: 20}
 """Tokens of a micro-batch by cp, for rows of 3 to 20 tokens, of which some fit a part of it and others do not."""
@@ -34,7 +34,7 @@ def update(model, layout, folder, budget):
     )
     batch = all_rows(model)
     mine = batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
-    index = build_row_index(mine)
+    index = RowIndexer().index(mine)
     cp_sizes = actor.plan_micro_batches(index, index.row_groups).cp_sizes
     column = actor.compute_logprobs(mine).split(mine.lengths.tolist())
     metrics = actor.update(mine, partial(with_entropy, settings(MODE)), MODE, max_length=16)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.roles import row_dispatch
-from verl_mg.roles.row_dispatch import build_row_index, gather_rows, scatter_column
+from verl_mg.roles.row_dispatch import RowIndexer, gather_rows, scatter_column
 
 
 def rows_held_by(rank: int) -> Batch:
@@ -26,7 +26,7 @@ def rows_held_by(rank: int) -> Batch:
 
 def gathered_and_scattered(wanted):
     batch = rows_held_by(dist.get_rank())
-    index = build_row_index(batch)
+    index = RowIndexer().index(batch)
     fetched = gather_rows(batch, index, wanted)
     senders = list(enumerate(wanted))
     values = {row: fetched.row("tokens", i).float() * 2 for i, row in enumerate(wanted[dist.get_rank()])}
@@ -53,7 +53,7 @@ def test_gather_rows_returns_whole_rows_in_order_and_scatter_column_reaches_the_
 def replicated():
     """Two ranks take the same rows, as the ranks of one tensor-parallel group do."""
     batch = rows_held_by(2 * dist.get_rank())
-    index = build_row_index(batch)
+    index = RowIndexer().index(batch)
     fetched = gather_rows(batch, index, [[0, 1, 2, 3, 4]] * 2)
     values = {row: torch.full((index.lengths[row],), float(row)) for row in range(5)} if dist.get_rank() == 1 else {}
     return fetched["sample_id"].tolist(), scatter_column("x", index, [(1, range(5))], values).tolist()
@@ -67,10 +67,10 @@ def test_rows_gathered_by_several_ranks_are_scattered_by_one(ranks):
 
 
 def with_equal_ids():
-    return build_row_index(rows_held_by(0))
+    return RowIndexer().index(rows_held_by(0))
 
 
-def test_build_row_index_with_equal_sample_ids_is_refused(ranks):
+def test_row_index_with_equal_sample_ids_is_refused(ranks):
     with pytest.raises(AssertionError, match="two rows of the batch have the same sample_id"):
         ranks.run(2, with_equal_ids)
 
@@ -86,11 +86,12 @@ def count_row_gathers(change):
         row_gathers.append(any(part is not None for part in parts))
         return gathered
 
+    rows = RowIndexer()
     with mock.patch.object(row_dispatch, "all_gather_json", counting):
-        first = build_row_index(batch)
-        assert build_row_index(batch, batch.select_columns(["tokens", "sample_id"])).row_groups == first.row_groups
+        first = rows.index(batch)
+        assert rows.index(batch, batch.select_columns(["tokens", "sample_id"])).row_groups == first.row_groups
         change(batch)
-        last = build_row_index(batch)
+        last = rows.index(batch)
     return sum(row_gathers), len(row_gathers), last.num_scored_tokens, last.sample_ids, last.row_groups
 
 
@@ -138,5 +139,6 @@ def test_row_index_of_a_selection_is_gathered_for_the_new_rows(ranks):
 
 def index_of_selection():
     batch = rows_held_by(2 * dist.get_rank())
-    build_row_index(batch)
-    return build_row_index(batch.select(batch["sample_id"] % 3 == 0).select([-1]))
+    rows = RowIndexer()
+    rows.index(batch)
+    return rows.index(batch.select(batch["sample_id"] % 3 == 0).select([-1]))

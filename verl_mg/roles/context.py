@@ -9,6 +9,7 @@ from torch.distributed import Store
 from verl_mg.megatron.offload import OffloadManager
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.concurrent import RoleExecutor
+from verl_mg.roles.row_dispatch import RowIndexer
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class JobContext:
     """Decides which role or engine occupies the memory of this rank's device."""
     executor: RoleExecutor
     """Runs the role calls of a recipe, at once or at the end of a `concurrent_roles` block."""
+    rows: RowIndexer
+    """Indexes the rows of each batch once, whatever the number of role calls."""
 
     @classmethod
     def create(cls, store: Store, timer: PhaseTimer | None = None) -> JobContext:
@@ -33,4 +36,4 @@ class JobContext:
             timer: phase timer of the job; a new one by default.
         """
         timer = timer or PhaseTimer()
-        return cls(timer, store, OffloadManager(), RoleExecutor(timer))
+        return cls(timer, store, OffloadManager(), RoleExecutor(timer), RowIndexer())

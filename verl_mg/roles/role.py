@@ -19,7 +19,7 @@ from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.flops import row_flops
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.row_dispatch import RowIndex, build_row_index, gather_rows, scatter_column
+from verl_mg.roles.row_dispatch import RowIndex, gather_rows, scatter_column
 from verl_mg.sharding.weight_table import Head
 
 FORWARD_COLUMNS = ("tokens", "loss_mask", "sample_id", "routed_experts")
@@ -90,7 +90,7 @@ class Role:
             rows = batch.select_columns(FORWARD_COLUMNS)
             if mask is not None:
                 rows["loss_mask"] = mask
-            index = build_row_index(batch, rows)
+            index = self._context.rows.index(batch, rows)
             plan = self.plan_micro_batches(index, [[row] for row in range(len(index))])
             micro_batches = self.gather_micro_batches(rows, index, plan)
 

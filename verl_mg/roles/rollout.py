@@ -40,7 +40,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import GenerationCall, PendingGroup, PendingGroups, RolloutState
 from verl_mg.roles.reward import NOT_SCORED, RewardRole
 from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecord, RolloutRecords
-from verl_mg.roles.row_dispatch import build_row_index, gather_rows
+from verl_mg.roles.row_dispatch import gather_rows
 from verl_mg.roles.sample_batch import samples_to_batch
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_loop import EngineLoop
@@ -366,7 +366,7 @@ class Rollout:
         _put_origin(batch, [self._score_ids.get(i, NOT_SCORED) for _, i in rows] if self._reward else None)
         if fresh_only and self._engines.rows_are_local:
             return batch
-        index = build_row_index(batch)
+        index = self._context.rows.index(batch)
         world_size = dist.get_world_size()
         # Rows of the index are in the order of sample ids, as the groups are.
         ends = [0]

@@ -62,56 +62,60 @@ class RowIndex:
 
 _Fingerprint = list[tuple[Tensor | None, int]]
 _INDEXED = ("sample_id", "loss_mask", "pair")
-_indices: WeakKeyDictionary[Batch, tuple[RowIndex, _Fingerprint]] = WeakKeyDictionary()
-"""Index of each batch, with the tensors that it was computed from and their versions."""
 
 
-def build_row_index(batch: Batch, transferred: Batch | None = None) -> RowIndex:
-    """Returns the index of a batch; all ranks call it together.
+class RowIndexer:
+    """Computes the index of a batch in the first call for it, and keeps it as long as the batch exists."""
 
-    The index is computed in the first call for a batch, and again after `sample_id`, `loss_mask` or `pair` have been
-    set or edited in place on any rank. Otherwise the ranks exchange only the columns' types.
+    def __init__(self) -> None:
+        # With the tensors that the index was computed from and their versions.
+        self._indices: WeakKeyDictionary[Batch, tuple[RowIndex, _Fingerprint]] = WeakKeyDictionary()
 
-    Args:
-        batch: this rank's rows, with unique sample ids over all ranks.
-        transferred: the same rows with the columns that will be transferred; `batch` by default.
+    def index(self, batch: Batch, transferred: Batch | None = None) -> RowIndex:
+        """Returns the index of a batch; all ranks call it together.
 
-    Returns:
-        The index, with the schema of `transferred`.
+        The index is computed again after `sample_id`, `loss_mask` or `pair` have been set or edited in place on any
+        rank. Otherwise the ranks exchange only the columns' types.
 
-    Raises:
-        ValueError: two rows have the same sample id, or ranks have different columns.
-    """
-    cached = _cached_index(batch)
-    schema = _describe(batch if transferred is None else transferred)
-    gathered = all_gather_json({"schema": schema, "rows": None if cached else _local_rows(batch)})
-    if cached is None or any(part["rows"] is not None for part in gathered):
-        local_rows = [part["rows"] for part in gathered]
-        if None in local_rows:  # the batch has changed on some ranks only
-            local_rows = all_gather_json(_local_rows(batch))
-        cached = _merge(local_rows)
-        _indices[batch] = (cached, _fingerprint(batch))
-    nonempty = set(cached.owner_rank)
-    schemas = [part["schema"] for rank, part in enumerate(gathered) if rank in nonempty] or [schema]
-    for other in schemas[1:]:
-        if other != schemas[0]:
-            raise ValueError(f"ranks have different columns: {schemas[0]} and {other}")
-    return replace(cached, schema=_parse(schemas[0]))
+        Args:
+            batch: this rank's rows, with unique sample ids over all ranks.
+            transferred: the same rows with the columns that will be transferred; `batch` by default.
+
+        Returns:
+            The index, with the schema of `transferred`.
+
+        Raises:
+            ValueError: two rows have the same sample id, or ranks have different columns.
+        """
+        cached = self._cached(batch)
+        schema = _describe(batch if transferred is None else transferred)
+        gathered = all_gather_json({"schema": schema, "rows": None if cached else _local_rows(batch)})
+        if cached is None or any(part["rows"] is not None for part in gathered):
+            local_rows = [part["rows"] for part in gathered]
+            if None in local_rows:  # the batch has changed on some ranks only
+                local_rows = all_gather_json(_local_rows(batch))
+            cached = _merge(local_rows)
+            self._indices[batch] = (cached, _fingerprint(batch))
+        nonempty = set(cached.owner_rank)
+        schemas = [part["schema"] for rank, part in enumerate(gathered) if rank in nonempty] or [schema]
+        for other in schemas[1:]:
+            if other != schemas[0]:
+                raise ValueError(f"ranks have different columns: {schemas[0]} and {other}")
+        return replace(cached, schema=_parse(schemas[0]))
+
+    def _cached(self, batch: Batch) -> RowIndex | None:
+        index, before = self._indices.get(batch, (None, []))
+        now = _fingerprint(batch)
+        unchanged = len(before) == len(now) and all(
+            old is new and version == latest for (old, version), (new, latest) in zip(before, now, strict=True)
+        )
+        return index if unchanged else None
 
 
 def _fingerprint(batch: Batch) -> _Fingerprint:
     columns = {name: batch[name] for name in _INDEXED if name in batch}
     tensors = [batch.lengths, *map(columns.get, _INDEXED)]
     return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
-
-
-def _cached_index(batch: Batch) -> RowIndex | None:
-    index, before = _indices.get(batch, (None, []))
-    now = _fingerprint(batch)
-    unchanged = len(before) == len(now) and all(
-        old is new and version == latest for (old, version), (new, latest) in zip(before, now, strict=True)
-    )
-    return index if unchanged else None
 
 
 def _local_rows(batch: Batch) -> list[tuple[int, int, int, int]]:

@@ -28,7 +28,7 @@ from verl_mg.megatron.sharded_state import weights
 from verl_mg.megatron.trainer import TokenLoss, Trainer, TrainerCounters
 from verl_mg.reshard.routing import assign_writes
 from verl_mg.roles.role import Role
-from verl_mg.roles.row_dispatch import RowIndex, build_row_index
+from verl_mg.roles.row_dispatch import RowIndex
 from verl_mg.sharding.boxes import slices
 
 ADAPTER_FOLDER = "adapter"
@@ -128,7 +128,7 @@ class TrainableRole(Role):
         self.trained_batches.append(batch)
         self._context.offload.release_engines()
         with self._context.timer("row_dispatch"):
-            index = build_row_index(batch)
+            index = self._context.rows.index(batch)
             groups = index.row_groups
             cuts = torch.arange(len(groups)).tensor_split(min(num_minibatches, max(len(groups), 1)))
             epoch = [self._mini_batch(batch, index, [groups[i] for i in cut.tolist()]) for cut in cuts]
