@@ -1,4 +1,4 @@
-"""Packages form layers, and import only from lower layers: checked by reading the imports.
+"""Packages form layers, import only from lower layers and keep no state in modules: checked by reading the code.
 
 Imports inside functions and under TYPE_CHECKING count like any other.
 """
@@ -46,6 +46,10 @@ SAME_LAYER = {
     *(("cli", module) for module in ("launch", "quickstart", "view")),
 }
 """Imports within a layer: (importing package, imported package)."""
+PATCHES_OTHERS = "megatron/cpu_shim.py"
+"""The file that may change modules, because it patches torch and megatron-core."""
+MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+"""Methods that change a container."""
 
 
 def violations(package: Path) -> list[str]:
@@ -104,8 +108,44 @@ def _foreign(part: str) -> set[str]:
     return {name for name in plain | named if not name.startswith(f"{PACKAGE.name}.")}
 
 
+def changed_globals(package: Path) -> list[str]:
+    """One line for each place in a function that changes a variable of its module."""
+    files = sorted(set(package.rglob("*.py")) - {package / PATCHES_OTHERS})
+    return [f"{file}:{line}: {name}" for file in files for name, line in _changes(ast.parse(file.read_text()))]
+
+
+def _changes(module: ast.Module) -> Iterator[tuple[str, int]]:
+    assigned = [node for node in module.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = [target for node in assigned for target in getattr(node, "targets", [getattr(node, "target", None)])]
+    names = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for function in functions:
+        local = {arg.arg for arg in ast.walk(function) if isinstance(arg, ast.arg)} | {
+            node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                yield from ((name, node.lineno) for name in node.names)
+            elif (changed := _changed(node)) in names - local:
+                yield changed, node.lineno
+
+
+def _changed(node: ast.AST) -> str:
+    """Name of the container that an item assignment or a method call changes; otherwise empty."""
+    container: ast.expr | None = None
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        container = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        container = node.func.value
+    return container.id if isinstance(container, ast.Name) else ""
+
+
 def test_package_imports_follow_the_layers() -> None:
     assert violations(PACKAGE) == []
+
+
+def test_package_changes_no_variable_of_a_module() -> None:
+    assert changed_globals(PACKAGE) == []
 
 
 def test_files_import_each_other_in_no_circle() -> None:
@@ -202,3 +242,20 @@ def test_violations_of_changed_package_name_the_import(package: Path, file: str,
     write(package / file, text)
     (violation,) = violations(package)
     assert complaint in violation
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("_seen = {}\ndef f(x):\n    _seen[x] = 1", ["_seen"]),
+        ("_seen: set[int] = set()\nclass A:\n    def f(self, x):\n        _seen.add(x)", ["_seen"]),
+        ("_count = 0\ndef f():\n    global _count\n    _count += 1", ["_count"]),
+        ("LIMITS = {1: 2}\ndef f():\n    del LIMITS[1]", ["LIMITS"]),
+        ("LIMITS = {1: 2}\ndef f(x):\n    return LIMITS[x]", []),
+        ("seen = {}\ndef f(seen):\n    seen[1] = 2", []),
+        ("table = {}\ntable[1] = 2", []),
+    ],
+)
+def test_changed_globals_of_changed_package_name_the_variable(package: Path, text: str, changed: list[str]) -> None:
+    write(package / "batch.py", text)
+    assert [line.rsplit(": ", 1)[1] for line in changed_globals(package)] == changed

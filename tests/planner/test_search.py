@@ -70,13 +70,24 @@ def test_search_without_fitting_layout_raises():
         search(published("llama_3_1_405b", 8), None, None, 1)
 
 
-def test_nearest_layouts_fit_into_memory():
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp8-pp4-ep8",
+        "tp4-pp3-ep8",
+        *(pytest.param(text, marks=pytest.mark.nightly) for text in ("tp4-pp4", "tp4-pp4-ep8-cp2")),
+    ],
+)
+def test_nearest_layouts_fit_into_memory(text):
     inputs = published("qwen3_235b_a22b", 256)
-    for text in ("tp8-pp4-ep8", "tp4-pp3-ep8"):
-        near = nearest_train(inputs, Layout.parse(text))
-        assert near
-        for other in near:
-            assert problem(inputs, train_memory(inputs, other), None) is None
+    near = nearest_train(inputs, Layout.parse(text))
+    assert near
+    for other in near:
+        assert problem(inputs, train_memory(inputs, other), None) is None
+
+
+def test_nearest_layout_comes_first():
+    inputs = published("qwen3_235b_a22b", 256)
     assert format_layout(nearest_train(inputs, Layout.parse("tp8-pp4-ep8"))[0]) == "tp4-pp4-ep8"
     assert str(nearest_rollout(inputs, EngineLayout(tp=4))[0]) == "tp8"
     assert nearest_train(published("llama_3_1_405b", 8), Layout(tp=8)) == []

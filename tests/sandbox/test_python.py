@@ -125,7 +125,7 @@ def test_run_python_output_is_limited(run: Callable[..., Outcome]) -> None:
 def test_run_python_processes_are_limited(run: Callable[..., Outcome]) -> None:
     name = fresh_name()
     bomb = "for _ in range(1000):\n try: os.fork()\n except OSError: print('no more'); break\nwhile True: pass"
-    outcome = run(named(name, bomb), seconds=2)
+    outcome = run(named(name, bomb), seconds=3)
     assert outcome.ended == "timeout"
     assert "no more" in outcome.stdout
     assert processes_named(name) == []
