@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
 from tests.tiny_models import random_rows, tiny_model
@@ -15,9 +17,29 @@ from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.storages import gradient_buffers
 from verl_mg.megatron.trainer import Trainer, check_schedule, learning_rate_schedule
+from verl_mg.megatron.update_guard import count_non_finite
 from verl_mg.models.hf_config import read_config
 
 ROWS = 16
+
+
+class NewTensors(TorchDispatchMode):
+    """Names of the operations whose result is new memory for as many elements as one of these tensors has."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self._sizes = {tensor.numel() for tensor in tensors}
+        self.operations, self.host_reads = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.host_reads += func is torch.ops.aten._local_scalar_dense.default
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+        for one in tree_leaves(result):
+            new = isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in given
+            if new and one.numel() in self._sizes:
+                self.operations.append(str(func))
+        return result
 
 
 class Groups:
@@ -135,3 +157,34 @@ def test_gradients_of_bfloat16_weights_accumulate_in_float32(ranks, model):
             rounded += part.bfloat16()
         coarse = max(coarse, float((rounded - exact).abs().max() / largest))
     assert coarse > 1e-3  # what it would be in bfloat16
+
+
+def watched_gradients(model):
+    """Of a gradient with one reported metric and with ten: operations as large as a buffer, scalars read by the host."""
+    trainer, batch = in_bfloat16(model), rows(model)
+    found = []
+    for count in (1, 10):
+
+        def closure(micro, output, count=count):
+            loss = output.float().mean()
+            return loss, {f"metric {number}": loss.detach().double() for number in range(count)}
+
+        with NewTensors(list(gradient_buffers(trainer.runner))) as watched:
+            trainer._compute_gradients([batch], TEMPERATURE, closure, None)
+        found.append((watched.operations, watched.host_reads))
+    return found
+
+
+def test_gradient_check_needs_no_copy_of_a_buffer_and_metrics_reach_the_host_at_once(ranks, model):
+    (few, few_reads), (many, many_reads) = ranks.run(1, watched_gradients, model)[0]
+    assert few == many == []
+    assert few_reads == many_reads
+
+
+@pytest.mark.parametrize("position", [0, 77_777, 99_999])
+@pytest.mark.parametrize(("value", "count"), [("nan", 1), ("inf", 1), ("-inf", 1), ("-3e38", 0), ("0", 0)])
+def test_count_non_finite_finds_each_kind_anywhere(value, count, position):
+    buffer = torch.randn(100_000)
+    buffer[position] = float(value)
+    assert count_non_finite([torch.ones(5), buffer, torch.empty(0)]).item() == count
+    assert count_non_finite([buffer, buffer.bfloat16(), torch.full((3,), torch.inf)]).item() == 2 * count + 1

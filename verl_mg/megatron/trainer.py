@@ -27,7 +27,7 @@ from verl_mg.megatron.microbatch import LossInputs, MicroBatch, loss_tokens
 from verl_mg.megatron.model_runner import LossClosure, ModelRunner, Report
 from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights
 from verl_mg.megatron.storages import Snapshot, gradient_buffers, inner_optimizers
-from verl_mg.megatron.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict
+from verl_mg.megatron.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict, count_non_finite
 
 LAST_GOOD = "last_good/"
 """Prefix of the namespaces of the state that a rollback restores."""
@@ -203,7 +203,7 @@ class Trainer:
         temperature: float,
         loss_closure: LossClosure,
         cp_sizes: Sequence[int] | None,
-    ) -> list[Report]:
+    ) -> list[dict[str, float]]:
         """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
         with self.runner.timer("optimizer"):
             for chunk in self.runner.model_chunks:
@@ -212,8 +212,8 @@ class Trainer:
         reports = self.runner.run(micro_batches, temperature, loss_closure, forward_only=False, cp_sizes=cp_sizes)
         selected = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
         with self.runner.timer("optimizer"):
-            non_finite = sum(torch.any(~torch.isfinite(buffer)).double() for buffer in gradient_buffers(self.runner))
-        return [*selected, {NON_FINITE_BUFFERS: torch.as_tensor(non_finite)}]
+            non_finite = count_non_finite(gradient_buffers(self.runner))
+        return _to_host([*selected, {NON_FINITE_BUFFERS: non_finite}])
 
     def _apply(self, verdict: Verdict) -> dict[str, float]:
         """Steps, skips or rolls back; the verdict is the same on all ranks."""
@@ -237,6 +237,13 @@ def optimizer_calls() -> AbstractContextManager[None]:
     from verl_mg.megatron.cpu_shim import tensor_types_named_cuda
 
     return tensor_types_named_cuda()
+
+
+def _to_host(reports: Sequence[Report]) -> list[dict[str, float]]:
+    """Copies all scalars of the reports to the host at once, so that it waits for the device once."""
+    scalars = [torch.as_tensor(value).detach().double() for report in reports for value in report.values()]
+    values = iter(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist())
+    return [{name: next(values) for name in report} for report in reports]
 
 
 def _finalize_without_dividing(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from verl_mg.config import GuardConfig
 from verl_mg.errors import UserError
@@ -17,6 +20,20 @@ NON_FINITE_BUFFERS = "non-finite gradient buffers"
 """Name of the reported number of gradient buffers with an element that is not finite."""
 
 log = logging.getLogger(__name__)
+
+
+def count_non_finite(buffers: Iterable[Tensor]) -> Tensor:
+    """Counts the buffers that have an element that is not finite, in one pass and without temporary copies.
+
+    Args:
+        buffers: gradients of any sizes.
+
+    Returns:
+        () float64 on the buffers' device; the host does not wait for it.
+    """
+    # The maximum norm of no elements is undefined; that of NaN is NaN.
+    largest = [torch.linalg.vector_norm(buffer, float("inf")) for buffer in buffers if buffer.numel()]
+    return torch.stack(largest).isfinite().logical_not().sum(dtype=torch.float64) if largest else torch.zeros(())
 
 
 class UpdateGuard:
