@@ -160,7 +160,7 @@ def test_gradients_of_bfloat16_weights_accumulate_in_float32(ranks, model):
 
 
 def watched_gradients(model):
-    """Of a gradient with one reported metric and with ten: operations as large as a buffer, scalars read by the host."""
+    """With one reported metric and with ten: operations as large as a buffer, and scalars that the host reads."""
     trainer, batch = in_bfloat16(model), rows(model)
     found = []
     for count in (1, 10):
