@@ -54,14 +54,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+SETTINGS = EngineSettings(
+    layout=EngineLayout(tp=2), dtype=torch.float32, max_running=32, max_positions=64,
+    extra={"skip_tokenizer_init": False},
+)  # fmt: skip
+
+
 def command_line(model: Path, port: int) -> list[str]:
     """`sglang.launch_server` with random weights at tp2, as on the command line of a user."""
-    settings = EngineSettings(
-        layout=EngineLayout(tp=2), dtype=torch.float32, max_running=32, max_positions=64,
-        extra={"skip_tokenizer_init": False},
-    )  # fmt: skip
     options = []
-    for name, value in (engine_arguments(model, settings) | {"host": "127.0.0.1", "port": port}).items():
+    for name, value in (engine_arguments(model, SETTINGS) | {"host": "127.0.0.1", "port": port}).items():
         if value is not False:
             options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return [warm_start.sglang().python, "-m", "sglang.launch_server", *options]
@@ -82,7 +84,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             command_line(folder / "model", port),
-            stdout=output, stderr=output, start_new_session=True, env=environment(EngineLayout(tp=2)),
+            stdout=output, stderr=output, start_new_session=True, env=environment(SETTINGS),
         )  # fmt: skip
     try:
         until = time.monotonic() + START_SECONDS

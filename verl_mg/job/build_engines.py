@@ -167,6 +167,7 @@ def _settings(
         memory_fraction=config.rollout.memory_fraction,
         first_gpu=device.current_device().index or 0,
         gpu_step=placement.stride,
+        sleeps=config.rollout.sleep and not config.rollout.num_ranks,
         seed=config.job.seed + number,
         routed_experts=config.rollout.replay_routing,
         deterministic=config.job.deterministic,

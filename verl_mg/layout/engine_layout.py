@@ -174,8 +174,13 @@ class EnginePlacement:
         return EngineCoordinates(run * self.stride + offset, pp, tp, attention_tp, attention_dp, ep, expert_tp)
 
     def strides(self, node: int) -> Iterator[EnginePlacement]:
-        """Yields the placements whose stride keeps an engine inside a node (of `node` ranks) or on whole nodes."""
-        for stride in range(1, len(self.ranks) // self.layout.ranks + 1):
+        """Yields the placements whose stride keeps an engine inside a node (of `node` ranks) or on whole nodes.
+
+        Pipeline stages permit only stride 1: SGLang applies `gpu_id_step` to the ranks of a stage, but places the
+        stages `tp` GPUs apart.
+        """
+        largest = len(self.ranks) // self.layout.ranks if self.layout.pp == 1 else 1
+        for stride in range(1, largest + 1):
             run = self.layout.ranks * stride
             if len(self.ranks) % run == 0 and (stride == 1 or self._within_nodes(run, node)):
                 yield EnginePlacement(self.layout, self.ranks, stride)

@@ -147,6 +147,32 @@ def test_engine_after_sleep_and_wake_generates_the_same(engine, model):
     assert {v for sample in after for v in sample.policy_versions} == {8}
 
 
+def test_engine_sleep_with_requests_in_flight_cuts_them(engine, model):
+    engine.submit(requests(), Sampling(max_new_tokens=250))
+    engine.sleep()
+    cut = all_of(engine, 6)
+    assert {sample.finish for sample in cut} == {"abort"} and all(len(sample.tokens) < 250 for sample in cut)
+    engine.wake()
+    bring_weights(engine, model, version=8)
+    assert [len(sample.tokens) for sample in engine.generate(requests(), SHORT)] == [5] * 6
+
+
+@pytest.mark.nightly
+def test_engine_sleep_with_requests_that_do_not_end_kills_it(engine, model, monkeypatch):
+    monkeypatch.setattr("verl_mg.rollout.sglang.engine.IDLE_SECONDS", 0.5)
+    (scheduler,) = schedulers(engine)
+    scheduler.suspend()
+    engine.submit(requests(), LONG)
+    with pytest.raises(EngineDiedError, match="does not end its requests and was killed .*6 requests"):
+        engine.sleep()
+    assert not engine.health()
+    scheduler.wait(10)
+    engine.restart()
+    bring_weights(engine, model, version=8)
+    engine.resume()
+    assert {sample.finish for sample in all_of(engine, 6)} == {"length"}
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"), [((), "request 5: the prompt is empty"), ((6,) * 256, "256 tokens fill the 256 positions")]
 )

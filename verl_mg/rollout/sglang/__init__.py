@@ -1,6 +1,7 @@
 """SGLang as a rollout engine: `sglang.Engine` in a separate process, or a server at an address.
 
-arguments         a layout and a device as SGLang's server arguments
+arguments         a layout and a device as SGLang's server arguments and environment
+ports             ports of the engines on a machine
 engine            an engine that this job starts: process, weights, memory
 engine_process    the process of such an engine, and the handle with which its rank controls it
 remote_engine     a server that the user has started, over HTTP

@@ -1,9 +1,9 @@
-"""Server arguments of SGLang for a layout and a device."""
+"""Server arguments and environment of SGLang for a layout and a device."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,14 @@ CPU_TILE = 32
 """On the CPU, SGLang pads widths of matrices to multiples of this on each rank."""
 CPU_KEY_VALUE_TOKENS = 2**16
 """Largest key-value cache of an engine on the CPU, in tokens."""
+OF_THE_LAUNCHER = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+}
+"""Environment variables of a rank that would mislead an engine."""
+OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
+"""Environment variables of a rank that are for training alone. SGLang's release of memory refuses `expandable_segments`
+of the allocator, and SGLang computes on more hardware queues than Megatron."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +46,8 @@ class EngineSettings:
     """Index of the first GPU."""
     gpu_step: int = 1
     """Distance between the indices of two GPUs of the engine."""
+    sleeps: bool = True
+    """Whether the engine can release its memory, which costs some speed; on GPUs."""
     seed: int = 0
     """Seed of the engine."""
     routed_experts: bool = False
@@ -110,20 +120,42 @@ def check_on_cpu(model: ModelDims, layout: EngineLayout) -> None:
         )
 
 
-def environment(layout: EngineLayout) -> dict[str, str]:
-    """Returns the environment of an engine process: this one without the variables of the launcher."""
-    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
-    launcher |= {"MASTER_ADDR", "MASTER_PORT"}
+def port_arguments(ports: Sequence[int]) -> dict[str, Any]:
+    """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports.
+
+    Args:
+        ports: consecutive free ports, of this engine alone.
+    """
+    return {"nccl_port": ports[0], "dist_init_addr": f"127.0.0.1:{ports[1]}"}
+
+
+def environment(settings: EngineSettings) -> dict[str, str]:
+    """Returns the environment of an engine process: this one without what is only for the rank.
+
+    Args:
+        settings: settings of the engine.
+    """
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in launcher and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
+        if name not in OF_THE_LAUNCHER | OF_TRAINING and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
     }
     if torch.cuda.is_available():
-        return inherited
+        return _variables_on_gpus(settings) | inherited
     cores = sorted(os.sched_getaffinity(0))
-    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(layout.ranks))
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(settings.layout.ranks))
     return inherited | {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": binding, "OMP_NUM_THREADS": "1"}
+
+
+def _variables_on_gpus(settings: EngineSettings) -> dict[str, str]:
+    return {
+        # GPUs of a job have different amounts of free memory: stages of different size, a rank that is still loading.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
+        # An idle engine whose cache is released would fail it.
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
+        # Graphs release their memory too: some GiB.
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": str(settings.sleeps).lower(),
+    }
 
 
 def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
@@ -131,7 +163,9 @@ def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
         "device": "cuda",
         "base_gpu_id": settings.first_gpu,
         "gpu_id_step": settings.gpu_step,
-        "enable_memory_saver": True,
+        "enable_memory_saver": settings.sleeps,
+        # SGLang's graphs of the prefill phase cannot release their memory, and refuse to start where others do.
+        "disable_prefill_cuda_graph": settings.sleeps,
         "mem_fraction_static": settings.memory_fraction,
         # Not on the CPU: SGLang permits it only with attention kernels for GPUs.
         "enable_deterministic_inference": settings.deterministic,

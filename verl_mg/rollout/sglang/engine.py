@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.rollout.engine import EngineDiedError
-from verl_mg.rollout.sglang.arguments import EngineSettings, engine_arguments, environment
+from verl_mg.rollout.sglang.arguments import EngineSettings, engine_arguments, environment, port_arguments
 from verl_mg.rollout.sglang.engine_process import EngineProcess
+from verl_mg.rollout.sglang.ports import PortBlock
 from verl_mg.rollout.sglang.pp_weight_loader import LOADER, stage_payload
 from verl_mg.rollout.sglang.request_tracker import EngineLimits, RequestTracker, routed_shape
 
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0
+IDLE_SECONDS = 60.0
+"""Time limit of an engine for ending its requests when they are aborted."""
 
 
 class SGLangEngine(RequestTracker):
@@ -48,12 +51,15 @@ class SGLangEngine(RequestTracker):
         self.settings, self._log, self._arguments = settings, log, arguments
         self._results: dict[int, tuple[bool, str]] = {}
         self._process: EngineProcess | None = None
+        self._ports: PortBlock | None = None
         self.restart()
 
     def restart(self) -> None:
         """Starts a new process, without weights; unfinished requests wait for `resume`."""
         self.close()
-        self._process = EngineProcess(self._arguments, environment(self.settings.layout), self._log)
+        self._ports = PortBlock()
+        arguments = port_arguments(self._ports.ports) | self._arguments
+        self._process = EngineProcess(arguments, environment(self.settings), self._log)
         self._process.wait_until_ready(START_SECONDS)
         self._version = -1
         self._asleep: set[str] = set()
@@ -63,6 +69,8 @@ class SGLangEngine(RequestTracker):
         if self._process is not None:
             self._process.close()
             self._process = None
+        if self._ports is not None:
+            self._ports.close()
 
     @property
     def pid(self) -> int:
@@ -134,13 +142,17 @@ class SGLangEngine(RequestTracker):
         self._version = version
 
     def sleep(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Releases memory of the engine.
+        """Releases memory of the engine; requests in flight are aborted.
 
         Args:
             weights: whether to release the weights, whose values are lost.
             kv: whether to release the key-value cache.
+
+        Raises:
+            EngineDiedError: the engine does not end its requests; its process is killed, which releases the memory.
         """
         if tags := _tags(weights, kv) - self._asleep:
+            self._end_requests()
             self._wait(self._call("release_memory_occupation", tags=sorted(tags)))
             self._asleep |= tags
         if weights:
@@ -156,6 +168,15 @@ class SGLangEngine(RequestTracker):
         if tags := _tags(weights, kv) & self._asleep:
             self._wait(self._call("resume_memory_occupation", tags=sorted(tags)))
             self._asleep -= tags
+
+    def _end_requests(self) -> None:
+        """Aborts all requests and waits until SGLang is idle: else its schedulers end when they release memory."""
+        try:
+            self._wait(self._call("become_idle", timeout_s=IDLE_SECONDS))
+        except RuntimeError as error:
+            self._version = -1
+            self._host.kill()
+            raise EngineDiedError(f"the engine does not end its requests and was killed ({error})") from None
 
     def _call(self, method: str, **fields: Any) -> int:
         number = next(self._numbers)
@@ -184,4 +205,5 @@ class SGLangEngine(RequestTracker):
 
 
 def _tags(weights: bool, kv: bool) -> set[str]:
-    return {tag for tag, selected in (("kv_cache", kv), ("weights", weights)) if selected}
+    """Returns SGLang's names of what is selected; its graphs are only needed together with the cache."""
+    return {tag for tag, selected in (("kv_cache", kv), ("cuda_graph", kv), ("weights", weights)) if selected}

@@ -168,6 +168,16 @@ class EngineHost:
             self._manager.abort_request(rid=rid or "", abort_all=rid is None)
             await asyncio.sleep(ABORT_RETRY_SECONDS)
 
+    async def _become_idle(self, timeout_s: float) -> tuple[bool, str]:
+        """Aborts all requests and waits until the schedulers have nothing left to do."""
+        try:
+            await asyncio.wait_for(self._abort(None), timeout_s)
+            # Answered when all schedulers are idle, which is some steps later.
+            flushed = await asyncio.wait_for(self._manager.flush_cache(timeout_s), timeout_s)
+        except TimeoutError:
+            return False, f"{len(self._open)} requests are not complete {timeout_s:.0f} s after they were aborted"
+        return flushed.success, flushed.message
+
     async def _call(self, number: int, method: str, fields: dict[str, Any]) -> None:
         try:
             ok, text = await self._result(method, fields)
@@ -178,9 +188,8 @@ class EngineHost:
     async def _result(self, method: str, fields: dict[str, Any]) -> tuple[bool, str]:
         from sglang.srt.managers import io_struct
 
-        if method == "flush_cache":
-            flushed = await self._manager.flush_cache(**fields)
-            return flushed.success, flushed.message
+        if method == "become_idle":
+            return await self._become_idle(**fields)
         kinds = {
             "begin_weight_update": io_struct.BeginWeightUpdateReqInput,
             "update_weights_from_tensor": io_struct.UpdateWeightsFromTensorReqInput,

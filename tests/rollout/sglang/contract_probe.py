@@ -1,0 +1,72 @@
+"""What the installed SGLang makes of our server arguments and environment: `python -m ...contract_probe ARGUMENTS`.
+
+ARGUMENTS is a list of keyword arguments of `sglang.Engine` as JSON. Prints one JSON object, see `main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+import msgspec
+from sglang.srt import constants, utils
+from sglang.srt.environ import envs
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+
+def refused(arguments: dict[str, Any]) -> list[str]:
+    """Arguments that SGLang does not have, or whose type or choices do not include our value."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(ServerArgs)}
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    choices = {action.dest: action.choices for action in parser._actions if action.choices is not None}
+    found = []
+    for name, value in arguments.items():
+        try:
+            msgspec.convert(value, fields[name])
+        except (KeyError, msgspec.ValidationError) as error:
+            found.append(f"{name}={value!r}: {error}")
+        if value not in choices.get(name, [value]):
+            found.append(f"{name}={value!r}: not in {choices[name]}")
+    return found
+
+
+def ports_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Addresses and ports of an engine, as its processes get them."""
+    ports = PortArgs.init_new(ServerArgs(**arguments))
+    addresses = {name: value for name, value in vars(ports).items() if name.endswith("_name") and value}
+    return {"addresses": list(addresses.values()), "nccl_port": ports.nccl_port}
+
+
+def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The configuration that SGLang starts with."""
+    server = ServerArgs(**arguments)
+    server.resolve_once()
+    values = server.resolved_dict()
+    graphs = {phase: values["cuda_graph_config"][phase]["backend"] for phase in ("decode", "prefill")}
+    return {name: values[name] for name in arguments} | {"graphs": graphs}
+
+
+def main() -> None:
+    """Prints the tags of memory, the parsed SGLANG_ variables, and the results of the functions above by engine."""
+    engines = json.loads(sys.argv[1])
+    utils.is_cuda = lambda: True  # which default graphs depend on
+    variables = {name: getattr(envs, name).get() for name in os.environ if name in os.environ["CHECKED"].split()}
+    print(
+        json.dumps(
+            {
+                "tags": constants.GPU_MEMORY_ALL_TYPES,
+                "variables": variables,
+                "refused": [refused(arguments) for arguments in engines],
+                "ports": [ports_of(arguments) for arguments in engines],
+                "resolved": [resolved(arguments) for arguments in engines],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What an engine on GPUs is started with, against the installed SGLang: its own functions, or its source."""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import warm_start
+from tests.traces import needs_sglang
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.roles.weight_sync import engine_ranks
+from verl_mg.rollout.sglang import EngineSettings, engine_arguments
+from verl_mg.rollout.sglang import ports as ports_module
+from verl_mg.rollout.sglang.arguments import environment, port_arguments
+from verl_mg.rollout.sglang.engine import _tags
+from verl_mg.rollout.sglang.ports import BLOCK_SIZE, PortBlock
+
+LIMITS = {"dtype": torch.bfloat16, "max_running": 16, "max_positions": 256}
+ENGINES = {
+    "tp2": EngineSettings(layout=EngineLayout(tp=2), **LIMITS),
+    "first adp": EngineSettings(layout=EngineLayout(tp=4, ep=4, adp=2), first_gpu=0, routed_experts=True, **LIMITS),
+    "second adp": EngineSettings(layout=EngineLayout(tp=4, ep=4, adp=2), first_gpu=4, routed_experts=True, **LIMITS),
+    "pp2": EngineSettings(layout=EngineLayout(tp=2, pp=2), first_gpu=4, **LIMITS),
+    "deterministic": EngineSettings(layout=EngineLayout(tp=2), gpu_step=2, deterministic=True, **LIMITS),
+    "awake": EngineSettings(layout=EngineLayout(), sleeps=False, **LIMITS),
+}
+PER_NODE = 8
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Iterator[dict[str, PortBlock]]:
+    """Ports of engines that run at the same time on a machine."""
+    blocks = {name: PortBlock() for name in ENGINES}
+    yield blocks
+    for block in blocks.values():
+        block.close()
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory, blocks) -> dict[str, dict[str, Any]]:
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", characters="abcdefgh")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        made = {name: engine_arguments(model, settings) for name, settings in ENGINES.items()}
+    return {name: port_arguments(blocks[name].ports) | one for name, one in made.items()}
+
+
+@pytest.fixture(scope="module")
+def sglang_says(arguments) -> dict[str, Any]:
+    """See tests/rollout/sglang/contract_probe.py; what is by engine has the engine's name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        variables = environment(ENGINES["tp2"])
+    checked = " ".join(variables.keys() - os.environ.keys())
+    probe = subprocess.run(
+        [warm_start.sglang().python, "-m", "tests.rollout.sglang.contract_probe", json.dumps([*arguments.values()])],
+        env=variables | {"CHECKED": checked}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert probe.returncode == 0, probe.stderr[-3000:]
+    said = json.loads(probe.stdout.splitlines()[-1])
+    by_engine = ("refused", "ports", "resolved")
+    return said | {key: dict(zip(arguments, said[key], strict=True)) for key in by_engine}
+
+
+def test_environment_on_gpus_leaves_out_what_is_for_the_rank(on_gpus, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", "/models")
+    variables = environment(ENGINES["tp2"])
+    assert variables["HF_HOME"] == "/models" and variables["PATH"] == os.environ["PATH"]
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "RANK"} & set(variables)
+
+
+def test_environment_given_users_variable_keeps_it(on_gpus, monkeypatch):
+    assert environment(ENGINES["tp2"])["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "true"
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "false")
+    assert environment(ENGINES["tp2"])["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "false"
+
+
+@needs_sglang
+def test_environment_on_gpus_is_what_sglang_reads(sglang_says):
+    assert sglang_says["variables"] == {
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": False,
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": False,
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": True,
+    }
+
+
+@needs_sglang
+def test_sleep_releases_all_kinds_of_memory_that_sglang_has(sglang_says):
+    assert _tags(weights=True, kv=True) == set(sglang_says["tags"])
+
+
+@needs_sglang
+def test_engine_arguments_on_gpus_are_accepted_and_effective(sglang_says, arguments):
+    for name, given in arguments.items():
+        assert sglang_says["refused"][name] == []
+        assert {key: sglang_says["resolved"][name][key] for key in given} == given
+
+
+@needs_sglang
+def test_engine_that_sleeps_has_no_graphs_whose_memory_stays(sglang_says):
+    """SGLang refuses to release the memory of `breakable` graphs, which are its default for the prefill phase."""
+    graphs = {name: resolved["graphs"] for name, resolved in sglang_says["resolved"].items()}
+    assert graphs["awake"] == {"decode": "full", "prefill": "breakable"}
+    assert all(graphs[name] == {"decode": "full", "prefill": "disabled"} for name in ENGINES if name != "awake")
+
+
+@needs_sglang
+def test_port_arguments_of_engines_on_a_machine_are_disjoint(sglang_says, blocks):
+    used = {}
+    for name, ports in sglang_says["ports"].items():
+        tcp = [int(address.rpartition(":")[2]) for address in ports["addresses"] if address.startswith("tcp:")]
+        used[name] = {*tcp, ports["nccl_port"]}
+        assert used[name] <= set(blocks[name].ports)
+    # One address for each of SGLang's processes where attention is data-parallel.
+    assert len(used["first adp"]) > 5
+    addresses = [{*ports["addresses"], ports["nccl_port"]} for ports in sglang_says["ports"].values()]
+    assert len(set(chain(*addresses))) == sum(map(len, addresses))
+
+
+def test_port_block_used_by_another_job_is_left_to_it():
+    first, second = PortBlock(), PortBlock()
+    assert not set(first.ports) & set(second.ports)
+    first.close()
+    again = PortBlock()
+    assert again.ports == first.ports
+    second.close()
+    again.close()
+
+
+def test_port_block_with_a_port_in_use_is_left_out(monkeypatch):
+    block = PortBlock()
+    with ports_module._bind(block.ports[-1]):
+        block.close()
+        other = PortBlock()
+        other.close()
+    assert not set(other.ports) & set(block.ports)
+    monkeypatch.setattr(ports_module, "PORTS", range(block.ports[0] - 1, block.ports[-1] + 1))
+    taken = PortBlock()
+    with pytest.raises(UserError, match=f"no {BLOCK_SIZE} consecutive ports"):
+        PortBlock()
+    taken.close()
+
+
+def gpu_formulas() -> list[Any]:
+    """The expressions with which SGLang computes the GPU of a rank."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    found = []
+    for name in ("entrypoints/engine.py", "managers/data_parallel_controller.py"):
+        tree = ast.parse((Path(spec.origin).parent / "srt" / name).read_text())
+        assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        (formula,) = [
+            node.value
+            for node in assigned
+            if ast.unparse(node.targets[0]) == "gpu_id" and "gpu_id_step" in ast.unparse(node.value)
+            and "compute_local_gpu_id" not in ast.unparse(node.value)
+        ]  # fmt: skip
+        found.append(compile(ast.Expression(formula), name, "eval"))
+    return found
+
+
+def gpus_of(formula: Any, layout: EngineLayout, first: int, step: int) -> list[int]:
+    """The GPUs of an engine that is on one node, in the order of SGLang's ranks."""
+    names = {
+        "get_device": lambda: SimpleNamespace(base_gpu_id=first, gpu_id_step=step),
+        "base_gpu_id": 0,
+        "pp_size_per_node": layout.pp,
+        "tp_size_per_node": layout.tp,
+    }
+    return [eval(formula, names | {"pp_rank": pp, "tp_rank": tp}) for pp in range(layout.pp) for tp in range(layout.tp)]
+
+
+@needs_sglang
+def test_engine_ranks_in_all_placements_are_on_the_gpus_that_sglang_takes():
+    checked, formulas = 0, gpu_formulas()
+    for layout in (EngineLayout(tp=tp, pp=pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if tp * pp <= PER_NODE):
+        for placement in EnginePlacement(layout, tuple(range(2 * PER_NODE))).strides(PER_NODE):
+            for ranks in engine_ranks(placement).values():
+                ours = [rank % PER_NODE for rank in ranks]
+                assert len(set(ours)) == layout.ranks
+                for formula in formulas:
+                    assert gpus_of(formula, layout, ours[0], placement.stride) == ours, (str(layout), placement.stride)
+                    checked += 1
+    assert checked > 100

@@ -1,0 +1,62 @@
+"""Ports of the SGLang engines on a machine: a block of its own for each engine of each job."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+from verl_mg.errors import UserError
+
+PORTS = range(12000, 20000)
+"""Ports of all blocks: below those that Linux gives to connections, and below those that SGLang chooses by itself."""
+BLOCK_SIZE = 32
+"""Ports of a block: SGLang derives 14 consecutive ones from a single number, and more with data-parallel attention."""
+
+
+class PortBlock:
+    """Consecutive free ports that are in no other block on this machine, whichever job it belongs to.
+
+    Blocks have fixed positions. The first port of a block is bound as long as the block is in use, and only one process
+    can bind it. To look for free ports alone would not do: SGLang's processes bind theirs only seconds later, when
+    another engine may have found the same ones.
+    """
+
+    def __init__(self) -> None:
+        """Takes the first block that is free.
+
+        Raises:
+            UserError: none is free.
+        """
+        for first in PORTS[::BLOCK_SIZE]:
+            self.ports = range(first + 1, first + BLOCK_SIZE)
+            with suppress(OSError):
+                self._first = _bind(first)
+                if all(_is_free(port) for port in self.ports):
+                    return
+                self._first.close()
+        raise UserError(
+            f"SGLang: no {BLOCK_SIZE} consecutive ports of {PORTS.start} to {PORTS.stop - 1} are free on this machine. "
+            "End engines of other jobs, or use another machine."
+        )
+
+    def close(self) -> None:
+        """Gives the block back."""
+        self._first.close()
+
+
+def _is_free(port: int) -> bool:
+    try:
+        _bind(port).close()
+    except OSError:
+        return False
+    return True
+
+
+def _bind(port: int) -> socket.socket:
+    bound = socket.socket()
+    try:
+        bound.bind(("", port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
