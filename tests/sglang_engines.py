@@ -9,6 +9,7 @@ import torch
 
 from tests import warm_start
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
+from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.sglang import SGLangEngine
 from verl_mg.rollout.sglang.ipc_payload import payload, staging
@@ -26,7 +27,7 @@ def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:
     for rank in range(layout.ranks):
         shards = weight_table(read_config(model)).sglang(layout, rank)
         held.append(staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu")))
-        with CheckpointReader(model) as reader:
+        with CheckpointReader(ModelDirectory.find(model)) as reader:
             load_shards(reader, shards, held[-1])
     engine.begin_update()
     engine.loaded(engine.load([payload(tensors) for tensors in held], version))

@@ -23,6 +23,7 @@ import torch
 from torch.distributed import HashStore
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
+from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
@@ -98,7 +99,7 @@ def by_queue(engine: SGLangEngine, requests: list[Request], sampling: Sampling, 
 def load_weights(engine: SGLangEngine, model: Path) -> None:
     shards = weight_table(read_config(model)).sglang(EngineLayout(), 0)
     tensors = staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
-    with CheckpointReader(model) as reader:
+    with CheckpointReader(ModelDirectory.find(model)) as reader:
         load_shards(reader, shards, tensors)
     engine.begin_update()
     engine.loaded(engine.load([payload(tensors)], 0))

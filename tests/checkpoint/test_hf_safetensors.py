@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl_mg.checkpoint.hf_safetensors import INDEX, SINGLE, CheckpointReader, CheckpointWriter, load_shards
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader, CheckpointWriter, load_shards
+from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectory
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Piece, Shard, full_box, slices
 
@@ -37,7 +38,7 @@ def test_checkpoint_writer_boxes_of_two_processes_form_the_tensors(tmp_path, ten
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(read[name], tensor.to(dtype))
-    with CheckpointReader(tmp_path) as reader:
+    with CheckpointReader(ModelDirectory.find(tmp_path)) as reader:
         box = ((1, 3), (2, 4))
         assert torch.equal(reader.read("a", box), tensors["a"].to(dtype)[1:3, 2:4])
 
@@ -46,46 +47,51 @@ def test_load_shards_fills_requested_slices_and_zeroes_padding(tmp_path, tensors
     save_file(tensors, tmp_path / SINGLE)
     shard = Shard((4, 2), (Piece("a", ((2, 5), (1, 3)), ((0, 3), (0, 2))),), padding=(((3, 4), (0, 2)),))
     parameter = torch.full((4, 2), torch.nan)
-    with CheckpointReader(tmp_path) as reader:
+    with CheckpointReader(ModelDirectory.find(tmp_path)) as reader:
         load_shards(reader, {"p": shard}, {"p": parameter})
     assert torch.equal(parameter, torch.cat([tensors["a"][2:5, 1:3], torch.zeros(1, 2)]))
 
 
-def test_checkpoint_reader_missing_or_different_tensor_is_named(tmp_path, tensors):
+def test_model_directory_missing_or_different_tensor_is_named(tmp_path, tensors):
     with pytest.raises(UserError, match=r"no model\.safetensors and no"):
-        CheckpointReader(tmp_path)
+        ModelDirectory.find(tmp_path)
     save_file(tensors, tmp_path / SINGLE)
-    with CheckpointReader(tmp_path) as reader:
-        reader.check(WHOLE)
-        with pytest.raises(UserError, match=r"has no tensor 'x', .* the box \(\(0, 6\), \(0, 4\)\)"):
-            reader.check(WHOLE | {"x": WHOLE["a"]})
-        with pytest.raises(UserError, match=r"'a' has shape \(6, 4\), but \(6, 5\) in config.json"):
-            reader.check(WHOLE | {"a": Shard((6, 5), ())})
+    directory = ModelDirectory.find(tmp_path)
+    directory.check(WHOLE)
+    with pytest.raises(UserError, match=r"has no tensor 'x', .* the box \(\(0, 6\), \(0, 4\)\)"):
+        directory.check(WHOLE | {"x": WHOLE["a"]})
+    with pytest.raises(UserError, match=r"'a' has shape \(6, 4\), but \(6, 5\) in config.json"):
+        directory.check(WHOLE | {"a": Shard((6, 5), ())})
     (tmp_path / SINGLE).write_bytes(b"\x10" * 20)
     with pytest.raises(UserError, match="not a readable safetensors file"):
-        CheckpointReader(tmp_path)
+        ModelDirectory.find(tmp_path)
 
 
-def test_checkpoint_reader_damaged_file_is_named_with_its_tensor(tmp_path, tensors):
+def test_model_directory_damaged_file_is_named_with_its_tensor(tmp_path, tensors):
     writer = CheckpointWriter(tmp_path, WHOLE, torch.float32, file_bytes=100)
     writer.create()
     parts = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     part = tmp_path / parts["c"]
     whole = part.read_bytes()
     part.write_bytes(whole[:-4])
-    damaged = rf"{parts['c']}: not a readable .* the box .* of 'c'"
-    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match=damaged):
-        reader.check(WHOLE)
+    with pytest.raises(UserError, match=rf"{parts['c']}: not a readable .* the box .* of 'c'"):
+        ModelDirectory.find(tmp_path).check(WHOLE)
     part.unlink()
-    missing = rf"{parts['c']}: missing.* the box .* of 'c'"
-    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match=missing):
-        reader.check(WHOLE)
+    with pytest.raises(UserError, match=rf"{parts['c']}: missing.* the box .* of 'c'"):
+        ModelDirectory.find(tmp_path).check(WHOLE)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**parts, "c": parts["a"]}}))
-    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match="no tensor 'c' with the box .* although"):
-        reader.check(WHOLE)
+    with pytest.raises(UserError, match="no tensor 'c' with the box .* although"):
+        ModelDirectory.find(tmp_path).check(WHOLE)
 
 
-def test_checkpoint_reader_unsupported_dtype_is_user_error(tmp_path, tensors):
+def test_model_directory_unsupported_dtype_is_user_error(tmp_path, tensors):
     save_file(tensors | {"a": tensors["a"].to(torch.float8_e4m3fn)}, tmp_path / SINGLE)
-    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match="'a' is F8_E4M3"):
-        reader.check(WHOLE)
+    with pytest.raises(UserError, match="'a' is F8_E4M3"):
+        ModelDirectory.find(tmp_path).check(WHOLE)
+
+
+def test_model_directory_unpacked_has_the_same_files(tmp_path, tensors):
+    CheckpointWriter(tmp_path, WHOLE, torch.float32, file_bytes=100).create()
+    found = ModelDirectory.find(tmp_path)
+    assert len(set(found.file_of.values())) > 1
+    assert ModelDirectory.unpacked(tmp_path, found.packed()).file_of == found.file_of

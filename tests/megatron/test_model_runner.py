@@ -1,19 +1,28 @@
 """The Megatron model against `transformers` on the same weights."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from safetensors.torch import load_file, save_file
 
+from tests.rank_pool import RankError
 from tests.tiny_models import LATENT, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader
+from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectories, ModelDirectory
+from verl_mg.checkpoint.reader_assignment import ReaderShardMap
+from verl_mg.checkpoint.safetensors_file import SafetensorsFile
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.microbatch import make_micro_batch
 from verl_mg.megatron.model_runner import ModelRunner, check_layout
 from verl_mg.megatron.process_groups import ParallelGroups, TokenShard
 from verl_mg.models.hf_config import read_config
+from verl_mg.sharding.boxes import numel, slices
+from verl_mg.sharding.weight_table import weight_table
 
 LAYOUTS = [
     ("tp1", 1),
@@ -125,33 +134,91 @@ def test_logprobs_and_entropy_are_at_the_sampling_temperature(ranks, model, layo
         assert torch.allclose(out[1], entropy[start + entries], atol=2e-5)
 
 
-def read_counts(model, layout):
-    """How many elements of the files each rank reads, against what it holds."""
-    from verl_mg.checkpoint.hf_safetensors import CheckpointReader
+def in_files(source, target, count):
+    """Copies a model directory with its tensors distributed over `count` files; returns the tensors."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / SINGLE)
+    (target / SINGLE).unlink()
+    names = sorted(tensors)
+    parts = [names[len(names) * n // count : len(names) * (n + 1) // count] for n in range(count)]
+    for number, part in enumerate(parts):
+        save_file({name: tensors[name] for name in part}, target / f"{number}.safetensors")
+    weight_map = {name: f"{number}.safetensors" for number, part in enumerate(parts) for name in part}
+    (target / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return tensors
 
-    read = 0
-    original = CheckpointReader.read
 
-    def counting(self, tensor, box):
-        nonlocal read
-        values = original(self, tensor, box)
-        read += values.numel()
-        return values
+def load_counting(model, layout, dtype, roles):
+    """Loads roles with shared headers; returns (elements read, opens) of each, and the parameters of the last."""
+    directories, counts = ModelDirectories(), []
+    read, opened = CheckpointReader.read, SafetensorsFile.__init__
 
-    CheckpointReader.read = counting
+    def counting_read(self, tensor, box):
+        counts[-1][0] += numel(box)
+        return read(self, tensor, box)
+
+    def counting_open(self, path):
+        counts[-1][1] += 1
+        opened(self, path)
+
+    CheckpointReader.read, SafetensorsFile.__init__ = counting_read, counting_open
+    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
     try:
-        net = runner(model, layout)
+        for head in roles:
+            counts.append([0, 0])
+            net = ModelRunner(model, ParallelGroups(placement), dtype, head=head, directories=directories)
     finally:
-        CheckpointReader.read = original
-    shards = net.shard_map().shards(dist.get_rank())
-    padding = sum((stop - start) * s.shape[1] for s in shards.values() for ((start, stop), _) in s.padding)
-    return read, sum(p.numel() for p in net.parameters().values()) - padding
+        CheckpointReader.read, SafetensorsFile.__init__ = read, opened
+    readers = ReaderShardMap(net.shard_map(), ModelDirectory.find(model).file_of)
+    planned = [elements[rank] for elements in readers.elements.values() if (rank := dist.get_rank()) in elements]
+    return counts, planned, {name: weight.detach() for name, weight in net.parameters().items()}
 
 
-def test_model_runner_reads_only_local_slices(ranks, model):
-    whole = ranks.run(1, read_counts, model, "tp1")[0][0]
-    for read, held in ranks.run(4, read_counts, model, "tp2-pp2"):
-        assert read == held < 0.6 * whole
+@pytest.mark.parametrize(
+    ("name", "layout", "count", "dtype"),
+    [
+        ("qwen3", "tp2", 4, torch.float32),
+        ("deepseek_v3", "tp2-ep2", 4, torch.bfloat16),
+        pytest.param("qwen3_moe", "tp2-pp2-ep2", 8, torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param("gemma2", "pp2-vpp2", 4, torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param("qwen3", "tp2-cp2", 8, torch.float32, marks=pytest.mark.nightly),
+    ],
+)
+def test_model_runner_reads_each_element_once_over_all_ranks(ranks, tmp_path, name, layout, count, dtype):
+    tensors = in_files(tiny_model(tmp_path / "one", name), tmp_path / "several", 5)
+    results = ranks.run(count, load_counting, tmp_path / "several", layout, dtype, ["language", "language"])
+    table = weight_table(read_config(tmp_path / "several"))
+    elements = sum(tensors[name].numel() for name in table.huggingface())
+    for role in range(2):
+        opens = [counts[role][1] - (5 if rank == role == 0 else 0) for rank, (counts, _, _) in enumerate(results)]
+        assert sum(counts[role][0] for counts, _, _ in results) == elements
+        assert opens == [len(planned) for _, planned, _ in results]  # rank 0 opened all files once, for the headers
+    assert [counts[1][0] for counts, _, _ in results] == [sum(planned) for _, planned, _ in results]
+    assert max(counts[1][0] for counts, _, _ in results) < 0.6 * elements
+    shards = table.shard_map_megatron(Placement.on(Layout.parse(layout), count))
+    for rank, (_, _, parameters) in enumerate(results):
+        for parameter, shard in shards.shards(rank).items():
+            for piece in shard.pieces:
+                values = parameters[parameter][slices(piece.target)]
+                expected = tensors[piece.tensor][slices(piece.source)].to(values.dtype)
+                assert torch.equal(values.view(expected.shape), expected), parameter
+
+
+def test_model_runner_new_head_is_equal_on_all_replicas(ranks, tmp_path):
+    model = tiny_model(tmp_path / "one", "qwen3")
+    results = ranks.run(4, load_counting, model, "tp2", torch.float32, ["value"])
+    heads = [parameters["output_layer.weight"] for _, _, parameters in results]
+    assert heads[0].std() > 0 and all(torch.equal(head, heads[0]) for head in heads)
+
+
+def test_model_runner_missing_tensor_is_reported_by_one_rank(ranks, tmp_path):
+    in_files(tiny_model(tmp_path / "one", "qwen3"), tmp_path / "several", 3)
+    index = tmp_path / "several" / INDEX
+    weight_map = json.loads(index.read_text())["weight_map"]
+    del weight_map["model.norm.weight"]
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(RankError, match=r"rank 0 of 2: (.|\n)*has no tensor 'model.norm.weight'"):
+        ranks.run(2, load_counting, tmp_path / "several", "tp2", torch.float32, ["language"])
 
 
 def empty_micro_batch(model):

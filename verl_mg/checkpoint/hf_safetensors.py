@@ -14,85 +14,31 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from verl_mg.checkpoint.sharded_safetensors import DTYPE_NAMES, header
+from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectory
+from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile, header
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, numel, slices
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
-
 
 class CheckpointReader:
-    """Reader of the tensors of a model directory; use it in a `with` block."""
+    """Reader of the tensors of a model directory; it opens the files that it reads from. Use it in a `with` block."""
 
-    def __init__(self, model_dir: str | Path, initial_values: Mapping[str, Tensor] | None = None) -> None:
-        """Finds the files.
+    def __init__(self, directory: ModelDirectory, initial_values: Mapping[str, Tensor] | None = None) -> None:
+        """Opens no file.
 
         Args:
-            model_dir: Hugging Face directory.
+            directory: the model directory.
             initial_values: values of tensors that the directory may not contain, such as a new value head.
-
-        Raises:
-            UserError: the directory has no safetensors files.
         """
-        self.folder = Path(model_dir)
-        self._files = self._find_files()
-        self._open: dict[str, safe_open] = {}
-        self._initial = {name: values for name, values in (initial_values or {}).items() if name not in self._files}
-
-    def _find_files(self) -> dict[str, str]:
-        index = self.folder / INDEX
-        if index.exists():
-            try:
-                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{index}: not a safetensors index ({error}). Download the model again.") from None
-        if not (self.folder / SINGLE).exists():
-            raise UserError(f"{self.folder}: no {SINGLE} and no {INDEX}. Convert the weights to safetensors files.")
-        with self._handle(SINGLE) as file:
-            return dict.fromkeys(file.keys(), SINGLE)
-
-    def _handle(self, name: str, wanted: str = "") -> safe_open:
-        path, why = self.folder / name, f"; it should contain {wanted}" if wanted else ""
-        try:
-            return safe_open(path, framework="pt")
-        except FileNotFoundError:
-            raise UserError(f"{path}: missing, although {INDEX} names it{why}. Download the model again.") from None
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path}: not a readable safetensors file ({error}){why}. Download the model again."
-            ) from None
-
-    def check(self, shapes: Mapping[str, Shard]) -> None:
-        """Checks names, shapes and dtypes of all tensors; reads only the headers of the files.
-
-        Args:
-            shapes: the tensors of the model, `WeightTable.huggingface()`.
-
-        Raises:
-            UserError: with the first tensor that is missing or different, or for a damaged file.
-        """
-        for tensor, shard in shapes.items():
-            if tensor in self._initial:
-                continue
-            view = self._slice(tensor, full_box(shard.shape))
-            if tuple(view.get_shape()) != shard.shape:
-                raise UserError(
-                    f"{self.folder / self._files[tensor]}: tensor {tensor!r} has shape {tuple(view.get_shape())}, "
-                    f"but {shard.shape} in config.json. Use the config.json of these weights."
-                )
-            if view.get_dtype() not in _FLOATS:
-                raise UserError(
-                    f"{self.folder / self._files[tensor]}: tensor {tensor!r} is {view.get_dtype()}; "
-                    f"supported are {', '.join(_FLOATS)}. Convert the checkpoint first."
-                )
+        self._directory = directory
+        self._initial = {
+            name: values for name, values in (initial_values or {}).items() if name not in directory.file_of
+        }
+        self._files: dict[str, SafetensorsFile] = {}
 
     def read(self, tensor: str, box: Box) -> Tensor:
         """Reads one box of a tensor.
@@ -106,28 +52,16 @@ class CheckpointReader:
         """
         if tensor in self._initial:
             return self._initial[tensor][slices(box)]
+        name = self._directory.file_with(tensor, box)
+        if name not in self._files:
+            self._files[name] = self._directory.open(name, f"the box {box} of {tensor!r}")
         try:
-            return self._slice(tensor, box)[slices(box)]
-        except SafetensorError as error:
+            return self._files[name].read(tensor, box)
+        except KeyError:
+            raise self._directory.missing_in_file(tensor, box) from None
+        except (DamagedFileError, IndexError) as error:
             raise UserError(
-                f"{self.folder / self._files[tensor]}: the box {box} of {tensor!r} cannot be read ({error}). "
-                "Download the model again."
-            ) from None
-
-    def _slice(self, tensor: str, box: Box) -> Any:
-        name = self._files.get(tensor)
-        if name is None:
-            raise UserError(
-                f"{self.folder}: the checkpoint has no tensor {tensor!r}, of which config.json requires the box {box}. "
-                "Use the config.json of these weights."
-            )
-        if name not in self._open:
-            self._open[name] = self._handle(name, f"the box {box} of {tensor!r}")
-        try:
-            return self._open[name].get_slice(tensor)
-        except SafetensorError:
-            raise UserError(
-                f"{self.folder / name}: no tensor {tensor!r} with the box {box}, although {INDEX} lists it. "
+                f"{self._directory.folder / name}: the box {box} of {tensor!r} cannot be read ({error}). "
                 "Download the model again."
             ) from None
 
@@ -135,11 +69,11 @@ class CheckpointReader:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._open.clear()
+        self._files.clear()
 
 
 def load_shards(reader: CheckpointReader, shards: Mapping[str, Shard], parameters: Mapping[str, Tensor]) -> None:
-    """Fills the parameters of one rank in place, reading only its boxes; padding becomes 0.
+    """Fills pieces of the parameters of one rank in place, reading only these boxes; padding becomes 0.
 
     Args:
         reader: reader of the model directory.
@@ -149,8 +83,6 @@ def load_shards(reader: CheckpointReader, shards: Mapping[str, Shard], parameter
     Raises:
         ValueError: table and model differ, which is a programming error.
     """
-    if shards.keys() != parameters.keys():
-        raise ValueError(f"table and model have different parameters: {sorted(shards.keys() ^ parameters.keys())}")
     for name, shard in shards.items():
         parameter = parameters[name].detach()
         if tuple(parameter.shape) != shard.shape:
@@ -178,7 +110,7 @@ class CheckpointWriter:
         """
         self.folder, self._dtype = Path(folder), dtype
         self._shapes = {name: shard.shape for name, shard in shapes.items()}
-        groups = _split_by_size(self._shapes, dtype.itemsize, file_bytes)
+        groups = split_by_size(self._shapes, dtype.itemsize, file_bytes)
         many = len(groups) > 1
         self._headers: dict[str, bytes] = {}
         self._offsets: dict[str, tuple[str, int]] = {}
@@ -237,7 +169,14 @@ def _contiguous_runs(shape: tuple[int, ...], box: Box, data: Tensor) -> list[tup
     ]
 
 
-def _split_by_size(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:
+def split_by_size(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:
+    """Distributes tensors over files, in order.
+
+    Args:
+        shapes: the tensors.
+        itemsize: bytes of an element.
+        limit: size of a file in bytes; a single tensor may be larger.
+    """
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():

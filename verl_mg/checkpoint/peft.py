@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from verl_mg.checkpoint.hf_safetensors import SINGLE, CheckpointWriter
+from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
+from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
 from verl_mg.models.hf_tensors import MLP, Experts, GroupedAttention, LayerSpec, TensorSpec

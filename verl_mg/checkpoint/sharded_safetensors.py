@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
-import math
 import os
 import re
 from collections import defaultdict
@@ -20,50 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from verl_mg.checkpoint.safetensors_file import header
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Box, box_shape, full_box, intersect, numel, slices, translate_box
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of dtypes in safetensors files."""
-
 _RANGE = re.compile(r"(\d+):(\d+)")
-
-
-def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Lays tensors out in a safetensors file, one after another.
-
-    Args:
-        tensors: {name: (dtype, shape)}.
-
-    Returns:
-        The header of the file, and the offset in bytes at which each tensor begins in the file.
-    """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    begins = {}
-    for name, (dtype, shape) in tensors.items():
-        stop = start + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
-        begins[name] = start
-        start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format requires data aligned to eight bytes
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: len(head) + begin for name, begin in begins.items()}
 
 
 @dataclass(frozen=True, eq=False)

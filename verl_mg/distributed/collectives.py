@@ -49,6 +49,22 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     return [json.loads(part.numpy().tobytes()) for part in all_gather_bytes(text, group)]
 
 
+def broadcast_bytes(values: bytes) -> bytes:
+    """Returns the bytes of rank 0 on every rank of the job.
+
+    Args:
+        values: the bytes, on rank 0; not read on the others.
+    """
+    length = torch.tensor([len(values)], dtype=torch.int64)
+    dist.broadcast(length, src=0)
+    buffer = torch.empty(int(length), dtype=torch.uint8)
+    if dist.get_rank() == 0 and values:
+        buffer = torch.frombuffer(bytearray(values), dtype=torch.uint8)
+    if len(buffer):
+        dist.broadcast(buffer, src=0)
+    return buffer.numpy().tobytes()
+
+
 def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) -> list[Tensor]:
     """Sends bytes from every rank to every rank of the job.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.batch import Batch
-from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
+from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.config import LoraConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.lora import Adapters
@@ -21,6 +21,7 @@ from verl_mg.megatron.microbatch import MicroBatch, make_micro_batch
 from verl_mg.megatron.model import build_chunks, chunks_by_prefix, parameters_by_name, rotary_frequencies
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.routing import check_routed_experts
+from verl_mg.megatron.weight_loading import load_weights
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.shard_map import ShardMap
@@ -60,6 +61,7 @@ class ModelRunner:
         hidden_offset: int = 1,
         lora: LoraConfig | None = None,
         timer: PhaseTimer | None = None,
+        directories: ModelDirectories | None = None,
     ) -> None:
         """Builds the model and loads its shards; a collective of all ranks of the job.
 
@@ -73,6 +75,7 @@ class ModelRunner:
             hidden_offset: offset from a token to the hidden state that scores it, see `make_micro_batch`.
             lora: adapters to train; all other weights but a value head are frozen.
             timer: timer of the phases of this rank; None for a new one.
+            directories: the model directories that the job has read; None for new ones.
 
         Raises:
             UserError: the model cannot be read, or does not fit the layout.
@@ -86,10 +89,12 @@ class ModelRunner:
         with groups.active():
             self.chunks = build_chunks(self.table, groups, dtype, recompute) if self.is_member else []
         self.model_chunks: list[torch.nn.Module] = list(self.chunks)
-        with CheckpointReader(model_dir, _fresh_head(self.table)) as reader:
-            reader.check(self.table.huggingface())
-            shards = self.shard_map().shards(torch.distributed.get_rank())
-            load_shards(reader, shards, self.parameters())
+        whole, head_values = self.shard_map(), _fresh_head(self.table)
+        directory = (directories or ModelDirectories()).open(
+            model_dir, self.table.huggingface(), frozenset(head_values)
+        )
+        load_weights(directory, whole, self.parameters(), dtype, head_values)
+        shards = whole.shards(torch.distributed.get_rank())
         self.lora = Adapters(self.table, chunks_by_prefix(self.chunks), shards, lora) if lora else None
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store
 
+from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.megatron.offload import OffloadManager
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.concurrent import RoleExecutor
@@ -26,6 +27,8 @@ class JobContext:
     """Runs the role calls of a recipe, at once or at the end of a `concurrent_roles` block."""
     rows: RowIndexer
     """Indexes the rows of each batch once, whatever the number of role calls."""
+    directories: ModelDirectories
+    """Model directories whose headers are read once, whatever the number of roles that load them."""
 
     @classmethod
     def create(cls, store: Store, timer: PhaseTimer | None = None) -> JobContext:
@@ -36,4 +39,4 @@ class JobContext:
             timer: phase timer of the job; a new one by default.
         """
         timer = timer or PhaseTimer()
-        return cls(timer, store, OffloadManager(), RoleExecutor(timer), RowIndexer())
+        return cls(timer, store, OffloadManager(), RoleExecutor(timer), RowIndexer(), ModelDirectories())

@@ -66,7 +66,15 @@ class Role:
         """
         self.model_dir, self.name = model_dir, name
         self.runner = ModelRunner(
-            model_dir, groups, dtype, recompute, self.head, self.hidden_offset, lora, context.timer
+            model_dir,
+            groups,
+            dtype,
+            recompute,
+            self.head,
+            self.hidden_offset,
+            lora,
+            context.timer,
+            context.directories,
         )
         self._context = context
         self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch

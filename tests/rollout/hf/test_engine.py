@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
+from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import parse_config
 from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
@@ -215,7 +216,7 @@ def fill(engine: HFEngine, directory: Path) -> None:
     """Write every tensor of the checkpoint where the weight table says; its names have to be those of the engine."""
     fields = json.loads((directory / "config.json").read_text())
     fields.pop("use_sliding_window", None)  # no matter of the weights, and refused for training
-    with CheckpointReader(directory) as reader:
+    with CheckpointReader(ModelDirectory.find(directory)) as reader:
         load_shards(reader, weight_table(parse_config(fields)).transformers(), engine.parameters())
 
 

@@ -1,0 +1,186 @@
+"""Model directories in Hugging Face's format: which file has each tensor, found and checked by one rank for all."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, SafetensorsFile, StoredTensor
+from verl_mg.distributed.collectives import broadcast_bytes
+from verl_mg.errors import UserError
+from verl_mg.sharding.boxes import Box, Shard, full_box
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
+
+
+class ModelDirectory:
+    """A Hugging Face directory and the file of each of its tensors.
+
+    Attributes:
+        folder: the directory.
+        file_of: name of the file of each tensor.
+    """
+
+    def __init__(self, folder: Path, file_of: Mapping[str, str]) -> None:
+        """Stores the files.
+
+        Args:
+            folder: the directory.
+            file_of: name of the file of each tensor.
+        """
+        self.folder, self.file_of = folder, file_of
+        self._headers: dict[str, Mapping[str, StoredTensor]] = {}
+
+    @classmethod
+    def find(cls, folder: str | Path) -> ModelDirectory:
+        """Reads the index of a directory, or the header of its only file.
+
+        Raises:
+            UserError: the directory has no safetensors files, or the index cannot be read.
+        """
+        folder = Path(folder)
+        index = folder / INDEX
+        if index.exists():
+            try:
+                weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{index}: not a safetensors index ({error}). Download the model again.") from None
+            return cls(folder, weight_map)
+        if not (folder / SINGLE).exists():
+            raise UserError(f"{folder}: no {SINGLE} and no {INDEX}. Convert the weights to safetensors files.")
+        directory = cls(folder, {})
+        header = directory.open(SINGLE).tensors
+        directory.file_of, directory._headers[SINGLE] = dict.fromkeys(header, SINGLE), header
+        return directory
+
+    def open(self, name: str, wanted: str = "") -> SafetensorsFile:
+        """Opens one of the files.
+
+        Args:
+            name: name of the file.
+            wanted: description of the part that is needed, for the error.
+
+        Raises:
+            UserError: the file is missing or damaged.
+        """
+        path, why = self.folder / name, f"; it should contain {wanted}" if wanted else ""
+        try:
+            return SafetensorsFile(path)
+        except FileNotFoundError:
+            raise UserError(f"{path}: missing, although {INDEX} names it{why}. Download the model again.") from None
+        except (OSError, DamagedFileError) as error:
+            raise UserError(
+                f"{path}: not a readable safetensors file ({error}){why}. Download the model again."
+            ) from None
+
+    def file_with(self, tensor: str, box: Box) -> str:
+        """Returns the name of the file of a tensor.
+
+        Args:
+            tensor: Hugging Face name.
+            box: box in the tensor that is needed, for the error.
+
+        Raises:
+            UserError: the directory does not have the tensor.
+        """
+        if tensor not in self.file_of:
+            raise UserError(
+                f"{self.folder}: the checkpoint has no tensor {tensor!r}, of which config.json requires the box {box}. "
+                "Use the config.json of these weights."
+            )
+        return self.file_of[tensor]
+
+    def check(self, shapes: Mapping[str, Shard]) -> None:
+        """Checks names, shapes and dtypes of tensors; reads only the headers of the files, each once.
+
+        Args:
+            shapes: the tensors of the model, `WeightTable.huggingface()`.
+
+        Raises:
+            UserError: with the first tensor that is missing or different, or for a damaged file.
+        """
+        for tensor, shard in shapes.items():
+            box = full_box(shard.shape)
+            name = self.file_with(tensor, box)
+            if name not in self._headers:
+                self._headers[name] = self.open(name, f"the box {box} of {tensor!r}").tensors
+            if tensor not in self._headers[name]:
+                raise self.missing_in_file(tensor, box)
+            stored = self._headers[name][tensor]
+            if stored.shape != shard.shape:
+                raise UserError(
+                    f"{self.folder / name}: tensor {tensor!r} has shape {stored.shape}, "
+                    f"but {shard.shape} in config.json. Use the config.json of these weights."
+                )
+            if stored.dtype not in _FLOATS:
+                raise UserError(
+                    f"{self.folder / name}: tensor {tensor!r} is {stored.dtype}; "
+                    f"supported are {', '.join(_FLOATS)}. Convert the checkpoint first."
+                )
+
+    def missing_in_file(self, tensor: str, box: Box) -> UserError:
+        """Returns the error for a tensor that is not in the file which the index names.
+
+        Args:
+            tensor: Hugging Face name.
+            box: box in the tensor that is needed.
+        """
+        return UserError(
+            f"{self.folder / self.file_of[tensor]}: no tensor {tensor!r} with the box {box}, although {INDEX} lists "
+            "it. Download the model again."
+        )
+
+    def packed(self) -> bytes:
+        """Returns the names of the tensors of each file, compressed."""
+        tensors: dict[str, list[str]] = defaultdict(list)
+        for tensor, name in self.file_of.items():
+            tensors[name].append(tensor)
+        return zlib.compress(json.dumps(tensors).encode(), level=1)
+
+    @classmethod
+    def unpacked(cls, folder: Path, packed: bytes) -> ModelDirectory:
+        """Returns the directory that another rank has packed.
+
+        Args:
+            folder: the directory.
+            packed: result of `packed`.
+        """
+        tensors = json.loads(zlib.decompress(packed))
+        return cls(folder, {tensor: name for name, names in tensors.items() for tensor in names})
+
+
+class ModelDirectories:
+    """The model directories of a job: rank 0 reads index and headers of each once, for all ranks and roles."""
+
+    def __init__(self) -> None:
+        self._found: dict[Path, ModelDirectory] = {}
+
+    def open(self, folder: Path, shapes: Mapping[str, Shard], optional: frozenset[str] = frozenset()) -> ModelDirectory:
+        """Returns a directory after rank 0 has checked it; all ranks of the job call it together.
+
+        Args:
+            folder: the directory.
+            shapes: the tensors of the model, `WeightTable.huggingface()`.
+            optional: tensors that the directory may not contain.
+
+        Raises:
+            UserError: on rank 0, see `ModelDirectory.find` and `ModelDirectory.check`.
+        """
+        packed = b""
+        if dist.get_rank() == 0:
+            if folder not in self._found:
+                self._found[folder] = ModelDirectory.find(folder)
+            directory = self._found[folder]
+            absent = optional - directory.file_of.keys()
+            directory.check({name: shard for name, shard in shapes.items() if name not in absent})
+            packed = directory.packed()
+        # The others wait here, so they open no file of a directory that has not been checked.
+        return ModelDirectory.unpacked(folder, broadcast_bytes(packed))

@@ -1,0 +1,159 @@
+"""The safetensors format: the header of a file to write, and a reader of boxes that opens its file once."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.sharding.boxes import Box, slices
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in safetensors files."""
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 10**8  # the format's limit
+
+
+class DamagedFileError(ValueError):
+    """The file does not follow the safetensors format."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Entry of a tensor in the header of a file."""
+
+    dtype: str
+    """Name of the dtype, such as BF16; it may be one that cannot be read."""
+    shape: tuple[int, ...]
+    """Shape of the tensor."""
+    start: int
+    """Offset of the first byte, counted from the end of the header."""
+    stop: int
+    """Offset behind the last byte."""
+
+
+def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """Lays tensors out in a safetensors file, one after another.
+
+    Args:
+        tensors: {name: (dtype, shape)}.
+
+    Returns:
+        The header of the file, and the offset in bytes at which each tensor begins in the file.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    begins = {}
+    for name, (dtype, shape) in tensors.items():
+        stop = start + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        begins[name] = start
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # the format requires data aligned to eight bytes
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return head, {name: len(head) + begin for name, begin in begins.items()}
+
+
+class SafetensorsFile:
+    """A safetensors file that is mapped into memory, of which boxes of tensors are read.
+
+    Attributes:
+        path: path of the file.
+        tensors: entries of the header by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, once, and reads its header.
+
+        Args:
+            path: path of the file.
+
+        Raises:
+            OSError: the file cannot be opened.
+            DamagedFileError: the header is damaged, or does not describe the bytes behind it.
+        """
+        self.path = path
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < _LENGTH_BYTES:
+                raise DamagedFileError("the header is too short")
+            # A private mapping: torch warns of memory that it may not write.
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        length = int.from_bytes(self._memory[:_LENGTH_BYTES], "little")
+        self._data = _LENGTH_BYTES + length
+        if length > _LONGEST_HEADER or self._data > size:
+            raise DamagedFileError("the header is longer than the file")
+        self.tensors = _parse(self._memory[_LENGTH_BYTES : self._data])
+        _check_offsets(self.tensors, size - self._data)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Returns a box of a tensor as a view of the mapped file.
+
+        Args:
+            name: name of the tensor; KeyError where the file does not contain it.
+            box: box in the tensor; the whole tensor by default.
+
+        Raises:
+            DamagedFileError: the dtype of the tensor is unknown.
+        """
+        entry = self.tensors[name]
+        if entry.dtype not in _DTYPES:
+            raise DamagedFileError(f"the dtype {entry.dtype} of {name!r} cannot be read")
+        dtype, count = _DTYPES[entry.dtype], math.prod(entry.shape)
+        if not count:
+            return torch.empty(entry.shape, dtype=dtype)
+        whole = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._data + entry.start)
+        values = whole.view(entry.shape)
+        return values if box is None else values[slices(box)]
+
+
+def _parse(text: bytes) -> dict[str, StoredTensor]:
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        return {
+            name: _entry(entry["dtype"], entry["shape"], entry["data_offsets"])
+            for name, entry in fields.items()
+            if name != "__metadata__"
+        }
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFileError(f"the header is damaged: {error}") from None
+
+
+def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> StoredTensor:
+    start, stop = data_offsets
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)):
+        raise ValueError("a number in it is not a size")
+    size = math.prod(shape) * _DTYPES[dtype].itemsize if dtype in _DTYPES else stop - start
+    if size != stop - start:
+        raise ValueError(f"a tensor of shape {tuple(shape)} and dtype {dtype} has {stop - start} bytes")
+    return StoredTensor(str(dtype), tuple(shape), start, stop)
+
+
+def _check_offsets(tensors: Mapping[str, StoredTensor], size: int) -> None:
+    end = 0
+    for entry in sorted(tensors.values(), key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != end:
+            raise DamagedFileError(f"the tensors leave a gap or overlap at byte {end}")
+        end = entry.stop
+    if end != size:
+        raise DamagedFileError(f"the tensors have {end} bytes, the file has {size}")
