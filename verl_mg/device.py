@@ -19,6 +19,14 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+def group_backend() -> str:
+    """Returns the backend of a group whose tensors are all on this rank's device.
+
+    On GPUs NCCL alone: a gloo half would connect each pair of the group's ranks, and start threads.
+    """
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
 def compute_deterministically() -> None:
     """Allows only bitwise repeatable kernels and collectives from here on. Call it before any of them has run.
 

@@ -41,6 +41,8 @@ STORE_TIMEOUT = timedelta(seconds=30)
 """Timeout of one request to the store."""
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
 """Heartbeat timeout in seconds until the configuration is known."""
+STALL_TIMEOUT_SECONDS = 1800.0
+"""Stall timeout in seconds until the configuration is known: for the ranks to connect to each other."""
 PEER_FAILURE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Words in the message of an exception that was raised because another rank has exited."""
 STACK_DEPTH = 12
@@ -104,7 +106,7 @@ class RankWatchdog:
         self._num_heartbeats = self._unanswered_checks = 0
         self._peer_failed = False
         self._last_progress_at = time.monotonic()
-        self._heartbeat_timeout, self._stall_timeout = HEARTBEAT_TIMEOUT_SECONDS, 0.0
+        self._heartbeat_timeout, self._stall_timeout = HEARTBEAT_TIMEOUT_SECONDS, STALL_TIMEOUT_SECONDS
         self._progress: Callable[[], int] = lambda: 0
         self._last_progress: list[int] = []
         self._stopping = threading.Event()

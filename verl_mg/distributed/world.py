@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -14,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store, rendezvous
 from verl_mg import device
 from verl_mg.config import JobConfig
 from verl_mg.distributed.gloo import share_event_loop
+from verl_mg.distributed.groups import GROUP_TIMEOUT
 from verl_mg.distributed.rendezvous import join_mpi, started_by_mpi, wait_for_fresh_store
 from verl_mg.distributed.signals import Signals
 from verl_mg.distributed.watchdog import RankWatchdog
@@ -47,6 +49,7 @@ class World:
             UserError: MPI started the ranks and mpi4py cannot be used, see `rendezvous.join_mpi`.
         """
         signals = Signals()
+        _raise_open_files_limit()
         if "RANK" in os.environ:
             store, rank, size = next(rendezvous("env://"))
             store = wait_for_fresh_store(store, rank, size)
@@ -57,11 +60,14 @@ class World:
         watchdog = RankWatchdog(rank, size, store, lambda: signals.stop_requested) if size > 1 else None
         if torch.cuda.is_available():
             torch.cuda.set_device(device.current_device())
-        else:
-            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        # With GPUs too: Adam with moments in host memory computes there, and the launcher sets OMP_NUM_THREADS=1.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         share_event_loop()
-        dist.init_process_group(device.backend(), store=PrefixStore("job", store), rank=rank, world_size=size)
+        # Without device_id: with it each barrier would be NCCL's, and each new group a split of the job's communicator.
+        job_store = PrefixStore("job", store)
+        dist.init_process_group(device.backend(), timeout=GROUP_TIMEOUT, store=job_store, rank=rank, world_size=size)
+        if torch.cuda.is_available():
+            _create_communicator()
         return cls(rank, size, store, signals, watchdog)
 
     def set_timeouts(self, job: JobConfig) -> None:
@@ -93,3 +99,19 @@ class World:
         if self.watchdog:
             self.watchdog.abort(error)
         raise error
+
+
+def _create_communicator() -> None:
+    """Makes NCCL create the communicator of all ranks, which it does in the first collective that they all enter.
+
+    The first use would otherwise be the messages of a weight sync, in which some ranks have none: the others would wait
+    for them forever.
+    """
+    dist.all_reduce(torch.zeros(1, device=device.current_device()))
+    torch.cuda.synchronize()
+
+
+def _raise_open_files_limit() -> None:
+    """Raises the limit of open files to what the system allows: a gloo group connects each pair of its ranks."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -128,7 +128,8 @@ class ModelRoleBuilder:
     def _groups_of(self, placement: Placement, dynamic: bool) -> ParallelGroups:
         key = (placement, dynamic)
         if key not in self._groups:
-            self._groups[key] = ParallelGroups(placement, self._config.job.seed, dynamic_cp=dynamic)
+            shared = self._context.process_groups
+            self._groups[key] = ParallelGroups(placement, self._config.job.seed, dynamic, shared)
         return self._groups[key]
 
 

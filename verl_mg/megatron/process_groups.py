@@ -1,15 +1,16 @@
 """Megatron's process groups of one placement.
 
 megatron-core keeps its process groups in module globals of `megatron.core.parallel_state`, one set for a process. Here
-each role may have another layout on other ranks, so three things are replaced for a limited time, and nothing else:
+each role may have another layout on other ranks, so these are replaced for a limited time, and nothing else:
 
 - The globals of `parallel_state`, such as `_TENSOR_MODEL_PARALLEL_GROUP`. `ParallelGroups` builds one set for its
   placement with `initialize_model_parallel`, stores it, and restores the previous globals. `ParallelGroups.active()`
   puts the stored set in place while a role computes; on exit the set is stored again and the previous globals are
   restored, also after an exception.
-- `torch.distributed.get_world_size` and `parallel_state.RankGenerator`, only during `initialize_model_parallel`:
-  megatron-core divides the whole job among the groups, and a placement may cover only some of its ranks, in an order of
-  its own.
+- `torch.distributed.get_world_size`, `new_group` and `parallel_state.RankGenerator`, only during
+  `initialize_model_parallel`: megatron-core divides the whole job among the groups, and a placement may cover only some
+  of its ranks, in an order of its own. Its groups are those of `ProcessGroups`, each made once in a job: many kinds of
+  group have the same ranks.
 - `torch.distributed.get_world_size` and `all_gather_object` without a group, only inside `placement_as_world()`, which
   the trainer enters to build the distributed optimizer: it exchanges metadata among all ranks of the job, and the ranks
   outside the placement do not take part.
@@ -19,17 +20,19 @@ Only the calling thread may use megatron-core meanwhile; no other thread of this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from verl_mg import device
+from verl_mg.distributed.groups import ProcessGroups
 from verl_mg.layout import Coordinates, Layout, Placement
+from verl_mg.layout.group_ranks import group_ranks, proper_divisors, smaller_cp_groups
 
 
 @dataclass(frozen=True)
@@ -58,24 +61,35 @@ class ParallelGroups:
         dynamic_cp: whether fewer than all context-parallel ranks may share a micro-batch, see `token_shard`.
     """
 
-    def __init__(self, placement: Placement, seed: int = 0, dynamic_cp: bool = False) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        seed: int = 0,
+        dynamic_cp: bool = False,
+        process_groups: ProcessGroups | None = None,
+    ) -> None:
         """Creates the groups; a collective of all ranks of the job.
 
         Args:
             placement: ranks in increasing order, and their layout.
             seed: seed of megatron-core's random number generators.
             dynamic_cp: also create the groups of each number of neighbouring ranks that divides cp.
+            process_groups: those of the job, which other placements share; new ones by default.
         """
         if list(placement.ranks) != sorted(placement.ranks):
             raise ValueError(f"torch numbers the ranks of a group in increasing order: {placement.ranks} is not")
         self.placement = placement
         self._coordinates = placement.coordinates(dist.get_rank())
         self.collection = ProcessGroupCollection()
-        self.host_group = _host_group(placement)
+        process_groups = process_groups or ProcessGroups()
+        backend = device.group_backend()
+        made = {ranks: process_groups.of(ranks, backend) for ranks in group_ranks(placement, dynamic_cp)}
+        is_whole_job = len(placement.ranks) == dist.get_world_size()
+        self.host_group = None if is_whole_job else process_groups.of(placement.ranks, "gloo")
         previous = _globals()
         _set_globals(dict.fromkeys(previous, None) | {"_HYBRID_DP_CP_GROUPS": {}})
         try:
-            _initialize_model_parallel(placement)
+            _initialize_model_parallel(placement, made)
             if self.is_member:
                 tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
                 self.collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -85,7 +99,7 @@ class ParallelGroups:
         self.dynamic_cp = dynamic_cp
         self._cp_groups = {placement.layout.cp: getattr(self.collection, "cp", None)}
         if dynamic_cp:
-            self._cp_groups |= _smaller_cp_groups(placement)
+            self._cp_groups |= _local_cp_groups(placement, made)
 
     def token_shard(self, cp_size: int) -> TokenShard:
         """Returns this rank's part of a micro-batch that `cp_size` neighbouring ranks share; it divides cp."""
@@ -134,27 +148,20 @@ class ParallelGroups:
         return _replaced(dist, get_world_size=_world_size_of(self.placement.ranks), all_gather_object=gather_members)
 
 
-def _host_group(placement: Placement) -> dist.ProcessGroup | None:
-    if len(placement.ranks) == dist.get_world_size():
-        return None
-    return dist.new_group(list(placement.ranks), backend="gloo")
+def _local_cp_groups(placement: Placement, made: Mapping[tuple[int, ...], Any]) -> dict[int, dist.ProcessGroup]:
+    """Returns this rank's group of neighbours for each proper divisor of cp."""
+    sets = [tuple(placement.ranks[index] for index in ranks) for ranks in smaller_cp_groups(placement.layout)]
+    local = {len(ranks): made[ranks] for ranks in sets if dist.get_rank() in ranks}
+    return {cp_size: local[cp_size] for cp_size in proper_divisors(placement.layout.cp) if cp_size in local}
 
 
-def _smaller_cp_groups(placement: Placement) -> dict[int, dist.ProcessGroup]:
-    """Creates, for each proper divisor of cp, the groups of as many neighbours; returns those of this rank."""
-    layout, local_groups = placement.layout, {}
-    for cp_size in (size for size in range(1, layout.cp) if layout.cp % size == 0):
-        starts = range(0, layout.cp, cp_size)
-        for pp, dp, tp, start in product(range(layout.pp), range(layout.dp), range(layout.tp), starts):
-            members = [placement.ranks[layout.rank_of(tp, start + i, dp, pp)] for i in range(cp_size)]
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                local_groups[cp_size] = group
-    return local_groups
-
-
-def _initialize_model_parallel(placement: Placement) -> None:
+def _initialize_model_parallel(placement: Placement, made: Mapping[tuple[int, ...], Any]) -> None:
+    """Has megatron-core distribute the groups that were made, by their ranks, among its globals."""
     layout = placement.layout
+
+    def group_of(ranks: Sequence[int], **_: Any) -> Any:
+        group = made[tuple(sorted(ranks))]
+        return dist.GroupMember.NON_GROUP_MEMBER if group is None else group
 
     class Generator(parallel_state.RankGenerator):
         """Maps indices in the layout to ranks of the job."""
@@ -163,7 +170,7 @@ def _initialize_model_parallel(placement: Placement) -> None:
             return [[placement.ranks[index] for index in group] for group in super().get_ranks(token)]
 
     size = _world_size_of(placement.ranks)
-    with _replaced(dist, get_world_size=size), _replaced(parallel_state, RankGenerator=Generator):
+    with _replaced(dist, get_world_size=size, new_group=group_of), _replaced(parallel_state, RankGenerator=Generator):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch.distributed import Store
 
 from verl_mg.checkpoint.model_directory import ModelDirectories
+from verl_mg.distributed.groups import ProcessGroups
 from verl_mg.megatron.offload import OffloadManager
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.concurrent import RoleExecutor
@@ -29,6 +30,8 @@ class JobContext:
     """Indexes the rows of each batch once, whatever the number of role calls."""
     directories: ModelDirectories
     """Model directories whose headers are read once, whatever the number of roles that load them."""
+    process_groups: ProcessGroups
+    """Process groups, shared by placements with the same ranks."""
 
     @classmethod
     def create(cls, store: Store, timer: PhaseTimer | None = None) -> JobContext:
@@ -39,4 +42,5 @@ class JobContext:
             timer: phase timer of the job; a new one by default.
         """
         timer = timer or PhaseTimer()
-        return cls(timer, store, OffloadManager(), RoleExecutor(timer), RowIndexer(), ModelDirectories())
+        directories, groups = ModelDirectories(), ProcessGroups()
+        return cls(timer, store, OffloadManager(), RoleExecutor(timer), RowIndexer(), directories, groups)

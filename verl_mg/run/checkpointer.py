@@ -13,7 +13,6 @@ import re
 import shutil
 import threading
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from verl_mg.checkpoint.sharded_safetensors import write_tensors
 from verl_mg.config import CheckpointConfig, ConfigSection
 from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.distributed.groups import GROUP_TIMEOUT
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, rank_name, read_state
@@ -29,8 +29,6 @@ SUMS = "SHA256SUMS"
 """File with the sums of all others, in the format of `sha256sum`."""
 PARTIAL = ".partial"
 """Ending of the name of a checkpoint that is being written."""
-SLOWEST = timedelta(hours=6)
-"""Longest wait for a rank whose disk is slow."""
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
 log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ class AsyncCheckpointer:
         """
         self._folder, self._config, self._recipe, self.latest = folder, config, recipe, latest
         # A separate group, in which the threads of the ranks meet no other collectives.
-        self._group = dist.new_group(backend="gloo", timeout=SLOWEST)
+        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         self._collector = StateCollector()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -1,0 +1,82 @@
+"""`World.join` on a rank with a GPU, whose parts of torch.cuda are recorded, and in a process with real limits."""
+
+import inspect
+import os
+import resource
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from verl_mg import device
+from verl_mg.config import JobConfig
+from verl_mg.distributed.world import World
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls of torch that `World.join` makes on a rank with a GPU, in order."""
+    made = []
+
+    def record(name, real):
+        signature = inspect.signature(real) if name in ("init_process_group", "all_reduce") else None
+
+        def call(*arguments, **options):
+            given = signature.bind(*arguments, **options).arguments if signature else arguments
+            made.append((name, given))
+
+        return call
+
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "current_device", lambda: torch.device("meta"))  # stands for a GPU
+    for owner, name in (
+        (torch.cuda, "set_device"),
+        (torch.cuda, "synchronize"),
+        (torch, "set_num_threads"),
+        (dist, "init_process_group"),
+        (dist, "all_reduce"),
+        (dist, "new_group"),
+        (dist, "barrier"),
+    ):
+        monkeypatch.setattr(owner, name, record(name, getattr(owner, name)))
+    return made
+
+
+def test_join_with_a_gpu_enters_a_collective_on_the_device_first(calls):
+    World.join()
+    names = [name for name, _ in calls]
+    communication = [name for name in names if name not in ("set_device", "set_num_threads")]
+    assert communication == ["init_process_group", "all_reduce", "synchronize"]
+    assert names.index("set_device") < names.index("all_reduce")
+    given = dict(calls)
+    assert given["all_reduce"].keys() == {"tensor"} and given["all_reduce"]["tensor"].device.type == "meta"
+    assert "device_id" not in given["init_process_group"]
+
+
+def test_join_sets_a_timeout_above_every_stall(calls):
+    World.join()
+    given = dict(calls)["init_process_group"]
+    timeout = given["timeout"]
+    assert given["backend"] == "cpu:gloo,cuda:nccl"
+    assert timeout > 24 * timedelta(seconds=JobConfig().stall_timeout_s)
+    assert timeout / timedelta(milliseconds=1) < 2**31  # of C++ programs that count milliseconds
+
+
+def test_join_with_a_gpu_divides_the_cores_among_the_ranks_of_the_node(calls, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(24)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    World.join()
+    assert ("set_num_threads", (3,)) in calls
+
+
+def test_join_raises_the_limit_of_open_files(calls):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, limits[1]), limits[1]))
+    try:
+        World.join()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

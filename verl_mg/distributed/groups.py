@@ -1,0 +1,54 @@
+"""Process groups of a job: each made once for its ranks and backend, with one timeout for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+GROUP_TIMEOUT = timedelta(days=7)
+"""Timeout of a collective. The watchdog ends a stalled job earlier and names the rank, see `RankWatchdog`."""
+
+
+class ProcessGroups:
+    """The process groups of a job on this rank; all ranks of the job request the same groups in the same order.
+
+    A request for ranks that have a group of the backend already returns that group. Collectives of two uses of a group
+    run one after the other, and all ranks of a group start them in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
+
+    def of(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
+        """Returns the group of some ranks, created at the first request; a collective of all ranks of the job.
+
+        Args:
+            ranks: ranks of the job, in any order; torch numbers them in increasing order.
+            backend: "nccl" for tensors on GPUs alone, or "gloo".
+
+        Returns:
+            The group; None on a rank outside of it.
+        """
+        key = (tuple(sorted(ranks)), backend)
+        if key not in self._groups:
+            self._groups[key] = _create(*key)
+        return self._groups[key]
+
+    @property
+    def num_joined(self) -> int:
+        """Number of groups that this rank has joined, without the one of all ranks."""
+        return sum(group is not None and group is not dist.group.WORLD for group in self._groups.values())
+
+
+def _create(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup | None:
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD  # has both backends
+    if ranks == (dist.get_rank(),):
+        # Nobody else takes part, and the others need no turn for it: a job of 1,024 ranks has 1,024 such groups.
+        return dist.new_group(ranks, GROUP_TIMEOUT, backend, use_local_synchronization=True)
+    if len(ranks) == 1:
+        return None
+    group = dist.new_group(ranks, GROUP_TIMEOUT, backend)
+    return group if dist.get_rank() in ranks else None
