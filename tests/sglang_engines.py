@@ -12,7 +12,7 @@ from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.sglang import SGLangEngine
-from verl_mg.rollout.sglang.ipc_payload import payload, staging
+from verl_mg.rollout.sglang.ipc_payload import Staging
 from verl_mg.sharding.weight_table import weight_table
 
 
@@ -26,9 +26,9 @@ def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:
     layout, held = engine.settings.layout, []
     for rank in range(layout.ranks):
         shards = weight_table(read_config(model)).sglang(layout, rank)
-        held.append(staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu")))
+        held.append(Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu")))
         with CheckpointReader(ModelDirectory.find(model)) as reader:
-            load_shards(reader, shards, held[-1])
+            load_shards(reader, shards, held[-1].tensors)
     engine.begin_update()
-    engine.loaded(engine.load([payload(tensors) for tensors in held], version))
+    engine.loaded(engine.load([staging.payload() for staging in held], version))
     engine.end_update(version)

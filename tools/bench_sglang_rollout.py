@@ -31,7 +31,7 @@ from verl_mg.rollout.engine import Request, Sampling
 from verl_mg.rollout.engine_loop import EngineLoop
 from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, engine_arguments
 from verl_mg.rollout.sglang.arguments import environment
-from verl_mg.rollout.sglang.ipc_payload import payload, staging
+from verl_mg.rollout.sglang.ipc_payload import Staging
 from verl_mg.rollout.work_queue import DynamicWorkQueue, Group
 from verl_mg.sharding.weight_table import weight_table
 
@@ -98,11 +98,11 @@ def by_queue(engine: SGLangEngine, requests: list[Request], sampling: Sampling, 
 
 def load_weights(engine: SGLangEngine, model: Path) -> None:
     shards = weight_table(read_config(model)).sglang(EngineLayout(), 0)
-    tensors = staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
+    staging = Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
     with CheckpointReader(ModelDirectory.find(model)) as reader:
-        load_shards(reader, shards, tensors)
+        load_shards(reader, shards, staging.tensors)
     engine.begin_update()
-    engine.loaded(engine.load([payload(tensors)], 0))
+    engine.loaded(engine.load([staging.payload()], 0))
     engine.end_update(0)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -46,3 +49,33 @@ def ranks_of_a_node(ranks: int) -> int:
         if variable in os.environ:
             return min(int(os.environ[variable]), ranks)
     return ranks
+
+
+def release_unused_memory() -> None:
+    """Returns memory without tensors from torch's allocator to the device, where another process can use it."""
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()  # memory that was shared with a process which has closed it since
+    torch.cuda.empty_cache()
+
+
+def free_memory() -> int | None:
+    """Returns the bytes of this process's GPU that no process uses; None on the CPU."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
+@contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """Context manager: torch allocates GPU memory whose handle any process of the machine can open.
+
+    To open memory of an expandable segment a process needs the system call `pidfd_getfd`, which containers refuse.
+    """
+    before = torch._C._accelerator_getAllocatorSettings()
+    inside = re.sub(r"expandable_segments\s*:\s*\w+", "expandable_segments:False", before)
+    if inside == before:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(inside)
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)

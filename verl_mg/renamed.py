@@ -135,7 +135,7 @@ RENAMED_MODULES = {
     "verl_mg.rollout.judge": "verl_mg.rollout.llm_judge",
     "verl_mg.rollout.sglang.host": "verl_mg.rollout.sglang.engine_process",
     "verl_mg.rollout.sglang.http": "verl_mg.http_client",
-    "verl_mg.rollout.sglang.loader": "verl_mg.rollout.sglang.pp_weight_loader",
+    "verl_mg.rollout.sglang.loader": "verl_mg.rollout.sglang.weight_loader",
     "verl_mg.rollout.sglang.payload": "verl_mg.rollout.sglang.ipc_payload",
     "verl_mg.rollout.sglang.process": "verl_mg.rollout.sglang.engine_process_handle",
     "verl_mg.rollout.sglang.requests": "verl_mg.rollout.sglang.request_tracker",

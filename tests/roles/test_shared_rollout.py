@@ -19,6 +19,7 @@ from tests.traces import needs_sglang
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.job.job import Job
+from verl_mg.roles import weight_sync
 from verl_mg.rollout.work_queue import StaticWorkQueue
 
 pytestmark = needs_sglang
@@ -98,6 +99,25 @@ def partial(job: Job) -> list[list[dict[str, object]]]:
     return calls
 
 
+def updated_with_death(job: Job) -> int:
+    """The engine of rank 0 is killed in the middle of a transfer in chunks: how many of them this rank's engine got."""
+    engines, loads = job.rollout._engines, []
+    load = engines.engine.load
+
+    def load_and_die(*arguments: object) -> int:
+        loads.append(load(*arguments))
+        if dist.get_rank() == 0:
+            process_of(engines.engine).kill()
+        return loads[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_sync, "CHUNK_BYTES", 2**14)
+        patch.setattr(engines.engine, "load", load_and_die)
+        engines._sync._planned.cache_clear()
+        job.rollout.update_weights(job.actor)
+    return len(loads)
+
+
 def killed(job: Job) -> dict[str, object]:
     """The scheduler of one engine is killed while samples are drawn."""
     engine = job.rollout._engines.engine
@@ -120,9 +140,7 @@ def killed(job: Job) -> dict[str, object]:
         thread.join()
     deaths = job.rollout.metrics["rollout/engine_deaths"]
     greedy = job.rollout.generate_greedy(list(job.prompts)[:6])
-    if dist.get_rank() == 0:  # and now an engine that nobody asks for anything
-        process_of(engine).kill()
-    job.rollout.update_weights(job.actor)
+    loads = updated_with_death(job)
     again = job.rollout.generate_greedy(list(job.prompts)[:6])
     return {
         "rows": rows(batch),
@@ -130,6 +148,7 @@ def killed(job: Job) -> dict[str, object]:
         "again": rows(again),
         "in_flight": killing,
         "deaths": deaths,
+        "loads": loads,
     }
 
 
@@ -214,6 +233,7 @@ def test_killed_engine_restarts_without_losing_samples(reported):
     folder, results = reported
     (in_flight,) = everywhere(results, "killed", "in_flight")
     assert in_flight >= 4 and results[0]["killed"]["deaths"] == 1
+    assert 0 < results[0]["killed"]["loads"] < results[1]["killed"]["loads"], "it ended in the middle of the transfer"
     ids = sorted(everywhere(results, "killed", "rows"), key=lambda row: row["id"])
     first = ids[0]["id"]
     assert [row["id"] for row in ids] == list(range(first, first + 96))

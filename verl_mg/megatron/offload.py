@@ -28,7 +28,10 @@ class CpuOffload:
         self._weights, self._state, self._gradients = _Part(), _Part(), _Part()
 
     def to_host(self, weights: bool = True) -> None:
-        """Copies to pinned host memory and frees the device memory; does nothing for what is on the host already."""
+        """Copies to pinned host memory and frees the device memory; does nothing for what is on the host already.
+
+        The memory stays in torch's allocator, for the role that is loaded next.
+        """
         if not self._network.is_member:
             return
         trained = self._optimizer is not None
@@ -40,7 +43,6 @@ class CpuOffload:
         torch.cuda.synchronize()
         for part in (self._weights, self._state, self._gradients):
             part.free()
-        torch.cuda.empty_cache()
 
     def to_device(self, training: bool = True) -> None:
         """Allocates device memory and restores the values; gradients are zero."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from verl_mg import device
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.roles.weight_sync import HFEngineSync, SGLangEngineSync
@@ -166,24 +167,38 @@ class SGLangEngineGroup(EngineGroup):
         self._actor: Actor | None = None
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights. The key-value cache is allocated when the actor's own weights have left the device."""
+        """Transfers the weights.
+
+        A device has in turn: the actor's weights, the engine's weights beside them and chunks in transfer, the
+        engine's weights and key-value cache.
+        """
         self._actor, self.version = actor, actor.num_updates
+        self.release_memory()
         self._offload.load_exclusively(actor.cpu_offload, training=False)
-        if self._inner:
-            with suppress(EngineDiedError):  # the transfer finds a dead engine too, and restarts it
-                self._inner.wake(weights=True, kv=False)
+        self._wake(weights=True, kv=False)
         report = self._sync.transfer(actor)
         self._offload.offload_all()
-        if self._inner:
-            self._inner.wake(weights=False, kv=True)
+        self._wake(weights=False, kv=True)
         self._is_asleep = False
         return report
+
+    def _wake(self, *, weights: bool, kv: bool) -> None:
+        """Wakes this rank's engine, after all ranks on its devices have returned the memory that they do not use."""
+        device.release_unused_memory()
+        self._sync.barrier()
+        if self._inner:
+            with suppress(EngineDiedError):  # it is restarted when it is asked for samples
+                self._inner.wake(weights=weights, kv=kv)
 
     def acquire_memory(self) -> None:
         """Wakes the engines; weights that were released are transferred from the actor again."""
         if self._is_asleep and self._actor is not None:
             self.update_weights(self._actor)
+            return
         super().acquire_memory()
+        # An engine that is restarted sizes its cache by the memory that is free then.
+        device.release_unused_memory()
+        self._sync.barrier()
 
     def release_memory(self) -> None:
         """Puts the engines to sleep, if they share devices with roles."""
@@ -203,15 +218,20 @@ class SGLangEngineGroup(EngineGroup):
         """Restarts this rank's engine and waits until all ranks have transferred its weights."""
         assert self._inner is not None
         self._inner.restart()
+        if self._sleep:
+            self._inner.sleep(weights=False, kv=True)  # the actor's weights have its place during the transfer
         self._restarts.announce(self._sync.number)
-        while not self._inner.health():
-            self.join_recovery()
+        self.join_recovery()
+        if not self._inner.health():
+            raise EngineDiedError("the engine ended again before it had its weights")
         self._inner.resume()
 
     def join_recovery(self) -> None:
         """Transfers weights to the engines that were announced."""
         for engine in self._restarts.unseen():
             assert self._actor is not None
+            self._sync.barrier()  # the engine on this rank's devices may be starting
             self._offload.load_exclusively(self._actor.cpu_offload, training=False)
             self._sync.transfer_to_engine(self._actor, engine)
             self._offload.offload_all()
+            self._wake(weights=False, kv=True)

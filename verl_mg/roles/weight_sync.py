@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,19 @@ from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.sglang.engine import SGLangEngine
-from verl_mg.rollout.sglang.ipc_payload import payload, staging
+from verl_mg.rollout.sglang.ipc_payload import Staging, staging_bytes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import WeightTable
 
 CHUNK_BYTES = 2**30
 """Bytes that an engine receives at a time from each rank; two such chunks exist in addition to its weights."""
+MIN_CHUNK_BYTES = 2**26
+"""Chunks become as small as this on devices with little free memory."""
+KEPT_FREE_BYTES = 2**30
+"""Free memory that chunks leave for the buffers of NCCL and of the transfer."""
+
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
 
 
 class WeightSync(Protocol):
@@ -86,6 +94,73 @@ class _Chunk:
     """Type of each parameter."""
 
 
+@dataclass(frozen=True)
+class _Transfer:
+    """A transfer to some engines, as this rank takes part in it."""
+
+    chunks: Sequence[_Chunk]
+    """Parts in order, as many on every rank."""
+    lower_bound: int
+    """The fewest bytes that this rank can receive."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the largest chunk's memory on this rank: all have it, so that freed memory fits the next chunk."""
+        return max((staging_bytes(chunk.shards, chunk.dtypes) for chunk in self.chunks), default=0)
+
+
+class _EngineUpdate:
+    """Update of the engine that this rank leads, if any.
+
+    The engine's process may end at any time. Its leader still takes part in the transfer, because other ranks wait for
+    its messages; the engine is restarted when it is asked for samples.
+    """
+
+    def __init__(self, engine: SGLangEngine | None, version: int) -> None:
+        """Makes the weights writable.
+
+        Args:
+            engine: engine of this rank; None where another rank leads it.
+            version: policy version of the new weights.
+        """
+        self._engine, self._version = engine, version
+        self._loading: int | None = None
+        self._staging: Staging | None = None
+        self.died = False
+        """Whether the engine of this rank is dead."""
+        self._call(lambda engine: engine.begin_update())
+
+    def load(self, staging: Staging, payloads: Sequence[str], is_last: bool) -> None:
+        """Starts copying a chunk into the parameters.
+
+        Args:
+            staging: memory of this rank's payload. It replaces that of the previous chunk, which the engine has copied.
+            payloads: of all ranks of the engine.
+            is_last: whether this is the last chunk of the update.
+        """
+        self._staging = staging
+        self._loading = self._call(lambda engine: engine.load(payloads, self._version if is_last else None))
+
+    def finish_load(self) -> None:
+        """Waits until the engine has copied the chunk of the last `load`."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            self._call(lambda engine: engine.loaded(loading))
+
+    def end(self) -> None:
+        """Ends the update; the engine has the new version from now on."""
+        self._call(lambda engine: engine.end_update(self._version))
+
+    def _call(self, function: Callable[[SGLangEngine], Result]) -> Result | None:
+        if self._engine is not None:
+            try:
+                return function(self._engine)
+            except EngineDiedError as error:
+                log.warning("rollout: an engine ended before it had the new weights; it will be restarted: %s", error)
+                self._engine, self.died = None, True
+        return None
+
+
 class SGLangEngineSync:
     """Transfer into SGLang: each rank assembles the shard of the SGLang rank on its device and shares its memory."""
 
@@ -129,42 +204,44 @@ class SGLangEngineSync:
 
     def _transfer(self, actor: Actor, target: EnginePlacement) -> dict[str, float]:
         started = time.perf_counter()
-        chunks, lower_bound = self._planned(actor, target)
+        planned = self._planned(actor, target)
         is_target = dist.get_rank() in target.ranks
-        engine = self._engine if is_target else None
-        if engine:
-            _begin_update(engine)
-        traffic, loading, parameters = [], None, actor.runner.parameters()
-        staged: list[dict[str, Tensor]] = []
-        for number, chunk in enumerate(chunks):
-            tensors = staging(chunk.shards, chunk.dtypes, device.current_device())
-            traffic.append(execute(chunk.schedule, source_tensors(chunk.schedule, actor.runner, parameters), tensors))
-            # Keeps the chunk that the engine is still copying, and the next one.
-            staged = [*staged[-1:], tensors]
-            payloads = self._gather_payloads(tensors) if is_target else []
-            if engine:
-                if loading is not None:
-                    engine.loaded(loading)
-                is_last = number == len(chunks) - 1
-                loading = engine.load(payloads, actor.num_updates if is_last else None)
-        if engine and loading is not None:
-            engine.loaded(loading)
-            engine.end_update(actor.num_updates)
+        update = _EngineUpdate(self._engine if is_target else None, actor.num_updates)
+        receives = is_target and self._all_alive(update)
+        traffic, size, parameters = [], planned.staging_bytes, actor.runner.parameters()
+        for number, chunk in enumerate(planned.chunks):
+            filled = Staging(chunk.shards, chunk.dtypes, device.current_device(), size)
+            tensors = source_tensors(chunk.schedule, actor.runner, parameters)
+            traffic.append(execute(chunk.schedule, tensors, filled.tensors))
+            update.finish_load()
+            if receives:
+                payloads = self._gather_payloads(None if update.died else filled.payload())
+                receives = None not in payloads
+                if receives:
+                    update.load(filled, payloads, is_last=number == len(planned.chunks) - 1)
+        update.finish_load()
+        update.end()
         self.barrier()
-        return transfer_metrics(traffic, lower_bound, started)
+        return transfer_metrics(traffic, planned.lower_bound, started)
 
-    def _gather_payloads(self, tensors: Mapping[str, Tensor]) -> list[str]:
+    def _all_alive(self, update: _EngineUpdate) -> bool:
+        """Returns whether this rank's engine is alive; its ranks call it together."""
+        return not any(all_gather_json(update.died, self._groups[dist.get_rank()]))
+
+    def _gather_payloads(self, payload: str | None) -> list[str]:
         """Returns the payloads of this rank's engine, in the order of SGLang's ranks."""
-        return all_gather_json(payload(tensors), self._groups[dist.get_rank()])
+        return all_gather_json(payload, self._groups[dist.get_rank()])
 
-    def _plan(self, actor: Actor, placement: EnginePlacement) -> tuple[list[_Chunk], int]:
-        """Returns chunks and the lower bound of bytes, once: layouts do not change between iterations."""
+    def _plan(self, actor: Actor, placement: EnginePlacement) -> _Transfer:
+        """Returns the transfer, once: layouts do not change between iterations. All ranks call it together."""
         rank, dtype = dist.get_rank(), actor.runner.dtype
         whole = self._table.shard_map_sglang(placement)
         first = placement.ranks[: placement.layout.ranks * placement.stride : placement.stride]
         node = device.ranks_of_a_node(dist.get_world_size())
+        device.release_unused_memory()
+        max_bytes = fitting_chunk_bytes(all_gather_json(device.free_memory()))
         chunks, lower_bound = [], 0
-        for chunk in split_into_chunks(whole, first, CHUNK_BYTES // dtype.itemsize):
+        for chunk in split_into_chunks(whole, first, max_bytes // dtype.itemsize):
             moves = plan(actor.runner.shard_map(), chunk, node)
             lower_bound += moves.lower_bound(rank, dtype.itemsize)
             shards = chunk.shards(rank)
@@ -173,7 +250,20 @@ class SGLangEngineSync:
                 for name, shard in shards.items()
             }
             chunks.append(_Chunk(schedule(moves, rank, dtype), shards, dtypes))
-        return chunks, lower_bound
+        return _Transfer(chunks, lower_bound)
+
+
+def fitting_chunk_bytes(free: Sequence[int | None]) -> int:
+    """Returns the size of chunks of which two fit each device: CHUNK_BYTES, or half of it as often as needed.
+
+    Args:
+        free: free bytes of each rank's device before the transfer; None on the CPU.
+    """
+    rooms = [size - KEPT_FREE_BYTES for size in free if size is not None]
+    chunk = CHUNK_BYTES
+    while rooms and 2 * chunk > min(rooms) and chunk > MIN_CHUNK_BYTES:
+        chunk //= 2
+    return chunk
 
 
 def source_tensors(chunk: Schedule, runner: ModelRunner, parameters: dict[str, Tensor]) -> Mapping[str, Tensor]:
@@ -191,15 +281,6 @@ def source_tensors(chunk: Schedule, runner: ModelRunner, parameters: dict[str, T
     used |= {part.parameter for m in messages if m.outgoing and not m.forwarded for part in m.segments}
     merged = runner.merged_parameters()
     return parameters | {name: merged[name] for name in used & runner.adapted_parameters}
-
-
-def _begin_update(engine: SGLangEngine) -> None:
-    """Makes the weights writable; an engine that died while it had no requests is restarted first."""
-    try:
-        engine.begin_update()
-    except EngineDiedError:
-        engine.restart()
-        engine.begin_update()
 
 
 def engine_ranks(placement: EnginePlacement) -> dict[int, tuple[int, ...]]:
@@ -223,9 +304,11 @@ def transfer_metrics(traffic: Sequence[Traffic], lower_bound: int, started: floa
         "weight_sync/bytes_received": sum(part.bytes_received for part in traffic),
         "weight_sync/bytes_lower_bound": lower_bound,
     }
-    return sum_over_ranks([moved]) | {
+    times = {
         "time/weight_sync": time.perf_counter() - started,
         "time/weight_sync_moving": sum(part.seconds for part in traffic),
-        "time/weight_sync_packing": sum(part.seconds_packing for part in traffic),
-        "time/weight_sync_waiting": sum(part.seconds_waiting for part in traffic),
     }
+    if not torch.cuda.is_available():  # on a GPU the host only launches packing and transfers
+        times["time/weight_sync_packing"] = sum(part.seconds_packing for part in traffic)
+        times["time/weight_sync_waiting"] = sum(part.seconds_waiting for part in traffic)
+    return sum_over_ranks([moved]) | times

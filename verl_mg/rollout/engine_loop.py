@@ -177,6 +177,10 @@ class EngineLoop:
         self._result.num_deaths += 1
         if self._result.num_deaths == MAX_DEATHS:
             raise UserError(f"rollout: the engine died {MAX_DEATHS} times in one call: {error}.") from error
-        self._recovery.restart_engine()
+        try:
+            self._recovery.restart_engine()
+        except EngineDiedError as again:
+            self._recover(again)
+            return
         if self._draining and self._engine is not None:
             self._engine.abort()

@@ -18,7 +18,7 @@ from verl_mg.layout import EngineLayout, ModelDims
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
-from verl_mg.rollout.sglang.ipc_payload import payload
+from verl_mg.rollout.sglang.ipc_payload import Staging
 
 pytestmark = needs_sglang
 SETTINGS = EngineSettings(
@@ -183,7 +183,7 @@ def test_engine_given_unanswerable_prompt_raises(engine, prompt, words):
 
 def test_engine_load_without_begin_update_raises(engine):
     with pytest.raises(RuntimeError, match="begin_weight_update"):
-        engine.loaded(engine.load([payload({"model.norm.weight": torch.ones(32)})], 9))
+        engine.loaded(engine.load([Staging({}, {}, torch.device("cpu")).payload()], 9))
 
 
 def test_engine_killed_while_generating_restarts_and_finishes(engine, model):

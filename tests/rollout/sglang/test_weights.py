@@ -15,7 +15,8 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import Request, Sampling
 from verl_mg.rollout.sglang import EngineSettings, SGLangEngine
-from verl_mg.rollout.sglang.ipc_payload import payload
+from verl_mg.rollout.sglang.ipc_payload import Staging
+from verl_mg.rollout.sglang.weight_loader import LOADER
 
 pytestmark = needs_sglang
 SETTINGS = EngineSettings(layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=128)
@@ -54,12 +55,12 @@ def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path
     config = json.loads((model / "config.json").read_text())
     config |= {"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1}
     (model / "config.json").write_text(json.dumps(config))
-    settings = dataclasses.replace(SETTINGS, extra={"custom_weight_loader": [CHECK_DERIVED]})
+    settings = dataclasses.replace(SETTINGS, extra={"custom_weight_loader": [LOADER, CHECK_DERIVED]})
     engine = SGLangEngine(model, settings, tmp_path / "0.log")
     try:
         bring_weights(engine, model, version=1)
         engine.begin_update()
-        nothing = payload({"nothing": torch.zeros(1)})
+        nothing = Staging({}, {}, torch.device("cpu")).payload()
         number = engine._call(
             "update_weights_from_tensor", serialized_named_tensors=[nothing], load_format=CHECK_DERIVED
         )

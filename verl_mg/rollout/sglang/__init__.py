@@ -8,8 +8,8 @@ remote_engine     a server that the user has started, over HTTP
 server_info       properties of such a server, compared with the job's requirements
 request_tracker   requests in flight, of both kinds of engines
 scheduler         SGLang's schedulers, adapted to the CPU
-pp_weight_loader  weights of a pipeline stage
-ipc_payload       shards passed to an engine as memory handles
+weight_loader     copies the shards into an engine's parameters, inside SGLang
+ipc_payload       shards passed to an engine as one memory handle
 tracing           weight tables read from SGLang's loaders
 """
 

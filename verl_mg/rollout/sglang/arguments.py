@@ -12,7 +12,7 @@ import torch
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims
-from verl_mg.rollout.sglang.pp_weight_loader import LOADER
+from verl_mg.rollout.sglang.weight_loader import LOADER
 
 CPU_TILE = 32
 """On the CPU, SGLang pads widths of matrices to multiples of this on each rank."""
@@ -69,6 +69,7 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
     common: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
+        "custom_weight_loader": [LOADER],
         "dtype": str(settings.dtype).removeprefix("torch."),
         "tp_size": layout.tp,
         "pp_size": layout.pp,
@@ -82,8 +83,6 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         "skip_server_warmup": True,
         "log_level": "warning",
     }
-    if layout.pp > 1:
-        common["custom_weight_loader"] = [LOADER]
     if layout.adp > 1:
         common["attn_dp_size"] = layout.adp
     if settings.routed_experts:

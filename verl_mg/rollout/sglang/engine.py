@@ -12,8 +12,8 @@ from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.arguments import EngineSettings, engine_arguments, environment, port_arguments
 from verl_mg.rollout.sglang.engine_process import EngineProcess
 from verl_mg.rollout.sglang.ports import PortBlock
-from verl_mg.rollout.sglang.pp_weight_loader import LOADER, stage_payload
 from verl_mg.rollout.sglang.request_tracker import EngineLimits, RequestTracker, routed_shape
+from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages
 
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0
@@ -118,13 +118,11 @@ class SGLangEngine(RequestTracker):
         Returns:
             A number for `loaded`.
         """
-        tp, pp = self.settings.layout.tp, self.settings.layout.pp
-        # SGLang takes one payload per tensor-parallel rank, for all pipeline stages.
-        merged = [stage_payload(payloads[rank::tp]) for rank in range(tp)] if pp > 1 else list(payloads)
+        tp = self.settings.layout.tp
         return self._call(
             "update_weights_from_tensor",
-            serialized_named_tensors=merged,
-            load_format="direct" if pp == 1 else LOADER,
+            serialized_named_tensors=[merge_stages(payloads[rank::tp]) for rank in range(tp)],
+            load_format=LOADER,
             flush_cache=version is not None,
             weight_version=None if version is None else str(version),
         )

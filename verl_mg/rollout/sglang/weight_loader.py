@@ -1,6 +1,7 @@
-"""Weight loader of a pipeline stage, called inside SGLang's schedulers.
+"""Weight loader of an engine, called inside SGLang's schedulers.
 
-SGLang gives all stages the same payload for a tensor-parallel rank, and its format "direct" does not support stages.
+SGLang has one payload for each tensor-parallel rank, which all pipeline stages receive, and its own formats need one
+memory handle for each parameter.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOADER = f"{__name__}.load_stage"
+from verl_mg.rollout.sglang.ipc_payload import named_views
+
+LOADER = f"{__name__}.load_chunk"
 """Name of the loader, for the server argument `custom_weight_loader` and as load format."""
 
 
-def stage_payload(payloads: Sequence[str]) -> str:
-    """Merges the payloads of one tensor-parallel rank on all stages into one, in base64."""
+def merge_stages(payloads: Sequence[str]) -> str:
+    """Merges the payloads of one tensor-parallel rank on all pipeline stages into one, in base64."""
     text = torch.frombuffer(bytearray(json.dumps(list(payloads)).encode()), dtype=torch.uint8)
     # By value: all stages read it, and a handle can be opened only once.
     return base64.b64encode(pickle.dumps([("payloads of the stages", text)])).decode()
 
 
-def load_stage(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copies this stage's tensors into the parameters of the same names.
+def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Copies the tensors of this stage's payload into the parameters of the same names.
 
     Args:
         model: SGLang's model of this stage.
@@ -38,6 +41,7 @@ def load_stage(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
     ((_, text),) = named_tensors
     payloads = json.loads(bytes(text.tolist()))
+    ((places, memory),) = MultiprocessingSerializer.deserialize(payloads[get_parallel().pp_rank])
     parameters = dict(model.named_parameters())
-    for name, tensor in MultiprocessingSerializer.deserialize(payloads[get_parallel().pp_rank]):
+    for name, tensor in named_views(places, memory):
         default_weight_loader(parameters[name], tensor)

@@ -1,0 +1,189 @@
+"""Memory of devices handed over between training and engines: who leaves and who comes, in the order of all ranks."""
+
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rank_pool import job_context, job_store
+from tests.tiny_models import tiny_model
+from verl_mg.config import OptimizerConfig
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.megatron.offload import CpuOffload
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.roles import weight_sync
+from verl_mg.roles.engine_group import SGLangEngineGroup
+from verl_mg.roles.models import Actor
+from verl_mg.roles.weight_sync import CHUNK_BYTES, KEPT_FREE_BYTES, SGLangEngineSync, fitting_chunk_bytes
+from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
+from verl_mg.rollout.sglang.ipc_payload import Staging
+
+SLOW_S = 0.3
+
+
+class History:
+    """What the ranks did, numbered in one order by the store that they share."""
+
+    def __init__(self):
+        self._store, self.events = job_store(), []
+
+    def note(self, what):
+        self.events.append((self._store.add("events", 1), what, dist.get_rank()))
+
+    def of_all_ranks(self):
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.events)
+        return [(what, rank) for _, what, rank in sorted(event for events in gathered for event in events)]
+
+
+class RecordingEngine(RolloutEngine):
+    """Writes down what is called; after `dies_in` loads, and one more, its process has ended."""
+
+    def __init__(self, history, dies_in=None):
+        self._history, self._dies_in, self._loads, self.version = history, dies_in, 0, -1
+
+    def _note(self, what):
+        if self._dies_in is not None and self._loads > self._dies_in:
+            raise EngineDiedError(f"its process ended before {what}")
+        self._history.note(what)
+
+    def sleep(self, *, weights=True, kv=True):
+        self._note(f"sleep weights={weights} kv={kv}")
+
+    def wake(self, *, weights=True, kv=True):
+        self._note(f"wake weights={weights} kv={kv}")
+
+    def begin_update(self):
+        self._note("begin_update")
+
+    def load(self, payloads, version):
+        self._note("load")
+        self._loads += 1
+        return self._loads
+
+    def loaded(self, number):
+        self._note("loaded")
+
+    def end_update(self, version):
+        self._note("end_update")
+        self.version = version
+
+    def num_free_slots(self):
+        return 1
+
+    def submit(self, requests, sampling): ...
+
+    def collect(self, timeout):
+        return []
+
+    def abort(self): ...
+
+    def health(self):
+        return self.version >= 0
+
+
+class SlowOffload(CpuOffload):
+    """Takes its time on the rank that leads no engine."""
+
+    def __init__(self, history, *arguments):
+        super().__init__(*arguments)
+        self._history = history
+
+    def to_host(self, weights=True):
+        if dist.get_rank() == 1:
+            time.sleep(SLOW_S)
+        super().to_host(weights)
+        if weights:
+            self._history.note("offload")
+
+
+def group_of(model, history, layout, context, dies_in=None):
+    """An actor on all ranks, offloaded, and engines of this layout, of which the last one dies."""
+    actor = Actor(
+        model,
+        ParallelGroups(Placement.on(Layout(tp=2), dist.get_world_size())),
+        context,
+        dtype=torch.float32,
+        temperature=1.0,
+        tokens_per_micro_batch=60,
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    actor.cpu_offload = SlowOffload(history, actor.runner, actor.trainer.optimizer)
+    context.offload.register(actor.cpu_offload)
+    placement = EnginePlacement(layout, tuple(range(dist.get_world_size())))
+    leaders = [ranks[0] for ranks in weight_sync.engine_ranks(placement).values()]
+    is_last = dist.get_rank() == leaders[-1]
+    engine = RecordingEngine(history, dies_in if is_last else None) if dist.get_rank() in leaders else None
+    group = SGLangEngineGroup(
+        SGLangEngineSync(placement, engine, actor.runner.table),
+        engine,
+        [rank in leaders for rank in range(dist.get_world_size())],
+        context,
+        sleep=True,
+        disjoint=False,
+    )
+    return actor, engine, group
+
+
+def handed_over(model):
+    """Events of all ranks in an update; number of chunks with memory whenever torch's is emptied, and of all."""
+    history, chunks, alive = History(), [], []
+
+    class Noted(Staging):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            chunks.append(weakref.ref(self))
+
+    def empty_cache():
+        alive.append(sum(chunk() is not None for chunk in chunks))
+        history.note("empty")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_sync, "Staging", Noted)
+        patch.setattr(weight_sync, "CHUNK_BYTES", 2**13)
+        actor, _, group = group_of(model, history, EngineLayout(tp=2), job_context())
+        patch.setattr(torch.cuda, "empty_cache", empty_cache)
+        group.update_weights(actor)
+    return history.of_all_ranks(), alive, len(chunks)
+
+
+def test_update_weights_wakes_engine_after_all_ranks_released_memory(ranks, tmp_path):
+    (events, _, num_chunks), (other, *_) = found = ranks.run(2, handed_over, tiny_model(tmp_path / "model", "qwen3"))
+    assert events == other and num_chunks > 2
+    names = [name for name, _ in events]
+    weights, cache = names.index("wake weights=True kv=False"), names.index("wake weights=False kv=True")
+    assert names.index("sleep weights=True kv=True") < weights < names.index("load") < names.index("end_update") < cache
+    for rank in range(2):
+        own = [name for name, of in events[:cache] if of == rank and name in ("empty", "offload")]
+        assert own[0] == "empty" and own[-2:] == ["offload", "empty"]
+        assert events.index(("empty", rank)) < weights
+    # All chunks have gone when torch's memory is emptied the last time, before the cache is allocated.
+    assert all(alive[-1] == 0 for _, alive, _ in found)
+
+
+def with_death(model, dies_in):
+    """Two engines, of which the second ends in the middle of a transfer: the groups' versions, and all events."""
+    history = History()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_sync, "CHUNK_BYTES", 2**13)
+        actor, engine, group = group_of(model, history, EngineLayout(), job_context(), dies_in)
+        actor.num_updates = 3
+        group.update_weights(actor)
+    return engine.version, [name for name, rank in history.of_all_ranks() if rank == 1]
+
+
+@pytest.mark.parametrize("dies_in", [-1, 0, 2])
+def test_update_weights_of_engine_that_dies_reaches_the_other_engine(ranks, tmp_path, dies_in):
+    (version, events), (dead, _) = ranks.run(2, with_death, tiny_model(tmp_path / "model", "qwen3"), dies_in)
+    assert (version, dead) == (3, -1)
+    assert events.count("load") == dies_in + 1 and "end_update" not in events
+
+
+def test_fitting_chunk_bytes_halves_until_two_fit_beside_the_rest():
+    assert fitting_chunk_bytes([None, None]) == CHUNK_BYTES
+    assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES]) == CHUNK_BYTES
+    assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES - 1]) == CHUNK_BYTES // 2
+    assert fitting_chunk_bytes([KEPT_FREE_BYTES + CHUNK_BYTES // 4, 80 * 2**30]) == CHUNK_BYTES // 8
+    assert fitting_chunk_bytes([0]) == weight_sync.MIN_CHUNK_BYTES
