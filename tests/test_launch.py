@@ -181,14 +181,14 @@ def scripted(script: str, tmp_path: Path, *arguments: str, **environment: str) -
         "python": '[[ " $* " == *" status "* ]] && exit 3 || exit 0',
         "mpirun": "",
         "scontrol": '[[ $1 != show ]] || printf "node%d\\n" {1..20000}',
-        "srun": f"exit {environment.get('SRUN_ENDS_WITH', '0')}",
+        "srun": f"echo files: $(ulimit -Sn) locked: $(ulimit -Sl)\nexit {environment.get('SRUN_ENDS_WITH', '0')}",
     }
     for name, answer in answers.items():
         reported = 'echo "called: $(basename "$0") $*" >&2'
         (tools / name).write_text(f"#!/usr/bin/env bash\n{reported}\n{answer}\n")
         (tools / name).chmod(0o755)
     result = subprocess.run(
-        ["bash", ROOT / "launch" / script, *arguments],
+        ["bash", "-c", 'ulimit -Sn 128; ulimit -Sl 64; exec bash "$@"', "-", ROOT / "launch" / script, *arguments],
         env={"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -221,6 +221,13 @@ def test_slurm_script_with_unfinished_job_requeues_it(tmp_path, code, again):
     assert reported.endswith(f"code {code}")
 
 
+def test_slurm_script_gives_ranks_the_largest_limits(tmp_path):
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "70123", "SLURM_JOB_NUM_NODES": "2"}
+    reported = scripted("slurm.sbatch", tmp_path, "r.py", RUN="runs/x", **slurm)
+    hard = subprocess.run(["bash", "-c", "echo files: $(ulimit -Hn) locked: $(ulimit -Hl)"], stdout=subprocess.PIPE)
+    assert hard.stdout.decode() in reported and "files: 128" not in reported
+
+
 def kubernetes_worker() -> dict[str, Any]:
     job = yaml.safe_load((ROOT / "launch" / "k8s" / "pytorchjob.yaml").read_text())
     return job["spec"]["pytorchReplicaSpecs"]["Worker"]
@@ -251,3 +258,13 @@ def test_kubernetes_file_of_workers_starts_launcher():
     (container,) = worker["template"]["spec"]["containers"]
     assert worker["restartPolicy"] == "ExitCode" and "python -m verl_mg.launch -m verl_mg" in container["args"][0]
     assert worker["template"]["spec"]["terminationGracePeriodSeconds"] > 30
+
+
+def test_kubernetes_file_permits_rdma_and_shared_memory():
+    pod = kubernetes_worker()["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert any(name.startswith("rdma/") for name in container["resources"]["limits"])
+    (name,) = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == name]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}

@@ -1,4 +1,4 @@
-"""Device of this process, backend of its process groups, and deterministic kernels."""
+"""Device of this process, its environment, backend of its process groups, and deterministic kernels."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ def group_backend() -> str:
     On GPUs NCCL alone: a gloo half would connect each pair of the group's ranks, and start threads.
     """
     return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def set_default_variables() -> None:
+    """Sets variables that CUDA and NCCL read when they start, except those that the user has set."""
+    defaults = {
+        # Kernels start in the order of their launches, which Megatron's overlap of communication relies on.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        # Multicast buffers of NCCL would take GiB from the engines that share the GPU.
+        "NCCL_NVLS_ENABLE": "0",
+        # As SGLang sets it: in a process group of both, NCCL fails or hangs where the sides differ.
+        "NCCL_CUMEM_ENABLE": "0",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 def compute_deterministically() -> None:

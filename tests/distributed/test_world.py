@@ -1,17 +1,32 @@
 """`World.join` on a rank with a GPU, whose parts of torch.cuda are recorded, and in a process with real limits."""
 
 import inspect
+import json
 import os
 import resource
+import subprocess
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import warm_start
 from verl_mg import device
 from verl_mg.config import JobConfig
 from verl_mg.distributed.world import World
+
+JOIN = """
+import json, os, torch
+seen = []
+def is_available():
+    seen.append(dict(os.environ))
+    return False
+torch.cuda.is_available = is_available
+from verl_mg.distributed.world import World
+World.join()
+print(json.dumps(seen[0]))
+"""
 
 
 @pytest.fixture
@@ -30,6 +45,7 @@ def calls(monkeypatch):
 
     for name in ("RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(device, "set_default_variables", lambda: None)  # they would stay in this process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "current_device", lambda: torch.device("meta"))  # stands for a GPU
     for owner, name in (
@@ -80,3 +96,15 @@ def test_join_raises_the_limit_of_open_files(calls):
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_world_join_sets_defaults_of_cuda_and_nccl_before_cuda_is_used():
+    warm = warm_start.shared()
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "CUDA_"))}
+    joined = subprocess.run(
+        [warm.python, "-c", JOIN], env=variables | {"NCCL_CUMEM_ENABLE": "1"}, stdout=subprocess.PIPE, check=True
+    )
+    found = json.loads(joined.stdout.splitlines()[-1])
+    assert {name: found[name] for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE")} == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "1",
+    }  # fmt: skip

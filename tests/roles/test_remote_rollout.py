@@ -77,6 +77,20 @@ def answers(url: str) -> bool:
         return False
 
 
+class FailingGroup:
+    """A process group whose communicator cannot be made."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
+        raise dist.DistBackendError("NCCL error: Mismatched NCCL version detected : 22809 vs 23003")
+
+
+def test_process_group_that_nccl_cannot_connect_raises_with_its_version(monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    group = remote_weight_sync._RemoteProcessGroup(None, FailingGroup())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"NCCL 2\.28\.9 cannot connect .*22809 vs 23003.*weight_transfer=disk"):
+        group.send(torch.zeros(1))
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
     folder = inputs(tmp_path_factory.mktemp("server"), "qwen3")

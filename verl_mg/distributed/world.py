@@ -48,6 +48,7 @@ class World:
         Raises:
             UserError: MPI started the ranks and mpi4py cannot be used, see `rendezvous.join_mpi`.
         """
+        device.set_default_variables()
         signals = Signals()
         _raise_open_files_limit()
         if "RANK" in os.environ:

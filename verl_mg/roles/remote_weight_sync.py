@@ -280,8 +280,20 @@ class _RemoteProcessGroup:
         self._store, self._group = store, group
 
     def send(self, flat: Tensor) -> dist.Work:
-        """Starts a broadcast to all others, which receive a tensor of the same size."""
-        return self._group.broadcast(flat, 0)
+        """Starts a broadcast to all others, which receive a tensor of the same size.
+
+        Raises:
+            UserError: NCCL cannot connect the job and the servers, which the first broadcast shows.
+        """
+        try:
+            return self._group.broadcast(flat, 0)
+        except dist.DistBackendError as error:
+            version = ".".join(map(str, torch.cuda.nccl.version()))
+            raise UserError(
+                f"rollout.weight_transfer=process_group: the NCCL {version} of the job cannot connect to the servers "
+                f"({error}). Start them with the same version of NCCL and the same NCCL_CUMEM_ENABLE as the job, or write "
+                "rollout.weight_transfer=disk."
+            ) from None
 
     def close(self) -> None:
         """Destroys the process group."""
