@@ -290,8 +290,8 @@ class _RemoteProcessGroup:
         except dist.DistBackendError as error:
             version = ".".join(map(str, torch.cuda.nccl.version()))
             raise UserError(
-                f"rollout.weight_transfer=process_group: the NCCL {version} of the job cannot connect to the servers "
-                f"({error}). Start them with the same version of NCCL and the same NCCL_CUMEM_ENABLE as the job, or write "
+                f"rollout.weight_transfer=process_group: NCCL {version} cannot connect the job and the servers "
+                f"({error}). Start them with one version of NCCL and one value of NCCL_CUMEM_ENABLE, or write "
                 "rollout.weight_transfer=disk."
             ) from None
 
