@@ -347,7 +347,7 @@ def in_columns(kind: str, field: str, values: list[Any] | None) -> bytes:
 
 # -- damaged checkpoints and models
 
-CHECKPOINT = (SUMS, "job.json", "rank-00000.json", "rank-00000.safetensors")
+CHECKPOINT = (SUMS, "job.json", "index.gz", "rank-00000.safetensors")
 MODEL = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 MODEST = st.sampled_from((None, True, -1, 0, 1, 2, 3, 7, 0.5, math.nan, "", "a", "F64", [], {}, [1], [0, 4], {"a": 1}))
 LARGE = st.sampled_from((2**31, 2**63, -(2**63), 10**30, 1e300, math.inf, "9" * 400, "\ud800"))

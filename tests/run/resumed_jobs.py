@@ -3,6 +3,7 @@
 import io
 import logging
 from pathlib import Path
+from typing import Any
 
 from tests.tiny_jobs import RECIPES, files_of, run_here, write_sums
 from tests.tiny_models import CHARACTERS, tiny_model
@@ -22,6 +23,23 @@ def write_inputs(folder: Path) -> Path:
     write_sums(folder, right=3)
     (folder / "reward.py").write_text(REWARD)
     return folder
+
+
+def opened_files(recipe: str, inputs: Path, output: Path, iterations: int, overrides: list[str]) -> list[str]:
+    """Runs a job and returns the names of the checkpoint's files that this rank opened, once for each time."""
+    names, original = [], Path.open
+
+    def counting(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.parent.parent.name == "checkpoints":
+            names.append(path.name)
+        return original(path, *arguments, **options)
+
+    Path.open = counting  # type: ignore[method-assign]
+    try:
+        job(recipe, inputs, output, iterations, overrides)
+    finally:
+        Path.open = original  # type: ignore[method-assign]
+    return sorted(names)
 
 
 def job(recipe: str, inputs: Path, output: Path, iterations: int, overrides: list[str]) -> str:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.fuzzing import rewrite_sums
 from tests.rank_pool import RankError
-from tests.run.resumed_jobs import job
+from tests.run.resumed_jobs import job, opened_files
 from tests.tiny_jobs import metrics_of
 
 # Two roles with an adaptive coefficient, offload and a curriculum; a buffer of batches on a pipeline; aborted samples
@@ -110,6 +110,35 @@ def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, t
             assert here[metric] == pytest.approx(there[metric], abs=1e-5, rel=1e-5), metric
 
 
+def test_resume_opens_the_own_file_and_under_another_layout_those_with_needed_boxes(ranks, inputs, tmp_path):
+    settings = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
+    written = [*settings, "actor.layout=pp2"]  # two data-parallel ranks: 0 and 1 on the first stage
+    opened = ranks.run(4, opened_files, "grpo", inputs, tmp_path / "run", 1, written)
+    files = [f"rank-{rank:05d}.safetensors" for rank in range(4)]
+    assert opened == [sorted(["SHA256SUMS", "index.gz", "job.json", files[0]]), [files[1]], [files[2]], [files[3]]]
+    # Each rank checks the sum of its file and reads it; rank 0 also checks the other files and reads the state.
+    opened = ranks.run(4, opened_files, "grpo", inputs, tmp_path / "run", 1, written)
+    others = ["SHA256SUMS", "index.gz", *["job.json"] * 3]
+    assert opened == [[*others, files[0], files[0]], *[[files[rank]] * 2 for rank in (1, 2, 3)]]
+    opened = ranks.run(4, opened_files, "grpo", inputs, tmp_path / "run", 1, [*settings, "actor.layout=tp2-pp2"])
+    for rank, names in enumerate(opened):
+        stage = {files[0], files[1]} if rank < 2 else {files[2], files[3]}
+        assert set(names) - {"SHA256SUMS", "index.gz", "job.json"} == stage
+        assert names.count(files[rank]) == 2 and "index.gz" in names
+
+
+def test_resume_from_a_checkpoint_without_index_raises(ranks, inputs, short, tmp_path):
+    shutil.copytree(short, tmp_path / "run")
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        (folder / "index.gz").unlink()
+        rewrite_sums(folder)
+    message = (
+        r"UserError: .*SUMS: index\.gz is missing, the checkpoint was written by an earlier version: no other .* Move"
+    )
+    with pytest.raises(RankError, match=message):
+        ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+
+
 SHORT = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
 
 
@@ -135,7 +164,8 @@ DAMAGES = {
     "weights cut short": ("rank-00001.safetensors", cut_short),
     "a flipped byte": ("rank-00000.safetensors", flip_a_byte),
     "a flipped byte in the state": ("job.json", flip_a_byte),
-    "a file gone": ("rank-00001.json", Path.unlink),
+    "a file gone": ("rank-00001.safetensors", Path.unlink),
+    "a flipped byte in the index": ("index.gz", flip_a_byte),
     "sums cut short": ("SHA256SUMS", cut_short),
     "sums gone": ("SHA256SUMS", Path.unlink),
     "sums that are none": ("SHA256SUMS", lambda file: file.write_bytes(b"\xff\x00")),
@@ -146,7 +176,10 @@ DAMAGES = {
     "name",
     [
         pytest.param(
-            name, marks=[pytest.mark.nightly] if name in ("a file gone", "sums cut short", "sums gone") else []
+            name,
+            marks=[pytest.mark.nightly]
+            if name in ("a flipped byte in the index", "a file gone", "sums cut short", "sums gone")
+            else [],
         )
         for name in DAMAGES
     ],

@@ -3,29 +3,38 @@
     actor/exp_avg|model.layers.0.mlp.down_proj.weight|0:64,32:64
 
 is the key of a stored box: namespace (role and kind of state), Hugging Face name of the tensor, box in the tensor. A
-reader takes from the files of all ranks the parts of the boxes that it needs, and nothing else.
+reader takes from the files the parts of the boxes that it needs, and nothing else: from its rank's file alone under the
+layout in which the files were written, and under another one from those that the index names:
+
+    zcat index.gz          `rank 0`, the keys of the boxes in rank-00000.safetensors, `rank 1`, ...
 """
 
 from __future__ import annotations
 
 import ctypes
+import gzip
 import hashlib
 import os
 import re
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from verl_mg.checkpoint.safetensors_file import header
+from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile, header
 from verl_mg.errors import UserError
-from verl_mg.sharding.boxes import Box, box_shape, full_box, intersect, numel, slices, translate_box
+from verl_mg.sharding.boxes import Box, box_shape, full_box, intersect, slices, subtract, translate_box
 
+INDEX = "index.gz"
+"""File that lists the keys of the boxes of all ranks."""
 _RANGE = re.compile(r"(\d+):(\d+)")
+_SEPARATORS = 2  # in the key of a box
+_RANK = "rank "
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,66 +83,159 @@ def _memory(values: Tensor) -> memoryview | bytes:
     return memoryview((ctypes.c_char * size).from_address(values.data_ptr())).cast("B") if size else b""
 
 
-class ShardedReader:
-    """Reader of the sharded safetensors files of all ranks; use it in a `with` block."""
+def index_entry(rank: int, keys: Iterable[str]) -> bytes:
+    """Returns the part of the index that lists the boxes of one rank; the index is all parts, one after another.
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        """Opens the files and indexes their keys; raises UserError for a file that cannot be read."""
-        self._files = {path: _open(path) for path in files}
-        self._file_of = {key: path for path, file in self._files.items() for key in file.keys()}  # noqa: SIM118
-        self._boxes: dict[tuple[str, str], dict[Box, str]] = defaultdict(dict)
-        for key, path in self._file_of.items():
-            if key.count("|") == 2:
-                namespace, tensor, text = key.split("|")
-                self._boxes[namespace, tensor][_parse_box(text, key, path)] = key
+    Args:
+        rank: rank that writes the boxes.
+        keys: keys of its file; those of boxes are listed.
+    """
+    lines = [f"{_RANK}{rank}", *(key for key in keys if key.count("|") == _SEPARATORS)]
+    return gzip.compress("\n".join([*lines, ""]).encode(), compresslevel=1, mtime=0)
+
+
+def rank_file(rank: int) -> str:
+    """Returns the name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+class RankFile:
+    """The file of one rank, opened once."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file and indexes its boxes; raises UserError for a file that cannot be read."""
+        self.path = path
+        try:
+            self._file = SafetensorsFile(path)
+        except (OSError, DamagedFileError) as error:
+            raise UserError(
+                f"{path}: not a readable safetensors file ({error}). Resume from an earlier checkpoint."
+            ) from None
+        self._keys: dict[str, list[str]] = defaultdict(list)
+        for key in self._file.tensors:
+            if key.count("|") == _SEPARATORS:
+                self._keys[key.rpartition("|")[0]].append(key)
 
     def tensor(self, key: str) -> Tensor:
-        """Reads a whole tensor by its key; raises UserError where the files do not contain it."""
-        if key not in self._file_of:
-            raise UserError(
-                f"{self._folder}: {key!r} is missing. Resume from a checkpoint of this version and of this job."
-            )
-        return self._files[self._file_of[key]].get_tensor(key)
+        """Returns a copy of a whole tensor; raises UserError where the file does not contain it."""
+        return self._values(key, None).clone()
 
     def keys(self, prefix: str) -> list[str]:
         """Returns the keys that begin with `prefix`, sorted."""
-        return sorted(key for key in self._file_of if key.startswith(prefix))
+        return sorted(key for key in self._file.tensors if key.startswith(prefix))
+
+    def keys_of(self, name: str) -> list[str]:
+        """Returns the keys of the boxes of a tensor; `name` is `NAMESPACE|TENSOR`."""
+        return self._keys.get(name, [])
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """Returns a part of a stored box, as a view of the file.
+
+        Args:
+            key: key of the stored box.
+            box: the part, as a box of the same tensor.
+
+        Raises:
+            UserError: the file does not contain the box, or is damaged.
+        """
+        stored = _parse_box(key, self.path)
+        values = self._values(key, stored)
+        return values[slices(translate_box(box, stored, full_box(box_shape(stored))))]
+
+    def _values(self, key: str, stored: Box | None) -> Tensor:
+        try:
+            values = self._file.read(key)
+        except KeyError:
+            raise UserError(
+                f"{self.path}: {key!r} is missing. Resume from a checkpoint of this version and of this job."
+            ) from None
+        except DamagedFileError as error:
+            raise UserError(
+                f"{self.path}: {key!r} cannot be read ({error}). Resume from an earlier checkpoint."
+            ) from None
+        if stored is not None and tuple(values.shape) != box_shape(stored):
+            raise UserError(
+                f"{self.path}: {key!r} has shape {tuple(values.shape)}; the checkpoint is damaged. "
+                "Resume from an earlier one."
+            )
+        return values
+
+
+class ShardedReader:
+    """Reader of the files of all ranks; it opens those that it needs. Use it in a `with` block.
+
+    This rank's file is searched first. Only for boxes that it does not contain is the index read, and the files of
+    other ranks opened.
+    """
+
+    def __init__(self, folder: Path, rank: int | None) -> None:
+        """Opens no file.
+
+        Args:
+            folder: of the checkpoint.
+            rank: rank whose file is searched first; None where the checkpoint has no file of this rank.
+        """
+        self._folder, self._rank = folder, rank
+        self._files: dict[int, RankFile] = {}
+
+    def file(self, rank: int) -> RankFile:
+        """Returns the file of a rank; raises UserError where it cannot be read."""
+        if rank not in self._files:
+            self._files[rank] = RankFile(self._folder / rank_file(rank))
+        return self._files[rank]
 
     def fill(self, part: StoredBox) -> None:
-        """Reads a box into its memory, from all stored boxes that overlap it.
+        """Reads a box into its memory, from stored boxes that overlap it.
 
         Raises:
             UserError: the files do not contain the whole box, or are damaged.
         """
-        missing = numel(part.box)
-        for box, key in self._boxes.get((part.namespace, part.tensor), {}).items():
-            common = intersect(box, part.box) if len(box) == len(part.box) else None
-            if common is not None:
-                dst = translate_box(common, part.box, _at_zero(part.box))
-                src = translate_box(common, box, _at_zero(box))
-                part.values[slices(dst)] = self._read(key, box, src)
-                missing -= numel(common)
-        if missing:
-            raise UserError(
-                f"{self._folder}: the box {part.box} of {part.tensor!r} in {part.namespace!r} is incomplete: the "
-                "checkpoint has another model, or other trained weights. Resume with the configuration that wrote it."
-            )
+        missing = [part.box]
+        for rank, key in self._stored(f"{part.namespace}|{part.tensor}"):
+            box = _parse_box(key, self._folder)
+            if len(box) == len(part.box):
+                missing = [rest for hole in missing for rest in self._copy(part, hole, rank, key, box)]
+            if not missing:
+                return
+        raise UserError(
+            f"{self._folder}: the box {part.box} of {part.tensor!r} in {part.namespace!r} is incomplete: the "
+            "checkpoint has another model, or other trained weights. Resume with the configuration that wrote it."
+        )
 
-    def _read(self, key: str, stored: Box, box: Box) -> Tensor:
-        path = self._file_of[key]
+    def _copy(self, part: StoredBox, hole: Box, rank: int, key: str, box: Box) -> list[Box]:
+        """Copies what a stored box has of a hole in a part; returns the rest of the hole."""
+        common = intersect(box, hole)
+        if common is None:
+            return [hole]
+        target = translate_box(common, part.box, full_box(box_shape(part.box)))
+        part.values[slices(target)] = self.file(rank).read(key, common)
+        return subtract(hole, common)
+
+    def _stored(self, name: str) -> Iterator[tuple[int, str]]:
+        """Yields (rank, key) of the stored boxes of a tensor, those of this rank first, then those of open files."""
+        if self._rank is not None:
+            yield from ((self._rank, key) for key in self.file(self._rank).keys_of(name))
+        # Readers begin at different replicas.
+        first = self._rank or 0
+        others = (entry for entry in self._index.get(name, ()) if entry[0] != self._rank)
+        yield from sorted(others, key=lambda entry: (entry[0] not in self._files, entry[0] < first, entry[0]))
+
+    @cached_property
+    def _index(self) -> dict[str, list[tuple[int, str]]]:
+        """(rank, key) of all stored boxes, by `NAMESPACE|TENSOR`."""
+        path = self._folder / INDEX
         try:
-            values = self._files[path].get_slice(key)
-            if (shape := tuple(values.get_shape())) != box_shape(stored):
-                raise UserError(
-                    f"{path}: {key!r} has shape {shape}; the checkpoint is damaged. Resume from an earlier one."
-                )
-            return values[slices(box)]
-        except SafetensorError as error:
-            raise UserError(f"{path}: {key!r} cannot be read ({error}). Resume from an earlier checkpoint.") from None
-
-    @property
-    def _folder(self) -> Path:
-        return next(iter(self._files)).parent
+            lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+            boxes: dict[str, list[tuple[int, str]]] = defaultdict(list)
+            rank = 0
+            for line in lines:
+                if line.startswith(_RANK):
+                    rank = int(line.removeprefix(_RANK))
+                else:
+                    boxes[line.rpartition("|")[0]].append((rank, line))
+        except (OSError, EOFError, zlib.error, ValueError) as error:
+            raise UserError(f"{path}: not an index ({error}). Resume from an earlier checkpoint.") from None
+        return boxes
 
     def __enter__(self) -> ShardedReader:
         return self
@@ -142,23 +244,10 @@ class ShardedReader:
         self._files.clear()
 
 
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path}: not a readable safetensors file ({error}). Resume from an earlier checkpoint."
-        ) from None
-
-
-def _parse_box(text: str, key: str, path: Path) -> Box:
-    ranges = [_RANGE.fullmatch(part) for part in text.split(",")]
+def _parse_box(key: str, path: Path) -> Box:
+    ranges = [_RANGE.fullmatch(part) for part in key.rpartition("|")[2].split(",")]
     if not all(ranges):
         raise UserError(
             f"{path}: {key!r} has no box such as 0:64,32:64; the checkpoint is damaged. Resume from an earlier one."
         )
     return tuple((int(match[1]), int(match[2])) for match in ranges if match)
-
-
-def _at_zero(box: Box) -> Box:
-    return full_box(box_shape(box))

@@ -65,6 +65,35 @@ def broadcast_bytes(values: bytes) -> bytes:
     return buffer.numpy().tobytes()
 
 
+def broadcast_json(value: Any = None) -> Any:
+    """Returns the JSON value of rank 0 on every rank of the job.
+
+    Args:
+        value: the value, on rank 0; not read on the others.
+    """
+    return json.loads(broadcast_bytes(json.dumps(value).encode()))
+
+
+def gather_bytes(values: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Gathers bytes on rank 0 of the job.
+
+    Args:
+        values: this rank's bytes.
+        group: a group of all ranks of the job; the default group by default.
+
+    Returns:
+        The bytes of all ranks, in rank order; [] on the other ranks.
+    """
+    length = torch.tensor([len(values)])
+    gathered = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, length, group=group)
+    lengths = [int(count) for count in gathered]
+    padded = torch.frombuffer(bytearray(values.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
+    buffers = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
+    dist.gather(padded, buffers, dst=0, group=group)
+    return [buffer[:count].numpy().tobytes() for buffer, count in zip(buffers or [], lengths, strict=False)]
+
+
 def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) -> list[Tensor]:
     """Sends bytes from every rank to every rank of the job.
 

@@ -2,7 +2,8 @@
 
 Megatron's distributed optimizer divides the flat memory of all parameters among the data-parallel ranks; a rank's part
 of a parameter is a contiguous range of its elements, which is a few boxes. Each rank writes its boxes, nothing is
-gathered, and under any other layout each rank reads the boxes that it needs.
+gathered. Under the same layout each rank reads them back, under another one the boxes that it needs instead. The
+weights that the model computes with then come from the optimizers of all data-parallel ranks, as after a step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.storages import inner_optimizers
 from verl_mg.sharding.boxes import (
     Box,
-    Piece,
     Shard,
     box_shape,
     contiguous_boxes,
@@ -34,8 +34,6 @@ WEIGHTS = "weights"
 """Namespace of the weights in a checkpoint."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Namespaces of Adam's moments, named as torch names them."""
-OUTPUT = "output_layer.weight"
-"""End of the name of the output projection."""
 
 
 def weights(runner: ModelRunner) -> Iterator[StoredBox]:
@@ -44,21 +42,40 @@ def weights(runner: ModelRunner) -> Iterator[StoredBox]:
         yield from _boxes(WEIGHTS, _shards(runner)[name], parameter.detach(), full_box(tuple(parameter.shape)))
 
 
-def optimizer_state(runner: ModelRunner, optimizer: Any, to_write: bool = False) -> Iterator[StoredBox]:
+def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
     """Yields this rank's share of the weights, in the optimizer's precision, and of the moments if there are any.
+
+    Data-parallel ranks have different shares. Tensor-parallel ranks have the same share of tensors that are replicated
+    on them, such as norms.
 
     Args:
         runner: the trained model.
         optimizer: its optimizer of megatron-core.
-        to_write: leave out replicas that another rank writes, so that all ranks together write each box once.
     """
     shards = _shards(runner)
     for name, parameter in _trained(runner).items():
-        shard = _shard_to_write(runner, name, parameter, shards[name]) if to_write else shards[name]
+        shard = shards[name]
         for namespace, values, start in _local_ranges(optimizer, parameter):
             for box in contiguous_boxes(tuple(parameter.shape), start, start + len(values)):
                 in_box, values = values[: numel(box)], values[numel(box) :]
                 yield from _boxes(namespace, shard, in_box.view(box_shape(box)), box)
+
+
+@torch.no_grad()
+def weights_from_optimizer(runner: ModelRunner, optimizer: Any) -> None:
+    """Sets the model's weights to those of the optimizer, of all data-parallel ranks; all ranks of the model call it.
+
+    Args:
+        runner: the trained model.
+        optimizer: its optimizer of megatron-core.
+    """
+    for parameter in _trained(runner).values():
+        for namespace, values, start in _local_ranges(optimizer, parameter):
+            if namespace == WEIGHTS:
+                parameter.detach().view(-1)[start : start + len(values)] = values
+    with runner.groups.active():
+        for chunk in runner.model_chunks:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
 def make_moments(optimizer: Any, steps: float) -> None:
@@ -97,22 +114,6 @@ def _trained(runner: ModelRunner) -> Mapping[str, Tensor]:
 
 def _shards(runner: ModelRunner) -> Mapping[str, Shard]:
     return runner.lora.shards if runner.lora else runner.shard_map().shards(torch.distributed.get_rank())
-
-
-def _shard_to_write(runner: ModelRunner, name: str, parameter: Tensor, shard: Shard) -> Shard:
-    """Returns the pieces that this rank, or the ranks that share its optimizer, write.
-
-    A piece that is a whole tensor is replicated on all tensor-parallel ranks, a tied output layer on another stage.
-    """
-    at = runner.groups.coordinates
-    first = (at.tp if getattr(parameter, "allreduce", True) else at.etp) == 0
-    is_replica = runner.table.tied and name.endswith(OUTPUT)
-    shapes = runner.lora.shapes if runner.lora else {t: s.shape for t, s in runner.table.huggingface().items()}
-
-    def writes(piece: Piece) -> bool:
-        return not is_replica and (first or piece.source != full_box(shapes[piece.tensor]))
-
-    return Shard(shard.shape, tuple(piece for piece in shard.pieces if writes(piece)))
 
 
 def _local_ranges(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:

@@ -25,7 +25,7 @@ from verl_mg.errors import UserError
 from verl_mg.megatron.cpu_offload_adam import move_to_cpu
 from verl_mg.megatron.microbatch import LossInputs, MicroBatch, loss_tokens
 from verl_mg.megatron.model_runner import LossClosure, ModelRunner, Report
-from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights
+from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights_from_optimizer
 from verl_mg.megatron.storages import Snapshot, gradient_buffers, inner_optimizers
 from verl_mg.megatron.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict, count_non_finite
 
@@ -157,10 +157,10 @@ class Trainer:
 
         The iterator must be exhausted, and each value copied before the next is requested.
         """
-        yield from optimizer_state(self.runner, self.optimizer, to_write=True)
+        yield from optimizer_state(self.runner, self.optimizer)
         if self._last_good is not None and self._last_good.taken:
             with self._last_good.in_place():
-                for box in optimizer_state(self.runner, self.optimizer, to_write=True):
+                for box in optimizer_state(self.runner, self.optimizer):
                     yield replace(box, namespace=LAST_GOOD + box.namespace)
 
     def counters(self) -> TrainerCounters:
@@ -194,8 +194,9 @@ class Trainer:
             inner.state.clear()
         if moments is not None:
             make_moments(self.optimizer, moments)
-        for box in (*weights(self.runner), *optimizer_state(self.runner, self.optimizer)):
+        for box in optimizer_state(self.runner, self.optimizer):
             fill(replace(box, namespace=prefix + box.namespace))
+        weights_from_optimizer(self.runner, self.optimizer)
 
     def _compute_gradients(
         self,

@@ -1,7 +1,8 @@
 """Checkpoints on disk: written in a thread while training continues, checked before a resume, pruned.
 
-A checkpoint is a folder named by its iteration, with the files of all ranks and their SHA-256 sums in SHA256SUMS. It is
-written under a name that ends in `.partial` and renamed when it is complete, so a crash leaves no half of one.
+A checkpoint is a folder named by its iteration, with a file of each rank, an index of their boxes, the state of the
+job, and the SHA-256 sums of all these files in SHA256SUMS. It is written under a name that ends in `.partial` and
+renamed when it is complete, so a crash leaves no half of one.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from verl_mg.checkpoint.sharded_safetensors import write_tensors
-from verl_mg.config import CheckpointConfig, ConfigSection
-from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.checkpoint.sharded_safetensors import INDEX, index_entry, rank_file, write_tensors
+from verl_mg.config import CheckpointConfig
+from verl_mg.distributed.collectives import all_gather_json, broadcast_json, gather_bytes
 from verl_mg.distributed.groups import GROUP_TIMEOUT
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
-from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, rank_name, read_state
+from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, read_state
 
 SUMS = "SHA256SUMS"
 """File with the sums of all others, in the format of `sha256sum`."""
 PARTIAL = ".partial"
 """Ending of the name of a checkpoint that is being written."""
+_RANK_FILE = re.compile(r"rank-(\d+)\.safetensors")
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
 log = logging.getLogger(__name__)
@@ -109,10 +111,11 @@ class AsyncCheckpointer:
         except OSError as error:
             report = {"digests": {}, "problem": _reason(error, partial)}
         reports = all_gather_json(report, self._group)
+        index = b"".join(gather_bytes(index_entry(dist.get_rank(), contents.tensors), self._group))
         problem = next((report["problem"] for report in reports if report["problem"]), "")
         if dist.get_rank() == 0:
             digests = {name: digest for report in reports for name, digest in report["digests"].items()}
-            problem = problem or self._commit(partial, folder, digests)
+            problem = problem or self._commit(partial, folder, digests, index)
             if problem:
                 shutil.rmtree(partial, ignore_errors=True)
                 newest = "there is none" if self.latest is None else f"the newest is that of iteration {self.latest}"
@@ -121,10 +124,11 @@ class AsyncCheckpointer:
                 self.latest = iteration
             self._problem = problem
 
-    def _commit(self, partial: Path, folder: Path, digests: dict[str, str]) -> str:
+    def _commit(self, partial: Path, folder: Path, digests: dict[str, str], index: bytes) -> str:
         """Renames the folder at once and whole; returns why that failed, or ""."""
         try:
-            _write_text(partial / SUMS, _sums_text(digests))
+            digests[INDEX] = _write(partial / INDEX, index)
+            _write(partial / SUMS, _sums_text(digests).encode())
             if folder.exists():  # a damaged one, after the run resumed from the one before
                 shutil.rmtree(folder)
             os.replace(partial, folder)
@@ -152,7 +156,7 @@ def newest_intact(folder: Path, before: int | None = None) -> Path | None:
     Raises:
         UserError: all checkpoints are damaged.
     """
-    names = all_gather_json([path.name for path in checkpoints_in(folder)])[0]
+    names = broadcast_json([path.name for path in checkpoints_in(folder)] if dist.get_rank() == 0 else None)
     names = [name for name in names if before is None or int(name) < before]
     problem = ""
     for name in reversed(names):
@@ -173,25 +177,20 @@ def _write_local(folder: Path, contents: CheckpointState) -> dict[str, str]:
     """Writes this rank's files; returns their SHA-256 by name."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank()
-    name = rank_name(rank)
-    digests = {f"{name}.safetensors": write_tensors(folder / f"{name}.safetensors", contents.tensors)}
-    digests[f"{name}.json"] = _write_state(folder / f"{name}.json", contents.rank)
+    name = rank_file(rank)
+    digests = {name: write_tensors(folder / name, contents.tensors)}
     if rank == 0:
-        digests[JOB] = _write_state(folder / JOB, contents.job)
+        digests[JOB] = _write(folder / JOB, contents.job.model_dump_json().encode())
     return digests
 
 
-def _write_state(path: Path, state: ConfigSection) -> str:
-    text = state.model_dump_json()
-    _write_text(path, text)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
+def _write(path: Path, content: bytes) -> str:
+    """Writes a file, which is on disk when this returns; returns its SHA-256."""
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return hashlib.sha256(content).hexdigest()
 
 
 def _fsync_folder(folder: Path) -> None:
@@ -238,13 +237,23 @@ def _score_of(path: Path) -> float | None:
 
 def _problem_of(folder: Path) -> str:
     """Returns what is wrong with a checkpoint, the same on every rank, or ""; ranks share the files."""
-    try:
-        digests = _read_sums(folder)
-        names = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
-        problem = next((text for text in (_check_file(folder / name, digests[name]) for name in names) if text), "")
-    except UserError as error:
-        problem = str(error)
+    digests: dict[str, str] = {}
+    problem = ""
+    if dist.get_rank() == 0:
+        try:
+            digests = _read_sums(folder)
+        except UserError as error:
+            problem = str(error)
+    digests = broadcast_json(digests)
+    names = (name for name in sorted(digests) if _checking_rank(name, dist.get_world_size()) == dist.get_rank())
+    problem = problem or next((text for name in names if (text := _check_file(folder / name, digests[name]))), "")
     return next((text for text in all_gather_json(problem) if text), "")
+
+
+def _checking_rank(name: str, ranks: int) -> int:
+    """Returns the rank that checks a file: that which reads it, under the layout that wrote it."""
+    match = _RANK_FILE.fullmatch(name)
+    return int(match[1]) % ranks if match else 0
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
@@ -256,10 +265,11 @@ def _read_sums(folder: Path) -> dict[str, str]:
     digests = {match[2]: match[1] for match in matches if match}
     if len(digests) != len(lines) or JOB not in digests:
         raise UserError(f"{folder / SUMS}: not the sums of a checkpoint")
-    for number in range(read_state(folder).ranks):
-        for name in (f"{rank_name(number)}.json", f"{rank_name(number)}.safetensors"):
-            if name not in digests:
-                raise UserError(f"{folder / SUMS}: {name} is missing")
+    if INDEX not in digests:
+        raise UserError(f"{folder / SUMS}: {INDEX} is missing, the checkpoint was written by an earlier version")
+    for name in map(rank_file, range(read_state(folder).ranks)):
+        if name not in digests:
+            raise UserError(f"{folder / SUMS}: {name} is missing")
     return digests
 
 

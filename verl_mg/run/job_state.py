@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -17,8 +16,9 @@ from pydantic import PositiveInt, ValidationError, model_validator
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.checkpoint.sharded_safetensors import ShardedReader
+from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader
 from verl_mg.config import ConfigSection, Count
+from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.distributed.watchdog import is_peer_failure
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
@@ -34,6 +34,8 @@ READY = "ready"
 """Name of the batch that the rollout generated in advance, among those of `job.state`, whose names begin with STATE."""
 STATE = "state."
 """Prefix of the names of batches in `job.state`."""
+RANK_STATE = "state"
+"""Name of the tensor with the JSON text of a `RankState`."""
 LENGTHS = "lengths"
 """Name of the tensor with a batch's lengths."""
 
@@ -122,10 +124,8 @@ class CheckpointState:
 
     job: JobState
     """State that all ranks know."""
-    rank: RankState
-    """State of this rank."""
     tensors: dict[str, Tensor]
-    """Tensors by key, on the host; they are not changed before they are written."""
+    """Tensors by key and the text of the `RankState`, on the host; they are not changed before they are written."""
 
 
 @dataclass
@@ -167,7 +167,8 @@ class StateCollector:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._buffers = tensors
-        return CheckpointState(state, _rank_state(batches, local), tensors)
+        text = _rank_state(batches, local).model_dump_json().encode()
+        return CheckpointState(state, tensors | {RANK_STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
 
     def _to_host(self, key: str, values: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
@@ -190,17 +191,19 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
     Raises:
         UserError: the checkpoint is of another recipe, or its files do not fit each other or the job.
     """
-    state = read_state(folder)
+    text = _read(folder / JOB) if dist.get_rank() == 0 else b""
+    state = _parse(folder / JOB, broadcast_bytes(text), JobState)
     if state.recipe != recipe:
         raise UserError(f"{folder}: written by the recipe {state.recipe}, not {recipe}. Choose another job.output.")
     if other := job.trained.keys() ^ state.trained.keys():
         raise UserError(f"{folder}: {min(other)} is trained in only one of the two runs. Choose another job.output.")
     try:
         job.prompts.load_state(state.prompts)
-        with ShardedReader(_tensor_file(folder, number) for number in range(state.ranks)) as stored:
+        rank = dist.get_rank()
+        with ShardedReader(folder, rank if rank < state.ranks else None) as stored:
             for name, role in job.trained.items():
                 role.load(stored.fill, state.trained[name])
-        _restore_local(job, folder, state)
+            _restore_local(job, stored, state)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # intact, but inconsistent
         if is_peer_failure(error):
             raise
@@ -214,50 +217,45 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
 
 def read_state(folder: Path) -> JobState:
     """Returns the contents of job.json; UserError where it cannot be read."""
-    return _read(folder / JOB, JobState)
+    return _parse(folder / JOB, _read(folder / JOB), JobState)
 
 
-def rank_name(rank: int) -> str:
-    """Returns the name of a rank's files, without their endings."""
-    return f"rank-{rank:05d}"
-
-
-def _restore_local(job: Job, folder: Path, state: JobState) -> None:
+def _restore_local(job: Job, stored: ShardedReader, state: JobState) -> None:
     """Restores the states of ranks; where the checkpoint has more ranks than the job, a rank takes several of them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     numbers = list(range(rank, state.ranks, world_size))
-    with ExitStack() as stack:
-        files = {n: stack.enter_context(ShardedReader([_tensor_file(folder, n)])) for n in (*numbers, 0)}
-        states = {n: _read(folder / f"{rank_name(n)}.json", RankState) for n in files}
+    files = {n: stored.file(n) for n in numbers or [0]}
+    states = {n: _parse(file.path, file.tensor(RANK_STATE).numpy().tobytes(), RankState) for n, file in files.items()}
 
-        def load_batch(name: str) -> Batch:
-            parts = [_load_batch(name, states[n], files[n]) for n in numbers]
-            return Batch.concat(parts) if parts else _load_batch(name, states[0], files[0]).select([])
+    def load_batch(name: str) -> Batch:
+        parts = [_load_batch(name, states[n], files[n]) for n in numbers]
+        return Batch.concat(parts) if parts else _load_batch(name, states[0], files[0]).select([])
 
-        batches = {name: load_batch(name) for name in state.batches}
-        job.state = {**state.numbers, **{n.removeprefix(STATE): b for n, b in batches.items() if n != READY}}
-        if state.rollout and "rollout" in job.requested:
-            vocab_size = read_config(job.config.model.path).vocab
-            completed: dict[int, Sample] = {}
-            partial: dict[int, Sample] = {}
-            for n in numbers:
-                completed |= _load_samples("completed", states[n].completed, files[n], vocab_size)
-                partial |= _load_samples("partial", states[n].partial, files[n], vocab_size)
-            local = LocalRolloutState(completed, partial, batches.get(READY))
-            job.rollout.load(state.rollout, local, job.prompts.by_id)
-        if state.ranks == world_size:
-            _restore_random_numbers(states[rank], files[rank])
-
-
-def _tensor_file(folder: Path, rank: int) -> Path:
-    return folder / f"{rank_name(rank)}.safetensors"
+    batches = {name: load_batch(name) for name in state.batches}
+    job.state = {**state.numbers, **{n.removeprefix(STATE): b for n, b in batches.items() if n != READY}}
+    if state.rollout and "rollout" in job.requested:
+        vocab_size = read_config(job.config.model.path).vocab
+        completed: dict[int, Sample] = {}
+        partial: dict[int, Sample] = {}
+        for n in numbers:
+            completed |= _load_samples("completed", states[n].completed, files[n], vocab_size)
+            partial |= _load_samples("partial", states[n].partial, files[n], vocab_size)
+        local = LocalRolloutState(completed, partial, batches.get(READY))
+        job.rollout.load(state.rollout, local, job.prompts.by_id)
+    if state.ranks == world_size:
+        _restore_random_numbers(states[rank], files[rank])
 
 
-def _read(path: Path, kind: type[S]) -> S:
+def _read(path: Path) -> bytes:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _parse(path: Path, text: bytes, kind: type[S]) -> S:
+    try:
+        return kind.model_validate_json(text)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
@@ -301,9 +299,7 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
         yield from ((f"random/megatron/{name}", state) for name, state in get_cuda_rng_tracker().get_states().items())
 
 
-def _load_samples(
-    which: str, states: Sequence[SampleState], stored: ShardedReader, vocab_size: int
-) -> dict[int, Sample]:
+def _load_samples(which: str, states: Sequence[SampleState], stored: RankFile, vocab_size: int) -> dict[int, Sample]:
     """Returns samples by id; `which` is "completed" or "partial". ValueError for a token beyond the vocabulary."""
     samples = {}
     for state in states:
@@ -315,14 +311,14 @@ def _load_samples(
     return samples
 
 
-def _load_batch(name: str, state: RankState, stored: ShardedReader) -> Batch:
+def _load_batch(name: str, state: RankState, stored: RankFile) -> Batch:
     batch = Batch(stored.tensor(f"batch/{name}/{LENGTHS}"))
     for column, kind in state.kinds[name].items():
         batch.put(column, stored.tensor(_column_key(name, column)), kind)
     return batch
 
 
-def _restore_random_numbers(state: RankState, stored: ShardedReader) -> None:
+def _restore_random_numbers(state: RankState, stored: RankFile) -> None:
     """Restores all generators of this process."""
     version, numbers, gauss = state.python
     random.setstate((version, tuple(numbers), gauss))

@@ -147,12 +147,17 @@ def uncovered(box: Box, covers: Sequence[Box]) -> list[Box]:
         return []
     remaining = [box]
     for cover in overlaps:
-        remaining = [part for whole in remaining for part in _without(whole, cover)]
+        remaining = [part for whole in remaining for part in subtract(whole, cover)]
     return remaining
 
 
-def _without(box: Box, hole: Box) -> list[Box]:
-    """Returns the parts of a box that are outside another one."""
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """Returns the parts of a box that are outside another one.
+
+    Args:
+        box: box with as many dimensions as `hole`.
+        hole: the other box.
+    """
     common = intersect(box, hole)
     if common is None:
         return [box]
