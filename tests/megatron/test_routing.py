@@ -19,6 +19,7 @@ LAYOUTS = [
     ("tp1", 1),
     ("tp2-cp2-ep2", 4),
     ("tp2-pp2", 4),
+    ("pp2-vpp2", 2),
     *(pytest.param(layout, 2, marks=pytest.mark.nightly) for layout in ("tp2", "cp2", "pp2", "ep2")),
 ]
 

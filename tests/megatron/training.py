@@ -87,7 +87,8 @@ def train(
     runner = ModelRunner(model, groups, torch.float32, recompute, head, hidden_offset)
     assert_built(runner, Layout.parse(layout).fit(dist.get_world_size()), recompute)
     share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
-    micro_batches = [rows.select(numbers) for numbers in share]
+    local = _with_experts_of_stage(rows, runner)
+    micro_batches = [local.select(numbers) for numbers in share]
     outputs = _outputs(runner, micro_batches, share)
     trainer = Trainer(runner, OPTIMIZER)
     gradients: Parts = []
@@ -104,6 +105,16 @@ def train(
     ]
     norms, losses = ([metrics[name] for metrics in seen_by] for name in ("grad_norm", "loss"))
     return Trained(outputs, gradients, _parts(runner, runner.parameters()), norms, losses)
+
+
+def _with_experts_of_stage(rows: Batch, runner: ModelRunner) -> Batch:
+    """The rows as the ranks of a pipeline stage get them: with the prescribed experts of its layers only."""
+    local = rows.select_columns(rows.names())
+    if "routed_experts" in rows:
+        stage = runner.stage(runner.groups.coordinates.pp)
+        layers = [layer for layer in stage.layers if layer in runner.table.config.experts.layers]
+        local["routed_experts"] = rows["routed_experts"][:, layers]
+    return local
 
 
 def assert_built(runner: ModelRunner, layout: Layout, recompute: bool) -> None:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from tests.given_experts import with_experts
 from tests.roles.updates import COUNT, TEMPERATURE, actor_on, compare, oracle_update, rows, settings, with_entropy
 from tests.tiny_models import oracle, oracle_outputs
+from verl_mg.batch import Batch
+from verl_mg.roles.row_index import RowIndexer
 
 LAYOUTS = [
     ("tp1", 2),
@@ -111,7 +113,40 @@ def test_routed_experts_of_the_batch_replace_the_routers_in_logprobs_and_updates
     expected = torch.where(batch["loss_mask"], logprobs, 0).split(batch.lengths.tolist())
     ((_, _, alone),) = ranks.run(1, replayed, model, "tp1", given)
     ((_, _, free),) = ranks.run(1, replayed, model, "tp1", None)
-    for own, parts, metrics in ranks.run(4, replayed, model, "tp2-ep2", given):
-        assert metrics == pytest.approx(alone, rel=1e-5)
-        assert all(torch.allclose(part, expected[row], atol=2e-5) for row, part in zip(own, parts, strict=True))
+    for layout, count in (("tp2-ep2", 4), ("cp2-pp2", 4), ("pp2-vpp2", 2)):
+        for own, parts, metrics in ranks.run(count, replayed, model, layout, given):
+            assert metrics == pytest.approx(alone, rel=1e-5)
+            assert all(torch.allclose(part, expected[row], atol=2e-5) for row, part in zip(own, parts, strict=True))
     assert abs(free["actor/entropy"] - alone["actor/entropy"]) > 1e-2
+
+
+def columns_at_stage(model, layout, given):
+    batch = rows(model)
+    batch["routed_experts"] = given
+    mine = batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    actor = actor_on(model, layout, 40)
+    index = RowIndexer().index(mine)
+    plan = actor.plan_micro_batches(index, index.row_groups)
+    at = actor.runner.groups.coordinates
+    numbers = [row for micro in plan.rows[at.dp] for row in micro]
+    return at, numbers, Batch.concat(actor.gather_micro_batches(mine, index, plan))
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"), [("pp4", [[0], [1], [2], [3]]), ("pp2-vpp2", [[0, 2], [1, 3]]), ("ep2-pp2", [[0, 1], [2, 3]])]
+)
+def test_each_pipeline_stage_gets_its_layers_of_the_routing_and_only_the_ends_get_tokens(ranks, models, layout, layers):
+    model = models["qwen3_moe"]
+    batch = rows(model)
+    given = torch.rand(batch.total_tokens, 4, 4, generator=torch.Generator().manual_seed(3)).topk(2).indices.short()
+    batch["routed_experts"] = given
+    batch = batch.select(batch["sample_id"].argsort())
+    for at, numbers, found in ranks.run(2 if "vpp" in layout else 4, columns_at_stage, model, layout, given):
+        expected = batch.select(numbers)
+        assert torch.equal(found.lengths, expected.lengths)
+        assert torch.equal(found["routed_experts"], expected["routed_experts"][:, layers[at.pp]])
+        last, first = at.pp == len(layers) - 1, at.pp == 0
+        names = set(batch.names()) if last else {"tokens", "routed_experts"} if first else {"routed_experts"}
+        assert set(found.names()) == names
+        for name in names - {"routed_experts"}:
+            assert torch.equal(found[name], expected[name])

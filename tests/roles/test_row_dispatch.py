@@ -1,5 +1,8 @@
 """Transfer of rows and columns between ranks, and the cached row index of a batch."""
 
+import os
+from collections import Counter
+from itertools import accumulate
 from unittest import mock
 
 import pytest
@@ -7,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.distributed.collectives import all_gather_json
-from verl_mg.roles import row_dispatch
-from verl_mg.roles.row_dispatch import RowIndexer, gather_rows, scatter_column
+from verl_mg.distributed.collectives import all_gather_bytes
+from verl_mg.roles import row_dispatch, row_index
+from verl_mg.roles.row_dispatch import gather_rows, scatter_column
+from verl_mg.roles.row_index import RowIndexer
+from verl_mg.roles.row_plan import ColumnPart, plan_deliveries, plan_returns
 
 
 def rows_held_by(rank: int) -> Batch:
@@ -66,6 +71,74 @@ def test_rows_gathered_by_several_ranks_are_scattered_by_one(ranks):
     assert other == [0.0] * 2 + [4.0] * 9 + [1.0] * 4
 
 
+def sent_bytes(wanted, layers):
+    """Bytes that this rank sends to each other rank, by gather and scatter, and the gathered rows."""
+    batch = rows_held_by(dist.get_rank()) if dist.get_rank() < 3 else rows_held_by(1)
+    batch["routed"] = (10 * batch["tokens"][:, None] + torch.arange(4)).short()
+    index = RowIndexer().index(batch)
+    needed = [[ColumnPart("tokens"), ColumnPart("routed", part)] if part else [] for part in layers]
+    sent, send = Counter(), dist.isend
+
+    def counting(values, rank, **options):
+        sent[rank] += values.numel()
+        return send(values, rank, **options)
+
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), mock.patch.object(dist, "isend", counting):
+        fetched = gather_rows(batch, index, wanted, needed)
+        gathered = Counter(sent)
+        sent.clear()
+        scatter_column("x", index, [(3, range(5))], {row: torch.ones(n) for row, n in enumerate(index.lengths)})
+    planned, returned = Counter(), Counter()
+    for delivery in plan_deliveries(index, wanted, needed, ranks_per_node=2):
+        for sender, receiver in delivery.hops:
+            planned[sender, receiver] += delivery.num_bytes
+    for part in plan_returns(index, [(3, range(5))]):
+        returned[part.sender, part.owner] += part.num_bytes
+    return fetched, gathered, planned, dict(sent), returned
+
+
+def test_gather_and_scatter_send_the_bytes_of_the_plan_between_ranks_with_rows_only(ranks):
+    # Owners are rank 0 (rows 2 and 3) and rank 2 (rows 0, 1, 4). Ranks 2 and 3 of node 1 want the same columns.
+    results = ranks.run(4, sent_bytes, [[], [3], [0, 3, 4], [0, 3, 4]], [(), (1,), (0, 3), (0, 3)])
+    for rank, (fetched, gathered, planned, scattered, returned) in enumerate(results):
+        assert gathered == {to: size for (sender, to), size in planned.items() if sender == rank}
+        assert scattered == {to: size for (sender, to), size in returned.items() if sender == rank != to}
+        for i, sample_id in enumerate(fetched.lengths.tolist()):
+            layers = {1: [1], 2: [0, 3], 3: [0, 3]}[rank]
+            tokens = [10 * (sample_id - 2) + t for t in range(sample_id)]
+            assert fetched.row("tokens", i).tolist() == tokens
+            assert fetched.row("routed", i).tolist() == [[10 * token + layer for layer in layers] for token in tokens]
+    # Row 3, of 7 tokens with 8 and 4 bytes, crosses to node 1 once; rank 2 passes it on with its own rows 0 and 4.
+    assert [gathered for _, gathered, *_ in results] == [
+        *({1: 7 * (8 + 2), 2: 7 * (8 + 4)}, {}, {3: (7 + 2 + 9) * (8 + 4)}, {})
+    ]
+    assert results[3][3] == {0: 4 * (5 + 7), 2: 4 * (2 + 4 + 9)}
+
+
+def gathered_by_other_ranks():
+    """Bytes that the owner of all rows allocates while it sends them: of one tensor, and of all at once."""
+    rows = 64 if dist.get_rank() == 0 else 0
+    batch = Batch([500] * rows)
+    batch["sample_id"] = torch.arange(rows)
+    batch["loss_mask"] = batch.positions > 1
+    batch["tokens"] = torch.arange(batch.total_tokens)
+    index = RowIndexer().index(batch)
+    limit = mock.patch.object(row_dispatch, "PIECE_BYTES", 16384, create=True)
+    with limit, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as record:
+        fetched = gather_rows(batch, index, [[], range(64), range(64), range(64)])
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(changes, default=0), max(accumulate(changes), default=0), fetched
+
+
+def test_gather_rows_owner_holds_few_pieces_in_addition_to_its_rows(ranks):
+    (largest, peak, _), *others = ranks.run(4, gathered_by_other_ranks)
+    assert 8192 < largest <= 16384
+    assert 16384 < peak <= 6 * 16384
+    for _, _, fetched in others:
+        assert fetched["tokens"].tolist() == list(range(64 * 500))
+
+
 def with_equal_ids():
     return RowIndexer().index(rows_held_by(0))
 
@@ -80,14 +153,14 @@ def count_row_gathers(change):
     batch = rows_held_by(2 * dist.get_rank())
     row_gathers = []
 
-    def counting(value):
-        gathered = all_gather_json(value)
-        parts = [part["rows"] if isinstance(part, dict) else part for part in gathered]
-        row_gathers.append(any(part is not None for part in parts))
+    def counting(data):
+        gathered = all_gather_bytes(data)
+        counts = [int(part[:8].clone().view(torch.int64)) for part in gathered]
+        row_gathers.append(any(count >= 0 for count in counts))
         return gathered
 
     rows = RowIndexer()
-    with mock.patch.object(row_dispatch, "all_gather_json", counting):
+    with mock.patch.object(row_index, "all_gather_bytes", counting):
         first = rows.index(batch)
         assert rows.index(batch, batch.select_columns(["tokens", "sample_id"])).row_groups == first.row_groups
         change(batch)

@@ -6,6 +6,7 @@ Functions of a `Batch` compute properties of all rows of all ranks, with the sam
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,6 +109,66 @@ def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) 
     sizes = [part.numel() for part in outgoing]
     dist.all_to_all_single(received, torch.cat(list(outgoing)), list(incoming_sizes), sizes)
     return list(received.split(list(incoming_sizes)))
+
+
+def request_bytes(num_bytes: int, rank: int, tag: int = 0) -> tuple[Tensor, dist.Work]:
+    """Starts the receipt of bytes from another rank.
+
+    Args:
+        num_bytes: number of bytes.
+        rank: the sender.
+        tag: tag of the sequence of messages, see `ByteSender.send`.
+
+    Returns:
+        The uint8 tensor that will have them, and the work to wait for.
+    """
+    values = torch.empty(num_bytes, dtype=torch.uint8)
+    work = dist.irecv(values, rank, tag=tag)
+    assert work is not None
+    return values, work
+
+
+class ByteSender:
+    """Non-blocking sends of byte tensors to other ranks, with a limit on the bytes in flight.
+
+    A receiver requests all that is sent to it before it waits for anything else.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """Creates a sender without sends in flight.
+
+        Args:
+            limit: bytes of the tensors in flight, unless a single one is larger.
+        """
+        self._limit, self._bytes = limit, 0
+        self._in_flight: deque[tuple[Tensor, list[Any]]] = deque()
+
+    def make_free(self, num_bytes: int) -> None:
+        """Waits until tensors of so many bytes may be created and sent."""
+        while self._in_flight and self._bytes + num_bytes > self._limit:
+            values, works = self._in_flight.popleft()
+            for work in works:
+                work.wait()
+            self._bytes -= values.numel()
+
+    def send(self, values: Tensor, ranks: Sequence[int], tag: int = 0) -> None:
+        """Starts the sends of a tensor; it must not be written to afterwards.
+
+        Args:
+            values: uint8 tensor.
+            ranks: receivers.
+            tag: distinguishes sequences of messages between the same ranks.
+        """
+        if not ranks:
+            return
+        self.make_free(values.numel())
+        works = [dist.isend(values, rank, tag=tag) for rank in ranks]
+        self._in_flight.append((values, works))
+        self._bytes += values.numel()
+
+    def wait(self) -> None:
+        """Waits for all sends."""
+        self.make_free(self._limit + 1)
 
 
 def sum_over_ranks(reports: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None = None) -> dict[str, float]:

@@ -5,7 +5,7 @@ that is valid for 10,000 ranks without starting one.
 """
 
 from verl_mg.layout.engine_layout import EngineCoordinates, EngineLayout, EnginePlacement
-from verl_mg.layout.layout import Coordinates, Layout, ModelDims
+from verl_mg.layout.layout import Coordinates, Layout, ModelDims, Stage
 from verl_mg.layout.placement import Placement, format_ranks, parse_ranks
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Layout",
     "ModelDims",
     "Placement",
+    "Stage",
     "format_ranks",
     "parse_ranks",
 ]

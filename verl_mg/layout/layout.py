@@ -60,6 +60,18 @@ class ModelDims:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Contents of a pipeline stage."""
+
+    layers: tuple[int, ...]
+    """Global indices of the layers of all model chunks of the stage, ascending."""
+    is_first: bool
+    """Whether it has the embedding."""
+    is_last: bool
+    """Whether it has the output layer."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """Sizes of the parallel dimensions of a Megatron model.
 
@@ -210,6 +222,16 @@ class Layout:
         short = [min(2 * chunk + 1, 2 * (chunks - 1 - chunk)) < fewer for chunk in range(number + 1)]
         start = number * each - sum(short[:number])
         return range(start, start + each - short[number])
+
+    def stage(self, num_layers: int, pp_rank: int) -> Stage:
+        """Returns the contents of a pipeline stage.
+
+        Args:
+            num_layers: layers of the model.
+            pp_rank: pipeline stage.
+        """
+        layers = (layer for chunk in range(self.vpp) for layer in self.layers(num_layers, pp_rank, chunk))
+        return Stage(tuple(layers), pp_rank == 0, pp_rank == self.pp - 1)
 
     def check(self, model: ModelDims) -> None:
         """Checks that the layout divides a model.

@@ -6,6 +6,7 @@ rank has T / cp of them outside attention, and a tensor-parallel rank T / (cp * 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -39,8 +40,8 @@ class PackedSequences(PackedSeqParams):
     """(T, 1, rotary width), cosines of the rotary embedding at each token's position in its sequence."""
     sin: Tensor | None = None
     """(T, 1, rotary width), sines of the rotary embedding."""
-    experts: Tensor | None = None
-    """(T / (cp * tp), layers, k) int16, prescribed experts of this rank's tokens, see `routing`."""
+    experts: Mapping[int, Tensor] | None = None
+    """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
     cp_group: dist.ProcessGroup | None = None
     """Ranks that share the micro-batch, each with T / cp neighbouring tokens."""
 

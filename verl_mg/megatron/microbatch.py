@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.layout import Stage
 from verl_mg.megatron.attention import PackedSequences, describe_sequences
 from verl_mg.megatron.process_groups import TokenShard
-from verl_mg.megatron.routing import routed_experts
+from verl_mg.megatron.routing import COLUMN, routed_experts
 from verl_mg.renamed import renamed_attribute
 
 
@@ -23,12 +24,13 @@ class MicroBatch:
 
     T is the number of tokens of the rows, padded up to a multiple of tp * cp; this rank has T / cp neighbouring ones.
     Of the n scored tokens (those under the loss mask, except a row's first) it scores the m whose hidden states it has.
+    n is 0 except on the last pipeline stage: the others do not have the loss mask.
     """
 
     rows: Batch
-    """Rows of the micro-batch."""
+    """Rows of the micro-batch, with the columns of this rank's pipeline stage."""
     input_ids: Tensor
-    """(1, T / cp) int64, this rank's tokens."""
+    """(1, T / cp) int64, this rank's tokens; zeros on a stage that neither embeds nor scores them."""
     packed: PackedSequences
     """Description of the sequences."""
     hidden_index: Tensor
@@ -49,31 +51,39 @@ def make_micro_batch(
     attention_scaling: float,
     dtype: torch.dtype,
     shard: TokenShard,
+    stage: Stage,
     hidden_offset: int = 1,
+    replayed: Sequence[int] = (),
 ) -> MicroBatch:
     """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
 
     Args:
-        rows: rows of the micro-batch; may be empty.
+        rows: rows of the micro-batch; may be empty. The first stage reads `tokens`, the last one `tokens` and
+            `loss_mask`, each one `routed_experts` if it is there.
         inverse_frequencies: (rotary width / 2,) float32 on the device, see `describe_sequences`.
         attention_scaling: factor of cosines and sines of rotary embeddings.
         dtype: data type of the model.
         shard: this rank's part of the tokens.
+        stage: this rank's pipeline stage.
         hidden_offset: offset from a token to the hidden state that scores it: 1 for language-model heads, whose hidden
             state predicts the next token; 0 for reward heads.
+        replayed: layers of the column `routed_experts`.
     """
     device = inverse_frequencies.device
     total, parts = rows.total_tokens, shard.tp * shard.cp
     filler = -total % parts if total else parts
     lengths = torch.cat([rows.lengths, torch.tensor([filler] if filler else [], dtype=torch.int64)])
-    tokens = torch.cat([rows["tokens"], torch.zeros(filler, dtype=torch.int64)])
-    token_index = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
+    tokens = torch.zeros(total + filler, dtype=torch.int64)
+    if stage.is_first or stage.is_last:
+        tokens[:total] = rows["tokens"]
+    token_index = torch.empty(0, dtype=torch.int64)
+    if stage.is_last:
+        token_index = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
     shard_size = len(tokens) // shard.cp
     start = shard.cp_index * shard_size
     local_index = ((token_index - hidden_offset) // shard_size == shard.cp_index).nonzero().flatten()
     packed = describe_sequences(lengths, inverse_frequencies, attention_scaling, dtype)
-    experts = routed_experts(rows, filler, shard)
-    packed.experts = None if experts is None else experts.to(device)
+    packed.experts = routed_experts(rows, filler, shard, replayed, device)
     packed.cp_group = shard.group
     return MicroBatch(
         rows=rows,
@@ -154,6 +164,8 @@ def loss_tokens(micro: MicroBatch, output: Tensor) -> LossInputs:
     device = output.device
     columns = {}
     for name in micro.rows.names():
+        if name == COLUMN:  # the routers read it; here are the layers of this stage only
+            continue
         column = micro.rows[name]
         if micro.rows.kind(name) is ColumnKind.SEQUENCE:
             column = micro.rows.expand_to_tokens(column)

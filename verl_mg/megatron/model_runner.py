@@ -15,12 +15,12 @@ from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.config import LoraConfig
-from verl_mg.layout import Layout, Placement
+from verl_mg.layout import Layout, Placement, Stage
 from verl_mg.megatron.lora import Adapters
 from verl_mg.megatron.microbatch import MicroBatch, make_micro_batch
 from verl_mg.megatron.model import build_chunks, chunks_by_prefix, parameters_by_name, rotary_frequencies
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.routing import check_routed_experts
+from verl_mg.megatron.routing import replayed_layers
 from verl_mg.megatron.weight_loading import load_weights
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.phase_timer import PhaseTimer
@@ -111,6 +111,10 @@ class ModelRunner:
     def is_member(self) -> bool:
         """True on the ranks of the placement, which compute."""
         return self.groups.is_member
+
+    def stage(self, pp_rank: int) -> Stage:
+        """Returns the contents of a pipeline stage of the model."""
+        return self.layout.stage(self.table.config.layers, pp_rank)
 
     def output_rank(self, worker_slot: int) -> int:
         """Returns the rank that reports the outputs of a worker slot (dp * cp + cp index): tp index 0, last stage."""
@@ -203,7 +207,7 @@ class ModelRunner:
         """Runs megatron-core's pipeline schedule over micro-batches; all ranks of the placement call it.
 
         Args:
-            micro_batches: rows of each micro-batch.
+            micro_batches: rows of each micro-batch, with the columns of this rank's stage, see `make_micro_batch`.
             temperature: sampling temperature; 0 is greedy sampling.
             loss_closure: called on the last stage with each micro-batch and its output.
             forward_only: whether to leave out the backward pass.
@@ -211,22 +215,19 @@ class ModelRunner:
 
         Returns:
             The reports of the loss closure in order; [] except on the last stage.
-
-        Raises:
-            UserError: the column of prescribed experts does not fit the model.
         """
         if not self.is_member:
             return []
         # Temperature 0 is greedy sampling, whose log-probs are those of the unscaled distribution.
         scale = temperature if temperature > 0 else 1.0
-        for rows in micro_batches:
-            check_routed_experts(rows, self.table.config)
         filled = [*micro_batches, *_fillers(micro_batches, self.layout)]
         cp_sizes = [*(cp_sizes or []), *[self.layout.cp] * (len(filled) - len(cp_sizes or []))]
         token_shards = [self.groups.token_shard(cp_size) for cp_size in cp_sizes]
         description = (self._frequencies, self._attention_scaling, self.dtype)
+        stage = self.stage(self.groups.coordinates.pp)
+        replayed = replayed_layers(self.table.config, stage)
         prepared = [
-            make_micro_batch(rows, *description, token_shard, self._hidden_offset)
+            make_micro_batch(rows, *description, token_shard, stage, self._hidden_offset, replayed)
             for rows, token_shard in zip(filled, token_shards, strict=True)
         ]
 

@@ -5,11 +5,13 @@ so that both compute the same function. The weights of these experts still come 
 
     batch["routed_experts"]     token column, int16, (sum(lengths), layers, k): the k different experts of a token in
                                 each layer; -1: not known, the router decides. A layer without experts has entries
-                                like any other, which are not read.
+                                like any other, which are not read. On the ranks of a pipeline stage the column has
+                                the layers of `replayed_layers` only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
+from verl_mg.layout import Stage
 from verl_mg.megatron.attention import PackedSequences
 from verl_mg.megatron.process_groups import TokenShard
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
@@ -53,22 +56,32 @@ def check_routed_experts(rows: Batch, config: HFConfig) -> None:
         )
 
 
-def routed_experts(rows: Batch, filler: int, shard: TokenShard) -> Tensor | None:
+def replayed_layers(config: HFConfig, stage: Stage) -> tuple[int, ...]:
+    """Returns the layers of a pipeline stage that read prescribed experts, ascending: those with experts."""
+    return tuple(layer for layer in stage.layers if config.experts and layer in config.experts.layers)
+
+
+def routed_experts(
+    rows: Batch, filler: int, shard: TokenShard, layers: Sequence[int], device: torch.device
+) -> dict[int, Tensor] | None:
     """Selects the prescribed experts of the tokens that the routers of this rank process.
 
     Args:
         rows: rows of a micro-batch.
         filler: number of tokens appended to the rows, which make T a multiple of cp * tp.
         shard: this rank's part of the tokens.
+        layers: layers of the column, see `replayed_layers`.
+        device: device of the model.
 
     Returns:
-        (T / (cp * tp), layers, k) int16; None without the column.
+        (T / (cp * tp), k) int16 of each layer; None without the column.
     """
     if COLUMN not in rows:
         return None
     known = rows[COLUMN]
     given = torch.cat([known, known.new_full((filler, *known.shape[1:]), -1)])
-    return given.chunk(shard.cp * shard.tp)[shard.cp_index * shard.tp + shard.tp_index]
+    local = given.chunk(shard.cp * shard.tp)[shard.cp_index * shard.tp + shard.tp_index].to(device)
+    return dict(zip(layers, local.unbind(1), strict=True))
 
 
 class Router(TopKRouter):
@@ -140,7 +153,7 @@ class RoutedLayer(TransformerLayer):
     def forward(self, *arguments: Any, packed_seq_params: PackedSequences, **options: Any) -> tuple[Tensor, Any]:
         """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""
         given = packed_seq_params.experts
-        self.mlp.router.given = None if given is None else given[:, self.layer_number - 1]
+        self.mlp.router.given = None if given is None else given[self.layer_number - 1]
         output: tuple[Tensor, Any] = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
         self.mlp.token_dispatcher.probs = None  # it would keep the autograd graph of this pass alive
         return output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -17,12 +17,16 @@ from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.routing import COLUMN as ROUTED_EXPERTS
+from verl_mg.megatron.routing import check_routed_experts, replayed_layers
 from verl_mg.models.flops import row_flops
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.row_dispatch import RowIndex, gather_rows, scatter_column
+from verl_mg.roles.row_dispatch import gather_rows, scatter_column
+from verl_mg.roles.row_index import ColumnSchema, RowIndex
+from verl_mg.roles.row_plan import ColumnPart
 from verl_mg.sharding.weight_table import Head
 
-FORWARD_COLUMNS = ("tokens", "loss_mask", "sample_id", "routed_experts")
+FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts")
 """Columns that the result of a forward pass depends on."""
 
 
@@ -162,12 +166,36 @@ class Role:
             plan: rows of the micro-batches.
 
         Returns:
-            The micro-batches of this rank.
+            The micro-batches of this rank, with the columns of its pipeline stage.
+
+        Raises:
+            UserError: the column of prescribed experts does not fit the model.
         """
-        ranks = range(dist.get_world_size())
-        wanted = [[row for micro in self._rows_of_rank(rank, plan) for row in micro] for rank in ranks]
-        rows = gather_rows(batch, index, wanted)
+        check_routed_experts(batch, self.runner.table.config)
+        by_slot = [[row for micro in steps for row in micro] for steps in plan.rows]
+        by_stage = [self.columns_needed(index.schema, stage) for stage in range(self.runner.layout.pp)]
+        places = [self.runner.placement.coordinates(rank) for rank in range(dist.get_world_size())]
+        wanted = [by_slot[at.dp * self.runner.layout.cp + at.cp] if at else [] for at in places]
+        needed = [by_stage[at.pp] if at else [] for at in places]
+        rows = gather_rows(batch, index, wanted, needed)
         return rows.split([len(micro) for micro in self._rows_of_rank(dist.get_rank(), plan)])
+
+    def columns_needed(self, schema: Mapping[str, ColumnSchema], stage: int) -> list[ColumnPart]:
+        """Returns what the ranks of a pipeline stage read of the columns of a batch.
+
+        The first stage embeds the tokens. The last one scores them and computes the loss, from any column. Each stage
+        replays the routing of its layers. The lengths of the rows are known to every rank.
+
+        Args:
+            schema: the columns.
+            stage: pipeline stage.
+        """
+        contents, model = self.runner.stage(stage), self.runner.table.config
+        whole = schema.keys() - {ROUTED_EXPERTS} if contents.is_last else {"tokens"} if contents.is_first else set()
+        parts = [ColumnPart(name) for name in sorted(whole)]
+        if ROUTED_EXPERTS in schema and (layers := replayed_layers(model, contents)):
+            parts.append(ColumnPart(ROUTED_EXPERTS, layers))
+        return parts
 
     def _rows_of_rank(self, rank: int, plan: MicroBatchPlan) -> list[list[int]]:
         """Returns the rows of each micro-batch of a rank of the job; none outside the placement."""

@@ -1,186 +1,155 @@
 """Transfer of rows from their owners to the ranks of a role, and of computed columns back to the owners.
 
 Each row of a recipe's batch is owned by exactly one rank. A role computes a row on all ranks of one data-parallel
-index. Rows are sent directly from their owner to these ranks as raw bytes; no rank collects all of them.
+index. `row_plan` decides which rank sends what to whom; here the messages are sent as raw bytes between the ranks that
+have something to exchange, over gloo: rows are in host memory until their micro-batch is computed, and inside a node
+gloo's loopback moves the few bytes of a stage.
+
+Nothing waits in a circle: every rank first requests all that it receives, then sends its own rows, then passes on what
+it receives as an entry. A message has one of two tags, because own rows may overtake those that are passed on.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_mg import device
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.distributed.collectives import all_gather_json, all_to_all_bytes
+from verl_mg.distributed.collectives import ByteSender, request_bytes
+from verl_mg.roles.row_index import RowIndex
+from verl_mg.roles.row_plan import ColumnPart, Delivery, plan_deliveries, plan_returns, whole_columns
+
+PIECE_BYTES = 32 << 20
+"""Bytes of a message, unless a single row is larger."""
+PIECES_IN_FLIGHT = 4
+"""Messages of PIECE_BYTES that a rank holds in addition to its rows and those that it has requested."""
+OWN, PASSED_ON = 0, 1
+"""Tags of messages from the owner and from the entry of the node."""
 
 
-@dataclass(frozen=True)
-class ColumnSchema:
-    """Type of a column and shape of its entries."""
-
-    kind: ColumnKind
-    """Whether the column has an entry for each token or for each sequence."""
-    dtype: torch.dtype
-    """Data type of the entries."""
-    shape: tuple[int, ...]
-    """Dimensions of one entry."""
-
-    @property
-    def entry_bytes(self) -> int:
-        """Number of bytes of one entry."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class RowIndex:
-    """All rows of a batch over all ranks, numbered in the order of their sample ids; the same on every rank."""
-
-    sample_ids: tuple[int, ...]
-    """Sample id of each row, ascending."""
-    owner_rank: tuple[int, ...]
-    """Rank that owns each row."""
-    local_row: tuple[int, ...]
-    """Number of each row in the batch of its owner."""
-    lengths: tuple[int, ...]
-    """Tokens of each row."""
-    num_scored_tokens: tuple[int, ...]
-    """Tokens of each row under the loss mask, without the row's first token."""
-    row_groups: tuple[tuple[int, ...], ...]
-    """Rows that stay in one mini-batch and micro-batch: those with equal `pair`, otherwise one row each."""
-    schema: Mapping[str, ColumnSchema] = field(default_factory=dict)
-    """Columns that are transferred, by name."""
-
-    def __len__(self) -> int:
-        return len(self.sample_ids)
-
-
-_Fingerprint = list[tuple[Tensor | None, int]]
-_INDEXED = ("sample_id", "loss_mask", "pair")
-
-
-class RowIndexer:
-    """Computes the index of a batch in the first call for it, and keeps it as long as the batch exists."""
-
-    def __init__(self) -> None:
-        # With the tensors that the index was computed from and their versions.
-        self._indices: WeakKeyDictionary[Batch, tuple[RowIndex, _Fingerprint]] = WeakKeyDictionary()
-
-    def index(self, batch: Batch, transferred: Batch | None = None) -> RowIndex:
-        """Returns the index of a batch; all ranks call it together.
-
-        The index is computed again after `sample_id`, `loss_mask` or `pair` have been set or edited in place on any
-        rank. Otherwise the ranks exchange only the columns' types.
-
-        Args:
-            batch: this rank's rows, with unique sample ids over all ranks.
-            transferred: the same rows with the columns that will be transferred; `batch` by default.
-
-        Returns:
-            The index, with the schema of `transferred`.
-
-        Raises:
-            ValueError: two rows have the same sample id, or ranks have different columns.
-        """
-        cached = self._cached(batch)
-        schema = _describe(batch if transferred is None else transferred)
-        gathered = all_gather_json({"schema": schema, "rows": None if cached else _local_rows(batch)})
-        if cached is None or any(part["rows"] is not None for part in gathered):
-            local_rows = [part["rows"] for part in gathered]
-            if None in local_rows:  # the batch has changed on some ranks only
-                local_rows = all_gather_json(_local_rows(batch))
-            cached = _merge(local_rows)
-            self._indices[batch] = (cached, _fingerprint(batch))
-        nonempty = set(cached.owner_rank)
-        schemas = [part["schema"] for rank, part in enumerate(gathered) if rank in nonempty] or [schema]
-        for other in schemas[1:]:
-            if other != schemas[0]:
-                raise ValueError(f"ranks have different columns: {schemas[0]} and {other}")
-        return replace(cached, schema=_parse(schemas[0]))
-
-    def _cached(self, batch: Batch) -> RowIndex | None:
-        index, before = self._indices.get(batch, (None, []))
-        now = _fingerprint(batch)
-        unchanged = len(before) == len(now) and all(
-            old is new and version == latest for (old, version), (new, latest) in zip(before, now, strict=True)
-        )
-        return index if unchanged else None
-
-
-def _fingerprint(batch: Batch) -> _Fingerprint:
-    columns = {name: batch[name] for name in _INDEXED if name in batch}
-    tensors = [batch.lengths, *map(columns.get, _INDEXED)]
-    return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
-
-
-def _local_rows(batch: Batch) -> list[tuple[int, int, int, int]]:
-    """Sample id, length, scored tokens and group of each row of this rank."""
-    scored = (batch["loss_mask"] & (batch.positions > 0)).long()
-    counts = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, scored)
-    groups = batch["pair"] if "pair" in batch else batch["sample_id"]
-    columns = (batch["sample_id"], batch.lengths, counts, groups)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _merge(local_rows: Sequence[Sequence[Sequence[int]]]) -> RowIndex:
-    rows = sorted(
-        (sample_id, rank, local_row, length, scored, group)
-        for rank, part in enumerate(local_rows)
-        for local_row, (sample_id, length, scored, group) in enumerate(part)
-    )
-    sample_ids, owners, local, lengths, scored, groups = zip(*rows, strict=True) if rows else ((),) * 6
-    if len(set(sample_ids)) != len(sample_ids):
-        raise ValueError("two rows of the batch have the same sample_id")
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    return RowIndex(sample_ids, owners, local, lengths, scored, tuple(map(tuple, members.values())))
-
-
-def _describe(batch: Batch) -> dict[str, list[object]]:
-    return {
-        name: [int(batch.kind(name)), str(batch[name].dtype).removeprefix("torch."), list(batch[name].shape[1:])]
-        for name in batch.names()
-    }
-
-
-def _parse(schema: Mapping[str, Sequence[Any]]) -> dict[str, ColumnSchema]:
-    return {
-        name: ColumnSchema(ColumnKind(kind), getattr(torch, dtype), tuple(shape))
-        for name, (kind, dtype, shape) in schema.items()
-    }
-
-
-def gather_rows(batch: Batch, index: RowIndex, wanted: Sequence[Sequence[int]]) -> Batch:
+def gather_rows(
+    batch: Batch,
+    index: RowIndex,
+    wanted: Sequence[Sequence[int]],
+    needed: Sequence[Sequence[ColumnPart]] | None = None,
+) -> Batch:
     """Transfers rows to the ranks that want them; all ranks call it together.
 
     Args:
         batch: this rank's rows, with the columns of `index.schema`.
         index: the index of the batch.
-        wanted: row numbers of the index that each rank receives, by rank; the same on every rank.
+        wanted: row numbers of the index that each rank receives, without repetition, by rank; the same on every rank.
+        needed: parts of the columns that each rank receives, by rank; all columns by default.
 
     Returns:
-        The rows `wanted[this rank]`, in that order.
+        The rows `wanted[this rank]`, in that order, with the columns `needed[this rank]`.
     """
-    rank = dist.get_rank()
-    outgoing = [
-        _to_bytes(batch.select([index.local_row[row] for row in rows if index.owner_rank[row] == rank]), index.schema)
-        for rows in wanted
-    ]
-    by_owner = [[row for row in wanted[rank] if index.owner_rank[row] == r] for r in range(dist.get_world_size())]
-    sizes = [_byte_count([index.lengths[row] for row in rows], index.schema) for rows in by_owner]
-    received = all_to_all_bytes(outgoing, sizes)
-    parts = [
-        _from_bytes(data, [index.lengths[row] for row in rows], index.schema)
-        for data, rows in zip(received, by_owner, strict=True)
-    ]
-    position = {row: i for i, row in enumerate(row for rows in by_owner for row in rows)}
-    return Batch.concat(parts).select([position[row] for row in wanted[rank]])
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    needed = needed or [whole_columns(index.schema)] * ranks
+    deliveries = plan_deliveries(index, wanted, needed, device.ranks_of_a_node(ranks))
+    involved = [delivery for delivery in deliveries if rank in (delivery.owner, delivery.entry, *delivery.receivers)]
+    pieces = [piece for delivery in involved for piece in delivery.pieces(index, PIECE_BYTES)]
+    requested = deque(_request(piece) for piece in pieces if piece.owner != rank)
+    source, result = _LocalRows(batch, index), _Rows(index, wanted[rank], needed[rank])
+    sender = ByteSender(PIECES_IN_FLIGHT * PIECE_BYTES)
+    for piece in pieces:
+        if piece.owner == rank:
+            sender.make_free(piece.num_bytes)
+            sender.send(source.pack(piece), piece.receivers if piece.entry == rank else [piece.entry], OWN)
+    result.copy_local(source, rank)
+    while requested:  # each buffer is released as soon as its rows are copied and passed on
+        piece, data, work = requested.popleft()
+        work.wait()
+        if piece.entry == rank:
+            sender.send(data, piece.receivers, PASSED_ON)
+        result.unpack(piece, data)
+    sender.wait()
+    return result.batch
+
+
+def _request(piece: Delivery) -> tuple[Delivery, Tensor, dist.Work]:
+    """Starts the receipt of a piece on its entry or one of its receivers."""
+    from_owner = piece.owner == piece.entry or piece.entry == dist.get_rank()
+    sender, tag = (piece.owner, OWN) if from_owner else (piece.entry, PASSED_ON)
+    return piece, *request_bytes(piece.num_bytes, sender, tag)
+
+
+class _LocalRows:
+    """Rows of this rank, by their numbers in the index."""
+
+    def __init__(self, batch: Batch, index: RowIndex) -> None:
+        self._batch, self._index = batch, index
+        self._offsets = batch.offsets.tolist()
+
+    def entries(self, part: ColumnPart, row: int) -> Tensor:
+        """Returns the entries of a row, (length or 1, ...)."""
+        local = self._index.local_row[row]
+        is_token = self._index.schema[part.name].kind is ColumnKind.TOKEN
+        start, stop = self._offsets[local : local + 2] if is_token else (local, local + 1)
+        values = self._batch[part.name][start:stop]
+        if part.layers is None:
+            return values
+        first, end = (part.layers[0], part.layers[-1] + 1) if part.layers else (0, 0)
+        if part.layers == tuple(range(first, end)):
+            return values[:, first:end]
+        return values[:, list(part.layers)]
+
+    def pack(self, piece: Delivery) -> Tensor:
+        """Returns the bytes of a piece: its parts one after the other, each row after row."""
+        data = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        for part, values, _ in _columns(piece, data, self._index):
+            torch.cat([self.entries(part, row) for row in piece.rows], out=values)
+        return data
+
+
+class _Rows:
+    """Rows that this rank receives, in columns of their final size."""
+
+    def __init__(self, index: RowIndex, rows: Sequence[int], parts: Sequence[ColumnPart]) -> None:
+        assert len(set(rows)) == len(rows), "a rank wants a row twice"
+        self._index, self._rows, self._parts = index, rows, parts
+        self._place = {row: place for place, row in enumerate(rows)}
+        self.batch = Batch([index.lengths[row] for row in rows])
+        self._offsets = self.batch.offsets.tolist()
+        for part in parts:
+            column = index.schema[part.name]
+            entries = self.batch.total_tokens if column.kind is ColumnKind.TOKEN else len(rows)
+            self.batch.put(part.name, torch.empty(entries, *part.shape(index.schema), dtype=column.dtype), column.kind)
+
+    def _entries(self, part: ColumnPart, row: int) -> Tensor:
+        place = self._place[row]
+        is_token = self._index.schema[part.name].kind is ColumnKind.TOKEN
+        start, stop = self._offsets[place : place + 2] if is_token else (place, place + 1)
+        return self.batch[part.name][start:stop]
+
+    def copy_local(self, source: _LocalRows, rank: int) -> None:
+        """Copies the rows that this rank owns itself."""
+        for row in self._rows:
+            if self._index.owner_rank[row] == rank:
+                for part in self._parts:
+                    self._entries(part, row).copy_(source.entries(part, row))
+
+    def unpack(self, piece: Delivery, data: Tensor) -> None:
+        """Copies a received piece into the columns."""
+        for part, values, lengths in _columns(piece, data, self._index):
+            for row, entries in zip(piece.rows, values.split(lengths), strict=True):
+                self._entries(part, row).copy_(entries)
+
+
+def _columns(piece: Delivery, data: Tensor, index: RowIndex) -> Iterator[tuple[ColumnPart, Tensor, list[int]]]:
+    """Yields each part of a piece, its entries as a view of the piece's bytes, and the entries of each row."""
+    start = 0
+    for part in piece.parts:
+        column = index.schema[part.name]
+        lengths = [index.lengths[row] if column.kind is ColumnKind.TOKEN else 1 for row in piece.rows]
+        stop = start + sum(lengths) * part.entry_bytes(index.schema)
+        yield part, data[start:stop].view(column.dtype).view(sum(lengths), *part.shape(index.schema)), lengths
+        start = stop
 
 
 def scatter_column(
@@ -203,50 +172,28 @@ def scatter_column(
     Raises:
         ValueError: no rank has sent the values of some row.
     """
-    rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    senders = {sender: list(rows) for sender, rows in computed_by}
-    outgoing = [
-        _join([values[row] for row in senders.get(rank, []) if index.owner_rank[row] == r]).view(torch.uint8)
-        for r in ranks
-    ]
-    incoming = [[row for row in senders.get(r, []) if index.owner_rank[row] == rank] for r in ranks]
-    received = all_to_all_bytes(outgoing, [4 * sum(index.lengths[row] for row in rows) for rows in incoming])
-    by_local_row: dict[int, Tensor] = {}
-    for data, rows in zip(received, incoming, strict=True):
-        parts = data.view(torch.float32).split([index.lengths[row] for row in rows])
-        by_local_row |= {index.local_row[row]: part for row, part in zip(rows, parts, strict=True)}
-    count = index.owner_rank.count(rank)
-    if len(by_local_row) != count:
-        raise ValueError(f"{name}: values of {len(by_local_row)} of {count} rows were received")
-    return _join([by_local_row[row] for row in range(count)])
-
-
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)).float() if parts else torch.empty(0)
-
-
-def _to_bytes(rows: Batch, schema: Mapping[str, ColumnSchema]) -> Tensor:
-    """Columns in the schema's order, each contiguous."""
-    if not len(rows):  # a rank without rows may not have the columns
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.cat([rows[name].contiguous().view(torch.uint8).reshape(-1) for name in schema])
-
-
-def _byte_count(lengths: Sequence[int], schema: Mapping[str, ColumnSchema]) -> int:
-    return sum(
-        column.entry_bytes * (sum(lengths) if column.kind is ColumnKind.TOKEN else len(lengths))
-        for column in schema.values()
-    )
-
-
-def _from_bytes(data: Tensor, lengths: Sequence[int], schema: Mapping[str, ColumnSchema]) -> Batch:
-    rows = Batch(torch.tensor(lengths, dtype=torch.int64))
-    start = 0
-    for name, column in schema.items():
-        entries = sum(lengths) if column.kind is ColumnKind.TOKEN else len(lengths)
-        stop = start + entries * column.entry_bytes
-        # A slice may not be aligned to the data type; a copy is.
-        values = data[start:stop].clone().view(column.dtype).view(entries, *column.shape)
-        rows.put(name, values, column.kind)
-        start = stop
-    return rows
+    rank = dist.get_rank()
+    local = index.rows_of(rank)
+    returns = plan_returns(index, computed_by)
+    arriving = [part for part in returns if part.owner == rank]
+    if (count := sum(len(part.rows) for part in arriving)) != len(local):
+        raise ValueError(f"{name}: values of {count} of {len(local)} rows were received")
+    requested = [(part, *request_bytes(part.num_bytes, part.sender)) for part in arriving if part.sender != rank]
+    sender = ByteSender(PIECES_IN_FLIGHT * PIECE_BYTES)
+    for part in returns:
+        if part.sender == rank and part.owner != rank:
+            sender.send(torch.cat([values[row].float() for row in part.rows]).view(torch.uint8), [part.owner])
+    lengths = [index.lengths[row] for row in local]
+    column = torch.empty(sum(lengths))
+    entries = dict(zip(local, column.split(lengths), strict=True))
+    for part, data, work in requested:
+        work.wait()
+        by_row = data.view(torch.float32).split([index.lengths[row] for row in part.rows])
+        for row, received_values in zip(part.rows, by_row, strict=True):
+            entries[row].copy_(received_values)
+    for part in arriving:
+        if part.sender == rank:
+            for row in part.rows:
+                entries[row].copy_(values[row])
+    sender.wait()
+    return column

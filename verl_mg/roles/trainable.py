@@ -28,7 +28,7 @@ from verl_mg.megatron.sharded_state import weights
 from verl_mg.megatron.trainer import TokenLoss, Trainer, TrainerCounters
 from verl_mg.reshard.routing import assign_writes
 from verl_mg.roles.role import Role
-from verl_mg.roles.row_dispatch import RowIndex
+from verl_mg.roles.row_index import RowIndex
 from verl_mg.sharding.boxes import slices
 
 ADAPTER_FOLDER = "adapter"

@@ -1,0 +1,190 @@
+"""Index of the rows of a batch over all ranks: their owners, their lengths and the types of their columns."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.distributed.collectives import all_gather_bytes
+
+
+@dataclass(frozen=True)
+class ColumnSchema:
+    """Type of a column and shape of its entries."""
+
+    kind: ColumnKind
+    """Whether the column has an entry for each token or for each sequence."""
+    dtype: torch.dtype
+    """Data type of the entries."""
+    shape: tuple[int, ...]
+    """Dimensions of one entry."""
+
+    @property
+    def entry_bytes(self) -> int:
+        """Number of bytes of one entry."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """All rows of a batch over all ranks, numbered in the order of their sample ids; the same on every rank."""
+
+    sample_ids: tuple[int, ...]
+    """Sample id of each row, ascending."""
+    owner_rank: tuple[int, ...]
+    """Rank that owns each row."""
+    local_row: tuple[int, ...]
+    """Number of each row in the batch of its owner."""
+    lengths: tuple[int, ...]
+    """Tokens of each row."""
+    num_scored_tokens: tuple[int, ...]
+    """Tokens of each row under the loss mask, without the row's first token."""
+    row_groups: tuple[tuple[int, ...], ...]
+    """Rows that stay in one mini-batch and micro-batch: those with equal `pair`, otherwise one row each."""
+    schema: Mapping[str, ColumnSchema] = field(default_factory=dict)
+    """Columns that are transferred, by name."""
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def rows_of(self, rank: int) -> list[int]:
+        """Returns the numbers of the rows that a rank owns, in the order of its batch."""
+        rows = [row for row, owner in enumerate(self.owner_rank) if owner == rank]
+        return sorted(rows, key=self.local_row.__getitem__)
+
+
+_Fingerprint = list[tuple[Tensor | None, int]]
+_INDEXED = ("sample_id", "loss_mask", "pair")
+_FIELDS = 4
+"""Integers that a rank sends for each row: sample id, length, scored tokens and group."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Contribution of one rank to the index."""
+
+    rows: Tensor | None
+    """(n, 4) int64, see `_FIELDS`; None where the rank has kept the index."""
+    schema: bytes
+    """Columns of the rank as JSON."""
+
+    def encode(self) -> Tensor:
+        """Returns the report as uint8: the number of rows or -1, the rows, and the schema."""
+        rows = torch.empty(0, _FIELDS, dtype=torch.int64) if self.rows is None else self.rows
+        count = torch.tensor([-1 if self.rows is None else len(rows)])
+        schema = torch.frombuffer(bytearray(self.schema), dtype=torch.uint8)
+        return torch.cat([count.view(torch.uint8), rows.reshape(-1).view(torch.uint8), schema])
+
+    @classmethod
+    def decode(cls, data: Tensor) -> _Report:
+        """Reads an encoded report."""
+        count = int(data[:8].clone().view(torch.int64))
+        end = 8 * (1 + _FIELDS * max(count, 0))
+        rows = None if count < 0 else data[8:end].clone().view(torch.int64).view(count, _FIELDS)
+        return cls(rows, data[end:].numpy().tobytes())
+
+
+class RowIndexer:
+    """Computes the index of a batch in the first call for it, and keeps it as long as the batch exists."""
+
+    def __init__(self) -> None:
+        # With the tensors that the index was computed from and their versions.
+        self._indices: WeakKeyDictionary[Batch, tuple[RowIndex, _Fingerprint]] = WeakKeyDictionary()
+
+    def index(self, batch: Batch, transferred: Batch | None = None) -> RowIndex:
+        """Returns the index of a batch; all ranks call it together.
+
+        The index is computed again after `sample_id`, `loss_mask` or `pair` have been set or edited in place on any
+        rank. Otherwise the ranks exchange only the columns' types.
+
+        Args:
+            batch: this rank's rows, with unique sample ids over all ranks.
+            transferred: the same rows with the columns that will be transferred; `batch` by default.
+
+        Returns:
+            The index, with the schema of `transferred`.
+
+        Raises:
+            ValueError: two rows have the same sample id, or ranks have different columns.
+        """
+        cached = self._cached(batch)
+        schema = _describe(batch if transferred is None else transferred)
+        reports = _gather(_Report(None if cached else _local_rows(batch), schema))
+        if cached is None or any(report.rows is not None for report in reports):
+            if any(report.rows is None for report in reports):  # the batch has changed on some ranks only
+                reports = _gather(_Report(_local_rows(batch), schema))
+            cached = _merge([report.rows for report in reports if report.rows is not None])
+            self._indices[batch] = (cached, _fingerprint(batch))
+        nonempty = sorted(set(cached.owner_rank))
+        schemas = sorted({reports[rank].schema for rank in nonempty}) or [schema]
+        if len(schemas) > 1:
+            raise ValueError(f"ranks have different columns: {schemas[0].decode()} and {schemas[1].decode()}")
+        return replace(cached, schema=_parse(json.loads(schemas[0])))
+
+    def _cached(self, batch: Batch) -> RowIndex | None:
+        index, before = self._indices.get(batch, (None, []))
+        now = _fingerprint(batch)
+        unchanged = len(before) == len(now) and all(
+            old is new and version == latest for (old, version), (new, latest) in zip(before, now, strict=True)
+        )
+        return index if unchanged else None
+
+
+def _gather(report: _Report) -> list[_Report]:
+    return [_Report.decode(data) for data in all_gather_bytes(report.encode())]
+
+
+def _fingerprint(batch: Batch) -> _Fingerprint:
+    columns = {name: batch[name] for name in _INDEXED if name in batch}
+    tensors = [batch.lengths, *map(columns.get, _INDEXED)]
+    return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
+
+
+def _local_rows(batch: Batch) -> Tensor:
+    """Returns the integers of each row of this rank, (n, 4) int64, see `_FIELDS`."""
+    scored = (batch["loss_mask"] & (batch.positions > 0)).long()
+    counts = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, scored)
+    groups = batch["pair"] if "pair" in batch else batch["sample_id"]
+    # A rank without rows may have a column with another data type.
+    return torch.stack([column.long() for column in (batch["sample_id"], batch.lengths, counts, groups)], dim=1)
+
+
+def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
+    """Merges the rows of all ranks, in rank order."""
+    rows = torch.cat(list(by_rank))
+    sizes = torch.tensor([len(part) for part in by_rank])
+    owners = torch.repeat_interleave(torch.arange(len(by_rank)), sizes)
+    local = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[owners]
+    order = rows[:, 0].argsort()
+    sample_ids, lengths, scored, groups = (tuple(column.tolist()) for column in rows[order].unbind(1))
+    if len(set(sample_ids)) != len(sample_ids):
+        raise ValueError("two rows of the batch have the same sample_id")
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    owner_rank, local_row = tuple(owners[order].tolist()), tuple(local[order].tolist())
+    return RowIndex(sample_ids, owner_rank, local_row, lengths, scored, tuple(map(tuple, members.values())))
+
+
+def _describe(batch: Batch) -> bytes:
+    """Returns the types of the columns as JSON, the same text for the same types."""
+    schema = {
+        name: [int(batch.kind(name)), str(batch[name].dtype).removeprefix("torch."), list(batch[name].shape[1:])]
+        for name in batch.names()
+    }
+    return json.dumps(schema).encode()
+
+
+def _parse(schema: Mapping[str, Sequence[Any]]) -> dict[str, ColumnSchema]:
+    return {
+        name: ColumnSchema(ColumnKind(kind), getattr(torch, dtype), tuple(shape))
+        for name, (kind, dtype, shape) in schema.items()
+    }
