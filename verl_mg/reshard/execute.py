@@ -2,13 +2,15 @@
 
 - Two buckets are in flight: one is packed while the previous one is sent.
 - Additional memory is two buffers of the bucket size, whatever the size of the model.
-- A box that is contiguous in memory and needs no cast is sent from its parameter, or received into it, directly.
+- A message of one box that is contiguous in memory and needs no cast is sent from its parameter, or received into it,
+  directly. Other messages are packed: as bytes, so that one message has tensors of several types.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.errors import UserError
+from verl_mg.reshard.epochs import LAG
 from verl_mg.reshard.plan import Copy
-from verl_mg.reshard.schedule import Bucket, Message, Schedule, Segment, aligned
-from verl_mg.sharding.boxes import Box, box_shape, slices
+from verl_mg.reshard.schedule import Bucket, Message, Schedule
+from verl_mg.sharding.boxes import Box, slices
 
 Tensors = Mapping[str, Tensor]
 
@@ -43,6 +46,7 @@ class Traffic:
 class _InFlightBucket:
     """Pending requests of a bucket, and the messages to unpack when they are complete."""
 
+    epoch: int
     requests: list[dist.Work]
     arrivals: list[tuple[Message, Tensor]] = field(default_factory=list)
 
@@ -81,20 +85,17 @@ class _Execution:
 
     def run(self) -> Traffic:
         begin = time.perf_counter()
-        in_flight: _InFlightBucket | None = None
+        in_flight: deque[_InFlightBucket] = deque()
         for number, bucket in enumerate(self._schedule.buckets):
-            if bucket.waits_for_previous and in_flight:
-                self._complete(in_flight)
-                in_flight = None
-            previous, in_flight = in_flight, self._launch(bucket, number % 2)
+            while in_flight and (len(in_flight) == 2 or (bucket.forwards and in_flight[0].epoch <= bucket.epoch - LAG)):
+                self._complete(in_flight.popleft())
+            in_flight.append(self._launch(bucket, number % 2))
             if number == 0:
                 self._copy(from_target=False)
-            if previous:
-                self._complete(previous)
-        if in_flight:
-            self._complete(in_flight)
-        else:
+        if not self._schedule.buckets:
             self._copy(from_target=False)
+        while in_flight:
+            self._complete(in_flight.popleft())
         self._copy(from_target=True)
         for device in {tensor.device for tensor in self._target.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
@@ -103,16 +104,16 @@ class _Execution:
 
     def _launch(self, bucket: Bucket, slot: int) -> _InFlightBucket:
         begin = time.perf_counter()
-        in_flight, offset = _InFlightBucket([]), 0
+        in_flight, offset = _InFlightBucket(bucket.epoch, []), 0
         operations = []
         for message in bucket.messages:
-            tensors = self._tensors(message)
-            wire = _direct(message, tensors)
+            views = self._views(message)
+            wire = _direct(message, views)
             if wire is None:
-                wire = self._buffer(slot, message)[offset : offset + message.nbytes].view(message.dtype)
-                offset += aligned(message.nbytes)
+                wire = self._buffer(slot, views[0].device)[offset : offset + message.nbytes]
+                offset += _aligned(message.nbytes)
                 if message.outgoing:
-                    _pack(message.segments, tensors, wire)
+                    _pack(message, views, wire)
                 else:
                     in_flight.arrivals.append((message, wire))
             operations.append(
@@ -132,22 +133,28 @@ class _Execution:
             request.wait()
         arrived = time.perf_counter()
         for message, wire in in_flight.arrivals:
-            _unpack(message.segments, self._target, wire)
+            _unpack(message, self._views(message), wire)
         self._traffic.seconds_waiting += arrived - begin
         self._traffic.seconds_packing += time.perf_counter() - arrived
 
-    def _tensors(self, message: Message) -> Tensors:
-        """Returns the parameters of a message's segments: forwarded boxes are sent from the target."""
-        return self._source if message.outgoing and not message.forwarded else self._target
+    def _views(self, message: Message) -> list[Tensor]:
+        """Returns the boxes of a message's segments; forwarded ones are sent from the target."""
+        return [
+            _view(
+                self._source if message.outgoing and not segment.forwarded else self._target,
+                segment.parameter,
+                segment.parameter_box,
+            )
+            for segment in message.segments
+        ]
 
-    def _buffer(self, slot: int, message: Message) -> Tensor:
+    def _buffer(self, slot: int, device: torch.device) -> Tensor:
         """Returns the bytes that the buckets of a slot use in turn, enough for each of them."""
         if slot not in self._buffers:
             size = max(
-                sum(aligned(m.nbytes) for m in bucket.messages if _direct(m, self._tensors(m)) is None)
+                sum(_aligned(m.nbytes) for m in bucket.messages if _direct(m, self._views(m)) is None)
                 for bucket in self._schedule.buckets[slot::2]
             )
-            device = self._tensors(message)[message.segments[0].parameter].device
             self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._buffers[slot]
 
@@ -170,13 +177,12 @@ def _check_shapes(side: str, shapes: Mapping[str, tuple[int, ...]], tensors: Ten
             )
 
 
-def _direct(message: Message, tensors: Tensors) -> Tensor | None:
-    """Returns the memory of a single segment where it can be sent or received without packing."""
-    if len(message.segments) > 1:
+def _direct(message: Message, views: list[Tensor]) -> Tensor | None:
+    """Returns the memory of a single segment, as bytes, where it can be sent or received without packing."""
+    if len(views) > 1:
         return None
-    (segment,) = message.segments
-    view = _view(tensors, segment.parameter, segment.parameter_box)
-    return view if view.dtype is message.dtype and view.is_contiguous() else None
+    (segment,), (view,) = message.segments, views
+    return view.view(-1).view(torch.uint8) if view.dtype is segment.dtype and view.is_contiguous() else None
 
 
 def _copy_box(copy: Copy, source: Tensors, target: Tensors) -> None:
@@ -186,15 +192,26 @@ def _copy_box(copy: Copy, source: Tensors, target: Tensors) -> None:
         dst.copy_(src)
 
 
-def _pack(segments: tuple[Segment, ...], tensors: Tensors, wire: Tensor) -> None:
-    for segment, dst in zip(segments, wire.split([segment.num_elements for segment in segments]), strict=True):
-        dst.view(box_shape(segment.parameter_box)).copy_(_view(tensors, segment.parameter, segment.parameter_box))
+def _pack(message: Message, views: list[Tensor], wire: Tensor) -> None:
+    for part, view in _parts(message, views, wire):
+        part.copy_(view)
 
 
-def _unpack(segments: tuple[Segment, ...], tensors: Tensors, wire: Tensor) -> None:
-    for segment, values in zip(segments, wire.split([segment.num_elements for segment in segments]), strict=True):
-        dst = _view(tensors, segment.parameter, segment.parameter_box)
-        dst.copy_(values.view(box_shape(segment.parameter_box)))
+def _unpack(message: Message, views: list[Tensor], wire: Tensor) -> None:
+    for part, view in _parts(message, views, wire):
+        view.copy_(part)
+
+
+def _parts(message: Message, views: list[Tensor], wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (values on the wire, box in a parameter) of each segment, of the same shape."""
+    sizes = [segment.nbytes for segment in message.segments]
+    for segment, view, part in zip(message.segments, views, wire.split(sizes), strict=True):
+        yield part.view(segment.dtype).view(view.shape), view
+
+
+def _aligned(nbytes: int) -> int:
+    """Returns the next multiple of 16 bytes: every message in a buffer starts at one."""
+    return -(-nbytes // 16) * 16
 
 
 def _view(tensors: Tensors, parameter: str, box: Box) -> Tensor:

@@ -15,7 +15,8 @@ from itertools import combinations
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EnginePlacement
-from verl_mg.reshard.routing import BoxRouting
+from verl_mg.reshard.epochs import Epochs, Flow, Pattern, Patterns, cut_into_epochs
+from verl_mg.reshard.routing import BoxRouting, Routes
 from verl_mg.sharding.boxes import Box, full_box, intersect, numel, translate_box, uncovered
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
 from verl_mg.sharding.weight_table import WeightTable
@@ -103,6 +104,7 @@ class Plan:
         self.source, self.target, self.ranks_per_node, self._keep = source, target, ranks_per_node, keep
         self._routings: dict[tuple[int, int], BoxRouting] = {}
         self._rank_plans: dict[int, RankPlan] = {}
+        self._epochs: dict[tuple[int, int], Epochs] = {}
         _check(source, target, [names[0] for names in self._tensors_by_key.values()])
 
     def rank_plan(self, rank: int) -> RankPlan:
@@ -187,6 +189,46 @@ class Plan:
         """Returns the position of a tensor in the order in which tensors are moved."""
         return self.source.tensors[tensor].position
 
+    def epochs(self, itemsize: int, bucket_bytes: int) -> Epochs:
+        """Returns the epochs in which the tensors travel, the same for all ranks.
+
+        Args:
+            itemsize: bytes of an element on the wire, except for tensors that stay float32.
+            bucket_bytes: bytes that a rank may send and receive in an epoch.
+        """
+        key = itemsize, bucket_bytes
+        if key not in self._epochs:
+            tensors = ((name, pattern, self.itemsize(name, itemsize)) for name, pattern in self._patterns)
+            self._epochs[key] = cut_into_epochs(tensors, bucket_bytes)
+        return self._epochs[key]
+
+    def peers(self) -> dict[int, set[int]]:
+        """Returns the ranks with which each rank exchanges messages, for all ranks of source and target."""
+        peers: dict[int, set[int]] = {rank: set() for rank in sorted({*self.source.ranks, *self.target.ranks})}
+        for pattern in {id(pattern): pattern for _, pattern in self._patterns}.values():
+            for pairs in (*pattern.direct, *pattern.forwarded):
+                for sender, receiver in pairs.tolist():
+                    peers[sender].add(receiver)
+                    peers[receiver].add(sender)
+        return peers
+
+    @cached_property
+    def _patterns(self) -> list[tuple[str, Pattern]]:
+        """The tensors that move, in the common order, and who sends to whom."""
+        found: dict[str, Pattern] = {}
+        for names in self._tensors_by_key.values():
+            sources, targets = self.source.replicas(names[0]), self.target.replicas(names[0])
+            patterns = Patterns(
+                [
+                    Flow(common, self._routing(src.ranks, dst.ranks))
+                    for dst in targets
+                    for src in sources
+                    if (common := intersect(src.box, dst.box))
+                ]
+            )
+            found |= {name: patterns.at(self.position(name)) for name in names}
+        return sorted(found.items(), key=lambda item: self.position(item[0]))
+
     @cached_property
     def _tensors_by_key(self) -> dict[tuple[Hashable, Hashable], list[str]]:
         """The target's tensors, grouped by equal boxes on equal ranks on both sides."""
@@ -212,14 +254,14 @@ class Plan:
                     continue
                 for src, common in _overlaps(self.source, piece.tensor, piece.source):
                     target_box = translate_box(common, piece.source, piece.target)
-                    routing, rotation = self._routing(src.ranks, dst.ranks), self.position(piece.tensor)
-                    sender = routing.source_of(rank, rotation)
+                    routes = self._routes(src.ranks, dst.ranks, piece.tensor)
+                    sender = routes.source_of(rank)
                     if sender == rank:
                         local = src.location_on(rank)
                         source_box = translate_box(common, src.box, local.parameter_box)
                         copies.append(Copy(piece.tensor, local.parameter, source_box, parameter, target_box))
                     else:
-                        forwarded = routing.forwarded(rank, rotation)
+                        forwarded = rank in routes.forwarded
                         receives.append(Transfer(sender, piece.tensor, common, parameter, target_box, forwarded))
         return tuple(copies), self._ordered(receives)
 
@@ -227,17 +269,17 @@ class Plan:
         sends: list[Transfer] = []
         for src, location, tensor in self._boxes_on(self.source, rank):
             for dst, common in _overlaps(self.target, tensor, src.box):
-                routing = self._routing(src.ranks, dst.ranks)
                 at = translate_box(common, src.box, location.parameter_box)
-                for peer in routing.send_targets(rank, self.position(tensor)):
+                routes = self._routes(src.ranks, dst.ranks, tensor)
+                for peer in routes.direct_receivers.get(rank, ()):
                     sends.append(Transfer(peer, tensor, common, location.parameter, at, forwarded=False))
         for dst, location, tensor in self._boxes_on(self.target, rank):
             for src, common in _overlaps(self.source, tensor, dst.box):
                 if rank in src.ranks:
                     continue
-                routing = self._routing(src.ranks, dst.ranks)
                 at = translate_box(common, dst.box, location.parameter_box)
-                for peer in routing.forward_targets(rank, self.position(tensor)):
+                routes = self._routes(src.ranks, dst.ranks, tensor)
+                for peer in routes.forwarded_receivers.get(rank, ()):
                     sends.append(Transfer(peer, tensor, common, location.parameter, at, forwarded=True))
         return self._ordered(sends)
 
@@ -257,6 +299,9 @@ class Plan:
         if key not in self._routings:
             self._routings[key] = BoxRouting(holders, needers, self.ranks_per_node)
         return self._routings[key]
+
+    def _routes(self, holders: Ranks, needers: Ranks, tensor: str) -> Routes:
+        return self._routing(holders, needers).routes(self.position(tensor))
 
     def _ordered(self, moves: list[Transfer]) -> tuple[Transfer, ...]:
         return tuple(sorted(moves, key=lambda move: (self.position(move.tensor), move.box)))

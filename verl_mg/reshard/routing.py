@@ -6,26 +6,65 @@ Pure arithmetic on rank numbers, the same on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.shard_map import Ranks, ShardMap
 
 # The fractional part of the golden ratio, in 32 bits: its multiples fall evenly into any number of bins.
 _GOLDEN, _BITS = 0x9E3779B9, 32
-_FILE = -1  # rank number of a file, which needs every box of the model
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Who sends a box to whom, in the tensors that have the same place in the rotation."""
+
+    direct: Mapping[int, int]
+    """{receiver: the holder that sends to it}."""
+    forwarded: Mapping[int, int]
+    """{receiver: the gateway of its node, which has received the box itself}."""
+
+    @cached_property
+    def direct_pairs(self) -> npt.NDArray[np.int64]:
+        """(n, 2) Holder and receiver of each direct message."""
+        return _pairs(self.direct)
+
+    @cached_property
+    def forwarded_pairs(self) -> npt.NDArray[np.int64]:
+        """(n, 2) Gateway and receiver of each forwarded message."""
+        return _pairs(self.forwarded)
+
+    def source_of(self, rank: int) -> int:
+        """Returns the rank from which a rank takes the box: itself, where it does not receive it."""
+        return self.direct.get(rank, self.forwarded.get(rank, rank))
+
+    @cached_property
+    def direct_receivers(self) -> Mapping[int, Sequence[int]]:
+        """{holder: the ranks to which it sends}."""
+        return _inverse(self.direct)
+
+    @cached_property
+    def forwarded_receivers(self) -> Mapping[int, Sequence[int]]:
+        """{gateway: the ranks to which it forwards}."""
+        return _inverse(self.forwarded)
 
 
 class BoxRouting:
     """Routes of a box from its holders to the ranks that need it.
 
     - A rank that has the box takes it from itself.
-    - On a node with holders, these serve the other ranks of the node in rotation.
+    - On a node with holders, these serve the other ranks of the node in rotation from tensor to tensor.
     - A node without holders receives the box once: one of its ranks, the gateway, receives it from a holder and
-      forwards it to the others.
+      forwards it to the others. A gateway takes the box always from the same holder, so that a rank talks to few
+      ranks of other nodes. Gateways are the ranks at the same places on their node as holders have on theirs (where
+      each place has its own network adapter and switch, a message stays on its rail), and take turns.
 
-    `rotation`, the number of the tensor, rotates holders and gateways, so that over many tensors all do equal work.
+    Rotations are numbers of tensors. Over many tensors, all that take turns do equal work.
     """
 
     def __init__(self, holders: Ranks, needers: Ranks, ranks_per_node: int) -> None:
@@ -36,102 +75,94 @@ class BoxRouting:
             needers: ranks that need the box, in rising order.
             ranks_per_node: consecutive ranks on one node.
         """
-        self._ranks_per_node, self.holders = ranks_per_node, holders
+        self._receivers: dict[int, list[int]] = defaultdict(list)  # by node, those that do not have the box
         held = set(holders)
-        self.receivers: dict[int, list[int]] = defaultdict(list)  # by node, those that do not have the box
         for rank in needers:
             if rank not in held:
-                self.receivers[rank // ranks_per_node].append(rank)
+                self._receivers[rank // ranks_per_node].append(rank)
         self._local_holders: dict[int, list[int]] = defaultdict(list)  # by node, where there are receivers
         for rank in holders:
-            if rank // ranks_per_node in self.receivers:
+            if rank // ranks_per_node in self._receivers:
                 self._local_holders[rank // ranks_per_node].append(rank)
-        self._nodes_without_holder = [node for node in self.receivers if node not in self._local_holders]
+        remote = [node for node in self._receivers if node not in self._local_holders]
+        spread = sum(divmod(needers[0], ranks_per_node))  # different boxes of one holder start at different holders
+        self._gateways = {
+            node: _gateways(self._receivers[node], holders, ranks_per_node, number, spread)
+            for number, node in enumerate(remote)
+        }
+        turns = (*self._local_holders.values(), *self._gateways.values())
+        self.turns = tuple(sorted({len(ranks) for ranks in turns} - {1}))
+        """How many ranks take turns, on any of the nodes: equal `places` in these are equal routes."""
+        self._routes: dict[tuple[int, ...], Routes] = {}
 
-    def source_of(self, rank: int, rotation: int) -> int:
-        """Returns the rank from which a rank takes the box.
-
-        Args:
-            rank: a rank that needs the box.
-            rotation: number of the tensor.
-
-        Returns:
-            The sender, or `rank` itself where it has the box.
-        """
-        node = rank // self._ranks_per_node
-        peers = self.receivers.get(node, [])
-        if rank not in peers:
-            return rank
-        if local := self._local_holders.get(node):
-            return local[(_rotate(rotation, len(local)) + peers.index(rank)) % len(local)]
-        gateway = self._gateway(node, rotation)
-        if rank != gateway:
-            return gateway
-        offset = _rotate(rotation, len(self.holders)) + self._nodes_without_holder.index(node)
-        return self.holders[offset % len(self.holders)]
-
-    def forwarded(self, rank: int, rotation: int) -> bool:
-        """Returns whether a rank receives the box from its node's gateway instead of a holder.
+    def routes(self, rotation: int) -> Routes:
+        """Returns the routes of the box in one tensor.
 
         Args:
-            rank: a rank that needs the box and does not have it.
             rotation: number of the tensor.
         """
-        node = rank // self._ranks_per_node
-        return node not in self._local_holders and rank != self._gateway(node, rotation)
-
-    def send_targets(self, rank: int, rotation: int) -> Iterator[int]:
-        """Yields the ranks to which a holder sends the box.
-
-        Args:
-            rank: a rank that has the box.
-            rotation: number of the tensor.
-        """
-        node = rank // self._ranks_per_node
-        local = self._local_holders.get(node, [])
-        if local:
-            first = (local.index(rank) - _rotate(rotation, len(local))) % len(local)
-            yield from self.receivers[node][first :: len(local)]
-        if self._nodes_without_holder:
-            first = (self.holders.index(rank) - _rotate(rotation, len(self.holders))) % len(self.holders)
-            for remote in self._nodes_without_holder[first :: len(self.holders)]:
-                yield self._gateway(remote, rotation)
-
-    def forward_targets(self, rank: int, rotation: int) -> list[int]:
-        """Returns the ranks to which a gateway forwards the box; empty for other ranks.
-
-        Args:
-            rank: a rank that needs the box and does not have it.
-            rotation: number of the tensor.
-        """
-        node = rank // self._ranks_per_node
-        if node in self._local_holders or rank != self._gateway(node, rotation):
-            return []
-        return [peer for peer in self.receivers[node] if peer != rank]
+        key = places(rotation, self.turns)
+        if key not in self._routes:
+            self._routes[key] = self._routes_at(dict(zip(self.turns, key, strict=True)))
+        return self._routes[key]
 
     def receive_counts(self) -> Iterator[tuple[int, float, float]]:
         """Yields (rank, receptions of the box, of these from another node), as means over rotations."""
-        for node, peers in self.receivers.items():
-            inter_node = 0.0 if node in self._local_holders else 1.0 / len(peers)
+        for node, peers in self._receivers.items():
+            gateways = self._gateways.get(node, {})
             for rank in peers:
-                yield rank, 1.0, inter_node
+                yield rank, 1.0, 1 / len(gateways) if rank in gateways else 0.0
 
     def send_counts(self) -> Iterator[tuple[int, float]]:
         """Yields (rank, sends of the box), as means over rotations; a rank may come several times."""
         for node, local in self._local_holders.items():
             for rank in local:
-                yield rank, len(self.receivers[node]) / len(local)
-        if self._nodes_without_holder:
-            for rank in self.holders:
-                yield rank, len(self._nodes_without_holder) / len(self.holders)
-        for node in self._nodes_without_holder:
-            peers = self.receivers[node]
-            for rank in peers:
-                yield rank, (len(peers) - 1) / len(peers)
+                yield rank, len(self._receivers[node]) / len(local)
+        for node, gateways in self._gateways.items():
+            for gateway, holder in gateways.items():
+                yield holder, 1 / len(gateways)
+                yield gateway, (len(self._receivers[node]) - 1) / len(gateways)
 
-    def _gateway(self, node: int, rotation: int) -> int:
-        peers = self.receivers[node]
-        return peers[_rotate(rotation, len(peers))]
+    def _routes_at(self, place: Mapping[int, int]) -> Routes:
+        direct: dict[int, int] = {}
+        forwarded: dict[int, int] = {}
+        for node, local in self._local_holders.items():
+            first = place.get(len(local), 0)
+            for number, rank in enumerate(self._receivers[node]):
+                direct[rank] = local[(first + number) % len(local)]
+        for node, gateways in self._gateways.items():
+            gateway = list(gateways)[place.get(len(gateways), 0)]
+            direct[gateway] = gateways[gateway]
+            forwarded |= {rank: gateway for rank in self._receivers[node] if rank != gateway}
+        return Routes(direct, forwarded)
+
+
+def places(rotation: int, turns: Sequence[int]) -> tuple[int, ...]:
+    """Returns whose turn it is in a tensor.
+
+    Args:
+        rotation: number of the tensor.
+        turns: numbers of ranks that take turns.
+
+    Returns:
+        For each of these numbers, the index of the rank whose turn it is.
+    """
+    return tuple(_rotate(rotation, size) for size in turns)
+
+
+def _gateways(receivers: Ranks | list[int], holders: Ranks, node: int, number: int, spread: int) -> dict[int, int]:
+    """Returns {gateway: the holder that sends to it} of the `number`-th node without holders, of `node` ranks each."""
+    on_rail: dict[int, list[int]] = defaultdict(list)
+    for rank in holders:
+        on_rail[rank % node].append(rank)
+    matching = [rank for rank in receivers if rank % node in on_rail]
+    if matching:
+        return {rank: on_rail[rank % node][(number + spread) % len(on_rail[rank % node])] for rank in matching}
+    others = range(min(len(on_rail), len(receivers)))
+    return {
+        receivers[(min(on_rail) + turn) % len(receivers)]: holders[(number + spread + turn) % len(holders)]
+        for turn in others
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +192,7 @@ def assign_writes(source: ShardMap, rank: int) -> Iterator[WriteAssignment]:
         for piece in shard.pieces:
             replicas = next(item for item in source.replicas(piece.tensor) if item.box == piece.source)
             location = replicas.location_on(rank)
-            # A file is a receiver on a node without holders.
-            routing = BoxRouting(replicas.ranks, (_FILE,), ranks_per_node=1)
-            writer = routing.source_of(_FILE, source.tensors[piece.tensor].position)
+            writer = replicas.ranks[_rotate(source.tensors[piece.tensor].position, len(replicas.ranks))]
             if rank == writer and (location.parameter, location.parameter_box) == (parameter, piece.target):
                 yield WriteAssignment(piece.tensor, piece.source, parameter, piece.target)
 
@@ -171,3 +200,14 @@ def assign_writes(source: ShardMap, rank: int) -> Iterator[WriteAssignment]:
 def _rotate(rotation: int, size: int) -> int:
     """Returns the bin, of `size` bins, into which a multiple of the golden ratio falls."""
     return ((rotation * _GOLDEN) & ((1 << _BITS) - 1)) * size >> _BITS
+
+
+def _inverse(source_of: Mapping[int, int]) -> dict[int, list[int]]:
+    receivers: dict[int, list[int]] = defaultdict(list)
+    for receiver, sender in source_of.items():
+        receivers[sender].append(receiver)
+    return dict(receivers)
+
+
+def _pairs(source_of: Mapping[int, int]) -> npt.NDArray[np.int64]:
+    return np.array([(sender, receiver) for receiver, sender in source_of.items()], np.int64).reshape(-1, 2)

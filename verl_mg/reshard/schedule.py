@@ -1,27 +1,46 @@
 """Messages of one rank of a plan, in buckets: made once, and used for every weight sync.
 
-    transfers to and from one peer, in order  ->  messages: small boxes merged, large boxes cut and alone
-    all messages of a rank, in one order that all ranks share  ->  buckets of a fixed size
+A bucket is what a rank sends and receives in one epoch (`epochs.py`), in one call of `batch_isend_irecv`. Two buckets
+are in flight. Over gloo the messages of a bucket progress independently of each other. NCCL is stricter. Its rules, by
+its `enqueue.cc`:
 
-Two buckets are in flight. There is no deadlock: of all messages that are not complete, the first in the common order is
-at the front of the buckets of both its ranks.
+- A group of sends and receives is one kernel. The kernels of a communicator run one after another on each rank.
+- A kernel passes through rounds. A message is in the same round at both ends: the round is the distance from its sender
+  to its receiver. Two messages of one peer and direction are in two passes over the rounds.
+- The messages of a channel are in batches, in the order of passes and rounds. A batch starts when the previous one is
+  complete. Two messages of one peer and direction never share a batch, and a batch has at most eight rounds.
+- Group calls must match: all messages of a group at one end must be in one group at the other ends too. Groups that do
+  not match are not an error, but their batches can wait for each other in a circle for ever.
+
+The schedule satisfies them:
+
+- A message is in the same epoch at both ends, because all ranks compute the epochs of all tensors alike. No rank cuts
+  its messages by its own load.
+- An epoch has one message for each peer and direction: all segments for a peer are merged, whatever their tensors and
+  types. So there is one pass, and (epoch, round) is one order of all messages, in which every rank processes its own.
+- A box is forwarded LAG epochs after the epoch in which it arrives, on all ranks: no message waits for another one of
+  its own epoch.
+
+There is no deadlock. Of all messages that are not complete, take the first one by (epoch, round). At both of its ends
+everything before it is complete, so its batch has started there, however NCCL cuts the kernels into channels and
+batches. It waits for nothing else, and completes. For gloo the same holds with epochs alone.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from verl_mg.reshard.plan import Copy, Plan, Transfer
-from verl_mg.sharding.boxes import Box, numel, split, translate_box
+from verl_mg.reshard.epochs import LAG
+from verl_mg.reshard.plan import Copy, Plan
+from verl_mg.sharding.boxes import Box, cut, numel, translate_box
 
-BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = 128 * 2**20
 """Default size of a bucket in bytes."""
-MESSAGES_PER_BUCKET = 4  # a message fills at most this part of a bucket, so that several peers are served at once
-ALONE_BYTES = 2**20  # a box of this size is a message of its own: where it is contiguous it needs no packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,52 +55,52 @@ class Segment:
     """Parameter of this rank that contains the box."""
     parameter_box: Box
     """Box of the same elements in the parameter."""
+    dtype: torch.dtype
+    """Type of the elements on the wire."""
+    forwarded: bool
+    """Whether the sender received the box for its own target before, and sends it from there."""
 
     @property
-    def num_elements(self) -> int:
-        """Number of elements on the wire."""
-        return numel(self.parameter_box)
+    def nbytes(self) -> int:
+        """Number of bytes on the wire."""
+        return numel(self.parameter_box) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Message:
-    """Segments that are sent to a peer or received from it together."""
+    """All segments that are sent to a peer, or received from it, in one epoch."""
 
     peer: int
     """The other global rank."""
     outgoing: bool
     """True if this rank sends the message, False if it receives it."""
-    forwarded: bool
-    """Whether the sender received the segments for its own target before."""
-    dtype: torch.dtype
-    """Type of all elements on the wire."""
     segments: tuple[Segment, ...]
-    """Segments in the order of the elements on the wire."""
+    """Segments in their order on the wire, without gaps: those with the largest elements first."""
 
-    @property
-    def num_elements(self) -> int:
-        """Number of elements on the wire."""
-        return sum(segment.num_elements for segment in self.segments)
-
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Number of bytes on the wire."""
-        return self.num_elements * self.dtype.itemsize
+        return sum(segment.nbytes for segment in self.segments)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bucket:
-    """Messages that are in flight together."""
+    """Messages of this rank in one epoch: one call of `batch_isend_irecv`."""
 
-    messages: list[Message]
-    """Messages in the order that all ranks share."""
-    waits_for_previous: bool = False
-    """Whether it forwards boxes that the previous bucket receives."""
+    epoch: int
+    """Number of the epoch, the same on all ranks; a rank without messages in an epoch has no bucket for it."""
+    messages: tuple[Message, ...]
+    """At most one message for each peer and direction."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all messages, each aligned for every dtype."""
-        return sum(aligned(message.nbytes) for message in self.messages)
+        """Bytes of all messages."""
+        return sum(message.nbytes for message in self.messages)
+
+    @property
+    def forwards(self) -> bool:
+        """Whether this rank sends boxes in it that it has received before."""
+        return any(segment.forwarded for m in self.messages if m.outgoing for segment in m.segments)
 
 
 @dataclass(frozen=True)
@@ -97,17 +116,19 @@ class Schedule:
     copies: tuple[Copy, ...]
     """Copies within the rank."""
     buckets: tuple[Bucket, ...]
-    """Buckets of messages in order."""
+    """Buckets of messages, in the order of their epochs."""
 
     @property
     def bytes_received(self) -> int:
         """Bytes received over the wire."""
         return sum(m.nbytes for bucket in self.buckets for m in bucket.messages if not m.outgoing)
 
-
-def aligned(nbytes: int) -> int:
-    """Returns the next multiple of 16 bytes."""
-    return -(-nbytes // 16) * 16
+    @property
+    def source_parameters(self) -> set[str]:
+        """Source parameters that are copied or sent from."""
+        messages = (message for bucket in self.buckets for message in bucket.messages if message.outgoing)
+        sent = {segment.parameter for message in messages for segment in message.segments if not segment.forwarded}
+        return sent | {copy.source for copy in self.copies if not copy.from_target}
 
 
 def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Schedule:
@@ -117,79 +138,31 @@ def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCK
         plan: the plan.
         rank: global rank.
         dtype: type of the elements on the wire, except for tensors that stay float32.
-        bucket_bytes: size of a bucket in bytes; a box larger than a quarter of it is cut.
+        bucket_bytes: bytes that a rank may send and receive in an epoch; larger tensors are cut.
     """
-    moves = plan.rank_plan(rank)
-    keyed = [
-        item
-        for outgoing, transfers in ((True, moves.sends), (False, moves.receives))
-        for item in _messages(plan, rank, outgoing, transfers, dtype, bucket_bytes // MESSAGES_PER_BUCKET)
-    ]
-    keyed.sort(key=lambda item: item[0])
+    moves, epochs = plan.rank_plan(rank), plan.epochs(dtype.itemsize, bucket_bytes)
+    contents: dict[int, dict[tuple[int, bool], list[Segment]]] = defaultdict(lambda: defaultdict(list))
+    for outgoing, transfers in ((True, moves.sends), (False, moves.receives)):
+        for transfer in transfers:
+            wire_dtype = torch.float32 if plan.source.tensors[transfer.tensor].float32 else dtype
+            parts = epochs.of[transfer.tensor]
+            for number, box in cut(transfer.box, len(parts)):
+                at = translate_box(box, transfer.box, transfer.parameter_box)
+                segment = Segment(transfer.tensor, box, transfer.parameter, at, wire_dtype, transfer.forwarded)
+                epoch = parts[number] + (LAG if transfer.forwarded else 0)
+                contents[epoch][transfer.peer, outgoing].append(segment)
     return Schedule(
         rank,
         {name: shard.shape for name, shard in plan.source.shards(rank).items()},
         {name: shard.shape for name, shard in plan.target.shards(rank).items()},
         moves.copies,
-        tuple(_buckets([message for _, message in keyed], bucket_bytes)),
+        tuple(Bucket(epoch, _messages(contents[epoch])) for epoch in sorted(contents)),
     )
 
 
-Key = tuple[int, bool, int, int, int]
-
-
-def _messages(
-    plan: Plan, rank: int, outgoing: bool, transfers: tuple[Transfer, ...], dtype: torch.dtype, limit: int
-) -> Iterator[tuple[Key, Message]]:
-    """Yields (position in the order of all messages of all ranks, message), for one direction."""
-    streams: dict[tuple[int, bool, torch.dtype], list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        wire_dtype = torch.float32 if plan.source.tensors[transfer.tensor].float32 else dtype
-        streams[transfer.peer, transfer.forwarded, wire_dtype].append(transfer)
-    for (peer, forwarded, wire_dtype), stream in streams.items():
-        ends = (rank, peer) if outgoing else (peer, rank)
-        for number, segments in enumerate(_merged(stream, limit, wire_dtype)):
-            # A forwarded message comes after every message that its segments may arrive in.
-            position = plan.position(segments[-1 if forwarded else 0].tensor)
-            message = Message(peer, outgoing, forwarded, wire_dtype, tuple(segments))
-            yield (position, forwarded, *ends, number), message
-
-
-def _merged(stream: list[Transfer], limit: int, dtype: torch.dtype) -> Iterator[list[Segment]]:
-    """Yields runs of segments of at most `limit` bytes; both ends of a stream yield the same runs."""
-    run: list[Segment] = []
-    size = 0
-    for transfer in stream:
-        for box in split(transfer.box, max(1, limit // dtype.itemsize)):
-            at = translate_box(box, transfer.box, transfer.parameter_box)
-            segment = Segment(transfer.tensor, box, transfer.parameter, at)
-            nbytes = segment.num_elements * dtype.itemsize
-            if run and (size + nbytes > limit or nbytes >= ALONE_BYTES):
-                yield run
-                run, size = [], 0
-            run.append(segment)
-            size += nbytes
-            if nbytes >= ALONE_BYTES:
-                yield run
-                run, size = [], 0
-    if run:
-        yield run
-
-
-def _buckets(messages: list[Message], limit: int) -> Iterator[Bucket]:
-    bucket = Bucket([])
-    size = 0
-    received: set[tuple[str, Box]] = set()
-    for message in messages:
-        # A forwarded box must arrive in the previous bucket or earlier.
-        waits = message.outgoing and message.forwarded and any((s.tensor, s.box) in received for s in message.segments)
-        if bucket.messages and (waits or size + aligned(message.nbytes) > limit):
-            yield bucket
-            bucket, size, received = Bucket([]), 0, set()
-        bucket.messages.append(message)
-        bucket.waits_for_previous |= message.outgoing and message.forwarded
-        size += aligned(message.nbytes)
-        if not message.outgoing:
-            received.update((segment.tensor, segment.box) for segment in message.segments)
-    if bucket.messages:
-        yield bucket
+def _messages(segments: Mapping[tuple[int, bool], list[Segment]]) -> tuple[Message, ...]:
+    """Returns messages whose segments start at multiples of their element size."""
+    return tuple(
+        Message(peer, outgoing, tuple(sorted(found, key=lambda segment: -segment.dtype.itemsize)))
+        for (peer, outgoing), found in sorted(segments.items())
+    )

@@ -276,11 +276,8 @@ def source_tensors(chunk: Schedule, runner: ModelRunner, parameters: dict[str, T
     """
     if not runner.adapted_parameters:
         return parameters
-    used = {copy.source for copy in chunk.copies if not copy.from_target}
-    messages = (message for bucket in chunk.buckets for message in bucket.messages)
-    used |= {part.parameter for m in messages if m.outgoing and not m.forwarded for part in m.segments}
     merged = runner.merged_parameters()
-    return parameters | {name: merged[name] for name in used & runner.adapted_parameters}
+    return parameters | {name: merged[name] for name in chunk.source_parameters & runner.adapted_parameters}
 
 
 def engine_ranks(placement: EnginePlacement) -> dict[int, tuple[int, ...]]:

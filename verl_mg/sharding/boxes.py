@@ -97,21 +97,31 @@ def translate_box(inner: Box, origin: Box, destination: Box) -> Box:
     )
 
 
-def split(box: Box, limit: int) -> Iterator[Box]:
-    """Yields the parts of a box, cut along its first dimensions.
+def cut(box: Box, parts: int) -> Iterator[tuple[int, Box]]:
+    """Cuts a box into parts of nearly equal size, along its first dimensions.
 
     Args:
         box: the box.
-        limit: maximum number of elements of a part, at least 1.
+        parts: number of parts, at least 1.
+
+    Yields:
+        (number of the part, its box) in rising order; numbers are left out where there are fewer elements than parts.
     """
-    if numel(box) <= limit:
-        yield box
+    axis = next((i for i, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if parts == 1 or axis is None:
+        yield 0, box
         return
-    axis = next(i for i, (start, stop) in enumerate(box) if stop - start > 1)
     start, stop = box[axis]
-    step = max(1, limit * (stop - start) // numel(box))
-    for first in range(start, stop, step):
-        yield from split((*box[:axis], (first, min(first + step, stop)), *box[axis + 1 :]), limit)
+    length = stop - start
+    for number in range(min(length, parts)):
+        first, last = (start + edge * length // min(length, parts) for edge in (number, number + 1))
+        slab = (*box[:axis], (first, last), *box[axis + 1 :])
+        if parts <= length:
+            yield number, slab
+            continue
+        before = number * parts // length
+        for inner, part in cut(slab, (number + 1) * parts // length - before):
+            yield before + inner, part
 
 
 def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
