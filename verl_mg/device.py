@@ -77,6 +77,11 @@ def free_memory() -> int | None:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 
+def total_memory() -> int | None:
+    """Returns the bytes of this process's GPU; None on the CPU."""
+    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+
+
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
     """Context manager: torch allocates GPU memory whose handle any process of the machine can open.

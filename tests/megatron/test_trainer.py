@@ -15,6 +15,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.sharded_state import steps_taken
 from verl_mg.megatron.storages import gradient_buffers
 from verl_mg.megatron.trainer import Trainer, check_schedule, learning_rate_schedule
 from verl_mg.megatron.update_guard import count_non_finite
@@ -188,3 +189,22 @@ def test_count_non_finite_finds_each_kind_anywhere(value, count, position):
     buffer[position] = float(value)
     assert count_non_finite([torch.ones(5), buffer, torch.empty(0)]).item() == count
     assert count_non_finite([buffer, buffer.bfloat16(), torch.full((3,), torch.inf)]).item() == 2 * count + 1
+
+
+def three_steps(model, allocates):
+    """Weights after each of three updates; whether the moments were there before the first."""
+    trainer, batch = in_bfloat16(model, lr=1e-2), rows(model)
+    if allocates:
+        trainer.allocate_moments()
+    seen, steps = [], steps_taken(trainer.optimizer)
+    for _ in range(3):
+        update(trainer, [batch], 1)
+        seen.append({name: weight.detach().clone() for name, weight in trainer.runner.parameters().items()})
+    return seen, steps
+
+
+def test_updates_with_moments_allocated_before_are_bitwise_identical(ranks, model):
+    (lazy, none), (early, zero) = (ranks.run(1, three_steps, model, allocates)[0] for allocates in (False, True))
+    assert none is None and zero == 0
+    for expected, found in zip(lazy, early, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

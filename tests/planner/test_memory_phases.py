@@ -9,7 +9,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.planner.inputs import GIB, AuxiliaryRole
 from verl_mg.planner.memory import TrainMemory, rollout_memory, train_memory
-from verl_mg.planner.memory_phases import at_rest, awake, engine_limit, problem, syncing, training
+from verl_mg.planner.memory_phases import awake, engine_limit, problem, syncing, training
 from verl_mg.planner.roles import PlannedRole, auxiliary_role
 from verl_mg.sharding.weight_table import weight_table
 
@@ -27,9 +27,7 @@ def test_training_counts_stages_of_each_rank_and_one_computing_role():
     inputs = replace(tiny(DENSE), auxiliary_roles=(CRITIC,))
     assert size(training(replace(inputs, offload=False), ACTOR)) == 20 + 40 + 5 + 40 + max(1, 10)
     assert size(training(inputs, ACTOR)) == 20 + 40 + 5 + 1 + 40, "the actor is away while the critic computes"
-    assert size(at_rest(inputs, ACTOR)) == 20 + 40 + 5 + 40
     assert size(training(tiny(DENSE), ACTOR)) == 20 + 40 + 5 + 1
-    assert size(at_rest(inputs, None)) == 40
 
 
 def test_awake_excludes_only_offloaded_actor():
@@ -40,10 +38,11 @@ def test_awake_excludes_only_offloaded_actor():
 
 
 def test_engine_limit_is_fraction_of_free_memory_at_start():
-    """All roles are there then, the actor too, though it leaves later."""
+    """The actor has left then; with offload=false it stays, with its optimizer states."""
     inputs = replace(tiny(DENSE), auxiliary_roles=(CRITIC,))
     assert engine_limit(inputs, ACTOR) == 74 * GIB - 40
-    assert engine_limit(replace(inputs, memory_fraction=0.5), ACTOR) == 0.5 * (80 * GIB - 105)
+    assert engine_limit(replace(inputs, memory_fraction=0.5), ACTOR) == 0.5 * (80 * GIB - 40)
+    assert engine_limit(replace(inputs, memory_fraction=0.5, offload=False), ACTOR) == 0.5 * (80 * GIB - 105)
     assert engine_limit(replace(inputs, memory_fraction=0.5, rollout_ranks=4), ACTOR) == 0.5 * 80 * GIB
     assert engine_limit(replace(inputs, memory_fraction=0.99), ACTOR) == 74 * GIB - 40
 
@@ -85,7 +84,6 @@ def test_training_roles_on_disjoint_ranks_do_not_add_up():
         tiny(DENSE), auxiliary_roles=(replace(CRITIC, ranks=(4, 5, 6, 7)),), role_ranks=(0, 1, 2, 3), offload=False
     )
     assert size(training(inputs, ACTOR)) == 20 + 40 + 5 + 1
-    assert size(at_rest(inputs, ACTOR)) == 65
     assert size(awake(replace(inputs, offload=True), ACTOR)) == 40, "the fullest rank is the critic's last"
     half = replace(inputs, auxiliary_roles=(replace(CRITIC, ranks=(2, 3, 4, 5)),))
     assert size(training(half, ACTOR)) == 20 + 40 + 5 + 2 + 8, "its second stage shares ranks with the actor's second"
@@ -97,4 +95,3 @@ def test_training_offloaded_roles_share_a_rank_in_turns():
     assert size(awake(inputs, ACTOR)) == 0
     assert size(syncing(inputs, ACTOR)) == 20, "weights alone move to the engines"
     assert size(syncing(replace(inputs, offload=False), ACTOR)) == 65
-    assert size(at_rest(inputs, ACTOR)) == 105, "when engines start all are there"

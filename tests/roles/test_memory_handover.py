@@ -8,17 +8,29 @@ import torch
 import torch.distributed as dist
 
 from tests.rank_pool import job_context, job_store
+from tests.roles.sglang_jobs import inputs, settings
+from tests.tiny_jobs import RECIPES
 from tests.tiny_models import tiny_model
-from verl_mg.config import OptimizerConfig
+from tests.traces import needs_sglang
+from verl_mg.config import OptimizerConfig, load_config
+from verl_mg.job import build_engines
+from verl_mg.job.build_models import ModelRoleBuilder
+from verl_mg.job.job import Job
+from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.sharded_state import steps_taken
+from verl_mg.megatron.storages import gradient_buffers, optimizer_storages, weight_storages
+from verl_mg.models.hf_config import read_config
 from verl_mg.roles import weight_sync
 from verl_mg.roles.engine_group import SGLangEngineGroup
 from verl_mg.roles.models import Actor
+from verl_mg.roles.trainable import TrainableRole
 from verl_mg.roles.weight_sync import CHUNK_BYTES, KEPT_FREE_BYTES, SGLangEngineSync, fitting_chunk_bytes
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
 from verl_mg.rollout.sglang.ipc_payload import Staging
+from verl_mg.sharding.weight_table import weight_table
 
 SLOW_S = 0.3
 
@@ -187,3 +199,72 @@ def test_fitting_chunk_bytes_halves_until_two_fit_beside_the_rest():
     assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES - 1]) == CHUNK_BYTES // 2
     assert fitting_chunk_bytes([KEPT_FREE_BYTES + CHUNK_BYTES // 4, 80 * 2**30]) == CHUNK_BYTES // 8
     assert fitting_chunk_bytes([0]) == weight_sync.MIN_CHUNK_BYTES
+
+
+def bytes_held(role):
+    """Bytes of weights, gradients and optimizer state on the device."""
+    storages = weight_storages(role.runner)
+    if isinstance(role, TrainableRole):
+        storages += optimizer_storages(role.runner, role.trainer.optimizer)
+        storages += [buffer.untyped_storage() for buffer in gradient_buffers(role.runner)]
+    return sum(storage.nbytes() for storage in storages)
+
+
+def built(folder):
+    """Bytes of each role after each build and where the engine starts, the critic's moments then, and all events."""
+    history, roles, after_builds, at_start = History(), {}, [], []
+    build = ModelRoleBuilder.build
+
+    def noted_build(self, name):
+        roles[name] = build(self, name)
+        after_builds.append({name: bytes_held(role) for name, role in roles.items()})
+        return roles[name]
+
+    def slow_empty_cache():
+        time.sleep(SLOW_S * dist.get_rank())
+        history.note("empty")
+
+    def engine(*_):
+        history.note("engine")
+        sizes = {name: bytes_held(role) for name, role in roles.items()}
+        at_start.append((sizes, steps_taken(roles["critic"].trainer.optimizer)))
+        return RecordingEngine(history)
+
+    recipe = load_recipe(RECIPES / "ppo.py")
+    offload = ["actor.offload=true", "reference.offload=true", "actor.layout=tp2", "algorithm.kl.coefficient=0.1"]
+    config = load_config(None, [*settings(folder), "rollout.layout=tp2", *offload], recipe.config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRoleBuilder, "build", noted_build)
+        patch.setattr(build_engines, "SGLangEngine", engine)
+        patch.setattr(torch.cuda, "empty_cache", slow_empty_cache)
+        Job(config, recipe.roles(config.algorithm), job_store())
+    return after_builds, at_start, history.of_all_ranks()
+
+
+@needs_sglang
+def test_job_starts_engine_when_offloaded_roles_have_left_all_devices(ranks, tmp_path):
+    (after_builds, at_start, events), (others, *_) = ranks.run(2, built, inputs(tmp_path, "qwen3"))
+    for sizes in (*after_builds, *others):
+        assert all((sizes[name] > 0) == (name == "critic") for name in sizes)
+    ((sizes, steps),) = at_start
+    assert sizes.keys() == {"actor", "critic", "reference"} and steps == 0
+    assert sizes["actor"] == sizes["reference"] == 0 < sizes["critic"]
+    assert {event for event in events if event[0] == "empty"} == {("empty", 0), ("empty", 1)}
+    assert events[-1] == ("engine", 0)
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(0, 0.95), (2, 0.925)])
+def test_engine_settings_on_ranks_of_their_own_leave_6_gib(ranks, tmp_path, num_ranks, expected):
+    overrides = ["rollout.memory_fraction=0.95", f"rollout.num_ranks={num_ranks}"]
+    found = ranks.run(2, fraction_of_80_gib, inputs(tmp_path, "qwen3"), overrides)
+    assert found == [expected] * 2
+
+
+def fraction_of_80_gib(folder, overrides):
+    recipe = load_recipe(RECIPES / "grpo.py")
+    config = load_config(None, [*settings(folder), *overrides], recipe.config)
+    table = weight_table(read_config(folder / "model"))
+    placement = EnginePlacement(EngineLayout(), (0, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_engines.device, "total_memory", lambda: 80 * 2**30)
+        return build_engines._settings(config, torch.bfloat16, placement, table, 0).memory_fraction

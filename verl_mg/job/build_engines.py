@@ -23,6 +23,10 @@ from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
 from verl_mg.sharding.weight_table import WeightTable
 
+RANK_BYTES = 6 * 2**30
+"""Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
+buffers of NCCL."""
+
 
 def num_training_ranks(config: Config, world_size: int) -> int:
     """Returns how many of the job's ranks, the first ones, hold models: all but the last `rollout.num_ranks`.
@@ -120,6 +124,10 @@ def build_engine_group(
     node = device.ranks_of_a_node(world_size)
     placement = best_stride(actor.runner.shard_map(), table, _placement(config, world_size), node)
     leaders = {ranks[0]: number for number, ranks in engine_ranks(placement).items()}
+    # An engine sizes its cache by the memory that is free when it starts.
+    context.offload.offload_all()
+    device.release_unused_memory()
+    dist.barrier()
     inner = None
     if rank in leaders:
         settings = _settings(config, dtype, placement, table, leaders[rank])
@@ -164,7 +172,7 @@ def _settings(
         dtype=dtype,
         max_running=config.rollout.max_running_requests,
         max_positions=table.config.max_positions,
-        memory_fraction=config.rollout.memory_fraction,
+        memory_fraction=_memory_fraction(config, device.total_memory()),
         first_gpu=device.current_device().index or 0,
         gpu_step=placement.stride,
         sleeps=config.rollout.sleep and not config.rollout.num_ranks,
@@ -173,6 +181,14 @@ def _settings(
         deterministic=config.job.deterministic,
         extra=config.rollout.sglang,
     )
+
+
+def _memory_fraction(config: Config, device_bytes: int | None) -> float:
+    """Returns the fraction of the device for SGLang, of which an engine on ranks of its own leaves RANK_BYTES."""
+    fraction = config.rollout.memory_fraction
+    if device_bytes is None or not config.rollout.num_ranks:
+        return fraction
+    return min(fraction, max(0.0, 1 - RANK_BYTES / device_bytes))
 
 
 def _log(config: Config, number: int) -> Path:

@@ -79,7 +79,11 @@ class ModelRoleBuilder:
                 raise UserError(f"{role}.{error}") from None
 
     def build(self, role: str) -> Any:
-        """Returns the role, with the weights of its model directory."""
+        """Returns the role, with the weights of its model directory.
+
+        A role with offload leaves the device at once, so that the next one has the whole of it. One that stays
+        allocates everything that it keeps, so that engines size their cache beside it.
+        """
         section, kind = self._section(role), MODEL_ROLES[role]
         options: dict[str, Any] = {}
         if isinstance(section, TrainableConfig) and issubclass(kind, TrainableRole):
@@ -102,6 +106,9 @@ class ModelRoleBuilder:
         )
         if section.offload:
             self._context.offload.register(built.cpu_offload)
+            built.cpu_offload.to_host()
+        elif isinstance(built, TrainableRole):
+            built.allocate_moments()
         return built
 
     def _section(self, role: str) -> TrainableConfig | ReferenceConfig:

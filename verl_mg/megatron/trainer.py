@@ -152,6 +152,11 @@ class Trainer:
         loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
         return loss_metrics | guard_metrics | self._apply(verdict)
 
+    def allocate_moments(self) -> None:
+        """Creates the optimizer's moments if there are none yet: zeros, as the first step would create them."""
+        if steps_taken(self.optimizer) is None:
+            make_moments(self.optimizer, 0.0)
+
     def stored_boxes(self) -> Iterator[StoredBox]:
         """Yields this rank's shards of weights and optimizer state for a checkpoint.
 
@@ -190,6 +195,7 @@ class Trainer:
         self._guard.bad_in_a_row = counters.bad_in_a_row
 
     def _fill(self, fill: Callable[[StoredBox], None], prefix: str, moments: float | None) -> None:
+        had_moments = steps_taken(self.optimizer) is not None
         for inner in inner_optimizers(self.optimizer):
             inner.state.clear()
         if moments is not None:
@@ -197,6 +203,8 @@ class Trainer:
         for box in optimizer_state(self.runner, self.optimizer):
             fill(replace(box, namespace=prefix + box.namespace))
         weights_from_optimizer(self.runner, self.optimizer)
+        if had_moments:
+            self.allocate_moments()
 
     def _compute_gradients(
         self,

@@ -52,16 +52,6 @@ def training(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
     )
 
 
-def at_rest(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
-    """Returns the parts on the fullest rank while no role computes and no role is offloaded.
-
-    Args:
-        inputs: inputs of the plan.
-        train: memory of the actor; None without an actor.
-    """
-    return _fullest(_merged(role.states for role in rank) for rank in _ranks(inputs, train))
-
-
 def awake(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
     """Returns the parts of roles on the fullest of the engines' ranks during generation.
 
@@ -89,7 +79,8 @@ def syncing(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
 def engine_limit(inputs: PlanInputs, train: TrainMemory | None = None) -> float:
     """Computes the bytes of a device for weights and KV cache of an engine, in addition to the other roles.
 
-    SGLang takes a fraction of the memory that is free when it starts, and it starts while all roles are on the device.
+    SGLang takes a fraction of the memory that is free when it starts. Then offloaded roles are on the host, and the
+    others have everything that they keep, Adam's moments too.
 
     Args:
         inputs: inputs of the plan.
@@ -100,8 +91,7 @@ def engine_limit(inputs: PlanInputs, train: TrainMemory | None = None) -> float:
 
 
 def _engine_fraction(inputs: PlanInputs, train: TrainMemory | None) -> float:
-    occupied = 0.0 if inputs.rollout_ranks else _total(at_rest(inputs, train))
-    return inputs.memory_fraction * (inputs.memory * GIB - occupied)
+    return inputs.memory_fraction * (inputs.memory * GIB - _total(awake(inputs, train)))
 
 
 def _ranks(inputs: PlanInputs, train: TrainMemory | None) -> list[Rank]:

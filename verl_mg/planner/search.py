@@ -22,7 +22,7 @@ from verl_mg.planner.memory import (
     rollout_memory,
     train_memory,
 )
-from verl_mg.planner.memory_phases import at_rest, engine_limit, problem
+from verl_mg.planner.memory_phases import awake, engine_limit, problem
 from verl_mg.planner.roles import check, fit_layout
 
 PARTNERS = 4
@@ -278,6 +278,6 @@ def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
     """Returns whether a lower bound of weights, gradients and optimizer states fits."""
     dense = (inputs.elements - inputs.expert_elements) / layout.tp
     experts = inputs.expert_elements / (layout.ep * layout.etp)
-    others = 0 if any(role.offload for role in inputs.auxiliary_roles) else sum(at_rest(inputs, None).values())
+    others = sum(awake(inputs, None).values())
     states = OPTIMIZER_BYTES * inputs.elements / layout.ranks
     return (WEIGHT_BYTES + GRADIENT_BYTES) * (dense + experts) / layout.pp + states + others <= inputs.usable

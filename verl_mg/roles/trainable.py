@@ -94,6 +94,11 @@ class TrainableRole(Role):
         self.trained_batches: list[Batch] = []
         """Batches of this iteration's updates."""
 
+    def allocate_moments(self) -> None:
+        """Allocates the optimizer's moments, which the first update would do otherwise."""
+        if self._learns and self.runner.is_member:
+            self.trainer.allocate_moments()
+
     def update(
         self,
         batch: Batch,
@@ -195,13 +200,14 @@ class TrainableRole(Role):
             self._context.offload.load_exclusively(self.cpu_offload)
 
     def load(self, fill: Callable[[StoredBox], None], counts: RoleCounters) -> None:
-        """Restores the role from a checkpoint that was written under any layout.
+        """Restores the role from a checkpoint that was written under any layout; all ranks call it together.
 
         Args:
             fill: copies the stored values into a shard.
             counts: counters of the checkpoint.
         """
         self.num_updates = counts.updates
+        self._context.offload.release_engines()
         if self.runner.is_member:
             self._context.offload.load_exclusively(self.cpu_offload)
 
