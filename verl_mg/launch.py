@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from verl_mg.distributed.rendezvous import raise_open_files_limit
 from verl_mg.distributed.signals import HANDLED_SIGNALS, STOP_SIGNAL_FILE
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT")
     for number in HANDLED_SIGNALS:
         signal.signal(number, _forward_signal)
+    raise_open_files_limit()  # the job's store is here, with several connections of each rank
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="verl_mg-") as folder:
         threading.Thread(target=_follow_the_ranks, args=(folder,), daemon=True).start()

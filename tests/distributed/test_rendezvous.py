@@ -1,11 +1,13 @@
 """Rendezvous in a namespace of the store that no earlier launch has used, and ranks started by MPI."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore, Store
 
+from tests.counted_store import CountedStore
 from verl_mg.distributed.rendezvous import wait_for_fresh_store
 
 RANKS = 4
@@ -35,6 +37,22 @@ def test_fresh_store_of_each_launch_is_empty():
     store = HashStore()
     for _ in range(3):
         assert counts_in_fresh_store(store, list(range(RANKS))) == [1, 2, 3, 4]
+
+
+def test_fresh_store_needs_a_fixed_number_of_requests_of_each_rank():
+    shared = HashStore()
+    stores = [CountedStore(shared) for _ in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as threads:
+        arriving = [
+            threads.submit(wait_for_fresh_store, store, number, RANKS, timedelta(seconds=20))
+            for number, store in enumerate(stores[:-1])
+        ]
+        time.sleep(1)
+        wait_for_fresh_store(stores[-1], RANKS - 1, RANKS, timedelta(seconds=20))
+        for rank in arriving:
+            rank.result()
+    assert [store.requests for store in stores[1:]] == [["set", "wait", "get", "set"]] * (RANKS - 1)
+    assert len(stores[0].requests) <= 12
 
 
 def test_fresh_store_after_a_failed_launch_ignores_its_keys():

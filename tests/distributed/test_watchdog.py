@@ -4,7 +4,9 @@ import signal
 import time
 
 import pytest
+from torch.distributed import HashStore
 
+from tests.counted_store import CountedStore
 from tests.launched import (
     ended,
     error_lines,
@@ -18,9 +20,14 @@ from tests.launched import (
     write_inputs,
 )
 from tests.tiny_jobs import logged
+from verl_mg.distributed import watchdog
 from verl_mg.distributed.watchdog import (
     EXIT_RANK_LOST,
     HEARTBEAT_SECONDS,
+    MAX_REQUESTS_PER_SECOND,
+    REQUESTS_PER_HEARTBEAT,
+    RankWatchdog,
+    heartbeat_seconds,
     innermost_user_frame,
     main_stack,
     main_waits,
@@ -121,6 +128,29 @@ def test_abort_on_one_or_all_ranks_prints_one_traceback(forked_ranks, condition)
 def test_user_error_on_one_rank_ends_ranks_that_sleep(forked_ranks):
     code = "if step == 3:\n  if rank == 1: raise UserError('no ruler')\n  time.sleep(10**6)"
     assert forked_ranks.start(3, code).wait() == ([2, 2, 2], "error: no ruler\n")
+
+
+def test_watchdog_heartbeat_is_two_requests_whatever_the_number_of_ranks(monkeypatch):
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.05)
+    shared, size = HashStore(), 5
+    stores = [CountedStore(shared) for _ in range(size)]
+    watched = [RankWatchdog(rank, size, store) for rank, store in enumerate(stores)]
+    time.sleep(0.5)  # until all have read the others once
+    for store in stores:
+        store.requests.clear()
+    time.sleep(1)
+    requests = [tuple(store.requests) for store in stores]
+    for rank in watched:
+        rank.stop()
+    for sent in requests:
+        assert len(sent) >= 8 and set(sent) == {"multi_set", "multi_get"}, sent
+        assert abs(sent.count("multi_set") - sent.count("multi_get")) <= 1
+
+
+@pytest.mark.parametrize("size", [2, 250, 1024, 4096])
+def test_heartbeats_of_all_ranks_stay_below_the_limit_of_requests(size):
+    assert size * REQUESTS_PER_HEARTBEAT / heartbeat_seconds(size) <= MAX_REQUESTS_PER_SECOND
+    assert heartbeat_seconds(250) == HEARTBEAT_SECONDS and heartbeat_seconds(4096) < 20
 
 
 def test_main_stack_lists_innermost_frame_first():

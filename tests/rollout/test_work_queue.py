@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from tests.counted_store import CountedStore
 from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, first_complete_groups
 
 GROUPS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)).filter(any), min_size=1, max_size=9)
@@ -67,14 +68,37 @@ def test_work_queue_is_done_when_enough_groups_are_complete(sizes, engines, data
     missing = {g: group.size for g, group in enumerate(groups)}
     complete: list[int] = []
     for sample in samples:
+        queues[0].refresh()
         assert queues[0].is_done() == (len(complete) >= needed)
         queues[draw.randrange(engines)].mark_done(sample)
         (group,) = [g for g, members in enumerate(groups) if sample in members.fresh + members.partial]
         missing[group] -= 1
         complete += [group] if not missing[group] else []
-    assert all(queue.is_done() for queue in queues)
+    for queue in queues:
+        queue.refresh()
+        assert queue.is_done()
     orders = [queue.completion_order for queue in queues]
     assert first_complete_groups(orders, needed) == sorted(complete[:needed])
+
+
+def test_dynamic_queue_forgets_groups_of_other_engines_in_one_request():
+    store = CountedStore()
+    groups = make_groups([(8, 0)] * 50)
+    first, second = (DynamicWorkQueue(store, "call", groups, 50) for _ in range(2))
+    assert len(first.pop(400)) == 400
+    store.requests.clear()
+    assert second.pop(4) == []
+    assert store.requests == ["add", "multi_get"]
+
+
+def test_work_queue_refresh_is_one_request():
+    store = CountedStore()
+    queue = DynamicWorkQueue(store, "call", make_groups([(1, 0)] * 9), 1)
+    queue.refresh()
+    store.requests.clear()
+    queue.refresh()
+    assert queue.can_queue(8) and not queue.is_done()
+    assert store.requests == ["multi_get"]
 
 
 def test_work_queue_delete_keys_empties_the_store():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 import uuid
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from verl_mg.errors import UserError
 
 POLL_SECONDS = 0.05
-"""Interval between two reads of the store, in seconds."""
+"""Interval at which rank 0 reads the tokens of all other ranks, in seconds."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Environment variables in which MPI launchers report the number of ranks."""
 MAX_ADDRESS_BYTES = 256
@@ -25,8 +26,11 @@ def wait_for_fresh_store(store: Store, rank: int, size: int, timeout: timedelta 
     """Waits for all ranks of this launch and returns a namespace of the store that no earlier launch has used.
 
     torchrun's store outlives its restarts, so keys of an earlier launch may still be there. Each rank publishes a
-    random token. Rank 0 answers every token with the token and the name of the namespace, until each rank has
-    acknowledged that name. Tokens are unique per launch, so stale answers of an earlier launch are ignored.
+    random token and waits for the answer to it, which contains the name of the namespace. Tokens are unique per launch,
+    so answers of an earlier launch are to other keys. Rank 0 answers all tokens that it finds, again and again until
+    each rank has acknowledged the name: it cannot tell which tokens are old.
+
+    Every rank sends a fixed number of requests, and rank 0 a few for each reading of all tokens at once.
 
     Args:
         store: the store that all ranks share.
@@ -40,23 +44,47 @@ def wait_for_fresh_store(store: Store, rank: int, size: int, timeout: timedelta 
     Raises:
         TimeoutError: a rank did not arrive in time.
     """
-    token, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    token = uuid.uuid4().hex
     if rank == 0:
-        missing = set(range(1, size))
-        while missing:
-            for other in missing:
-                if other_token := _read(store, f"token/{other}"):
-                    store.set(f"answer/{other}", f"{other_token} {token}")
-            missing = {other for other in missing if _read(store, f"ack/{other}") != token}
-            _sleep_until(deadline, f"ranks {sorted(missing)}")
+        _answer_tokens(store, range(1, size), token, time.monotonic() + timeout.total_seconds())
         return PrefixStore(token, store)
     store.set(f"token/{rank}", token)
-    while True:
-        answered_token, _, namespace = _read(store, f"answer/{rank}").partition(" ")
-        if answered_token == token:
-            store.set(f"ack/{rank}", namespace)
-            return PrefixStore(namespace, store)
-        _sleep_until(deadline, "rank 0")
+    if not _arrives(store, [f"answer/{token}"], timeout):
+        raise TimeoutError("rank 0 did not arrive at the job's store")
+    namespace = store.get(f"answer/{token}").decode()
+    store.set(f"ack/{namespace}/{rank}", "1")
+    return PrefixStore(namespace, store)
+
+
+def _answer_tokens(store: Store, others: range, namespace: str, deadline: float) -> None:
+    """Answers the tokens of the other ranks until all have acknowledged the namespace."""
+    tokens, acks = [f"token/{rank}" for rank in others], [f"ack/{namespace}/{rank}" for rank in others]
+    answered: set[str] = set()
+    if others and _arrives(store, tokens, timedelta(seconds=max(0.0, deadline - time.monotonic()))):
+        while not store.check(acks) and time.monotonic() < deadline:
+            new = {token.decode() for token in store.multi_get(tokens)} - answered
+            if new:
+                keys = [f"answer/{token}" for token in new]
+                store.multi_set(keys, [namespace] * len(new))  # type: ignore[attr-defined]  # torch's stubs lack it
+                answered |= new
+            time.sleep(POLL_SECONDS)
+    if missing := [rank for rank, ack in zip(others, acks, strict=True) if not store.check([ack])]:
+        raise TimeoutError(f"ranks {missing} did not arrive at the job's store")
+
+
+def _arrives(store: Store, keys: list[str], timeout: timedelta) -> bool:
+    """Waits for keys of the store; returns whether all were there in time."""
+    try:
+        store.wait(keys, timeout)
+    except DistStoreError:
+        return False
+    return True
+
+
+def raise_open_files_limit() -> None:
+    """Raises the limit of open files to what the system allows: gloo connects each pair of ranks, a store all."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def started_by_mpi() -> bool:
@@ -99,16 +127,6 @@ def join_mpi() -> tuple[Store, int, int]:
     rank, size = world.rank, world.size
     mpi.Finalize()  # its threads and buffers are not needed any more
     return store, rank, size
-
-
-def _read(store: Store, key: str) -> str:
-    return store.get(key).decode() if store.check([key]) else ""
-
-
-def _sleep_until(deadline: float, missing: str) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError(f"{missing} did not arrive at the job's store")
-    time.sleep(POLL_SECONDS)
 
 
 def _import_mpi() -> Any:

@@ -1,10 +1,13 @@
 """Watchdog over the ranks of a job: a rank that dies or hangs is named with its stack, and all ranks exit.
 
-every rank, each second    writes its heartbeat  ──▶  store     a thread with its own connection
+every rank, each interval  writes its heartbeat  ──▶  store     a thread with its own connection
 rank 0                     reads all heartbeats  ──▶  a rank is lost, or no rank makes progress
 other ranks                read rank 0's         ──▶  rank 0 is lost
 first rank to detect it    prints why, once; exit code ──▶ store ──▶ all other ranks exit with it
 a second thread            store does not answer ──▶ this host is disconnected, or the store's host is down
+
+A heartbeat is two requests to the store, and the interval grows with the number of ranks, so that all ranks together
+send at most MAX_REQUESTS_PER_SECOND. Stacks are in keys of their own, which nobody reads until a rank is lost.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -32,11 +35,17 @@ from torch.distributed import PrefixStore, Store
 EXIT_RANK_LOST = 3
 """Exit code of every rank when one is lost or hangs."""
 HEARTBEAT_SECONDS = 1.0
-"""Interval between heartbeats, in seconds."""
+"""Shortest interval between heartbeats, in seconds."""
+REQUESTS_PER_HEARTBEAT = 2
+"""Requests to the store of one heartbeat: writing the own state, reading that of others."""
+MAX_REQUESTS_PER_SECOND = 500
+"""Limit of the heartbeats' requests of all ranks together; more ranks have a longer interval."""
+MISSED_HEARTBEATS = 3
+"""A rank counts as lost after at least this many intervals."""
 SUSPICIOUS_TIMEOUT_SECONDS = 10.0
 """Heartbeat timeout in seconds where a connection broke or a stop is requested: a rank has probably died."""
 ACK_SECONDS = 3.0
-"""Seconds for which the rank that ends a job waits for acknowledgements of the others."""
+"""Seconds for which the rank that ends a job waits for acknowledgements of the others, or two longer intervals."""
 STORE_TIMEOUT = timedelta(seconds=30)
 """Timeout of one request to the store."""
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
@@ -72,8 +81,6 @@ class Heartbeat:
     """Whether the main thread waits for other ranks."""
     exited: bool = False
     """Whether the rank has ended regularly."""
-    stack: list[str] = field(default_factory=list)
-    """Frames of the main thread, see `main_stack`."""
 
 
 @dataclass
@@ -81,6 +88,11 @@ class _LastHeartbeat:
     heartbeat: Heartbeat
     received_at: float
     """Time of `time.monotonic` at which its count last changed."""
+
+
+def heartbeat_seconds(size: int) -> float:
+    """Returns the interval between heartbeats in a job of `size` ranks, in seconds."""
+    return max(HEARTBEAT_SECONDS, size * REQUESTS_PER_HEARTBEAT / MAX_REQUESTS_PER_SECOND)
 
 
 class RankWatchdog:
@@ -99,8 +111,10 @@ class RankWatchdog:
         clone = store.clone()  # type: ignore[attr-defined]
         clone.set_timeout(STORE_TIMEOUT)
         self._rank, self._size, self._stop_requested = rank, size, stop_requested
+        self._interval = heartbeat_seconds(size)
         self._address = _address(clone)
         self._store = PrefixStore("watch", clone)
+        self._store.add("ends", 0)  # a key that is read exists
         self._watched_ranks = [r for r in range(size) if r != rank] if rank == 0 else [0]
         self._last_heartbeats: dict[int, _LastHeartbeat] = {}
         self._num_heartbeats = self._unanswered_checks = 0
@@ -145,8 +159,7 @@ class RankWatchdog:
         """
         if is_peer_failure(error):
             self._peer_failed = True
-            timeout = min(self._heartbeat_timeout, SUSPICIOUS_TIMEOUT_SECONDS) + 5 * HEARTBEAT_SECONDS
-            deadline = time.monotonic() + timeout
+            deadline = time.monotonic() + self._timeout(suspicious=True) + 5 * self._interval
             while time.monotonic() < deadline or self._unanswered_checks:
                 time.sleep(HEARTBEAT_SECONDS)  # a thread ends this process when it receives the verdict
         self.end(1, "".join(traceback.format_exception(error)).rstrip())
@@ -181,7 +194,7 @@ class RankWatchdog:
                 self._num_heartbeats += 1
                 self._read_heartbeats()
                 self._check_ranks()
-            if self._stopping.wait(HEARTBEAT_SECONDS):
+            if self._stopping.wait(self._interval):
                 return
 
     def _publish(self, exited: bool = False) -> None:
@@ -193,19 +206,22 @@ class RankWatchdog:
             suspicious=self._peer_failed or self._stop_requested(),
             waits=main_waits(),
             exited=exited,
-            stack=main_stack(),
         )
-        self._store.set(f"heartbeat/{self._rank}", json.dumps(asdict(heartbeat)))
+        keys = [f"heartbeat/{self._rank}", f"stack/{self._rank}"]
+        values = [json.dumps(asdict(heartbeat)), json.dumps(main_stack())]
+        self._store.multi_set(keys, values)  # type: ignore[attr-defined]  # torch's stubs lack it
 
     def _read_heartbeats(self) -> None:
-        if self._store.check(["verdict"]):
+        keys = ["ends", *(f"heartbeat/{rank}" for rank in self._watched_ranks)]
+        watched = self._watched_ranks
+        if not self._last_heartbeats and not self._store.check(keys):
+            keys, watched = keys[:1], []  # some ranks have not started their watchdog yet
+        ends, *texts = self._store.multi_get(keys)
+        if int(ends):
             self._exiting.acquire()
             _exit(self._read_verdict())
-        keys = [f"heartbeat/{rank}" for rank in self._watched_ranks]
-        if not self._last_heartbeats and not self._store.check(keys):
-            return  # some ranks have not started their watchdog yet
         now = time.monotonic()
-        for rank, text in zip(self._watched_ranks, self._store.multi_get(keys), strict=True):
+        for rank, text in zip(watched, texts, strict=True):
             heartbeat, last = Heartbeat(**json.loads(text)), self._last_heartbeats.get(rank)
             if last is None or heartbeat.count != last.heartbeat.count or heartbeat.exited:
                 self._last_heartbeats[rank] = _LastHeartbeat(heartbeat, now)
@@ -215,7 +231,7 @@ class RankWatchdog:
         others = self._last_heartbeats
         suspicious = self._peer_failed or self._stop_requested()
         suspicious = suspicious or any(last.heartbeat.suspicious for last in others.values())
-        timeout = min(self._heartbeat_timeout, SUSPICIOUS_TIMEOUT_SECONDS) if suspicious else self._heartbeat_timeout
+        timeout = self._timeout(suspicious)
         silent = {rank: now - last.received_at for rank, last in others.items() if not last.heartbeat.exited}
         if any(seconds > timeout for seconds in silent.values()):
             # The ranks of a lost host become silent together, but not all at the same moment.
@@ -227,20 +243,25 @@ class RankWatchdog:
         if self._rank == 0 and self._stall_timeout and now - self._last_progress_at > self._stall_timeout:
             self.end(EXIT_RANK_LOST, self._stall_message(now - self._last_progress_at))
 
+    def _timeout(self, suspicious: bool) -> float:
+        """Returns the seconds without a heartbeat after which a rank is lost."""
+        seconds = min(self._heartbeat_timeout, SUSPICIOUS_TIMEOUT_SECONDS) if suspicious else self._heartbeat_timeout
+        return max(seconds, MISSED_HEARTBEATS * self._interval)
+
     # -- thread that detects when the other one is blocked
 
     def _store_guard_loop(self) -> None:
         seen = -1
         # Counted in wake-ups, not in time: a suspended host does not count as a store that does not answer.
-        while not self._stopping.wait(HEARTBEAT_SECONDS):
+        while not self._stopping.wait(self._interval):
             unanswered = self._unanswered_checks + 1 if seen == self._num_heartbeats else 0
             seen, self._unanswered_checks = self._num_heartbeats, unanswered
-            if self._unanswered_checks * HEARTBEAT_SECONDS > self._heartbeat_timeout:
+            seconds = self._unanswered_checks * self._interval
+            if seconds > self._timeout(suspicious=False):
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     print(
                         f"error: rank {self._rank}: the job's store at {self._address} has not answered for "
-                        f"{self._unanswered_checks * HEARTBEAT_SECONDS:.0f} s. This host is disconnected, or the "
-                        "store's host is down.",
+                        f"{seconds:.0f} s. This host is disconnected, or the store's host is down.",
                         file=sys.stderr,
                     )
                 _exit(EXIT_RANK_LOST)
@@ -253,7 +274,7 @@ class RankWatchdog:
         return exit_code
 
     def _wait_for_acks(self) -> None:
-        deadline = time.monotonic() + ACK_SECONDS
+        deadline = time.monotonic() + max(ACK_SECONDS, 2 * self._interval)
         while self._store.add("acks", 0) < self._size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -261,16 +282,24 @@ class RankWatchdog:
 
     def _loss_message(self, lost: list[int], seconds: float) -> str:
         first, *more = lost
-        last = self._last_heartbeats[first].heartbeat
+        last, stack = self._last_heartbeats[first].heartbeat, self._stacks([first])[0]
         others = f", nor from {_format_ranks(more)}" if more else ""
         return (
             f"error: rank {first} (host {last.host}, pid {last.pid}): no heartbeat for {seconds:.0f} s{others}. "
-            f"It was last at {innermost_user_frame(last.stack)}.\n{_indented(last.stack)}"
+            f"It was last at {innermost_user_frame(stack)}.\n{_indented(stack)}"
         )
+
+    def _stacks(self, ranks: Sequence[int]) -> list[list[str]]:
+        """Returns the stacks that ranks have reported last; empty ones if the store does not answer."""
+        with suppress(RuntimeError):
+            return [json.loads(text) for text in self._store.multi_get([f"stack/{rank}" for rank in ranks])]
+        return [[] for _ in ranks]
 
     def _stall_message(self, seconds: float) -> str:
         heartbeats = {rank: last.heartbeat for rank, last in self._last_heartbeats.items()}
-        heartbeats[0] = Heartbeat(host=socket.gethostname(), pid=os.getpid(), waits=main_waits(), stack=main_stack())
+        heartbeats[0] = Heartbeat(host=socket.gethostname(), pid=os.getpid(), waits=main_waits())
+        ranks = sorted(heartbeats)
+        stacks = dict(zip(ranks, self._stacks(ranks), strict=True))
         late = sorted(rank for rank, heartbeat in heartbeats.items() if not heartbeat.waits)
         message = f"error: no progress on any rank for {seconds:.0f} s. "
         if late and len(late) < self._size:
@@ -279,15 +308,15 @@ class RankWatchdog:
             message += (
                 f"{_format_ranks(late).capitalize()} ({'' if single else 'the first: '}host {first.host}, "
                 f"pid {first.pid}) {'is' if single else 'are'} not in a collective while the others are; "
-                f"{'it' if single else 'the first'} is at {innermost_user_frame(first.stack)}."
+                f"{'it' if single else 'the first'} is at {innermost_user_frame(stacks[late[0]])}."
             )
         else:
             message += "All ranks are in a collective." if not late else "No rank is in a collective."
         ranks_by_stack: dict[str, list[int]] = {}
-        for rank in sorted(heartbeats):
-            ranks_by_stack.setdefault(_indented(heartbeats[rank].stack), []).append(rank)
-        stacks = (f"{_format_ranks(ranks)}:\n{stack}" for stack, ranks in ranks_by_stack.items())
-        return "\n".join([message, *stacks])
+        for rank in ranks:
+            ranks_by_stack.setdefault(_indented(stacks[rank]), []).append(rank)
+        reports = (f"{_format_ranks(ranks)}:\n{stack}" for stack, ranks in ranks_by_stack.items())
+        return "\n".join([message, *reports])
 
 
 def is_peer_failure(error: BaseException | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -16,7 +15,7 @@ from verl_mg import device
 from verl_mg.config import JobConfig
 from verl_mg.distributed.gloo import share_event_loop
 from verl_mg.distributed.groups import GROUP_TIMEOUT
-from verl_mg.distributed.rendezvous import join_mpi, started_by_mpi, wait_for_fresh_store
+from verl_mg.distributed.rendezvous import join_mpi, raise_open_files_limit, started_by_mpi, wait_for_fresh_store
 from verl_mg.distributed.signals import Signals
 from verl_mg.distributed.watchdog import RankWatchdog
 from verl_mg.errors import EXIT_CODE, UserError
@@ -50,7 +49,7 @@ class World:
         """
         device.set_default_variables()
         signals = Signals()
-        _raise_open_files_limit()
+        raise_open_files_limit()
         if "RANK" in os.environ:
             store, rank, size = next(rendezvous("env://"))
             store = wait_for_fresh_store(store, rank, size)
@@ -110,9 +109,3 @@ def _create_communicator() -> None:
     """
     dist.all_reduce(torch.zeros(1, device=device.current_device()))
     torch.cuda.synchronize()
-
-
-def _raise_open_files_limit() -> None:
-    """Raises the limit of open files to what the system allows: a gloo group connects each pair of its ranks."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from verl_mg import device
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.roles.weight_sync import HFEngineSync, SGLangEngineSync
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
+from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.sglang.engine import SGLangEngine
 from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, WorkQueue
@@ -42,6 +43,7 @@ class EngineGroup(ABC):
         """
         self.is_leader, self._static, self._offload = tuple(is_leader), static, context.offload
         self.num_engines = sum(is_leader)
+        self.events = EngineEvents(context.store)
         self.version = -1
         """Version of the weights that the engines have."""
         context.offload.register_engines(self.release_memory)
@@ -79,27 +81,8 @@ class EngineGroup(ABC):
         """Implements `EngineRecovery.restart_engine`; called by one rank alone."""
 
     @abstractmethod
-    def join_recovery(self) -> None:
-        """Implements `EngineRecovery.join_recovery`."""
-
-
-class EngineRestarts:
-    """Restarts of engines, announced in a store that all ranks share, so that all see them in the same order."""
-
-    def __init__(self, context: JobContext) -> None:
-        self._store = PrefixStore("engine_restarts", context.store)
-        self._num_seen = 0
-
-    def announce(self, engine: int) -> None:
-        """Announces that an engine runs again, without weights."""
-        number = self._store.add("count", 1)
-        self._store.set(f"engine/{number}", str(engine))
-
-    def unseen(self) -> Iterator[int]:
-        """Yields the numbers of the engines that were announced since this rank's last call."""
-        while self._num_seen < self._store.add("count", 0):
-            self._num_seen += 1
-            yield int(self._store.get(f"engine/{self._num_seen}"))
+    def recover(self, engine: int) -> None:
+        """Implements `EngineRecovery.recover`."""
 
 
 class HFEngineGroup(EngineGroup):
@@ -127,7 +110,7 @@ class HFEngineGroup(EngineGroup):
     def restart_engine(self) -> None:
         """Does nothing: the engine is part of the rank's process."""
 
-    def join_recovery(self) -> None:
+    def recover(self, engine: int) -> None:
         """Does nothing: no engine restarts."""
 
 
@@ -162,7 +145,7 @@ class SGLangEngineGroup(EngineGroup):
         """
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
-        self._inner, self._sync, self._restarts = inner, sync, EngineRestarts(context)
+        self._inner, self._sync = inner, sync
         self._sleep, self._is_asleep, self.disjoint = sleep, False, disjoint
         self._actor: Actor | None = None
 
@@ -220,18 +203,18 @@ class SGLangEngineGroup(EngineGroup):
         self._inner.restart()
         if self._sleep:
             self._inner.sleep(weights=False, kv=True)  # the actor's weights have its place during the transfer
-        self._restarts.announce(self._sync.number)
-        self.join_recovery()
+        self.events.announce_restart(self._sync.number)
+        for engine in self.events.unseen_restarts():
+            self.recover(engine)
         if not self._inner.health():
             raise EngineDiedError("the engine ended again before it had its weights")
         self._inner.resume()
 
-    def join_recovery(self) -> None:
-        """Transfers weights to the engines that were announced."""
-        for engine in self._restarts.unseen():
-            assert self._actor is not None
-            self._sync.barrier()  # the engine on this rank's devices may be starting
-            self._offload.load_exclusively(self._actor.cpu_offload, training=False)
-            self._sync.transfer_to_engine(self._actor, engine)
-            self._offload.offload_all()
-            self._wake(weights=False, kv=True)
+    def recover(self, engine: int) -> None:
+        """Transfers weights to an engine that was restarted."""
+        assert self._actor is not None
+        self._sync.barrier()  # the engine on this rank's devices may be starting
+        self._offload.load_exclusively(self._actor.cpu_offload, training=False)
+        self._sync.transfer_to_engine(self._actor, engine)
+        self._offload.offload_all()
+        self._wake(weights=False, kv=True)

@@ -11,7 +11,7 @@ from verl_mg import device
 from verl_mg.config import Config, RolloutConfig
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import EngineGroup, EngineRestarts, EngineWrapper
+from verl_mg.roles.engine_group import EngineGroup, EngineWrapper
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_weight_sync import ProcessGroupSync, RemoteWeightSync, SharedFolderSync
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
@@ -52,7 +52,6 @@ class RemoteEngineGroup(EngineGroup):
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
         self._inner, self._server, self._sync = inner, server, sync
-        self._restarts = EngineRestarts(context)
         self._actor: Actor | None = None
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
@@ -65,17 +64,17 @@ class RemoteEngineGroup(EngineGroup):
         """Waits until this rank's server answers again and all ranks have transferred its weights."""
         assert self._inner is not None
         self._inner.restart()
-        self._restarts.announce(self._server)
+        self.events.announce_restart(self._server)
         while not self._inner.health():
-            self.join_recovery()
+            for server in self.events.unseen_restarts():
+                self.recover(server)
         self._inner.resume()
 
-    def join_recovery(self) -> None:
-        """Transfers weights to the servers that were announced."""
-        for server in self._restarts.unseen():
-            assert self._actor is not None
-            self._offload.load_exclusively(self._actor.cpu_offload, training=False)
-            self._sync.transfer_to_engine(self._actor, server)
+    def recover(self, engine: int) -> None:
+        """Transfers weights to a server that was restarted."""
+        assert self._actor is not None
+        self._offload.load_exclusively(self._actor.cpu_offload, training=False)
+        self._sync.transfer_to_engine(self._actor, engine)
 
 
 def check_servers(config: Config, table: WeightTable) -> None:

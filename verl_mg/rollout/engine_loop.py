@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,12 +12,21 @@ from torch.distributed import Store
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.work_queue import WorkQueue
 
 COLLECT_SECONDS = 0.05
 """Longest wait for samples before the loop looks at other things again."""
 IDLE_SECONDS = 0.02
 """Pause of a loop that has nothing to do."""
+POLL_SECONDS = 0.25
+"""Interval at which an engine reads the counters of all engines; shorter in a call of less than 5 seconds."""
+POLL_FRACTION = 0.05
+"""That interval as a fraction of the call's time so far, while it is below POLL_SECONDS."""
+REQUESTS_PER_POLL = 2
+"""Requests to the store of one reading: counters of the queue, and events."""
+MAX_REQUESTS_PER_SECOND = 1000
+"""Limit of these requests of all engines together; many engines have a longer interval."""
 MAX_DEATHS = 3
 """An engine that dies this often in one call ends the job."""
 
@@ -25,13 +34,21 @@ MAX_DEATHS = 3
 class EngineRecovery(Protocol):
     """Restart of an engine whose process ended: all ranks transfer weights to it, since each has a part of them."""
 
+    events: EngineEvents
+    """Restarts and ends of calls."""
+
     def restart_engine(self) -> None:
         """Restarts this rank's engine, announces it to the other ranks, and submits its unfinished requests again."""
         ...
 
-    def join_recovery(self) -> None:
-        """Takes part in the recovery of engines that other ranks have announced; all ranks call it repeatedly."""
+    def recover(self, engine: int) -> None:
+        """Takes part in the recovery of an engine that was restarted; all ranks call it together."""
         ...
+
+
+def poll_seconds(num_engines: int) -> float:
+    """Returns the longest interval between two readings of the counters by one engine, in seconds."""
+    return max(POLL_SECONDS, num_engines * REQUESTS_PER_POLL / MAX_REQUESTS_PER_SECOND)
 
 
 @dataclass
@@ -79,7 +96,8 @@ class EngineLoop:
         """
         self._engine, self._num_engines, self._queue, self._recovery = engine, num_engines, queue, recovery
         self._on_sample = on_sample
-        self._store, self._num_finished_key = store, f"{key}/engines finished"
+        self._store, self._key, self._num_finished_key = store, key, f"{key}/engines finished"
+        self._started_at = self._next_poll_at = time.monotonic()
         self._in_flight = 0
         self._draining = False
         self._finished = engine is None
@@ -111,16 +129,22 @@ class EngineLoop:
     def run(self) -> EngineLoopResult:
         """Returns when enough groups are complete and all engines have stopped."""
         self._join_background_thread()
-        while self._store.add(self._num_finished_key, 0) < self._num_engines:
-            self._recovery.join_recovery()
+        events = self._recovery.events
+        while not events.has_ended(self._key):
             if self._engine is None or self._finished:
-                time.sleep(IDLE_SECONDS)
+                self._recover_engines(events.wait())
                 continue
+            if time.monotonic() >= self._next_poll_at:  # `_step` reads the other counters then
+                self._recover_engines(events.unseen_restarts())
             try:
                 self._step(self._engine)
             except EngineDiedError as error:
                 self._recover(error)
         return self._result
+
+    def _recover_engines(self, engines: Iterable[int]) -> None:
+        for engine in engines:
+            self._recovery.recover(engine)
 
     def _run_background(self, engine: RolloutEngine) -> None:
         try:
@@ -140,6 +164,7 @@ class EngineLoop:
 
     def _step(self, engine: RolloutEngine) -> None:
         started = time.perf_counter()
+        self._poll()
         if not self._draining:
             queue_slots = engine.num_queue_slots() if self._queue.can_queue(self._num_engines) else 0
             samples = self._queue.pop(max(0, engine.num_free_slots() + queue_slots))
@@ -157,7 +182,16 @@ class EngineLoop:
                 engine.abort()
         if self._draining and not self._in_flight:
             self._finished = True
-            self._store.add(self._num_finished_key, 1)
+            if self._store.add(self._num_finished_key, 1) == self._num_engines:
+                self._recovery.events.announce_end(self._key)
+
+    def _poll(self) -> None:
+        """Reads the queue's counters, if the last reading is old enough."""
+        now = time.monotonic()
+        if now >= self._next_poll_at:
+            interval = min(poll_seconds(self._num_engines), POLL_FRACTION * (now - self._started_at))
+            self._next_poll_at = now + interval
+            self._queue.refresh()
 
     def _submit(self, requests: list[Request]) -> None:
         if requests and self._engine is not None:

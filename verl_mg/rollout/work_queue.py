@@ -2,7 +2,8 @@
 
     queue.pop(max_samples)     ids of samples for this engine to start
     queue.mark_done(id)        a sample is complete; with the last one of a group the group is complete
-    queue.is_done()            whether enough groups are complete, on all engines together
+    queue.refresh()            reads how far all engines are, in one request to the store
+    queue.is_done()            whether enough groups were complete then, on all engines together
 
 `DynamicWorkQueue`: an engine claims a group and pops its samples as slots become free, so that samples of one prompt
 share a prefix cache; when every group is claimed, it pops what is left of the groups that other engines claimed.
@@ -48,6 +49,7 @@ class WorkQueue(ABC):
         self._store, self._key, self._groups, self._num_groups_needed = store, key, groups, num_groups_needed
         self._group_of = {i: g for g, group in enumerate(groups) for i in (*group.fresh, *group.partial)}
         self._used_keys: set[str] = set()
+        self._num_complete = self._num_claimed = 0
         self.completion_order: dict[int, int] = {}
         """Groups that were completed on this rank, each with the number of groups completed before it on all ranks."""
 
@@ -63,16 +65,28 @@ class WorkQueue(ABC):
         """Counts a completed sample; KeyError for an id that is not in the queue."""
         group = self._group_of[sample]
         if self._add(f"done/{group}", 1) == self._groups[group].size:
-            self.completion_order[group] = self._add("complete", 1) - 1
+            self._num_complete = self._add("complete", 1)
+            self.completion_order[group] = self._num_complete - 1
+
+    def refresh(self) -> None:
+        """Reads the counters upon which `is_done` and `can_queue` decide."""
+        names = ("complete", "claimed")
+        if not {f"{self._key}/{name}" for name in names} <= self._used_keys:
+            for name in names:
+                self._add(name, 0)  # a counter exists from the first addition on
+        self._num_complete, self._num_claimed = self._read(names)
 
     def is_done(self) -> bool:
-        """Returns whether enough groups are complete, on all engines together."""
-        return self._add("complete", 0) >= self._num_groups_needed
+        """Returns whether enough groups were complete at the last `refresh` or `mark_done`, on all engines together."""
+        return self._num_complete >= self._num_groups_needed
 
     def delete_keys(self) -> None:
         """Deletes the counters that this rank has used; called when no rank reads them any more."""
         for name in self._used_keys:
             self._store.delete_key(name)
+
+    def _read(self, names: Iterable[str]) -> list[int]:
+        return [int(value) for value in self._store.multi_get([f"{self._key}/{name}" for name in names])]
 
     def _add(self, name: str, count: int) -> int:
         key = f"{self._key}/{name}"
@@ -102,14 +116,16 @@ class DynamicWorkQueue(WorkQueue):
         return popped
 
     def can_queue(self, num_engines: int) -> bool:
-        """Returns whether there are more unclaimed groups than engines."""
-        return self._has_unclaimed and self._add("claimed", 0) + num_engines < len(self._groups)
+        """Returns whether there were more unclaimed groups than engines at the last `refresh`."""
+        return self._has_unclaimed and self._num_claimed + num_engines < len(self._groups)
 
     def _current_group(self) -> int | None:
         if self._claimed is None and self._has_unclaimed:
             claimed = self._add("claimed", 1) - 1
             self._has_unclaimed = claimed < len(self._groups)
             self._claimed = claimed if self._has_unclaimed else None
+            if not self._has_unclaimed:
+                self._drop_exhausted()
         if self._claimed is not None:
             return self._claimed
         return self._remaining[-1] if self._remaining else None
@@ -117,6 +133,12 @@ class DynamicWorkQueue(WorkQueue):
     def _pop_from(self, group: int, count: int) -> list[int]:
         end = self._add(f"popped/{group}", count)
         return list(self._groups[group].fresh[end - count : end])
+
+    def _drop_exhausted(self) -> None:
+        """Forgets the groups without a sample left: one request instead of one for each of them from each engine."""
+        popped = self._read(f"popped/{group}" for group in self._remaining) if self._remaining else []
+        pairs = zip(self._remaining, popped, strict=True)
+        self._remaining = [group for group, count in pairs if count < len(self._groups[group].fresh)]
 
     def _drop(self, group: int) -> None:
         self._remaining.remove(group)
