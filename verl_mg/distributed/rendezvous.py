@@ -60,7 +60,9 @@ def _answer_tokens(store: Store, others: range, namespace: str, deadline: float)
     """Answers the tokens of the other ranks until all have acknowledged the namespace."""
     tokens, acks = [f"token/{rank}" for rank in others], [f"ack/{namespace}/{rank}" for rank in others]
     answered: set[str] = set()
+    expected = tokens
     if others and _arrives(store, tokens, timedelta(seconds=max(0.0, deadline - time.monotonic()))):
+        expected = acks
         while not store.check(acks) and time.monotonic() < deadline:
             new = {token.decode() for token in store.multi_get(tokens)} - answered
             if new:
@@ -68,7 +70,7 @@ def _answer_tokens(store: Store, others: range, namespace: str, deadline: float)
                 store.multi_set(keys, [namespace] * len(new))  # type: ignore[attr-defined]  # torch's stubs lack it
                 answered |= new
             time.sleep(POLL_SECONDS)
-    if missing := [rank for rank, ack in zip(others, acks, strict=True) if not store.check([ack])]:
+    if missing := [rank for rank, key in zip(others, expected, strict=True) if not store.check([key])]:
         raise TimeoutError(f"ranks {missing} did not arrive at the job's store")
 
 
