@@ -8,7 +8,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.sharded_state import weights
 from verl_mg.megatron.trainer import TokenLoss, Trainer, TrainerCounters
-from verl_mg.reshard.routing import assign_writes
+from verl_mg.megatron.weight_export import write_weights
 from verl_mg.roles.role import Role
 from verl_mg.roles.row_index import RowIndex
-from verl_mg.sharding.boxes import slices
 
 ADAPTER_FOLDER = "adapter"
 """Folder of adapters in PEFT's format, within the directory of a model into which they are merged."""
@@ -245,12 +243,7 @@ class TrainableRole(Role):
             if lora and adapter_writer:
                 adapter_writer.create(lora.config, lora.adapted, self.model_dir)
         dist.barrier()
-        served = self.runner.merged_parameters()
-        assigned = assign_writes(self.runner.shard_map(), dist.get_rank())
-        for parameter, writes in groupby(assigned, lambda write: write.parameter):
-            values = served[parameter].detach()
-            for write in writes:
-                writer.write(write.tensor, write.box, values[slices(write.parameter_box)])
+        write_weights(self.runner, writer)
         if lora and adapter_writer and self.runner.is_member:
             for tensor, box, values in lora.local_boxes(self.runner.groups.coordinates):
                 adapter_writer.write(tensor, box, values)

@@ -1,0 +1,51 @@
+"""Weights written by real ranks into a Hugging Face directory."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.tiny_models import tiny_model
+from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
+from verl_mg.checkpoint.model_directory import SINGLE
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron import weight_export
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+
+
+def write_counting(model, target, layout, chunk_bytes):
+    """Writes the model; returns the number of runs that this rank wrote."""
+    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
+    runner = ModelRunner(model, ParallelGroups(placement), torch.float32)
+    writer = CheckpointWriter(target, runner.table.huggingface(), torch.float32)
+    if dist.get_rank() == 0:
+        writer.create()
+    dist.barrier()
+    runs, write, limit = [], os.pwrite, weight_export.CHUNK_BYTES
+
+    def counting(descriptor, content, offset):
+        runs.append(len(content))
+        return write(descriptor, content, offset)
+
+    os.pwrite, weight_export.CHUNK_BYTES = counting, chunk_bytes
+    try:
+        weight_export.write_weights(runner, writer)
+    finally:
+        os.pwrite, weight_export.CHUNK_BYTES = write, limit
+    dist.barrier()
+    return len(runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "count"),
+    [("qwen3", "tp2", 4), pytest.param("qwen3_moe", "tp2-pp2-etp2", 4, marks=pytest.mark.nightly)],
+)
+def test_write_weights_writes_each_box_in_one_run(ranks, tmp_path, name, layout, count):
+    model = tiny_model(tmp_path / "model", name)
+    runs = ranks.run(count, write_counting, model, tmp_path / "written", layout, 4096)
+    expected, written = load_file(model / SINGLE), load_file(tmp_path / "written" / SINGLE)
+    assert all(torch.equal(written[tensor], expected[tensor].float()) for tensor in written)
+    assert sum(runs) <= 2 * len(written)  # tensor parallelism of 2: at most two runs for each tensor

@@ -1,0 +1,83 @@
+"""Writing of a model's weights into a Hugging Face directory by all ranks, in contiguous runs.
+
+box of whole rows         one run of the file, written by a rank that has it
+box of some columns       row by row in the file: moved to ranks that have whole rows first, and written by these
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_mg import device
+from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.reshard import execute, plan, schedule, split_into_chunks
+from verl_mg.reshard.chunking import TensorChunk
+from verl_mg.reshard.routing import assign_writes
+from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
+from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
+
+CHUNK_BYTES = 2**28
+"""Bytes of whole rows that a rank has at a time."""
+
+
+def write_weights(runner: ModelRunner, writer: CheckpointWriter) -> None:
+    """Writes all weights, adapters merged into them; all ranks of the job call it together.
+
+    Args:
+        runner: the model.
+        writer: writer of the directory, whose files exist.
+    """
+    rank, whole, served = dist.get_rank(), runner.shard_map(), runner.merged_parameters()
+    rows = whole_rows(whole)
+    current, values = "", torch.empty(0)
+    for write in assign_writes(whole, rank):
+        if write.tensor not in rows.tensors:
+            if write.parameter != current:  # merging adapters takes time: once for each parameter
+                current, values = write.parameter, served[write.parameter].detach()
+            writer.write(write.tensor, write.box, values[slices(write.parameter_box)])
+    node = device.ranks_of_a_node(dist.get_world_size())
+    for chunk in split_into_chunks(rows, rows.ranks, CHUNK_BYTES // runner.dtype.itemsize):
+        source = TensorChunk(whole, whole.shards, tuple(chunk.tensors))
+        moves = schedule(plan(source, chunk, node), rank, runner.dtype)
+        held: Mapping[str, Tensor] = {name: served[name] for name in moves.source_shapes}
+        staged = {
+            name: torch.empty(shape, dtype=runner.dtype, device=device.current_device())
+            for name, shape in moves.target_shapes.items()
+        }
+        execute(moves, held, staged)
+        for name, shard in chunk.shards(rank).items():
+            writer.write(name, shard.pieces[0].source, staged[name])
+
+
+def whole_rows(whole: ShardMap) -> ExplicitShardMap:
+    """Returns the whole rows that ranks write of the tensors whose columns are distributed over ranks.
+
+    Args:
+        whole: shards of all ranks.
+    """
+    shards: dict[int, dict[str, Shard]] = defaultdict(dict)
+    split = {}
+    for name, info in whole.tensors.items():
+        replicas = whole.replicas(name)
+        if all(_has_whole_rows(item.box, info.shape) for item in replicas):
+            continue
+        split[name] = info
+        height, columns = info.shape[0], full_box(info.shape[1:])
+        # The ranks of one box have turns from tensor to tensor.
+        writers = [item.ranks[info.position % len(item.ranks)] for item in replicas]
+        for number, rank in enumerate(writers):
+            start, stop = (height * n // len(writers) for n in (number, number + 1))
+            if start < stop:
+                shape = (stop - start, *info.shape[1:])
+                shards[rank][name] = Shard(shape, (Piece(name, ((start, stop), *columns), full_box(shape)),))
+    return ExplicitShardMap(shards, split)
+
+
+def _has_whole_rows(box: Box, shape: tuple[int, ...]) -> bool:
+    return box[1:] == full_box(shape[1:])
