@@ -39,6 +39,8 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from verl_mg.rollout.sglang.arguments import ON_CPU
+
 IMPORTED_BY_JOBS = (
     "verl_mg.cli",
     "torch.distributed.run",
@@ -57,7 +59,7 @@ IMPORTED_BY_SGLANG = (
     "sglang.srt.entrypoints.http_server",
 )
 MAX_FILES = 64
-SGLANG_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+SGLANG_ENVIRONMENT = ON_CPU | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 OWNER = "WARM_START_OWNER"

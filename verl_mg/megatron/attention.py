@@ -24,9 +24,10 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from verl_mg.megatron.core_version import MLASelfAttention
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents: the checkpoints' modules use it whatever rms_norm_eps is."""

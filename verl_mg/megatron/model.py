@@ -8,12 +8,8 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
 )
 from torch import Tensor
 from transformers import AutoConfig
@@ -21,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl_mg import device
 from verl_mg.errors import UserError
+from verl_mg.megatron.core_version import sharded_linear_weights
 from verl_mg.megatron.logprobs import vocab_parallel_logprobs
 from verl_mg.megatron.lora import ADAPTER
 from verl_mg.megatron.microbatch import MicroBatch
@@ -154,26 +151,18 @@ def build_chunks(
             share_embeddings_and_output_weights=weights.tied,
             vp_stage=stage,
         )
-        _mark_tensor_parallel(model)
+        _mark_experts(model)
         chunks.append(model.to(device.current_device()))
     return chunks
 
 
-def _mark_tensor_parallel(model: PackedModel) -> None:
-    """Marks sharded weights for megatron-core: its gradient norm counts unmarked ones only on tensor-parallel rank 0.
+def _mark_experts(model: PackedModel) -> None:
+    """Marks the weights of experts, whose gradients are summed over the expert-data-parallel ranks.
 
-    megatron-core marks them when it initializes them, which is left out because every weight is loaded from a
-    checkpoint. Gradients of experts are summed over the expert-data-parallel ranks, which megatron-core does by itself
-    only where ep > 1.
+    megatron-core does that by itself only where these ranks differ from the data-parallel ones.
     """
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if weight is None or not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
-            continue
-        dimension = 1 if isinstance(module, RowParallelLinear) else 0
-        stride = 2 if name.endswith("linear_fc1") else 1  # a shard is its part of gate, then its part of up
-        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=stride)
-        weight.allreduce = not getattr(module, "is_expert", False)
+    for module, weight in sharded_linear_weights(model):
+        weight.allreduce = not getattr(module, "is_expert", False)  # type: ignore[attr-defined]
 
 
 def chunks_by_prefix(chunks: list[PackedModel]) -> dict[str, PackedModel]:

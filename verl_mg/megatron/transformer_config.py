@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig, multi_latent_attention
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from verl_mg.layout import Layout
 from verl_mg.megatron.attention import MultiLatentAttention, PackedAttention, PackedMLA
+from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.layers import NormedRowParallelLinear, RMSNorm
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.models.hf_config import HFConfig
@@ -29,9 +30,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
 """Activation functions by their names in config.json."""
-
-# Without Transformer Engine megatron-core has mock objects for its classes, and still calls isinstance with them.
-multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recompute: bool) -> TransformerConfig:
@@ -50,6 +48,8 @@ def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recomput
         **_latent_attention(c),
         **_experts(c, layout),
         **_parallelism(c, layout),
+        # The modules of `block_spec`, none of Transformer Engine.
+        transformer_impl="local",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -191,11 +191,11 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
         attention.core_attention = ModuleSpec(PackedAttention, options)
     if experts:
         layer.module = RoutedLayer
-        parts.mlp.submodules.router = partial(Router, experts=experts)
+        submodules(parts.mlp).router = partial(Router, experts=experts)
     if c.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if c.sandwich_norms:
-        attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+        attention.linear_proj = submodules(parts.mlp).linear_fc2 = NormedRowParallelLinear
     return layer
 
 

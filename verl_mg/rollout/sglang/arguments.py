@@ -26,6 +26,8 @@ OF_THE_LAUNCHER = {
 OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 """Environment variables of a rank that are for training alone. SGLang's release of memory refuses `expandable_segments`
 of the allocator, and SGLang computes on more hardware queues than Megatron."""
+ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "none", "OMP_NUM_THREADS": "1"}
+"""Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ def environment(settings: EngineSettings) -> dict[str, str]:
         return _variables_on_gpus(settings) | inherited
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(settings.layout.ranks))
-    return inherited | {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": binding, "OMP_NUM_THREADS": "1"}
+    return inherited | ON_CPU | {"SGLANG_CPU_OMP_THREADS_BIND": binding}
 
 
 def _variables_on_gpus(settings: EngineSettings) -> dict[str, str]:

@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 import verl_mg
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
+from verl_mg.rollout.sglang.arguments import ON_CPU
 from verl_mg.rollout.sglang.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.traced_table import TracedTable, read_rank_shards, write_traced_table
@@ -164,11 +165,10 @@ def _as_user_error(library: str, model_dir: Path) -> Iterator[None]:
 def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int) -> None:
     """Starts the ranks and waits for them; the first failure ends all with a UserError."""
     root = Path(verl_mg.__file__).parents[1]
-    environment = os.environ | {
-        "SGLANG_USE_CPU_ENGINE": "1",
+    variables = os.environ | ON_CPU
+    variables |= {
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     ranks: list[subprocess.Popen[bytes]] = []
@@ -176,7 +176,7 @@ def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int) -> None:
         for rank in range(count):
             with open(_log(folder, rank), "wb") as log:
                 command = [sys.executable, "-m", "verl_mg.rollout.sglang.tracing.trace_rank", str(folder), str(rank)]
-                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+                ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
         while any(process.poll() is None for process in ranks):
             _raise_failure(folder, jobs, ranks)
             time.sleep(0.05)

@@ -1,0 +1,78 @@
+"""Differences between the two supported versions of megatron-core; all other modules are common to both.
+
+0.19 needs Python 3.12 or newer and is the default. 0.16.1 runs on Python 3.11, the fallback for a machine without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import __version__ as VERSION
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import multi_latent_attention
+from torch import Tensor, nn
+
+from verl_mg.errors import UserError
+
+SUPPORTED = ("0.16.1", "0.19.")
+"""Beginnings of the versions with which the project is tested."""
+
+if not VERSION.startswith(SUPPORTED):
+    raise UserError(
+        f"megatron-core {VERSION}: not supported. Install megatron-core 0.19 with Python 3.12 or newer, or 0.16.1."
+    )
+
+# Without Transformer Engine 0.16.1 has mock objects for its classes, and still calls isinstance with them.
+multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+
+# 0.19 replaces the function that a pickled tensor names; whoever reads pickles, such as SGLang, admits that of torch.
+load_from_bytes: Any = torch.storage._load_from_bytes
+load_from_bytes.__module__, load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
+load_from_bytes.__name__ = load_from_bytes.__qualname__
+
+
+def submodules(spec: Any) -> Any:
+    """Returns the submodules of a module's specification: a `ModuleSpec`, in 0.19 also a `functools.partial`."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def sharded_linear_weights(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Yields the tensor-parallel modules with their weights, which are marked as shards.
+
+    0.16.1 marks weights only when it initializes them, which is left out because every weight is loaded from a
+    checkpoint; 0.19 always marks them. Its gradient norm counts unmarked ones only on tensor-parallel rank 0.
+    """
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is None or not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            continue
+        if not hasattr(weight, "tensor_model_parallel"):
+            dimension = 1 if isinstance(module, RowParallelLinear) else 0
+            stride = 2 if name.endswith("linear_fc1") else 1  # a shard is its part of gate, then its part of up
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=stride)
+        yield module, weight
+
+
+class MLASelfAttention(multi_latent_attention.MLASelfAttention):
+    """megatron-core's latent attention, which builds and calls its modules as the specification has them.
+
+    0.16.1 does so by itself and calls neither method.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Returns the modules of the specification: 0.19 would select Transformer Engine's norms fused into linears."""
+        built = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in built}
+
+    def _run_core_attention(self, *arguments: Any, **options: Any) -> Tensor:
+        """Calls core attention with its arguments unchanged: 0.19 would pad values to the width of queries."""
+        context: Tensor = self.core_attention(*arguments, **options)
+        return context
