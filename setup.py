@@ -1,17 +1,21 @@
 """Packaging of the verl_mg library."""
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
+
+# Python 3.12 is the default; Python 3.11 with the last megatron-core for it is the fallback.
+NEW, OLD = '; python_version >= "3.12"', '; python_version < "3.12"'
 
 setup(
     name="verl-mg",
     version="0.1.0",
     description="Reinforcement learning of large language models as one SPMD program over Megatron.",
-    python_requires=">=3.11",
-    packages=find_packages(include=["verl_mg", "verl_mg.*"]),
-    package_data={"verl_mg.view": ["page/*"]},
+    python_requires=">=3.11,<3.14",
+    packages=find_namespace_packages(include=["verl_mg*", "recipes*"]),
+    package_data={"verl_mg.view.page": ["*"], "recipes.configs": ["*.yaml"], "recipes.configs.repeat_digit": ["*.yaml"]},
     install_requires=[
-        "torch>=2.11",
-        "megatron-core>=0.16.1,<0.17",
+        "torch>=2.13",
+        f"megatron-core>=0.19,<0.20{NEW}",
+        f"megatron-core==0.16.1{OLD}",
         "transformers>=5.17,<6",
         "safetensors>=0.5",
         "numpy",
@@ -30,10 +34,14 @@ setup(
     ],
     extras_require={
         "sglang": ["sglang==0.5.23"],
-        "gpu": ["transformer-engine[pytorch]>=2.8"],
+        # As megatron-core's metadata has it: extra `te` of 0.19, extra `dev` of 0.16.1.
+        "gpu": [
+            f"transformer-engine[core_cu13,pytorch]>=2.14{NEW}",
+            f"transformer-engine[core_cu13,pytorch]>=2.9.0a0,<2.12.0{OLD}",
+        ],
         "mpi": ["mpi4py>=4"],
         "trackers": ["wandb>=0.19", "mlflow-skinny>=3.7", "swanlab>=0.9"],
-        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "mypy"],
+        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis>=6", "openmpi", "ruff", "mypy", "uv"],
     },
     entry_points={"console_scripts": ["verl-mg = verl_mg.cli:main"]},
 )

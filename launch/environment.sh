@@ -1,43 +1,94 @@
 # To be sourced: puts first on PATH a `.venv` in the repository root that holds the tested versions and the project.
-# PYTHON=/path/to/python3 chooses the Python that it is made with.
+# It is made with Python 3.12 or 3.13 and megatron-core 0.19 where such a Python is found, otherwise with Python 3.11 and
+# megatron-core 0.16.1; PYTHON=/path/to/python3 chooses. Packages are installed by uv, or by pip where uv cannot be had.
+
+# version_of PYTHON: prints its version, such as 3.12, if it runs: a shim of pyenv may exist and not run.
+version_of() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+# pythons VERSION: prints what may be a Python of this version: on PATH, of pyenv, of uv.
+pythons() {
+    printf '%s\n' "python$1" python3
+    find "${PYENV_ROOT:-$HOME/.pyenv}/versions" -maxdepth 3 -path "*/$1.*/bin/python3" 2>/dev/null | sort -rV
+    uv python find "$1" 2>/dev/null
+}
+
+# can_make_environments PYTHON
+can_make_environments() {
+    uv --version >/dev/null 2>&1 || "$1" -c 'import venv, ensurepip' 2>/dev/null
+}
 
 find_python() {
-    local name
-    for name in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do
-        if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            echo "$name"
-            return
-        fi
+    local version name
+    for version in 3.12 3.13 3.11; do
+        while read -r name; do
+            if [[ $(version_of "$name") == "$version" ]] && can_make_environments "$name"; then
+                command -v "$name"
+                return
+            fi
+        done < <(if [[ -n ${PYTHON:-} ]]; then echo "$PYTHON"; else pythons "$version"; fi)
     done
-    echo "error: no Python 3.11 or newer with venv; install one or set PYTHON=/path/to/python3" >&2
+    echo "error: no Python 3.11, 3.12 or 3.13 with venv; install one with its venv, or uv, or set PYTHON=/path/to/python3" >&2
     return 1
 }
 
-# make_environment ROOT
+# make_venv VENV: with pip in it, and uv if it is on PATH or can be installed
+make_venv() {
+    local venv=$1 python
+    python=$(find_python) || return
+    echo "environment: making $venv with Python $(version_of "$python") ($python)"
+    if uv --version >/dev/null 2>&1; then
+        uv venv --quiet --seed --python "$python" "$venv"
+    else
+        "$python" -m venv "$venv" || return
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv ||
+            echo "environment: uv cannot be installed; pip is slower"
+    fi
+}
+
+# install_packages ARGUMENT...: those of pip install
+install_packages() {
+    local python=$repository/.venv/bin/python uv
+    if uv=$(PATH=$PATH:$repository/.venv/bin command -v uv); then
+        # uv does not read the settings of pip, and has its own certificates by default.
+        UV_SYSTEM_CERTS=1 UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-}} UV_INDEX=${UV_INDEX:-${PIP_EXTRA_INDEX_URL:-}} \
+            UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} \
+            "$uv" pip install --quiet --python "$python" "$@" && return
+        echo "environment: uv cannot install it; trying pip"
+    fi
+    "$python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# requirements_of VENV: prints the file of its versions
+requirements_of() {
+    local suffix=
+    [[ ! -d $1/lib/python3.11 ]] || suffix=-python311
+    echo "$repository/tools/requirements-cpu$suffix.txt"
+}
+
+# stamp_of VENV: prints the checksum of what is to be installed
+stamp_of() {
+    cat "$(requirements_of "$1")" "$repository/setup.py" | cksum
+}
+
 make_environment() {
-    local root=$1 venv=$1/.venv requirements=$1/tools/requirements-cpu.txt wanted python torch
-    wanted=$(cat "$requirements" "$root/setup.py" | cksum)
-    if [[ -f $venv/stamp && $(<"$venv/stamp") == "$wanted" ]]; then
+    local venv=$repository/.venv requirements
+    if [[ -f $venv/stamp && $(<"$venv/stamp") == "$(stamp_of "$venv")" ]]; then
         return
     fi
-    if [[ ! -x $venv/bin/pip ]]; then
-        python=$(find_python) || return
-        echo "environment: making $venv with $python"
-        "$python" -m venv "$venv" || return
-    fi
-    local install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-    # Alone and first: whatever else wants torch then takes the build that is there.
-    torch=$(grep -m 1 '^torch==' "$requirements") || return
-    echo "environment: installing $torch"
-    "${install[@]}" "$torch" || return
-    echo "environment: installing the other requirements"
-    "${install[@]}" -r "$requirements" || return
+    [[ -x $venv/bin/python ]] || make_venv "$venv" || return
+    requirements=$(requirements_of "$venv")
+    echo "environment: installing $(grep -m 1 '^megatron-core==' "$requirements") and the other requirements"
+    install_packages -r "$requirements" || return
     echo "environment: installing the project"
-    "${install[@]}" --no-deps --no-build-isolation -e "$root" || return
+    install_packages --no-deps --no-build-isolation -e "$repository" || return
+    # It also compiles the modules, which uv does not do.
+    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -W ignore -c 'import verl_mg.job.job' || return
     # Last, so that an interrupted installation is done again.
-    echo "$wanted" >"$venv/stamp"
+    stamp_of "$venv" >"$venv/stamp"
 }
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-make_environment "$repository"
+make_environment
 export PATH="$repository/.venv/bin:$PATH"

@@ -35,6 +35,6 @@ fi
 found=$("$python" -c 'from importlib.metadata import version; print(version("playwright"))' 2>/dev/null || true)
 if [[ $found != "$wanted" ]]; then
     echo "environment: installing playwright, to test a page with"
-    "$python" -m pip install --quiet --disable-pip-version-check "playwright==$wanted" >"$log" 2>&1 ||
+    install_packages "playwright==$wanted" >"$log" 2>&1 ||
         without playwright "$log"
 fi

@@ -3,7 +3,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 
-python=$repository/.venv/bin/python
 stamp=$repository/.venv/stamp-peers
 wanted=$(cksum <"${BASH_SOURCE[0]}")
 
@@ -11,12 +10,11 @@ if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     exit
 fi
 echo "environment: installing peft, verl and TRL, to compare with"
-install=("$python" -m pip install --quiet --disable-pip-version-check)
-"${install[@]}" --no-deps peft==0.21.2 accelerate==1.15.0
+install_packages --no-deps peft==0.21.2 accelerate==1.15.0
 # What TRL imports and the project does not have; the versions of tools/requirements-sglang-cpu.txt.
-"${install[@]}" datasets==5.2.0 pandas==3.1.1
+install_packages datasets==5.2.0 pandas==3.1.1
 # In a folder of their own, behind all others on the path: verl brings packages named tests and scripts.
 # tests/algorithms/verl_peer.py and tools/end_to_end_trl.py look into it.
-"${install[@]}" --no-deps --upgrade --target "$repository/.venv/peers" verl==0.9.1 trl==1.16.0
+install_packages --no-deps --upgrade --target "$repository/.venv/peers" verl==0.9.1 trl==1.16.0
 # Last, so that an interrupted installation is done again.
 echo "$wanted" >"$stamp"

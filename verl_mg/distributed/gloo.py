@@ -20,7 +20,9 @@ THREADS = 2
 class _SharedLoopGroup(ProcessGroupGloo):
     """Gloo group on the devices of this process."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+    ) -> None:
         assert not enable_reconfigure  # torch 2.14 passes it; it is for groups that lose and regain ranks
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = list(_devices(os.getpid()))

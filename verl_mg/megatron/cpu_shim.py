@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange", "empty_strided"),
     *("zeros_like", "ones_like", "empty_like", "full_like"),
 )
+FOR_GPUS = ("flash_mla", "flash_attn", "flash_attn_3", "flashinfer", "deep_ep", "cudnn", "tilelang", "fla")
+"""Optional packages of megatron-core that SGLang installs, without use on the CPU; some raise where no driver is."""
 
 
 class _Stream:
@@ -47,8 +50,32 @@ class _Stream:
 
 def install() -> None:
     """Patches torch and megatron-core, once per process."""
+    for name in FOR_GPUS:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    # It would report on every rank that there is no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _patch_torch()
-    _patch_megatron()
+    with _quick_import():
+        _patch_megatron()
+
+
+@contextmanager
+def _quick_import() -> Iterator[None]:
+    """Context manager: megatron-core is imported without what takes seconds and is not used on the CPU.
+
+    Its fused functions are left as they are written, because to decorate them `torch.compile` imports a compiler; and
+    Weights & Biases, which its timers import where it is installed, counts as not installed.
+    """
+    compiled, tracker = torch.compile, sys.modules.get("wandb")
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    sys.modules["wandb"] = tracker  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+        if tracker is None:
+            del sys.modules["wandb"]
+
 
 
 def _patch_torch() -> None:
