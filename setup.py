@@ -11,7 +11,11 @@ setup(
     description="Reinforcement learning of large language models as one SPMD program over Megatron.",
     python_requires=">=3.11,<3.14",
     packages=find_namespace_packages(include=["verl_mg*", "recipes*"]),
-    package_data={"verl_mg.view.page": ["*"], "recipes.configs": ["*.yaml"], "recipes.configs.repeat_digit": ["*.yaml"]},
+    package_data={
+        "verl_mg.view.page": ["*"],
+        "recipes.configs": ["*.yaml"],
+        "recipes.configs.repeat_digit": ["*.yaml"],
+    },
     install_requires=[
         "torch>=2.13",
         f"megatron-core>=0.19,<0.20{NEW}",

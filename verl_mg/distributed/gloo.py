@@ -18,12 +18,9 @@ THREADS = 2
 
 
 class _SharedLoopGroup(ProcessGroupGloo):
-    """Gloo group on the devices of this process."""
+    """Gloo group on the devices of this process. Options that torch 2.14 adds have their defaults."""
 
-    def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
-    ) -> None:
-        assert not enable_reconfigure  # torch 2.14 passes it; it is for groups that lose and regain ranks
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **_: bool) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = list(_devices(os.getpid()))
         options._threads = THREADS * len(options._devices)
@@ -33,7 +30,7 @@ class _SharedLoopGroup(ProcessGroupGloo):
 
 def share_event_loop() -> None:
     """Makes torch create the gloo groups of this process on common devices."""
-    distributed_c10d.ProcessGroupGloo = _SharedLoopGroup  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = _SharedLoopGroup  # type: ignore[misc,assignment]
 
 
 @cache

@@ -77,7 +77,6 @@ def _quick_import() -> Iterator[None]:
             del sys.modules["wandb"]
 
 
-
 def _patch_torch() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU

@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -260,6 +260,7 @@ class _GroupRendezvous:
     def join(self, ranks: int, backend: str) -> _RemoteProcessGroup:
         """Joins as rank 0 of `ranks`; returns when the others have joined."""
         # As SGLang's `init_custom_process_group` does it on the other side; `new_group` takes only ranks of the job.
+        group: Any
         group, _ = distributed_c10d._new_process_group_helper(
             ranks,
             0,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.groups import new_group
 from verl_mg.layout import EnginePlacement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.reshard import Schedule, Traffic, aliased_parameters, aliases, execute, plan, schedule, split_into_chunks
@@ -175,7 +175,7 @@ class SGLangEngineSync:
         self._placement, self._engine, self._table = placement, engine, table
         self._ranks_of = engine_ranks(placement)
         # Every rank takes part in the creation of every group.
-        groups = {number: dist.new_group(ranks, GROUP_TIMEOUT, "gloo") for number, ranks in self._ranks_of.items()}
+        groups = {number: new_group(ranks, "gloo") for number, ranks in self._ranks_of.items()}
         self._groups = {rank: groups[number] for number, ranks in self._ranks_of.items() for rank in ranks}
         self._planned = cache(self._plan)
 

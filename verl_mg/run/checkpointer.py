@@ -21,7 +21,7 @@ import torch.distributed as dist
 from verl_mg.checkpoint.sharded_safetensors import INDEX, index_entry, rank_file, write_tensors
 from verl_mg.config import CheckpointConfig
 from verl_mg.distributed.collectives import all_gather_json, broadcast_json, gather_bytes
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.groups import new_group
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, read_state
@@ -50,7 +50,7 @@ class AsyncCheckpointer:
         """
         self._folder, self._config, self._recipe, self.latest = folder, config, recipe, latest
         # A separate group, in which the threads of the ranks meet no other collectives.
-        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        self._group = new_group(None, "gloo")
         self._collector = StateCollector()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
