@@ -1,10 +1,14 @@
 """Collectives over batches do not depend on the distribution of the rows."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch
 from verl_mg.distributed.collectives import (
+    FIRST_BYTES,
+    all_gather_bytes,
     all_gather_column,
     all_reduce_sum,
     global_kth_largest,
@@ -57,3 +61,22 @@ def test_collectives_under_every_distribution_of_rows_agree_on_all_ranks(ranks):
             assert result["largest"] == alone["largest"] and result["none"] == alone["none"]
             assert result["renumbered"].tolist() == list(range(2 * COUNT))
             assert sorted(result["of"].tolist()) == sorted(alone["of"].tolist())
+
+
+def gathered_bytes(lengths):
+    """Whether all ranks' bytes arrive, and the rounds for it."""
+    rounds, all_gather = [], dist.all_gather
+
+    def counting(*arguments, **options):
+        rounds.append(1)
+        all_gather(*arguments, **options)
+
+    expected = [torch.arange(length).mul(rank + 3).to(torch.uint8) for rank, length in enumerate(lengths)]
+    with mock.patch.object(dist, "all_gather", counting):
+        got = all_gather_bytes(expected[dist.get_rank()])
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), len(rounds)
+
+
+def test_all_gather_bytes_of_short_tensors_is_one_round(ranks):
+    assert ranks.run(3, gathered_bytes, [0, FIRST_BYTES, 7]) == [(True, 1)] * 3
+    assert ranks.run(3, gathered_bytes, [FIRST_BYTES + 1, 5, 3 * FIRST_BYTES]) == [(True, 2)] * 3

@@ -16,9 +16,14 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 
+LENGTH_BYTES = 8
+"""Size of a length in a message, in bytes."""
+FIRST_BYTES = 1024 - LENGTH_BYTES
+"""Bytes of each rank that are gathered together with its length; most reports have fewer."""
+
 
 def all_gather_bytes(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Gathers tensors whose lengths may differ, in one round for the lengths and one for the bytes.
+    """Gathers tensors whose lengths may differ: lengths and first bytes in one round, what is left in a second one.
 
     Args:
         values: this rank's uint8 tensor, (bytes,).
@@ -27,13 +32,21 @@ def all_gather_bytes(values: Tensor, group: dist.ProcessGroup | None = None) -> 
     Returns:
         The tensors of all ranks, in rank order.
     """
-    length = torch.tensor([values.numel()], dtype=torch.int64)
-    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, length, group=group)
-    longest = max(int(n) for n in lengths)
-    buffers = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(buffers, torch.nn.functional.pad(values, (0, longest - values.numel())), group=group)
-    return [buffer[: int(n)] for buffer, n in zip(buffers, lengths, strict=True)]
+    length = torch.tensor([values.numel()]).view(torch.uint8)
+    firsts = _all_gather_padded(torch.cat([length, values[:FIRST_BYTES]]), LENGTH_BYTES + FIRST_BYTES, group)
+    lengths = [int(first[:LENGTH_BYTES].view(torch.int64)) for first in firsts]
+    parts = [first[LENGTH_BYTES:][:n] for first, n in zip(firsts, lengths, strict=True)]
+    if (longest := max(lengths)) > FIRST_BYTES:
+        rests = _all_gather_padded(values[FIRST_BYTES:], longest - FIRST_BYTES, group)
+        parts = [torch.cat([part, rest])[:n] for part, rest, n in zip(parts, rests, lengths, strict=True)]
+    return parts
+
+
+def _all_gather_padded(values: Tensor, length: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Gathers tensors of at most `length` elements, each filled up with zeros."""
+    buffers = [torch.empty(length, dtype=values.dtype) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(buffers, torch.nn.functional.pad(values, (0, length - values.numel())), group=group)
+    return buffers
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
