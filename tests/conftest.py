@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.fake_cuda import FakeCudaProcess
 from tests.rank_pool import RankPool
 from verl_mg.sandbox import run_python
 
@@ -31,7 +32,7 @@ _POOL = pytest.StashKey[RankPool]()
 
 QUICK = ("algorithms", "data", "layout", "models", "planner", "reshard", "rewards", "sharding")
 """Folders, besides the modules at the top, whose tests are pure; `--quick` selects them."""
-SLOW_FIXTURES = {"ranks", "runs", "sandbox", "hosts", "checkpointed"}
+SLOW_FIXTURES = {"ranks", "fake_cuda", "runs", "sandbox", "hosts", "checkpointed"}
 SLOW_MODULES = {
     *("test_api", "test_cli", "test_docs", "test_fuzz", "test_launch", "test_quickstart", "test_two_hosts"),
     *("planner/test_search", "rewards/test_code", "rewards/test_math_pool", "rewards/test_service"),
@@ -95,6 +96,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = request.config.stash[_POOL]
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def fake_cuda() -> Iterator[FakeCudaProcess]:
+    """A process in which the CPU passes for a GPU."""
+    with FakeCudaProcess() as process:
+        yield process
 
 
 @pytest.fixture(scope="session")

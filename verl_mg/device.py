@@ -17,6 +17,17 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
+def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Starts the copy of a tensor in host memory to a device; the host does not wait for the device's earlier work.
+
+    Args:
+        device: the device; the tensor itself is returned on the CPU.
+        tensor: any shape and dtype.
+    """
+    # A copy from memory that is not pinned ends after everything that was started on the device before it.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def backend() -> str:
     """Returns the backend: nccl for tensors on GPUs and gloo for those in host memory, or gloo alone."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from verl_mg.algorithms.segments import segment_totals
 from verl_mg.errors import UserError
 
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -45,10 +46,10 @@ def aggregate(
         () float; 0, still attached to `loss`, when the mask is empty.
     """
     _check(mode)
-    kept = loss[mask]
+    # A selection by the mask would have a size that the host must wait for.
+    kept = torch.where(mask, loss, 0.0)
     if mode == "seq-mean-token-mean":
-        ids = sequence_ids[mask]
-        kept = kept / torch.bincount(ids)[ids]
+        kept = kept / segment_totals(mask, sequence_ids).clamp(min=1).to(kept.dtype)
     return kept.sum() / normalizer
 
 

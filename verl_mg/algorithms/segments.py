@@ -28,8 +28,11 @@ def segment_totals(values: Tensor, ids: Tensor) -> Tensor:
     Returns:
         (n,) float64: the sum over a long sequence keeps the digits by which its ratio differs from 1.
     """
-    order = torch.argsort(ids, stable=True)
-    _, index, counts = torch.unique_consecutive(ids[order], return_inverse=True, return_counts=True)
+    ids, order = torch.sort(ids, stable=True)
+    index = (ids.diff(prepend=ids[:1]) != 0).cumsum(0)  # position of the entry's segment among those that occur
+    # One segment per entry, most of them empty: the number of distinct ids would be known to the device only.
+    numbers = torch.arange(len(ids), device=ids.device)
+    counts = torch.searchsorted(index, numbers, right=True) - torch.searchsorted(index, numbers)
     place = torch.empty_like(order).index_copy_(0, order, index)
     return segment_sums(values[order].double(), counts)[place]
 

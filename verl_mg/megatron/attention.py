@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from math import gcd
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from verl_mg.device import copy_to
 from verl_mg.megatron.core_version import MLASelfAttention
 
 LATENT_NORM_EPS = 1e-6
@@ -41,6 +43,8 @@ class PackedSequences(PackedSeqParams):
     """(T, 1, rotary width), cosines of the rotary embedding at each token's position in its sequence."""
     sin: Tensor | None = None
     """(T, 1, rotary width), sines of the rotary embedding."""
+    lengths: Tensor | None = None
+    """(n,) int64 on the CPU, tokens of each sequence."""
     experts: Mapping[int, Tensor] | None = None
     """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
     cp_group: dist.ProcessGroup | None = None
@@ -57,9 +61,10 @@ class PackedSequences(PackedSeqParams):
             For each length L that occurs, the token indices (n, L) of its n sequences; and (T,), the index of each
             token in the concatenation of these.
         """
-        ends = self.cu_seqlens_q.long()
-        groups, restore = _group_by_length(ends[:-1].cpu(), ends.diff().cpu())
-        return tuple(group.to(ends.device) for group in groups), restore.to(ends.device)
+        assert self.lengths is not None
+        groups, restore = _group_by_length(self.lengths.cumsum(0) - self.lengths, self.lengths)
+        device = self.cu_seqlens_q.device
+        return tuple(copy_to(device, group) for group in groups), copy_to(device, restore)
 
 
 def describe_sequences(
@@ -78,9 +83,9 @@ def describe_sequences(
     total, longest = int(ends[-1]), int(lengths.max())
     starts = ends - lengths
     positions = torch.arange(total) - torch.repeat_interleave(starts, lengths)
-    angles = positions.to(device, torch.float32)[:, None] * inverse_frequencies
+    angles = copy_to(device, positions.float())[:, None] * inverse_frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    cumulative = F.pad(ends, (1, 0)).to(device, torch.int32)
+    cumulative = copy_to(device, F.pad(ends, (1, 0)).int())
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
@@ -89,6 +94,7 @@ def describe_sequences(
         max_seqlen_kv=longest,
         cos=(angles.cos() * attention_scaling).to(dtype),
         sin=(angles.sin() * attention_scaling).to(dtype),
+        lengths=lengths,
     )
 
 
@@ -235,13 +241,16 @@ class PackedAttention(MegatronModule):
     def _with_ragged_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        repeat, width = query.shape[1] // key.shape[1], value.shape[2]
-        if repeat > 1:
-            key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-        value = F.pad(value, (0, query.shape[2] - width))  # the kernel takes one width for all three
-        cumulative, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         left_window = -1 if self.window is None else self.window - 1
         options: dict[str, Any] = {"scale": self.scale, "window_size": (left_window, 0)}
+        repeat, width = query.shape[1] // key.shape[1], value.shape[2]
+        if repeat > 1 and "enable_gqa" in signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        elif repeat > 1:  # torch 2.11
+            key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        if width < query.shape[2]:
+            value = F.pad(value, (0, query.shape[2] - width))  # the kernel takes one width for all three
+        cumulative, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         context = varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **options)
         assert isinstance(context, Tensor)
         return context[..., :width]

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
 from verl_mg.errors import UserError
@@ -32,6 +33,9 @@ if not VERSION.startswith(SUPPORTED):
 
 # Without Transformer Engine 0.16.1 has mock objects for its classes, and still calls isinstance with them.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+
+# Without Transformer Engine 0.16.1 leaves the name undefined that each router reads.
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 # 0.19 replaces the function that a pickled tensor names; whoever reads pickles, such as SGLang, admits that of torch.
 load_from_bytes: Any = torch.storage._load_from_bytes

@@ -109,16 +109,13 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     rng: Any = megatron_random
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # It warns when the CPU generator advances inside a CUDA region; here they are the same generator.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
-    moe: Any = moe_utils
-    if not hasattr(moe, "te_general_gemm"):
-        moe.te_general_gemm = None
     dispatcher: Any = token_dispatcher
     dispatcher.maybe_move_tensor_to_cpu = _maybe_as_numpy
     regions: Any = mappings

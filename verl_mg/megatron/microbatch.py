@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.device import copy_to
 from verl_mg.layout import Stage
 from verl_mg.megatron.attention import PackedSequences, describe_sequences
 from verl_mg.megatron.process_groups import TokenShard
@@ -87,13 +88,13 @@ def make_micro_batch(
     packed.cp_group = shard.group
     return MicroBatch(
         rows=rows,
-        input_ids=tokens[start : start + shard_size][None].to(device),
+        input_ids=copy_to(device, tokens[start : start + shard_size][None]),
         packed=packed,
-        hidden_index=(token_index[local_index] - hidden_offset - start).to(device),
-        targets=tokens[token_index[local_index]].to(device),
-        local_index=local_index.to(device),
+        hidden_index=copy_to(device, token_index[local_index] - hidden_offset - start),
+        targets=copy_to(device, tokens[token_index[local_index]]),
+        local_index=copy_to(device, local_index),
         token_index=token_index,
-        sequence_ids=rows.sequence_ids[token_index].to(device),
+        sequence_ids=copy_to(device, rows.sequence_ids[token_index]),
     )
 
 
@@ -161,7 +162,6 @@ def loss_tokens(micro: MicroBatch, output: Tensor) -> LossInputs:
         micro: the micro-batch.
         output: output of the model for its scored tokens, (2, n), or (1, n) with a value head.
     """
-    device = output.device
     columns = {}
     for name in micro.rows.names():
         if name == COLUMN:  # the routers read it; here are the layers of this stage only
@@ -169,7 +169,7 @@ def loss_tokens(micro: MicroBatch, output: Tensor) -> LossInputs:
         column = micro.rows[name]
         if micro.rows.kind(name) is ColumnKind.SEQUENCE:
             column = micro.rows.expand_to_tokens(column)
-        columns[name] = column[micro.token_index].to(device)
+        columns[name] = copy_to(output.device, column[micro.token_index])
     return LossInputs(
         output=output,
         mask=torch.ones_like(output[0], dtype=torch.bool),

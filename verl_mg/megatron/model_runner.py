@@ -189,12 +189,13 @@ class ModelRunner:
         """
 
         def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Report]:
-            return output.sum(), {"token_index": micro.token_index, "output": output[0].cpu()}
+            return output.sum(), {"token_index": micro.token_index, "output": output[0]}
 
         with torch.no_grad():
             reports = self.run(micro_batches, temperature, report, forward_only=True, cp_sizes=cp_sizes)
         selected = self.select_outputs(reports, cp_sizes)
-        return [None if report is None else (report["token_index"], report["output"]) for report in selected]
+        # Copied only here, so that the host does not wait for each micro-batch before it starts the next.
+        return [None if report is None else (report["token_index"], report["output"].cpu()) for report in selected]
 
     def run(
         self,

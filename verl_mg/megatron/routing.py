@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from verl_mg.batch import Batch
+from verl_mg.device import copy_to
 from verl_mg.errors import UserError
 from verl_mg.layout import Stage
 from verl_mg.megatron.attention import PackedSequences
@@ -80,7 +81,7 @@ def routed_experts(
         return None
     known = rows[COLUMN]
     given = torch.cat([known, known.new_full((filler, *known.shape[1:]), -1)])
-    local = given.chunk(shard.cp * shard.tp)[shard.cp_index * shard.tp + shard.tp_index].to(device)
+    local = copy_to(device, given.chunk(shard.cp * shard.tp)[shard.cp_index * shard.tp + shard.tp_index])
     return dict(zip(layers, local.unbind(1), strict=True))
 
 

@@ -1,0 +1,246 @@
+"""Tensors that report the device `cuda` and keep their values on the CPU.
+
+Every operation on them is checked as CUDA would check it (all tensors on one device, single numbers excepted), computed
+on the CPU, and recorded where the host would wait for the device. Values are real, and therefore also shapes that
+depend on values, as those of a mixture of experts. Other ranks are assumed to send what this rank sends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+CUDA = torch.device("cuda", 0)
+aten, c10d = torch.ops.aten, torch.ops.c10d
+WAITING = {
+    *(aten.nonzero, aten.masked_select, aten.bincount, aten._unique2, aten.unique_consecutive, aten.unique_dim),
+    *(aten.equal, aten._local_scalar_dense),
+}
+"""Operations whose result, or its size, the host needs before it continues."""
+COPIES = {aten._to_copy, aten.copy_}
+PINNED = "is_in_pinned_memory"
+"""Attribute of CPU tensors."""
+
+
+class CudaTensor(Tensor):
+    """Tensor on `cuda` with the values of a CPU tensor."""
+
+    values: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> CudaTensor:
+        place = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        return torch.Tensor._make_wrapper_subclass(cls, values.size(), dtype=values.dtype, device=CUDA, **place)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __repr__(self) -> str:
+        return f"CudaTensor({self.values!r})"
+
+    @property
+    def data(self) -> Tensor:
+        """This tensor without its graph. Assignment replaces the values."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: CudaTensor) -> None:
+        Tensor.data.__set__(self, new)
+        self.values = new.values
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} on a cuda tensor outside the mode")
+
+
+class FakeCuda(TorchDispatchMode):
+    """Mode in which tensors can be created on `cuda` and moved there.
+
+    Attributes:
+        waits: (operation, `file:function` of the nearest frame of the project or of megatron-core) of each operation
+            for which the host waits, in the order of time.
+        receive: fills a tensor, on the CPU, that another rank sends to this one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[tuple[str, str]] = []
+        self.receive: Callable[[Tensor], object] = lambda tensor: tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (aten.is_pinned.default, aten._pin_memory.default):
+            return _pinned(func, args[0])
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+        has_cuda = any(isinstance(tensor, CudaTensor) for tensor in tensors)
+        if func.overloadpacket in COPIES and self._copy_waits(func, args, kwargs):
+            self.waits.append((_name(func), _place()))
+        elif has_cuda and func.overloadpacket not in COPIES and func.namespace != "c10d":
+            _check_devices(func, tensors)
+            if _waits(func, args):
+                self.waits.append((_name(func), _place()))
+        result = self._on_cpu(func, tree_map(_values, args), tree_map(_values, kwargs))
+        to_cuda = devices[0].type == "cuda" if devices else has_cuda
+        wrapped = {id(tensor.values): tensor for tensor in tensors if isinstance(tensor, CudaTensor)}
+        return tree_map(lambda x: _wrapped(x, wrapped, to_cuda), result)
+
+    def _on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "torch_attn":
+            return _attention(func, args, kwargs)
+        if func.namespace == "c10d":
+            _exchange(func, args, self.receive)
+        pinned = kwargs.get("pin_memory")
+        result = func(*args, **(kwargs | {"pin_memory": False} if pinned else kwargs))
+        if pinned:
+            setattr(result, PINNED, True)
+        return result
+
+    def _copy_waits(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Returns whether a copy has one end on the host, and blocks it."""
+        if func.overloadpacket is aten.copy_:
+            target, source = args[:2]
+            non_blocking = len(args) > 2 and args[2]
+            ends, host = {target.device.type, source.device.type}, target if source.is_cuda else source
+        else:
+            ends = {args[0].device.type, (kwargs.get("device") or args[0].device).type}
+            non_blocking, host = kwargs.get("non_blocking", False), args[0]
+            if not host.is_cpu:  # to a new tensor in memory that is not pinned
+                return len(ends) > 1
+        return len(ends) > 1 and not (non_blocking and getattr(host, PINNED, False))
+
+
+def _name(func: Any) -> str:
+    return func.overloadpacket.__name__
+
+
+def _place() -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        for package in ("verl_mg", "megatron"):
+            _, found, below = file.rpartition(f"/{package}/")
+            if found:
+                return f"{package}/{below}:{frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
+
+
+def _values(x: Any) -> Any:
+    if isinstance(x, CudaTensor):
+        return x.values
+    return torch.device("cpu") if isinstance(x, torch.device) and x.type == "cuda" else x
+
+
+def _wrapped(x: Any, known: dict[int, CudaTensor], to_cuda: bool) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if id(x) in known:  # changed in place
+        return known[id(x)]
+    return CudaTensor(x) if to_cuda else x
+
+
+def _pinned(func: Any, tensor: Tensor) -> Any:
+    if func is aten.is_pinned.default:
+        return getattr(tensor, PINNED, False)
+    assert tensor.is_cpu, "only host memory can be pinned"
+    copy = tensor.clone()
+    setattr(copy, PINNED, True)
+    return copy
+
+
+def _check_devices(func: Any, tensors: Iterable[Tensor]) -> None:
+    """Raises where tensors of CPU and CUDA meet; CUDA takes numbers and index tensors from the CPU."""
+    on_cpu = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor) and tensor.dim()]
+    if on_cpu:
+        shapes = [tuple(tensor.shape) for tensor in on_cpu]
+        raise RuntimeError(f"{func}: tensors on cuda, and on the CPU those of shapes {shapes}")
+
+
+def _waits(func: Any, args: Any) -> bool:
+    if func.overloadpacket in (aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_):
+        masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        # torch fills under a mask with a number, without an index.
+        return masked and not (func.overloadpacket is not aten.index and args[2].is_cpu and args[2].numel() == 1)
+    return func.overloadpacket in WAITING or (func is aten.repeat_interleave.Tensor)
+
+
+def _exchange(func: Any, args: Any, receive: Callable[[Tensor], object]) -> None:
+    """Writes what the other ranks send, if all of them have what this rank has."""
+    name = _name(func)
+    if name == "recv_":
+        for tensor in args[0]:
+            receive(tensor)
+    elif name in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
+        pairs = zip(*args[:2], strict=True) if isinstance(args[0], list) else [args[:2]]
+        for output, sent in pairs:
+            output.view(-1, sent.numel()).copy_(sent.clone().view(1, -1))  # it may be a part of the output
+    elif name == "allgather_":
+        for output, sent in zip(*args[:2], strict=True):
+            for part in output:
+                part.copy_(sent)
+    elif name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
+        group = torch.distributed.ProcessGroup.unbox(args[2])
+        pairs = zip(*args[:2], strict=True) if isinstance(args[0], list) else [args[:2]]
+        for output, sent in pairs:
+            output.copy_(sent.flatten().chunk(group.size())[group.rank()].view_as(output).clone())
+    elif name == "alltoall_base_":
+        group = torch.distributed.ProcessGroup.unbox(args[2])
+        parts = (
+            x.split(list(sizes)) if sizes else x.chunk(group.size())
+            for x, sizes in zip(args[:2], args[3:5], strict=True)
+        )
+        outputs, sent = parts
+        for output in outputs:  # a rank that routes tokens elsewhere sends more or fewer
+            output.zero_()[: len(sent[group.rank()])] = sent[group.rank()][: len(output)]
+    elif name not in ("allreduce_", "allreduce_coalesced_", "broadcast_", "send", "barrier"):
+        raise NotImplementedError(f"the fake group has no {name}")
+
+
+def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Computes torch's variable-length attention sequence by sequence, with what its kernel requires."""
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    inputs = [given[name] for name in ("query", "key", "value")]
+    assert all(x.dtype in (torch.float16, torch.bfloat16) for x in inputs), "the kernel computes in half precision"
+    assert len({x.shape[2] for x in inputs}) == 1, "the kernel has one width for queries, keys and values"
+    assert given["cu_seq_q"].dtype is torch.int32, "the kernel reads 32-bit lengths"
+    repeat = inputs[0].shape[1] // inputs[1].shape[1]
+    assert repeat == 1 or given.get("enable_gqa", True), "fewer heads of keys need enable_gqa"
+    backward = _name(func) == "_varlen_attn_backward"
+    columns = [*inputs, given["grad_out"]] if backward else inputs
+    ends = given["cu_seq_q"].tolist()
+    parts = [_attend([x[start:end] for x in columns], given, repeat) for start, end in pairwise(ends)]
+    results = tuple(torch.cat(part).to(inputs[0].dtype) for part in zip(*parts, strict=True))
+    if backward:
+        return results
+    statistics = torch.zeros(inputs[0].shape[1], len(inputs[0])), torch.zeros(2, dtype=torch.uint64)
+    return *results, *statistics
+
+
+def _attend(columns: list[Tensor], options: dict[str, Any], repeat: int) -> tuple[Tensor, ...]:
+    """Returns the context of one sequence, or the gradients of queries, keys and values; all (length, heads, width)."""
+    query, key, value, *gradient = (x.float().transpose(0, 1) for x in columns)
+    key, value = key.repeat_interleave(repeat, 0), value.repeat_interleave(repeat, 0)
+    left, right = options["window_size"]
+    distance = torch.arange(query.shape[1])[:, None] - torch.arange(query.shape[1])
+    visible = (distance >= -right) & ((distance <= left) if left >= 0 else True)
+    scale = options["scale"] or query.shape[2] ** -0.5
+    weights = (query @ key.mT * scale).masked_fill(~visible, -torch.inf).softmax(-1)
+    if not gradient:
+        return ((weights @ value).transpose(0, 1),)
+    of_weights = gradient[0] @ value.mT
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+    of_key, of_value = (x.unflatten(0, (-1, repeat)).sum(1) for x in (of_scores.mT @ query, weights.mT @ gradient[0]))
+    return tuple(x.transpose(0, 1) for x in (of_scores @ key, of_key, of_value))

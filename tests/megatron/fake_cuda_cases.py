@@ -1,0 +1,146 @@
+"""What runs on the fake GPU: a model and its trainer on one rank of a fake process group, and losses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.cuda_tensors import CUDA, CudaTensor, FakeCuda
+from tests.tiny_models import random_rows
+from verl_mg.algorithms.aggregation import MODES, aggregate
+from verl_mg.algorithms.losses import clipped_policy_loss, gspo_loss
+from verl_mg.batch import Batch
+from verl_mg.config import OptimizerConfig
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron import trainer as trainer_module
+from verl_mg.megatron.microbatch import LossInputs
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.trainer import Trainer
+from verl_mg.models.hf_config import read_config
+
+Waits = Counter[tuple[str, str]]
+TEMPERATURE = 0.8
+
+
+@dataclass
+class Trained:
+    """Results on the rank; `waits` by phase: "infer", and "update 1" and "update 2" with so many micro-batches."""
+
+    logprobs: Tensor | None = None
+    waits: dict[str, Waits] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    changed: int = 0
+    """Weights that an update has changed."""
+
+    def for_a_micro_batch(self, package: str) -> Waits:
+        """Waits that the second micro-batch of an update adds."""
+        return in_package(self.waits["update 2"] - self.waits["update 1"], package)
+
+
+def in_package(waits: Waits, package: str) -> Waits:
+    return Counter({wait: count for wait, count in waits.items() if wait[1].startswith(package + "/")})
+
+
+def rows_of(model: Path) -> Batch:
+    return random_rows(6, read_config(model).vocab)
+
+
+def policy_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    return clipped_policy_loss(tokens.logprobs, tokens["noise"], tokens["advantages"], tokens.mask, 0.2, 0.2)
+
+
+def train(fake: FakeCuda, model: Path, layout: str, ranks: int, rank: int, recompute: bool) -> Trained:
+    """Inference and two updates; what other ranks would send is made up."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    groups = ParallelGroups(Placement(Layout.parse(layout).fit(ranks), tuple(range(ranks))))
+    runner = ModelRunner(model, groups, torch.bfloat16, recompute)
+    weights = runner.parameters()
+    assert weights and all(isinstance(weight, CudaTensor) for weight in weights.values())
+    rows, trained = rows_of(model), Trained()
+    hidden = [-(-rows.total_tokens // groups.layout.tp), 1, read_config(model).hidden]
+    fake.receive = lambda sent: sent.copy_(torch.tensor(hidden)) if sent.dtype is torch.int64 else sent.fill_(0.1)
+
+    def counted(phase: str) -> None:
+        trained.waits[phase] = Counter(fake.waits)
+        fake.waits.clear()
+
+    fake.waits.clear()
+    inferred = runner.infer([rows, rows], TEMPERATURE)
+    counted("infer")
+    trained.logprobs = next((report[1] for report in inferred if report is not None), None)
+    trainer = Trainer(runner, OptimizerConfig())
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    summed = trainer_module.sum_over_ranks
+    # Losses are those of the last stage only.
+    with mock.patch.object(trainer_module, "sum_over_ranks", lambda *given: {"loss": 0.0} | summed(*given)):
+        for count in (1, 2):
+            fake.waits.clear()
+            metrics = trainer.update([rows] * count, TEMPERATURE, policy_loss, "seq-mean-token-mean", 6.0, 50)
+            counted(f"update {count}")
+    trained.grad_norm = metrics["grad_norm"]
+    trained.changed = sum(not torch.equal(weight, before[name]) for name, weight in runner.parameters().items())
+    return trained
+
+
+def losses(fake: FakeCuda) -> dict[str, list[tuple[str, str]]]:
+    """Waits of value and gradient of losses and aggregations."""
+    ids = torch.tensor([0, 0, 2, 2, 2, 5]).cuda()
+    mask = torch.tensor([True, True, False, True, True, True]).cuda()
+    old, advantages = torch.zeros(6).cuda(), torch.ones(6).cuda()
+    waits = {}
+    for mode in MODES:
+        logprobs = torch.linspace(-1, 0, 6).cuda().requires_grad_()
+        fake.waits.clear()
+        loss, _ = clipped_policy_loss(logprobs, old, advantages, mask, 0.2, 0.2)
+        aggregate(loss, mask, ids, mode, 6.0).backward()
+        waits[mode] = list(fake.waits)
+        assert logprobs.grad is not None and logprobs.grad.device == CUDA
+    logprobs = torch.linspace(-1, 0, 6).cuda().requires_grad_()
+    fake.waits.clear()
+    loss, _ = gspo_loss(logprobs, old, advantages, mask, ids, 0.2, 0.2)
+    loss.sum().backward()
+    waits["sequence"] = list(fake.waits)
+    return waits
+
+
+def waiting_operations(fake: FakeCuda) -> list[str]:
+    """Operations for which the host waits, and others, in this order."""
+    x, on_host = torch.arange(4.0, device="cuda"), torch.ones(4)
+    index, pinned = torch.tensor([1, 2]).cuda(), on_host.pin_memory()
+    fake.waits.clear()
+    x.sum().item()
+    x[x > 1]
+    x.nonzero()
+    x.cpu()
+    on_host.to("cuda")
+    on_host.copy_(x)
+    x.tolist()
+    x.repeat_interleave(index.repeat(2))
+    waited = [operation for operation, _ in fake.waits]
+    fake.waits.clear()
+    x[x > 1] = 0.0
+    pinned.to("cuda", non_blocking=True)
+    pinned.copy_(x, non_blocking=True)
+    torch.where(x > 1, x, 0.0)
+    x[index]
+    assert not fake.waits, fake.waits
+    return waited
+
+
+def mixed_devices(_: FakeCuda) -> None:
+    """Raises where tensors of two devices meet."""
+    x = torch.ones(4, device="cuda")
+    assert (x * torch.tensor(2.0)).device == CUDA
+    with pytest.raises(RuntimeError, match="on the CPU those of shapes"):
+        x + torch.ones(4)
+    with pytest.raises(RuntimeError, match="on the CPU those of shapes"):
+        torch.nn.functional.embedding(torch.tensor([1]), x[:, None])

@@ -1,0 +1,131 @@
+"""The CUDA path of every family and layout on a fake GPU: devices, dtypes and shapes, values, and waits of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fake_cuda import FakeCudaProcess, recorded_cuda_calls
+from tests.megatron import fake_cuda_cases as cases
+from tests.tiny_models import LATENT, MIXTURES, VARIANTS, oracle, oracle_outputs, tiny_model
+
+LAYERS = 2
+EVERY_UPDATE = ("_to_copy", "verl_mg/megatron/trainer.py:_to_host")
+LAYOUTS = ("tp2", "cp2", "pp2", "tp2-cp2", "tp2-pp2")
+EXPERT_LAYOUTS = ("tp1-ep2", "tp2-ep2-etp1", "tp2-ep1-etp2")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Folders of the tiny models, each made at its first use."""
+
+    class Folders(dict[str, Path]):
+        def __missing__(self, family: str) -> Path:
+            self[family] = tiny_model(tmp_path_factory.mktemp("models") / family, family, layers=LAYERS)
+            return self[family]
+
+    return Folders()
+
+
+def assert_trains(trained: cases.Trained) -> None:
+    """Weights change, and the host waits for nothing of ours but once for the inferred values and for the metrics."""
+    assert trained.grad_norm > 0 and trained.changed > 0
+    ours = {phase: cases.in_package(waits, "verl_mg") for phase, waits in trained.waits.items()}
+    assert ours["update 1"] == ours["update 2"] == {EVERY_UPDATE: 1}
+    inferred = 0 if trained.logprobs is None else 2  # one copy for each of two micro-batches, after both
+    assert sum(ours["infer"].values()) == inferred
+
+
+def assert_like_transformers(trained: cases.Trained, model: Path) -> None:
+    """Log-probs differ by the rounding of bfloat16."""
+    rows = cases.rows_of(model)
+    scored = rows["loss_mask"] & (rows.positions > 0)
+    with torch.no_grad():
+        expected, _ = oracle_outputs(oracle(model), rows, cases.TEMPERATURE)
+    assert trained.logprobs is not None
+    error = (trained.logprobs - expected[scored]).abs()
+    assert error.mean() < 0.05 and error.max() < 0.5
+
+
+def test_train_dense_on_cuda_needs_no_wait_for_a_micro_batch(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path]
+) -> None:
+    trained = fake_cuda.run(cases.train, models["qwen2"], "tp1", 1, 0, False)
+    assert_trains(trained)
+    assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
+    assert_like_transformers(trained, models["qwen2"])
+
+
+def test_train_mixture_on_cuda_waits_only_in_megatrons_permute(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path]
+) -> None:
+    trained = fake_cuda.run(cases.train, models["qwen3_moe"], "tp1", 1, 0, False)
+    assert_trains(trained)
+    # The unfused permute selects tokens and their weights by a mask; sizes for each expert are copied to the host.
+    permute = "megatron/core/transformer/moe/moe_utils.py"
+    assert trained.for_a_micro_batch("megatron") == {
+        ("masked_select", f"{permute}:permute"): 2 * LAYERS,
+        ("_to_copy", f"{permute}:maybe_move_tensor_to_cpu"): 2 * LAYERS,
+    }
+    assert_like_transformers(trained, models["qwen3_moe"])
+
+
+def test_losses_on_cuda_need_no_wait(fake_cuda: FakeCudaProcess) -> None:
+    assert all(waits == [] for waits in fake_cuda.run(cases.losses).values())
+
+
+def test_fake_cuda_counts_operations_that_wait(fake_cuda: FakeCudaProcess) -> None:
+    waited = fake_cuda.run(cases.waiting_operations)
+    assert waited == [
+        *("_local_scalar_dense", "index", "nonzero", "_to_copy", "_to_copy", "copy_", "_to_copy"),
+        "repeat_interleave",
+    ]
+
+
+def test_fake_cuda_refuses_tensors_on_two_devices(fake_cuda: FakeCudaProcess) -> None:
+    fake_cuda.run(cases.mixed_devices)
+
+
+def test_recorded_cuda_calls_keep_their_order() -> None:
+    with recorded_cuda_calls() as calls:
+        event = torch.cuda.Event()
+        torch.cuda.current_stream().wait_event(event)
+        event.synchronize()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    assert calls == ["stream.wait_event", "event.synchronize", "synchronize", "empty_cache"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", VARIANTS)
+def test_train_family_on_cuda_has_values_of_transformers(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str, recompute: bool
+) -> None:
+    trained = fake_cuda.run(cases.train, models[family], "tp1", 1, 0, recompute)
+    assert_trains(trained)
+    assert_like_transformers(trained, models[family])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", VARIANTS)
+def test_train_layout_on_cuda_runs_on_every_rank(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str, layout: str
+) -> None:
+    ranks = 4 if "-" in layout else 2
+    for rank in range(ranks):
+        assert_trains(fake_cuda.run(cases.train, models[family], layout, ranks, rank, False))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("family", [*MIXTURES, *LATENT])
+def test_train_experts_on_cuda_runs_on_every_rank(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str, layout: str
+) -> None:
+    for rank in range(2):
+        assert_trains(fake_cuda.run(cases.train, models[family], layout, 2, rank, False))
