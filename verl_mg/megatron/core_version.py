@@ -31,10 +31,8 @@ if not VERSION.startswith(SUPPORTED):
         f"megatron-core {VERSION}: not supported. Install megatron-core 0.19 with Python 3.12 or newer, or 0.16.1."
     )
 
-# Without Transformer Engine 0.16.1 has mock objects for its classes, and still calls isinstance with them.
+# Without Transformer Engine 0.16.1 calls isinstance with mock objects, and routers read an undefined name.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
-
-# Without Transformer Engine 0.16.1 leaves the name undefined that each router reads.
 moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 # 0.19 replaces the function that a pickled tensor names; whoever reads pickles, such as SGLang, admits that of torch.
