@@ -100,6 +100,8 @@ class FakeCuda(TorchDispatchMode):
     def _on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "torch_attn":
             return _attention(func, args, kwargs)
+        if _name(func) == "_fused_rms_norm_backward":
+            return _rms_norm_gradients(*args, **kwargs)
         if func.namespace == "c10d":
             _exchange(func, args, self.receive)
         pinned = kwargs.get("pin_memory")
@@ -207,6 +209,17 @@ def _exchange(func: Any, args: Any, receive: Callable[[Tensor], object]) -> None
             output.zero_()[: len(sent[group.rank()])] = sent[group.rank()][: len(output)]
     elif name not in ("allreduce_", "allreduce_coalesced_", "broadcast_", "send", "barrier"):
         raise NotImplementedError(f"the fake group has no {name}")
+
+
+def _rms_norm_gradients(
+    gradient: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes what torch has for CUDA alone; rstd: the reciprocal of the root mean square."""
+    axes, normalized = list(range(-len(shape), 0)), x * rstd
+    of_normalized = gradient if weight is None else gradient * weight
+    of_x = rstd * (of_normalized - normalized * (of_normalized * normalized).mean(axes, keepdim=True))
+    of_weight = (gradient * normalized).flatten(0, -len(shape) - 1).sum(0) if mask[1] else None
+    return of_x if mask[0] else None, of_weight
 
 
 def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -64,12 +65,13 @@ def test_train_mixture_on_cuda_waits_only_in_megatrons_permute(
 ) -> None:
     trained = fake_cuda.run(cases.train, models["qwen3_moe"], "tp1", 1, 0, False)
     assert_trains(trained)
-    # The unfused permute selects tokens and their weights by a mask; sizes for each expert are copied to the host.
+    # Sizes for each expert are copied to the host; 0.16's permute selects tokens and their weights by a mask.
     permute = "megatron/core/transformer/moe/moe_utils.py"
-    assert trained.for_a_micro_batch("megatron") == {
+    permitted = {
         ("masked_select", f"{permute}:permute"): 2 * LAYERS,
         ("_to_copy", f"{permute}:maybe_move_tensor_to_cpu"): 2 * LAYERS,
     }
+    assert trained.for_a_micro_batch("megatron") <= Counter(permitted)
     assert_like_transformers(trained, models["qwen3_moe"])
 
 
