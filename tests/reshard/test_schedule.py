@@ -80,7 +80,7 @@ def test_schedule_has_no_deadlock_and_bounded_buckets(data, bucket_bytes, node):
 
 
 @given(st.data(), st.sampled_from([200, 4000, 10**6]), st.sampled_from([2, 4, 8]))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_schedule_both_ends_have_a_message_in_the_same_epoch_and_one_each_way(data, bucket_bytes, node):
     c = data.draw(configs())
     moved = plan(data.draw(sources(c)), data.draw(shard_map(c)), node)
@@ -97,7 +97,7 @@ def test_schedule_both_ends_have_a_message_in_the_same_epoch_and_one_each_way(da
 
 
 @given(st.data(), st.sampled_from([400, 10**6]), st.sampled_from([2, 4, 8]))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_plan_counts_of_peers_and_messages_equal_the_schedules(data, bucket_bytes, node):
     c = data.draw(configs())
     moved = plan(data.draw(sources(c)), data.draw(shard_map(c)), node)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ class Pattern:
         # Of each box: sender and receiver (m, 2) of the messages in the tensor's epoch, and of those LAG epochs later.
         self.direct = [route.direct_pairs for route in routes]
         self.forwarded = [route.forwarded_pairs for route in routes]
-        self.ranks = np.unique(np.concatenate([_NONE, *self.direct, *self.forwarded]))
+        self.ranks = np.flatnonzero(np.bincount(np.concatenate([_NONE, *self.direct, *self.forwarded]).ravel()))
 
     def elements(self, parts: int) -> tuple[IntArray, IntArray]:
         """Returns what each of `ranks` sends and receives of the largest part of a tensor.
@@ -67,12 +68,20 @@ class Pattern:
             Elements in the tensor's epoch (n,), elements that are forwarded LAG epochs later (n,).
         """
         sizes = [max(numel(part) for _, part in cut(box, parts)) if parts > 1 else numel(box) for box in self._boxes]
-        totals = np.zeros((2, len(self.ranks)), np.int64)
-        for total, every_box in zip(totals, (self.direct, self.forwarded), strict=True):
-            for size, pairs in zip(sizes, every_box, strict=True):
-                if len(pairs):
-                    total += np.bincount(np.searchsorted(self.ranks, pairs.ravel()), minlength=len(self.ranks)) * size
-        return totals[0], totals[1]
+        direct, forwarded = (
+            sum((count * size for count, size in zip(counts, sizes, strict=True)), np.zeros(len(self.ranks), np.int64))
+            for counts in self._messages
+        )
+        return direct, forwarded
+
+    @cached_property
+    def _messages(self) -> list[list[IntArray]]:
+        """Messages of each of `ranks` (n,) for each box, direct and forwarded."""
+        size = int(self.ranks.max(initial=0)) + 1
+        return [
+            [np.bincount(pairs.ravel(), minlength=size)[self.ranks] for pairs in every_box]
+            for every_box in (self.direct, self.forwarded)
+        ]
 
 
 class Patterns:
@@ -139,7 +148,8 @@ def cut_into_epochs(tensors: Iterable[tuple[str, Pattern, int]], limit: int) -> 
     rows = list(tensors)
     patterns = list({id(pattern): pattern for _, pattern, _ in rows}.values())
     size = 1 + max((int(pattern.ranks.max(initial=0)) for pattern in patterns), default=0)
-    everything = [pairs for pattern in patterns for pairs in (*pattern.direct, *pattern.forwarded)]
+    arrays = (pairs for pattern in patterns for pairs in (*pattern.direct, *pattern.forwarded))
+    everything = list({id(pairs): pairs for pairs in arrays}.values())
     filling = _Filling(size, limit, counts_operations=_busiest(everything) > MAX_OPERATIONS)
     loads: dict[tuple[int, int], _Load] = {}
     epochs: dict[str, Sequence[int]] = {}
@@ -200,7 +210,8 @@ class _Filling:
             self._close()
         epochs: list[int] = []
         # After LAG parts, each shares its epoch with what an equal part forwards, and that fits.
-        for _ in range(min(load.parts, LAG) if load.forwards or self._forwards else 0):
+        waits = load.forwards or any(waiting is not self._nothing for waiting, _ in self._waiting)
+        for _ in range(min(load.parts, LAG) if waits else 0):
             epochs.append(self._place(load))
             self._close()
         following = range(self._number, self._number + load.parts - len(epochs))
@@ -208,10 +219,6 @@ class _Filling:
             self._waiting = deque([(self._scattered(load), load.pattern.forwarded)] * LAG)
         self._number = following.stop
         return (*epochs, *following)
-
-    @property
-    def _forwards(self) -> bool:
-        return any(waiting is not self._nothing for waiting, _ in self._waiting)
 
     def _place(self, load: _Load) -> int:
         while not self._fits(load):

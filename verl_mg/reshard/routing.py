@@ -86,8 +86,11 @@ class BoxRouting:
                 self._local_holders[rank // ranks_per_node].append(rank)
         remote = [node for node in self._receivers if node not in self._local_holders]
         spread = sum(divmod(needers[0], ranks_per_node))  # different boxes of one holder start at different holders
+        on_rail: dict[int, list[int]] = defaultdict(list)  # holders by their place on the node
+        for rank in holders if remote else ():
+            on_rail[rank % ranks_per_node].append(rank)
         self._gateways = {
-            node: _gateways(self._receivers[node], holders, ranks_per_node, number, spread)
+            node: _gateways(self._receivers[node], holders, on_rail, ranks_per_node, number + spread)
             for number, node in enumerate(remote)
         }
         turns = (*self._local_holders.values(), *self._gateways.values())
@@ -128,12 +131,13 @@ class BoxRouting:
         forwarded: dict[int, int] = {}
         for node, local in self._local_holders.items():
             first = place.get(len(local), 0)
-            for number, rank in enumerate(self._receivers[node]):
-                direct[rank] = local[(first + number) % len(local)]
+            for number, rank in enumerate(self._receivers[node], first):
+                direct[rank] = local[number % len(local)]
         for node, gateways in self._gateways.items():
             gateway = list(gateways)[place.get(len(gateways), 0)]
             direct[gateway] = gateways[gateway]
-            forwarded |= {rank: gateway for rank in self._receivers[node] if rank != gateway}
+            if len(self._receivers[node]) > 1:
+                forwarded |= {rank: gateway for rank in self._receivers[node] if rank != gateway}
         return Routes(direct, forwarded)
 
 
@@ -150,18 +154,16 @@ def places(rotation: int, turns: Sequence[int]) -> tuple[int, ...]:
     return tuple(_rotate(rotation, size) for size in turns)
 
 
-def _gateways(receivers: Ranks | list[int], holders: Ranks, node: int, number: int, spread: int) -> dict[int, int]:
-    """Returns {gateway: the holder that sends to it} of the `number`-th node without holders, of `node` ranks each."""
-    on_rail: dict[int, list[int]] = defaultdict(list)
-    for rank in holders:
-        on_rail[rank % node].append(rank)
+def _gateways(
+    receivers: Sequence[int], holders: Ranks, on_rail: Mapping[int, Sequence[int]], node: int, first: int
+) -> dict[int, int]:
+    """Returns the ranks of a node that take turns as its gateway: {gateway: the holder that sends to it}."""
     matching = [rank for rank in receivers if rank % node in on_rail]
     if matching:
-        return {rank: on_rail[rank % node][(number + spread) % len(on_rail[rank % node])] for rank in matching}
-    others = range(min(len(on_rail), len(receivers)))
+        return {rank: on_rail[rank % node][first % len(on_rail[rank % node])] for rank in matching}
     return {
-        receivers[(min(on_rail) + turn) % len(receivers)]: holders[(number + spread + turn) % len(holders)]
-        for turn in others
+        receivers[(min(on_rail) + turn) % len(receivers)]: holders[(first + turn) % len(holders)]
+        for turn in range(min(len(on_rail), len(receivers)))
     }
 
 
@@ -210,4 +212,5 @@ def _inverse(source_of: Mapping[int, int]) -> dict[int, list[int]]:
 
 
 def _pairs(source_of: Mapping[int, int]) -> npt.NDArray[np.int64]:
-    return np.array([(sender, receiver) for receiver, sender in source_of.items()], np.int64).reshape(-1, 2)
+    columns = source_of.values(), source_of.keys()
+    return np.stack([np.fromiter(column, np.int64, len(source_of)) for column in columns], axis=1)
