@@ -27,6 +27,7 @@ setup(
         "httpx>=0.27",
         "tenacity>=9",
         "psutil",
+        "packaging",
         "pydantic>=2.10",
         "PyYAML>=6",
         "rich>=13",

@@ -16,7 +16,7 @@ pythons() {
 
 # can_make_environments PYTHON
 can_make_environments() {
-    uv --version >/dev/null 2>&1 || "$1" -c 'import venv, ensurepip' 2>/dev/null
+    uv --version >/dev/null 2>&1 || "$1" -c 'import venv, ensurepip' >/dev/null 2>&1
 }
 
 find_python() {

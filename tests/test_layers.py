@@ -36,14 +36,14 @@ LAYERS = {
     **dict.fromkeys(("roles",), 5),
     **dict.fromkeys(("job",), 6),
     **dict.fromkeys(("monitor", "run"), 7),
-    **dict.fromkeys(("cli", "api", "launch", "view", "quickstart", "__main__"), 8),
+    **dict.fromkeys(("cli", "api", "launch", "view", "quickstart", "doctor", "__main__"), 8),
 }
 SAME_LAYER = {
     ("config", "layout"),
     ("config", "renamed"),
     ("run", "monitor"),
     ("__main__", "cli"),
-    *(("cli", module) for module in ("launch", "quickstart", "view")),
+    *(("cli", module) for module in ("launch", "quickstart", "view", "doctor")),
 }
 """Imports within a layer: (importing package, imported package)."""
 PATCHES_OTHERS = "megatron/cpu_shim.py"

@@ -1,4 +1,4 @@
-"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, status, view, plan, trace, quickstart."""
+"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, status, doctor, view, plan, trace, quickstart."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="verl-mg", description="Reinforcement learning of language models over Megatron.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="run a recipe; start it with torchrun or mpirun for more than one rank")
-    train.add_argument("recipe", help="a Python file with iteration(job, cfg), such as recipes/grpo.py")
-    train.add_argument("--config", help="a YAML file")
+    train.add_argument(
+        "recipe", help="a Python file with iteration(job, cfg), or the name of one of recipes/, such as grpo"
+    )
+    train.add_argument("--config", help="a YAML file, or the name of one of recipes/configs/")
     train.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
     train.add_argument("--help-config", action="store_true", help="print all configuration keys of the recipe")
     mode = train.add_mutually_exclusive_group()
@@ -70,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="progress of a run; exit code 0 if it has finished, else 3")
     status.add_argument("folder", metavar="RUN", type=Path, help="folder of the run, its job.output")
     status.set_defaults(run=_status)
+    doctor = commands.add_parser("doctor", help="check installation, machines and network; under torchrun of all nodes")
+    doctor.add_argument(
+        "--output", default="runs", type=Path, help="folder of runs, to be shared (default: %(default)s)"
+    )
+    doctor.set_defaults(run=_doctor)
     _add_view(commands)
     _add_plan(commands)
     _add_trace(commands)
@@ -157,9 +164,15 @@ def _train(arguments: argparse.Namespace) -> None:
         from verl_mg.job.recipe import load_recipe
 
         recipe = load_recipe(arguments.recipe)
-        return recipe, load_config(arguments.config, arguments.overrides, recipe.config)
+        return recipe, load_config(_config_file(arguments), arguments.overrides, recipe.config)
 
     run_recipe(load, learns=not arguments.rollout_only, replayed=arguments.replay)
+
+
+def _config_file(arguments: argparse.Namespace) -> Path | None:
+    from verl_mg.job.recipe import SHIPPED, shipped_file
+
+    return shipped_file(arguments.config, SHIPPED / "configs", ".yaml") if arguments.config else None
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
@@ -172,6 +185,12 @@ def _status(arguments: argparse.Namespace) -> None:
     from verl_mg.monitor.status import show_status
 
     sys.exit(show_status(arguments.folder))
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from verl_mg.doctor.command import check
+
+    sys.exit(check(arguments.output))
 
 
 def _view(arguments: argparse.Namespace) -> None:
@@ -196,7 +215,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from verl_mg.planner.from_config import plan_request
 
     recipe = load_recipe(arguments.recipe)
-    config = load_config(arguments.config, arguments.overrides, recipe.config)
+    config = load_config(_config_file(arguments), arguments.overrides, recipe.config)
     try:
         job = plan_request(config, requested_roles(recipe, config))
     except UserError as error:

@@ -14,6 +14,8 @@ from verl_mg.config import Config, RecipeConfig
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import MODEL_ROLES
 
+SHIPPED = Path(__file__).parents[2] / "recipes"
+"""Folder of the project's own recipes, next to the package in a checkout and in an installation."""
 ROLES = (*MODEL_ROLES, "rollout", "reward")
 
 
@@ -31,9 +33,27 @@ class Recipe:
     """Runs one iteration, given the job and the section `algorithm`, and returns its metrics."""
 
 
+def shipped_file(path: str, folder: Path, suffix: str) -> Path:
+    """Returns the file of a path; where there is none, the project's own: `grpo` or `recipes/grpo.py`.
+
+    Args:
+        path: as the user has given it.
+        folder: in which the project has files of this kind.
+        suffix: ending of their names.
+    """
+    for file in (Path(path), SHIPPED.parent / path, folder / f"{path}{suffix}"):
+        if file.is_file():
+            return file
+    return Path(path)
+
+
 def load_recipe(path: str | Path) -> Recipe:
-    """Imports the recipe at `path`; UserError if the file or a required definition is missing."""
-    file = Path(path)
+    """Imports the recipe at `path`, or the project's own of this name.
+
+    Raises:
+        UserError: the file or a required definition is missing.
+    """
+    file = shipped_file(str(path), SHIPPED, ".py")
     if not file.is_file():
         raise UserError(f"{file}: no such recipe; give the path of a Python file such as recipes/grpo.py")
     spec = importlib.util.spec_from_file_location(f"recipe_{file.stem}", file)

@@ -1,0 +1,153 @@
+"""What users install: the ranges of setup.py, the files of pinned versions, the wheel, and how a Python is found."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from distutils.core import run_setup  # that of setuptools
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.launched import ROOT
+
+GPU_LOCK, CPU_LOCK = ROOT / "launch" / "requirements-gpu.txt", ROOT / "tools" / "requirements-cpu.txt"
+UV = Path(sys.prefix) / "bin" / "uv"
+OF_EXTRAS = ["--extra", "gpu", "--extra", "sglang", "--extra", "trackers"]
+COMPILE = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.12", "setup.py"]
+
+
+def pins(file: Path) -> dict[str, str]:
+    lines = [line.partition(";")[0].strip() for line in file.read_text().splitlines() if "==" in line]
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def extra(name: str) -> list[Requirement]:
+    """Requirements of an extra of the project for this Python."""
+    wanted = map(Requirement, run_setup(str(ROOT / "setup.py"), stop_after="init").extras_require[name])
+    return [each for each in wanted if each.marker is None or each.marker.evaluate()]
+
+
+def uv(*arguments: str) -> str:
+    if not UV.exists():
+        pytest.skip("uv is not installed")
+    done = subprocess.run([UV, *arguments], cwd=ROOT, capture_output=True, text=True)
+    if "error sending request" in done.stderr:
+        pytest.skip("the package index cannot be reached")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_extras_for_gpus_resolve_to_the_pinned_versions(tmp_path: Path) -> None:
+    lock = shutil.copy(GPU_LOCK, tmp_path)
+    platform = ["--python-platform", "x86_64-manylinux_2_39"]
+    uv(*COMPILE, *OF_EXTRAS, *platform, "--output-file", lock)
+    assert pins(Path(lock)) == pins(GPU_LOCK)
+
+
+def test_transformer_engine_has_the_range_and_the_extras_that_megatron_core_names() -> None:
+    (ours,) = extra("gpu")
+    named = [Requirement(line) for line in requires("megatron-core") or ()]
+    (theirs,) = [each for each in named if each.name == ours.name]
+    assert ours.extras == theirs.extras
+    assert str(theirs.specifier) in ("", str(ours.specifier))
+
+
+def test_pins_are_those_that_sglang_shares_with_training() -> None:
+    try:
+        version("sglang")
+    except PackageNotFoundError:
+        pytest.skip("SGLang is installed by tools/install_sglang_cpu.sh")
+    shared = [
+        each for each in map(Requirement, requires("sglang")) if each.name in ("torch", "transformers", "tokenizers")
+    ]
+    assert len(shared) == 3
+    for lock in (GPU_LOCK, CPU_LOCK):
+        for each in shared:
+            assert each.specifier.contains(pins(lock)[each.name]), (lock, each)
+    assert pins(GPU_LOCK)["megatron-core"] == pins(CPU_LOCK)["megatron-core"]
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """The wheel of the checkout, built in a copy, as the build writes next to setup.py."""
+    source = tmp_path / "source"
+    for name in ("verl_mg", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.py", source)
+    subprocess.run([sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, check=True, capture_output=True)
+    (file,) = (source / "dist").iterdir()
+    return file
+
+
+def test_wheel_has_the_recipes_their_configurations_and_the_page(wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    tracked = subprocess.run(["git", "ls-files", "verl_mg", "recipes"], cwd=ROOT, capture_output=True, text=True).stdout
+    if not tracked:
+        pytest.skip("not a checkout")
+    assert packed >= {name for name in tracked.split() if not name.endswith(".md") and (ROOT / name).exists()}
+
+
+@pytest.mark.nightly
+def test_installed_wheel_in_an_empty_folder_trains_by_names_of_recipes(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "empty").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True)
+
+    program = "from verl_mg.quickstart import *; from pathlib import Path; make_model(Path('m')); write_sums(Path('d'))"
+    assert run("-c", program).returncode == 0
+    inputs = ["model.path=m", "data.train=d/train.jsonl", "job.output=runs/x", "job.iterations=1"]
+    few = ["algorithm.prompts_per_iteration=2", "algorithm.group_size=2", "data.test=null"]
+    done = run("-m", "verl_mg", "train", "grpo", "--config", "quickstart_grpo", *inputs, *few)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "empty" / "runs" / "x" / "metrics.jsonl").read_text().count("\n") == 1
+    assert "no such recipe" in run("-m", "verl_mg", "train", "grpp").stderr
+
+
+def found_python(path: Path, pyenv: Path, **variables: str) -> str:
+    """What launch/environment.sh makes an environment with."""
+    functions = (ROOT / "launch" / "environment.sh").read_text().partition("\nrepository=")[0]
+    done = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail\n{functions}\nfind_python"],
+        env={"PATH": f"{path}:/usr/bin:/bin", "PYENV_ROOT": str(pyenv), "HOME": str(path)} | variables,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip() or done.stderr
+
+
+def pretend_python(file: Path, answer: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{answer}\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_python_of_pyenv_is_found_behind_a_shim_that_does_not_run(tmp_path: Path) -> None:
+    pretend_python(tmp_path / "bin" / "python3.12", "echo command not found >&2; exit 127")
+    pretend_python(tmp_path / "bin" / "python3", "echo 3.11")
+    pretend_python(tmp_path / "pyenv/versions/3.11.9/bin/python3", "echo 3.11")
+    of_pyenv = pretend_python(tmp_path / "pyenv/versions/3.12.4/bin/python3", "echo 3.12")
+    assert found_python(tmp_path / "bin", tmp_path / "pyenv") == str(of_pyenv)
+
+
+def test_python_311_is_taken_where_no_newer_one_is_found(tmp_path: Path) -> None:
+    pretend_python(tmp_path / "bin" / "python3.12", "exit 127")
+    pretend_python(tmp_path / "bin" / "python3", "echo 3.14")
+    pretend_python(tmp_path / "bin" / "python3.13", "exit 127")
+    old = pretend_python(tmp_path / "bin" / "python3.11", "echo 3.11")
+    assert found_python(tmp_path / "bin", tmp_path / "pyenv") == str(old)
+
+
+def test_python_of_the_variable_comes_before_a_newer_one(tmp_path: Path) -> None:
+    pretend_python(tmp_path / "bin" / "python3.12", "echo 3.12")
+    chosen = pretend_python(tmp_path / "python", "echo 3.11")
+    assert found_python(tmp_path / "bin", tmp_path / "pyenv", PYTHON=str(chosen)) == str(chosen)
+    assert found_python(tmp_path / "bin", tmp_path / "pyenv", PYTHON="none").startswith("error: no Python 3.11, 3.12")
