@@ -103,7 +103,7 @@ class FakeCuda(TorchDispatchMode):
         if _name(func) == "_fused_rms_norm_backward":
             return _rms_norm_gradients(*args, **kwargs)
         if func.namespace == "c10d":
-            _exchange(func, args, self.receive)
+            return _exchange(func, args, self.receive)
         pinned = kwargs.get("pin_memory")
         result = func(*args, **(kwargs | {"pin_memory": False} if pinned else kwargs))
         if pinned:
@@ -179,9 +179,14 @@ def _waits(func: Any, args: Any) -> bool:
     return func.overloadpacket in WAITING or (func is aten.repeat_interleave.Tensor)
 
 
-def _exchange(func: Any, args: Any, receive: Callable[[Tensor], object]) -> None:
-    """Writes what the other ranks send, if all of them have what this rank has."""
+def _exchange(func: Any, args: Any, receive: Callable[[Tensor], object]) -> Any:
+    """Writes what the other ranks send, if all of them have what this rank has; returns what the collective returns."""
     name = _name(func)
+    if name == "alltoall_base_":  # torch's fake group admits only sizes with which ranks exchange their own values
+        unused = torch.zeros(torch.distributed.ProcessGroup.unbox(args[2]).size())
+        result = func(unused, unused.clone(), args[2], [], [])
+    else:
+        result = func(*args)
     if name == "recv_":
         for tensor in args[0]:
             receive(tensor)
@@ -198,6 +203,10 @@ def _exchange(func: Any, args: Any, receive: Callable[[Tensor], object]) -> None
         pairs = zip(*args[:2], strict=True) if isinstance(args[0], list) else [args[:2]]
         for output, sent in pairs:
             output.copy_(sent.flatten().chunk(group.size())[group.rank()].view_as(output).clone())
+    elif name == "reduce_scatter_":
+        group = torch.distributed.ProcessGroup.unbox(args[2])
+        for output, parts in zip(*args[:2], strict=True):
+            output.copy_(parts[group.rank()].clone())
     elif name == "alltoall_base_":
         group = torch.distributed.ProcessGroup.unbox(args[2])
         parts = (
@@ -209,6 +218,7 @@ def _exchange(func: Any, args: Any, receive: Callable[[Tensor], object]) -> None
             output.zero_()[: len(sent[group.rank()])] = sent[group.rank()][: len(output)]
     elif name not in ("allreduce_", "allreduce_coalesced_", "broadcast_", "send", "barrier"):
         raise NotImplementedError(f"the fake group has no {name}")
+    return result
 
 
 def _rms_norm_gradients(

@@ -15,9 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.cuda_tensors import CUDA, CudaTensor, FakeCuda
 from tests.tiny_models import random_rows
+from verl_mg import device
 from verl_mg.algorithms.aggregation import MODES, aggregate
 from verl_mg.algorithms.losses import clipped_policy_loss, gspo_loss
 from verl_mg.batch import Batch
+from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron import trainer as trainer_module
@@ -46,6 +48,13 @@ class Trained:
         return in_package(self.waits["update 2"] - self.waits["update 1"], package)
 
 
+class LocalDirectories(ModelDirectories):
+    """Each rank reads the headers, which it would get from rank 0."""
+
+    def open(self, folder: Path, *_: object) -> ModelDirectory:
+        return ModelDirectory.find(folder)
+
+
 def in_package(waits: Waits, package: str) -> Waits:
     return Counter({wait: count for wait, count in waits.items() if wait[1].startswith(package + "/")})
 
@@ -61,10 +70,15 @@ def policy_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 def train(fake: FakeCuda, model: Path, layout: str, ranks: int, rank: int, recompute: bool) -> Trained:
     """Inference and two updates; what other ranks would send is made up."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    device.group_backend = lambda: "fake"  # this process ends with the case
     groups = ParallelGroups(Placement(Layout.parse(layout).fit(ranks), tuple(range(ranks))))
-    runner = ModelRunner(model, groups, torch.bfloat16, recompute)
+    runner = ModelRunner(model, groups, torch.bfloat16, recompute, directories=LocalDirectories())
     weights = runner.parameters()
     assert weights and all(isinstance(weight, CudaTensor) for weight in weights.values())
+    if ranks > 1:  # ranks read parts of the weights and send them to each other
+        with torch.no_grad():
+            for weight in weights.values():
+                weight.normal_(std=0.1)
     rows, trained = rows_of(model), Trained()
     hidden = [-(-rows.total_tokens // groups.layout.tp), 1, read_config(model).hidden]
     fake.receive = lambda sent: sent.copy_(torch.tensor(hidden)) if sent.dtype is torch.int64 else sent.fill_(0.1)
