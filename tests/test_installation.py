@@ -151,3 +151,35 @@ def test_python_of_the_variable_comes_before_a_newer_one(tmp_path: Path) -> None
     chosen = pretend_python(tmp_path / "python", "echo 3.11")
     assert found_python(tmp_path / "bin", tmp_path / "pyenv", PYTHON=str(chosen)) == str(chosen)
     assert found_python(tmp_path / "bin", tmp_path / "pyenv", PYTHON="none").startswith("error: no Python 3.11, 3.12")
+
+
+def test_dockerfile_has_no_findings_of_the_linter() -> None:
+    linter = Path(sys.prefix) / "bin" / "hadolint"
+    if not linter.exists():
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([linter, ROOT / "launch" / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_dockerfile_copies_what_the_build_reads() -> None:
+    lines = (ROOT / "launch" / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert {"setup.py", "verl_mg", "recipes", "launch/requirements-gpu.txt"} == set(copied)
+    assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_fallback_environment_of_python_311_is_made_and_trains(tmp_path: Path) -> None:
+    python = shutil.which("python3.11") or pytest.skip("there is no Python 3.11")
+    checkout = tmp_path / "checkout"
+    subprocess.run(["git", "clone", "--quiet", "--local", ROOT, checkout], check=True)
+    selected = ["tests/megatron/test_cpu_shim.py", "tests/megatron/test_model_runner.py", "tests/test_quickstart.py"]
+    script = f"source launch/environment.sh; python --version; python -m pytest -q {' '.join(selected)}"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; {script}"],
+        cwd=checkout, env=environment | {"PYTHON": python}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Python 3.11" in done.stdout and "megatron-core==0.16.1" in done.stdout
