@@ -1,5 +1,10 @@
 """The CPU platform leaves everything alone that is not megatron's."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -31,3 +36,14 @@ def test_tensor_types_named_cuda_applies_only_inside():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1).type(torch.int64).dtype is torch.int64
     assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("package", ["transformer_engine", "flash_mla"])
+def test_package_for_gpus_that_finds_no_driver_is_not_imported(tmp_path: Path, package: str) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
+    command = [sys.executable, "-c", "import verl_mg.megatron"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -23,8 +23,11 @@ _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange", "empty_strided"),
     *("zeros_like", "ones_like", "empty_like", "full_like"),
 )
-FOR_GPUS = ("flash_mla", "flash_attn", "flash_attn_3", "flashinfer", "deep_ep", "cudnn", "tilelang", "fla")
-"""Optional packages of megatron-core that SGLang installs, without use on the CPU; some raise where no driver is."""
+FOR_GPUS = (
+    *("transformer_engine", "flash_mla", "flash_attn", "flash_attn_3", "flashinfer"),
+    *("deep_ep", "cudnn", "tilelang", "fla"),
+)
+"""Optional packages of megatron-core for GPUs; where no driver is installed, importing some of them raises OSError."""
 
 
 class _Stream:
