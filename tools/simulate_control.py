@@ -49,7 +49,7 @@ FORWARD_PASSES, UPDATES = 3, 2
 LAYERS, DENSE_LAYERS, TOP_K = 61, 3, 8
 """Layers, first layers without experts, and experts of a token."""
 LOSS_COLUMNS = ("policy_versions", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
-"""Token columns that a loss reads, beside tokens and mask."""
+"""Token columns that a loss reads in addition to tokens and mask."""
 SCHEMA = {
     name: ColumnSchema(ColumnKind.TOKEN, dtype, shape)
     for name, dtype, shape in (
@@ -73,7 +73,7 @@ def _figure(text: str) -> int:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a job needs; a figure of one rank is that of the rank with the most."""
+    """Figures of a job; one of a single rank is that of the rank with the most."""
 
     groups: int = _figure("process groups that a rank joins")
     new_groups: int = _figure("process groups made in the job")

@@ -99,7 +99,7 @@ def receives(peer: int, *, times: int = 1) -> list[Operation]:
     return [Operation(peer, False, 8 * MIB)] * times
 
 
-def test_nccl_model_groups_that_do_not_match_stand_still_whatever_the_buffers():
+def test_nccl_model_unmatched_groups_deadlock_with_any_buffers():
     # Rank 5 waits in its first batch for 7, 7 for the second group of 6, and 6 for the second batch of 5.
     groups = {
         3: [receives(6, times=2)],
@@ -138,7 +138,7 @@ def test_nccl_model_rounds_pair_all_ranks_and_messages_have_one_round(ranks, nod
 @pytest.mark.parametrize(
     "name", [name if name == "one node" else pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS]
 )
-def test_schedule_cut_by_own_load_stands_still_under_nccl(name):
+def test_schedule_cut_by_the_load_of_each_rank_deadlocks_under_nccl(name):
     moves = chunk_plans(*LAYOUTS[name])[1]
     assert stuck_buffers(cut_by_own_load(moves, 32 * MIB), 8) == list(BUFFERS)
 
@@ -146,13 +146,13 @@ def test_schedule_cut_by_own_load_stands_still_under_nccl(name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("bucket_bytes", [32 * MIB, BUCKET_BYTES])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_schedule_of_a_shipped_model_never_stands_still_under_nccl(name, bucket_bytes):
+def test_schedule_of_a_shipped_model_completes_under_nccl(name, bucket_bytes):
     for number, moves in enumerate(chunk_plans(*LAYOUTS[name])):
         assert stuck_buffers(groups_of(moves, bucket_bytes), 8) == [], number
 
 
 @pytest.mark.parametrize("name", ["one node", "another node"])
-def test_schedule_of_a_chunk_never_stands_still_under_nccl(name):
+def test_schedule_of_a_chunk_completes_under_nccl(name):
     assert stuck_buffers(groups_of(chunk_plans(*LAYOUTS[name])[1]), 8) == []
 
 
@@ -167,12 +167,12 @@ SIZES = st.sampled_from([200, 2000, 10**6]), st.sampled_from([2, 4, 8])
 
 @given(st.data(), *SIZES)
 @settings(max_examples=15)
-def test_schedule_of_random_layouts_never_stands_still_under_nccl(data, bucket_bytes, node):
+def test_schedule_of_random_layouts_completes_under_nccl(data, bucket_bytes, node):
     check_random_layouts(data, bucket_bytes, node)
 
 
 @pytest.mark.nightly
 @given(st.data(), *SIZES)
 @settings(max_examples=200)
-def test_schedule_of_many_random_layouts_never_stands_still_under_nccl(data, bucket_bytes, node):
+def test_schedule_of_many_random_layouts_completes_under_nccl(data, bucket_bytes, node):
     check_random_layouts(data, bucket_bytes, node)

@@ -193,7 +193,7 @@ def test_update_weights_of_engine_that_dies_reaches_the_other_engine(ranks, tmp_
     assert events.count("load") == dies_in + 1 and "end_update" not in events
 
 
-def test_fitting_chunk_bytes_halves_until_two_fit_beside_the_rest():
+def test_fitting_chunk_bytes_halves_until_two_fit_free_memory():
     assert fitting_chunk_bytes([None, None]) == CHUNK_BYTES
     assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES]) == CHUNK_BYTES
     assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES - 1]) == CHUNK_BYTES // 2
@@ -254,7 +254,7 @@ def test_job_starts_engine_when_offloaded_roles_have_left_all_devices(ranks, tmp
 
 
 @pytest.mark.parametrize(("num_ranks", "expected"), [(0, 0.95), (2, 0.925)])
-def test_engine_settings_on_ranks_of_their_own_leave_6_gib(ranks, tmp_path, num_ranks, expected):
+def test_engine_settings_on_disjoint_ranks_leave_6_gib(ranks, tmp_path, num_ranks, expected):
     overrides = ["rollout.memory_fraction=0.95", f"rollout.num_ranks={num_ranks}"]
     found = ranks.run(2, fraction_of_80_gib, inputs(tmp_path, "qwen3"), overrides)
     assert found == [expected] * 2

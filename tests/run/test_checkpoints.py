@@ -110,7 +110,7 @@ def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, t
             assert here[metric] == pytest.approx(there[metric], abs=1e-5, rel=1e-5), metric
 
 
-def test_resume_opens_the_own_file_and_under_another_layout_those_with_needed_boxes(ranks, inputs, tmp_path):
+def test_resume_opens_the_file_of_the_rank_and_under_another_layout_those_with_needed_boxes(ranks, inputs, tmp_path):
     settings = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
     written = [*settings, "actor.layout=pp2"]  # two data-parallel ranks: 0 and 1 on the first stage
     opened = ranks.run(4, opened_files, "grpo", inputs, tmp_path / "run", 1, written)

@@ -62,7 +62,7 @@ class ModelDirectory:
         return directory
 
     def open(self, name: str, wanted: str = "") -> SafetensorsFile:
-        """Opens one of the files.
+        """Opens a file of the directory.
 
         Args:
             name: name of the file.
@@ -161,7 +161,7 @@ class ModelDirectories:
     """The model directories of a job: rank 0 reads index and headers of each once, for all ranks and roles."""
 
     def __init__(self) -> None:
-        self._found: dict[Path, ModelDirectory] = {}
+        self._by_folder: dict[Path, ModelDirectory] = {}
 
     def open(self, folder: Path, shapes: Mapping[str, Shard], optional: frozenset[str] = frozenset()) -> ModelDirectory:
         """Returns a directory after rank 0 has checked it; all ranks of the job call it together.
@@ -176,9 +176,9 @@ class ModelDirectories:
         """
         packed = b""
         if dist.get_rank() == 0:
-            if folder not in self._found:
-                self._found[folder] = ModelDirectory.find(folder)
-            directory = self._found[folder]
+            if folder not in self._by_folder:
+                self._by_folder[folder] = ModelDirectory.find(folder)
+            directory = self._by_folder[folder]
             absent = optional - directory.file_of.keys()
             directory.check({name: shard for name, shard in shapes.items() if name not in absent})
             packed = directory.packed()

@@ -180,7 +180,7 @@ class ByteSender:
         self._bytes += values.numel()
 
     def wait(self) -> None:
-        """Waits for all sends."""
+        """Waits until all sends are complete."""
         self.make_free(self._limit + 1)
 
 

@@ -62,7 +62,7 @@ def _create(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup | None:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD  # has both backends
     if ranks == (dist.get_rank(),):
-        # Nobody else takes part, and the others need no turn for it: a job of 1,024 ranks has 1,024 such groups.
+        # Created without the other ranks: a job of 1,024 ranks has 1,024 such groups.
         return new_group(ranks, backend, use_local_synchronization=True)
     if len(ranks) == 1:
         return None

@@ -28,7 +28,7 @@ def wait_for_fresh_store(store: Store, rank: int, size: int, timeout: timedelta 
     torchrun's store outlives its restarts, so keys of an earlier launch may still be there. Each rank publishes a
     random token and waits for the answer to it, which contains the name of the namespace. Tokens are unique per launch,
     so answers of an earlier launch are to other keys. Rank 0 answers all tokens that it finds, again and again until
-    each rank has acknowledged the name: it cannot tell which tokens are old.
+    each rank has acknowledged the name: it does not know which tokens are old.
 
     Every rank sends a fixed number of requests, and rank 0 a few for each reading of all tokens at once.
 
@@ -67,7 +67,7 @@ def _answer_tokens(store: Store, others: range, namespace: str, deadline: float)
             new = {token.decode() for token in store.multi_get(tokens)} - answered
             if new:
                 keys = [f"answer/{token}" for token in new]
-                store.multi_set(keys, [namespace] * len(new))  # type: ignore[attr-defined]  # torch's stubs lack it
+                store.multi_set(keys, [namespace] * len(new))  # type: ignore[attr-defined]  # not in torch's stubs
                 answered |= new
             time.sleep(POLL_SECONDS)
     if missing := [rank for rank, key in zip(others, expected, strict=True) if not store.check([key])]:

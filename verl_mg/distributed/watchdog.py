@@ -7,7 +7,7 @@ first rank to detect it    prints why, once; exit code ──▶ store ──▶
 a second thread            store does not answer ──▶ this host is disconnected, or the store's host is down
 
 A heartbeat is two requests to the store, and the interval grows with the number of ranks, so that all ranks together
-send at most MAX_REQUESTS_PER_SECOND. Stacks are in keys of their own, which nobody reads until a rank is lost.
+send at most MAX_REQUESTS_PER_SECOND. Stacks are in keys of their own, which are read only when a rank is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXIT_RANK_LOST = 3
 HEARTBEAT_SECONDS = 1.0
 """Shortest interval between heartbeats, in seconds."""
 REQUESTS_PER_HEARTBEAT = 2
-"""Requests to the store of one heartbeat: writing the own state, reading that of others."""
+"""Requests to the store of one heartbeat: writing the state of the rank, reading that of others."""
 MAX_REQUESTS_PER_SECOND = 500
 """Limit of the heartbeats' requests of all ranks together; more ranks have a longer interval."""
 MISSED_HEARTBEATS = 3
@@ -209,7 +209,7 @@ class RankWatchdog:
         )
         keys = [f"heartbeat/{self._rank}", f"stack/{self._rank}"]
         values = [json.dumps(asdict(heartbeat)), json.dumps(main_stack())]
-        self._store.multi_set(keys, values)  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._store.multi_set(keys, values)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def _read_heartbeats(self) -> None:
         keys = ["ends", *(f"heartbeat/{rank}" for rank in self._watched_ranks)]

@@ -82,7 +82,7 @@ class ModelRoleBuilder:
         """Returns the role, with the weights of its model directory.
 
         A role with offload leaves the device at once, so that the next one has the whole of it. One that stays
-        allocates everything that it keeps, so that engines size their cache beside it.
+        allocates everything that it keeps, so that engines size their cache by the memory that is left.
         """
         section, kind = self._section(role), MODEL_ROLES[role]
         options: dict[str, Any] = {}

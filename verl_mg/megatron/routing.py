@@ -58,7 +58,12 @@ def check_routed_experts(rows: Batch, config: HFConfig) -> None:
 
 
 def replayed_layers(config: HFConfig, stage: Stage) -> tuple[int, ...]:
-    """Returns the layers of a pipeline stage that read prescribed experts, ascending: those with experts."""
+    """Returns the layers of a pipeline stage that read prescribed experts, ascending: those with experts.
+
+    Args:
+        config: config.json of the model.
+        stage: the pipeline stage.
+    """
     return tuple(layer for layer in stage.layers if config.experts and layer in config.experts.layers)
 
 

@@ -42,7 +42,7 @@ class Flow(NamedTuple):
 
 
 class Pattern:
-    """Who sends to whom in a tensor; many tensors have the same pattern."""
+    """Senders and receivers of the boxes of a tensor; many tensors have the same pattern."""
 
     def __init__(self, flows: Sequence[Flow], rotation: int) -> None:
         """Collects the routes of all boxes.
@@ -126,10 +126,10 @@ class Epochs:
                 content[epoch + LAG][-id(pattern)] = pattern.forwarded
         times: dict[tuple[int, ...], int] = defaultdict(int)
         pairs: dict[tuple[int, ...], list[IntArray]] = {}
-        for found in content.values():
-            key = tuple(sorted(found))
+        for arrays in content.values():
+            key = tuple(sorted(arrays))
             times[key] += 1
-            pairs[key] = [part for parts in found.values() for part in parts]
+            pairs[key] = [part for parts in arrays.values() for part in parts]
         total: dict[int, int] = defaultdict(int)
         for key, several in pairs.items():
             ranks, counts = np.unique(_distinct(several), return_counts=True)

@@ -215,7 +215,7 @@ class Plan:
     @cached_property
     def _patterns(self) -> list[tuple[str, Pattern]]:
         """The tensors that move, in the common order, and who sends to whom."""
-        found: dict[str, Pattern] = {}
+        by_name: dict[str, Pattern] = {}
         for names in self._tensors_by_key.values():
             sources, targets = self.source.replicas(names[0]), self.target.replicas(names[0])
             patterns = Patterns(
@@ -226,8 +226,8 @@ class Plan:
                     if (common := intersect(src.box, dst.box))
                 ]
             )
-            found |= {name: patterns.at(self.position(name)) for name in names}
-        return sorted(found.items(), key=lambda item: self.position(item[0]))
+            by_name |= {name: patterns.at(self.position(name)) for name in names}
+        return sorted(by_name.items(), key=lambda item: self.position(item[0]))
 
     @cached_property
     def _tensors_by_key(self) -> dict[tuple[Hashable, Hashable], list[str]]:

@@ -22,7 +22,7 @@ _GOLDEN, _BITS = 0x9E3779B9, 32
 
 @dataclass(frozen=True)
 class Routes:
-    """Who sends a box to whom, in the tensors that have the same place in the rotation."""
+    """Senders and receivers of a box, in the tensors that have the same place in the rotation."""
 
     direct: Mapping[int, int]
     """{receiver: the holder that sends to it}."""
@@ -95,7 +95,7 @@ class BoxRouting:
         }
         turns = (*self._local_holders.values(), *self._gateways.values())
         self.turns = tuple(sorted({len(ranks) for ranks in turns} - {1}))
-        """How many ranks take turns, on any of the nodes: equal `places` in these are equal routes."""
+        """Numbers of ranks that take turns, on any of the nodes: equal `places` in these are equal routes."""
         self._routes: dict[tuple[int, ...], Routes] = {}
 
     def routes(self, rotation: int) -> Routes:

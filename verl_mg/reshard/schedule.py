@@ -85,21 +85,21 @@ class Message:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Messages of this rank in one epoch: one call of `batch_isend_irecv`."""
+    """Messages of this rank in one call of `batch_isend_irecv`."""
 
     epoch: int
-    """Number of the epoch, the same on all ranks; a rank without messages in an epoch has no bucket for it."""
+    """Number of the epoch, the same on all ranks."""
     messages: tuple[Message, ...]
     """At most one message for each peer and direction."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all messages."""
+        """Number of bytes of all messages."""
         return sum(message.nbytes for message in self.messages)
 
     @property
     def forwards(self) -> bool:
-        """Whether this rank sends boxes in it that it has received before."""
+        """True if this rank sends boxes that it received in an earlier bucket."""
         return any(segment.forwarded for m in self.messages if m.outgoing for segment in m.segments)
 
 
@@ -163,6 +163,6 @@ def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCK
 def _messages(segments: Mapping[tuple[int, bool], list[Segment]]) -> tuple[Message, ...]:
     """Returns messages whose segments start at multiples of their element size."""
     return tuple(
-        Message(peer, outgoing, tuple(sorted(found, key=lambda segment: -segment.dtype.itemsize)))
-        for (peer, outgoing), found in sorted(segments.items())
+        Message(peer, outgoing, tuple(sorted(unordered, key=lambda segment: -segment.dtype.itemsize)))
+        for (peer, outgoing), unordered in sorted(segments.items())
     )

@@ -150,9 +150,9 @@ class SGLangEngineGroup(EngineGroup):
         self._actor: Actor | None = None
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights.
+        """Transfers the actor's weights to the engines.
 
-        A device has in turn: the actor's weights, the engine's weights beside them and chunks in transfer, the
+        A device has in turn: the actor's weights; these, the engine's weights and chunks in transfer; the
         engine's weights and key-value cache.
         """
         self._actor, self.version = actor, actor.num_updates
@@ -170,7 +170,7 @@ class SGLangEngineGroup(EngineGroup):
         device.release_unused_memory()
         self._sync.barrier()
         if self._inner:
-            with suppress(EngineDiedError):  # it is restarted when it is asked for samples
+            with suppress(EngineDiedError):  # it is restarted before it generates samples
                 self._inner.wake(weights=weights, kv=kv)
 
     def acquire_memory(self) -> None:

@@ -5,8 +5,9 @@ index. `row_plan` decides which rank sends what to whom; here the messages are s
 have something to exchange, over gloo: rows are in host memory until their micro-batch is computed, and inside a node
 gloo's loopback moves the few bytes of a stage.
 
-Nothing waits in a circle: every rank first requests all that it receives, then sends its own rows, then passes on what
-it receives as an entry. A message has one of two tags, because own rows may overtake those that are passed on.
+Nothing waits in a circle: every rank first requests all that it receives, then sends the rows that it owns, then
+passes on what it receives as an entry. A message has one of two tags, because rows of the sender may overtake those
+that it passes on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PIECE_BYTES = 32 << 20
 """Bytes of a message, unless a single row is larger."""
 PIECES_IN_FLIGHT = 4
 """Messages of PIECE_BYTES that a rank holds in addition to its rows and those that it has requested."""
-OWN, PASSED_ON = 0, 1
+FROM_OWNER, PASSED_ON = 0, 1
 """Tags of messages from the owner and from the entry of the node."""
 
 
@@ -60,7 +61,7 @@ def gather_rows(
     for piece in pieces:
         if piece.owner == rank:
             sender.make_free(piece.num_bytes)
-            sender.send(source.pack(piece), piece.receivers if piece.entry == rank else [piece.entry], OWN)
+            sender.send(source.pack(piece), piece.receivers if piece.entry == rank else [piece.entry], FROM_OWNER)
     result.copy_local(source, rank)
     while requested:  # each buffer is released as soon as its rows are copied and passed on
         piece, data, work = requested.popleft()
@@ -75,7 +76,7 @@ def gather_rows(
 def _request(piece: Delivery) -> tuple[Delivery, Tensor, dist.Work]:
     """Starts the receipt of a piece on its entry or one of its receivers."""
     from_owner = piece.owner == piece.entry or piece.entry == dist.get_rank()
-    sender, tag = (piece.owner, OWN) if from_owner else (piece.entry, PASSED_ON)
+    sender, tag = (piece.owner, FROM_OWNER) if from_owner else (piece.entry, PASSED_ON)
     return piece, *request_bytes(piece.num_bytes, sender, tag)
 
 

@@ -85,7 +85,7 @@ class _Report:
 
     @classmethod
     def decode(cls, data: Tensor) -> _Report:
-        """Reads an encoded report."""
+        """Returns the report that `encode` encoded."""
         count = int(data[:8].clone().view(torch.int64))
         end = 8 * (1 + _FIELDS * max(count, 0))
         rows = None if count < 0 else data[8:end].clone().view(torch.int64).view(count, _FIELDS)

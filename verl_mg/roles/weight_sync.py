@@ -113,7 +113,7 @@ class _EngineUpdate:
     """Update of the engine that this rank leads, if any.
 
     The engine's process may end at any time. Its leader still takes part in the transfer, because other ranks wait for
-    its messages; the engine is restarted when it is asked for samples.
+    its messages; the engine is restarted before it generates samples.
     """
 
     def __init__(self, engine: SGLangEngine | None, version: int) -> None:
@@ -259,9 +259,9 @@ def fitting_chunk_bytes(free: Sequence[int | None]) -> int:
     Args:
         free: free bytes of each rank's device before the transfer; None on the CPU.
     """
-    rooms = [size - KEPT_FREE_BYTES for size in free if size is not None]
+    usable = [size - KEPT_FREE_BYTES for size in free if size is not None]
     chunk = CHUNK_BYTES
-    while rooms and 2 * chunk > min(rooms) and chunk > MIN_CHUNK_BYTES:
+    while usable and 2 * chunk > min(usable) and chunk > MIN_CHUNK_BYTES:
         chunk //= 2
     return chunk
 

@@ -22,7 +22,7 @@ IDLE_SECONDS = 0.02
 POLL_SECONDS = 0.25
 """Interval at which an engine reads the counters of all engines; shorter in a call of less than 5 seconds."""
 POLL_FRACTION = 0.05
-"""That interval as a fraction of the call's time so far, while it is below POLL_SECONDS."""
+"""Interval as a fraction of the call's time so far, up to POLL_SECONDS."""
 REQUESTS_PER_POLL = 2
 """Requests to the store of one reading: counters of the queue, and events."""
 MAX_REQUESTS_PER_SECOND = 1000

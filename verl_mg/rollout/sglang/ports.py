@@ -40,7 +40,7 @@ class PortBlock:
         )
 
     def close(self) -> None:
-        """Gives the block back."""
+        """Releases the ports of the block."""
         self._first.close()
 
 
