@@ -2,7 +2,8 @@
 
 The tensors, in the one order that all ranks know, are cut into epochs where the busiest rank's buffer is full. All
 messages of a tensor belong to its epoch, on whatever ranks; a box that a gateway forwards is sent again LAG epochs
-later, when it has arrived. A tensor that is too large for an epoch is cut into parts, each in an epoch of its own.
+later, when it has arrived. A tensor with large boxes has an epoch of its own: its messages are single boxes, which need
+no packing where they are contiguous. If it is too large for an epoch it is cut into parts, each in an epoch of its own.
 
     tensors   a   b   c        d (too large: 3 parts)      e   f
     epoch     0   0   0    |   1   |   2   |   3       |   4   4
@@ -31,6 +32,9 @@ LAG = 2
 MAX_OPERATIONS = 256
 """Most sends and receives of a rank in one epoch, unless a single tensor needs more."""
 
+ALONE_BYTES = 2**20
+"""A tensor with a box of this size has epochs of its own."""
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -57,6 +61,11 @@ class Pattern:
         self.direct = [route.direct_pairs for route in routes]
         self.forwarded = [route.forwarded_pairs for route in routes]
         self.ranks = np.flatnonzero(np.bincount(np.concatenate([_NONE, *self.direct, *self.forwarded]).ravel()))
+
+    @property
+    def largest_box(self) -> int:
+        """Elements of the largest box."""
+        return max((numel(box) for box in self._boxes), default=0)
 
     def elements(self, parts: int) -> tuple[IntArray, IntArray]:
         """Returns what each of `ranks` sends and receives of the largest part of a tensor.
@@ -166,6 +175,7 @@ class _Load(NamedTuple):
 
     pattern: Pattern
     parts: int
+    alone: bool
     direct: IntArray
     forwarded: IntArray
     forwards: bool
@@ -185,7 +195,8 @@ def _load(pattern: Pattern, itemsize: int, limit: int) -> _Load:
         if not smaller[0].any() or (smaller[0] + smaller[1]).max() * itemsize >= largest:
             break  # the parts are single elements
         parts, (direct, forwarded) = more, smaller
-    return _Load(pattern, parts, direct * itemsize, forwarded * itemsize, bool(forwarded.any()))
+    alone = parts > 1 or pattern.largest_box * itemsize >= ALONE_BYTES
+    return _Load(pattern, parts, alone, direct * itemsize, forwarded * itemsize, bool(forwarded.any()))
 
 
 class _Filling:
@@ -204,7 +215,7 @@ class _Filling:
 
     def add(self, load: _Load) -> Sequence[int]:
         """Returns the epochs of the parts of a tensor."""
-        if load.parts == 1:
+        if not load.alone:
             return (self._place(load),)
         if self._loads:
             self._close()
