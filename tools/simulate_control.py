@@ -117,7 +117,7 @@ class SimulatedJob:
     def figures(self) -> Figures:
         """Returns what the job needs."""
         # The three models share a placement and its groups; an engine has a group for handles and barriers.
-        models = [group for group in group_ranks(self.placement) if 1 < len(group) < self.ranks]
+        models = [group for group in group_ranks(self.placement) if len(group) < self.ranks]
         engines = list(engine_ranks(self.engines).values())
         joined = Counter(rank for group in models + engines for rank in group)
         sync = plan(self._source, self._table.shard_map_sglang(self.engines), NODE)

@@ -61,8 +61,8 @@ def sync_plans(model, table_file):
     builtin, placement = actor.runner.table, EnginePlacement(TP2, (0, 1))
     plans = []
     for table in (builtin, builtin.with_traced_table(table_file)):
-        chunks, lower_bound = SGLangEngineSync(placement, None, table)._plan(actor, placement)
-        plans.append(([(dict(c.shards), c.dtypes, c.schedule) for c in chunks], lower_bound))
+        transfer = SGLangEngineSync(placement, None, table)._plan(actor, placement)
+        plans.append(([(dict(c.shards), c.dtypes, c.schedule) for c in transfer.chunks], transfer.lower_bound))
     dist.barrier()
     return plans[0] == plans[1], len(plans[0][0])
 

@@ -12,18 +12,17 @@ GROUP_TIMEOUT = timedelta(days=7)
 """Timeout of a collective. The watchdog ends a stalled job earlier and names the rank, see `RankWatchdog`."""
 
 
-def new_group(ranks: Sequence[int] | None, backend: str, **options: Any) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int] | None, backend: str) -> dist.ProcessGroup:
     """Creates a process group that serves one purpose alone; a collective of all ranks of the job.
 
     Args:
         ranks: ranks of the job, None for all.
         backend: "nccl" for tensors on GPUs alone, or "gloo".
-        options: further arguments of `torch.distributed.new_group`.
 
     Returns:
         The group; on a rank outside of it torch's placeholder, which is for no use.
     """
-    group: Any = dist.new_group(ranks, GROUP_TIMEOUT, backend, **options)
+    group: Any = dist.new_group(ranks, GROUP_TIMEOUT, backend)
     return group
 
 
@@ -61,10 +60,5 @@ class ProcessGroups:
 def _create(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup | None:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD  # has both backends
-    if ranks == (dist.get_rank(),):
-        # Created without the other ranks: a job of 1,024 ranks has 1,024 such groups.
-        return new_group(ranks, backend, use_local_synchronization=True)
-    if len(ranks) == 1:
-        return None
     group = new_group(ranks, backend)
     return group if dist.get_rank() in ranks else None

@@ -68,8 +68,8 @@ def _run_in_bubblewrap(request: dict[str, Any]) -> int:
     jail += ["--file", str(source), "/tmp/program.py", "--chdir", "/tmp", "--remount-ro", "/"]
     jail += ["--json-status-fd", str(status_end)]
     # The limit of processes is set inside the user namespace: outside, all processes of this user would count.
-    limit = ["env", "-i", "prlimit", f"--nproc={request['processes']}:{request['processes']}", request["binary"]]
-    command = [*jail, *limit, *request["command"][1:]]
+    limit = ["env", "-i", "prlimit", f"--nproc={request['processes']}:{request['processes']}"]
+    command = [*jail, *limit, *request["command"]]
     if user_id:
         # root first makes all paths reachable, also those inside its home directory, and then drops its rights.
         user = ["setpriv", f"--reuid={user_id}", f"--regid={user_id}", "--clear-groups", "--pdeathsig=KILL"]
