@@ -18,11 +18,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from tools.simulate_control import LAYERS, TOKENS_PER_MICRO_BATCH, TOP_K, columns_of_forward
+from tools.simulate_control import CONFIG, FORWARD_SCHEMA, LAYERS, TOKENS_PER_MICRO_BATCH, TOP_K
 from verl_mg.batch import Batch
 from verl_mg.distributed.collectives import all_to_all_bytes
 from verl_mg.layout import Layout, Placement
 from verl_mg.layout.packing import plan_evenly
+from verl_mg.models.hf_config import read_config
+from verl_mg.roles.role import columns_needed
 from verl_mg.roles.row_dispatch import gather_rows
 from verl_mg.roles.row_index import RowIndex, RowIndexer
 from verl_mg.roles.row_plan import ColumnPart, plan_deliveries, row_bytes, whole_columns
@@ -52,7 +54,8 @@ def _wanted(index: RowIndex, placement: Placement) -> Wanted:
     layout = placement.layout
     plan = plan_evenly(index.lengths, list(map(float, index.lengths)), layout.dp, layout.cp, TOKENS_PER_MICRO_BATCH)
     by_slot = [[row for micro in steps for row in micro] for steps in plan.rows]
-    by_stage = [columns_of_forward(layout.stage(LAYERS, stage)) for stage in range(layout.pp)]
+    stages, model = range(layout.pp), read_config(CONFIG)
+    by_stage = [columns_needed(FORWARD_SCHEMA, layout.stage(LAYERS, stage), model) for stage in stages]
     places = [at for rank in range(RANKS) if (at := placement.coordinates(rank))]
     return [by_slot[at.dp * layout.cp + at.cp] for at in places], [by_stage[at.pp] for at in places]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
@@ -28,6 +28,7 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_loop import EngineLoop
 from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, engine_arguments
 from verl_mg.rollout.sglang.arguments import environment
@@ -77,11 +78,16 @@ def direct(chosen: argparse.Namespace) -> None:
 
 
 class NoRecovery:
-    """Placeholder for the recovery of engines, none of which fails here."""
+    """Recovery of engines in a process without other ranks, whose engine must not fail."""
 
-    def revive(self) -> None: ...
+    def __init__(self, store: Store) -> None:
+        self.events = EngineEvents(store)
 
-    def serve(self) -> None: ...
+    def restart_engine(self) -> None:
+        raise RuntimeError("the engine died")
+
+    def recover(self, engine: int) -> None:
+        raise RuntimeError("no other rank has an engine")
 
 
 def by_list(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
@@ -92,8 +98,9 @@ def by_queue(engine: SGLangEngine, requests: list[Request], sampling: Sampling, 
     store, ids = HashStore(), [request.id for request in requests]
     groups = [Group(tuple(ids[start : start + GROUP])) for start in range(0, len(ids), GROUP)]
     queue = DynamicWorkQueue(store, key, groups, len(groups))
-    work = EngineLoop(engine, 1, queue, store, key, NoRecovery()).run([], requests.__getitem__, sampling)
-    return sum(len(sample.tokens) for sample in work.done.values())
+    loop = EngineLoop(engine, 1, queue, store, key, NoRecovery(store))
+    loop.start([], requests.__getitem__, sampling)
+    return sum(len(sample.tokens) for sample in loop.run().completed.values())
 
 
 def load_weights(engine: SGLangEngine, model: Path) -> None:

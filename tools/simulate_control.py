@@ -4,7 +4,7 @@
 
 The job is PPO with actor, critic and reference under one layout, replay of the engines' routing, and engines on the
 same ranks; few ranks have fewer pipeline stages. Every figure comes from the functions that a job itself uses:
-`group_ranks`, `plan`, `ReaderShardMap`, `plan_deliveries`, and the intervals of heartbeats and polls.
+`group_ranks`, `plan`, `ReaderShardMap`, `columns_needed`, `plan_deliveries`, and the intervals of heartbeats and polls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -23,12 +23,13 @@ from verl_mg.batch import ColumnKind
 from verl_mg.checkpoint.hf_safetensors import split_by_size
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap
 from verl_mg.distributed.watchdog import REQUESTS_PER_HEARTBEAT, heartbeat_seconds
-from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement, Stage
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.layout.group_ranks import group_ranks
 from verl_mg.layout.packing import plan_evenly
 from verl_mg.models.hf_config import read_config
 from verl_mg.reshard import plan
 from verl_mg.reshard.schedule import BUCKET_BYTES
+from verl_mg.roles.role import FORWARD_COLUMNS, columns_needed
 from verl_mg.roles.row_index import ColumnSchema, RowIndex
 from verl_mg.roles.row_plan import ColumnPart, plan_deliveries, row_bytes, whole_columns
 from verl_mg.roles.weight_sync import engine_ranks
@@ -46,10 +47,9 @@ MEAN_LENGTH = 9216
 """Half of the prompt and response that the configuration allows, in tokens."""
 FORWARD_PASSES, UPDATES = 3, 2
 """Log-probabilities of actor and reference, values; updates of critic and actor."""
-LAYERS, DENSE_LAYERS, TOP_K = 61, 3, 8
-"""Layers, first layers without experts, and experts of a token."""
-LOSS_COLUMNS = ("policy_versions", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
-"""Token columns that a loss reads in addition to tokens and mask."""
+LAYERS, TOP_K = 61, 8
+"""Layers, and experts of a token."""
+LOSS_COLUMNS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 SCHEMA = {
     name: ColumnSchema(ColumnKind.TOKEN, dtype, shape)
     for name, dtype, shape in (
@@ -57,12 +57,14 @@ SCHEMA = {
         ("loss_mask", torch.bool, ()),
         ("routed_experts", torch.int16, (LAYERS, TOP_K)),
         ("policy_versions", torch.int64, ()),
-        *((name, torch.float32, ()) for name in LOSS_COLUMNS[1:]),
+        *((name, torch.float32, ()) for name in LOSS_COLUMNS),
     )
 }
+"""Columns of the batch in an update."""
+FORWARD_SCHEMA = {name: SCHEMA[name] for name in FORWARD_COLUMNS}
+"""Columns of the batch in a forward pass."""
 OPENS_OF_RANK, OPENS_OF_RANK_0 = 3, 9
 """A rank writes its file of a checkpoint, reads it for its sum, and for its values; rank 0 has a few files more."""
-ColumnsOfStage = Callable[[Stage], list[ColumnPart]]
 
 
 def _figure(text: str) -> int:
@@ -93,6 +95,7 @@ class SimulatedJob:
     """The job on a number of ranks.
 
     Attributes:
+        table: weights of the model.
         ranks: number of ranks.
         placement: ranks and layout of the models.
         engines: ranks and layout of the engines.
@@ -107,7 +110,7 @@ class SimulatedJob:
             layout: of the models; they have no more stages than leave each two nodes.
             engines: layout of the engines.
         """
-        self._table, self.ranks = table, ranks
+        self.table, self.ranks = table, ranks
         pp = min(layout.pp, ranks // (2 * NODE))
         fitting = replace(layout, pp=pp, dp=ranks // (layout.tp * layout.cp * pp))
         self.placement = Placement(fitting, tuple(range(ranks)))
@@ -116,16 +119,19 @@ class SimulatedJob:
 
     def figures(self) -> Figures:
         """Returns what the job needs."""
-        # The three models share a placement and its groups; an engine has a group for handles and barriers.
+        # The three models share a placement and its groups. An engine has a gloo group for handles and barriers. Gloo
+        # connects all ranks in the default group and in that of the checkpointer.
         models = [group for group in group_ranks(self.placement) if len(group) < self.ranks]
         engines = list(engine_ranks(self.engines).values())
-        joined = Counter(rank for group in models + engines for rank in group)
-        sync = plan(self._source, self._table.shard_map_sglang(self.engines), NODE)
+        checkpointer = tuple(range(self.ranks))
+        groups = [*models, *engines, checkpointer]
+        joined = Counter(rank for group in groups for rank in group)
+        sync = plan(self._source, self.table.shard_map_sglang(self.engines), NODE)
         rows = _RowTraffic(self)
         return Figures(
             groups=max(joined.values()),
-            new_groups=len(models) + len(engines),
-            gloo_connections=self.ranks - 1 + self.engines.layout.ranks - 1,
+            new_groups=len(groups),
+            gloo_connections=2 * (self.ranks - 1) + self.engines.layout.ranks - 1,
             sync_peers=max(map(len, sync.peers().values())),
             sync_messages=max(sync.epochs(ITEMSIZE, BUCKET_BYTES).messages().values()),
             store_requests=self._store_requests(),
@@ -163,7 +169,8 @@ class _RowTraffic:
     def __init__(self, job: SimulatedJob) -> None:
         self.computed, self.received, self.sent = Counter[int](), Counter[int](), Counter[int]()
         self.peers: dict[int, set[int]] = defaultdict(set)
-        self._placement, ranks, engine = job.placement, job.ranks, job.engines.layout.ranks
+        self._model, self._placement = job.table.config, job.placement
+        ranks, engine = job.ranks, job.engines.layout.ranks
         count = PROMPTS * GROUP_SIZE
         self._lengths = tuple(MEAN_LENGTH // 2 + 37 * row * row % MEAN_LENGTH for row in range(count))
         # Each rank scores and keeps the samples of whole prompts.
@@ -171,24 +178,24 @@ class _RowTraffic:
         leaders = [row % (ranks // engine) * engine for row in range(count)]
         rows_of = [[row for row in range(count) if owners[row] == rank] for rank in range(ranks)]
         self._transfer(self._index(leaders, 0, count), rows_of, [whole_columns(SCHEMA)] * ranks, 1)
-        self._transfer(*self._to_models(self._index(owners, 0, count), columns_of_forward), FORWARD_PASSES)
+        self._transfer(*self._to_models(self._index(owners, 0, count), FORWARD_SCHEMA), FORWARD_PASSES)
         for step in range(MINIBATCHES):
             index = self._index(owners, step * count // MINIBATCHES, (step + 1) * count // MINIBATCHES)
-            self._transfer(*self._to_models(index, columns_of_loss), UPDATES)
+            self._transfer(*self._to_models(index, SCHEMA), UPDATES)
 
     def _index(self, owners: Sequence[int], first: int, end: int) -> RowIndex:
         numbers = tuple(range(end - first))
         return RowIndex(numbers, tuple(owners[first:end]), numbers, self._lengths[first:end], (), (), SCHEMA)
 
     def _to_models(
-        self, index: RowIndex, columns: ColumnsOfStage
+        self, index: RowIndex, schema: Mapping[str, ColumnSchema]
     ) -> tuple[RowIndex, list[list[int]], list[list[ColumnPart]]]:
         """Returns the rows and the columns that each rank of the models receives."""
         layout = self._placement.layout
         costs = list(map(float, index.lengths))
         packed = plan_evenly(index.lengths, costs, layout.dp, layout.cp, TOKENS_PER_MICRO_BATCH)
         rows = [[row for micro in steps for row in micro] for steps in packed.rows]
-        by_stage = [columns(layout.stage(LAYERS, stage)) for stage in range(layout.pp)]
+        by_stage = [columns_needed(schema, layout.stage(LAYERS, stage), self._model) for stage in range(layout.pp)]
         places = [self._placement.coordinates(rank) for rank in self._placement.ranks]
         return index, [rows[at.dp] for at in places if at], [by_stage[at.pp] for at in places if at]
 
@@ -209,18 +216,6 @@ class _RowTraffic:
             if columns not in sizes:
                 sizes[columns] = row_bytes(index, range(len(index)), columns)
             self.computed[rank] += times * sum(sizes[columns][row] for row in rows)
-
-
-def columns_of_forward(at: Stage) -> list[ColumnPart]:
-    """Returns what `Role.columns_needed` returns for a forward pass of this model."""
-    names = ("tokens", "loss_mask") if at.is_last else ("tokens",) if at.is_first else ()
-    layers = tuple(layer for layer in at.layers if layer >= DENSE_LAYERS)
-    return [*map(ColumnPart, names), *([ColumnPart("routed_experts", layers)] if layers else [])]
-
-
-def columns_of_loss(at: Stage) -> list[ColumnPart]:
-    """Returns what `Role.columns_needed` returns for an update of this model."""
-    return columns_of_forward(at) + (list(map(ColumnPart, LOSS_COLUMNS)) if at.is_last else [])
 
 
 def main() -> None:

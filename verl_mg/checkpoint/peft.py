@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.model_directory import SINGLE
+from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
 from verl_mg.models.hf_tensors import MLP, Experts, GroupedAttention, LayerSpec, TensorSpec
@@ -206,28 +206,23 @@ def read_adapters(folder: Path, shapes: Shapes, lora: LoraConfig) -> ReadBox:
     _check_config(folder / CONFIG, lora)
     path = folder / WEIGHTS
     try:
-        file = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
+        file = SafetensorsFile(path)
+    except (OSError, DamagedFileError) as error:
         raise UserError(
             f"{path}: not a readable safetensors file ({error}). Set lora.path to a folder in PEFT's format."
         ) from None
-    names = set(file.keys())
     for name, shape in shapes.items():
-        if name not in names:
+        if name not in file.tensors:
             raise UserError(f"{path}: no tensor {name!r}, which lora.targets require. Change lora.targets.")
-        if (stored := tuple(file.get_slice(name).get_shape())) != tuple(shape):
+        if (stored := file.tensors[name].shape) != tuple(shape):
             raise UserError(
                 f"{path}: tensor {name!r} has shape {stored}, but model and lora.rank require {shape}. "
                 "Use adapters of this model."
             )
-    if extra := sorted(names - shapes.keys()):
+    if extra := sorted(file.tensors.keys() - shapes.keys()):
         raise UserError(f"{path}: lora.targets do not include the tensor {extra[0]!r}. Add its layer to lora.targets.")
 
-    def read(name: str, box: Box) -> Tensor:
-        values: Tensor = file.get_slice(name)[slices(box)]
-        return values
-
-    return read
+    return file.read
 
 
 def _check_config(path: Path, lora: LoraConfig) -> None:

@@ -31,7 +31,6 @@ LAG = 2
 """Epochs from the arrival of a box to the epoch in which it is forwarded: as many as are in flight."""
 MAX_OPERATIONS = 256
 """Most sends and receives of a rank in one epoch, unless a single tensor needs more."""
-
 ALONE_BYTES = 2**20
 """A tensor with a box of this size has epochs of its own."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.config import LoraConfig
+from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
@@ -20,6 +21,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.routing import COLUMN as ROUTED_EXPERTS
 from verl_mg.megatron.routing import check_routed_experts, replayed_layers
 from verl_mg.models.flops import row_flops
+from verl_mg.models.hf_config import HFConfig
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.row_dispatch import gather_rows, scatter_column
 from verl_mg.roles.row_index import ColumnSchema, RowIndex
@@ -173,31 +175,33 @@ class Role:
         """
         check_routed_experts(batch, self.runner.table.config)
         by_slot = [[row for micro in steps for row in micro] for steps in plan.rows]
-        by_stage = [self.columns_needed(index.schema, stage) for stage in range(self.runner.layout.pp)]
+        stages, model = range(self.runner.layout.pp), self.runner.table.config
+        by_stage = [columns_needed(index.schema, self.runner.stage(stage), model) for stage in stages]
         places = [self.runner.placement.coordinates(rank) for rank in range(dist.get_world_size())]
         wanted = [by_slot[at.dp * self.runner.layout.cp + at.cp] if at else [] for at in places]
         needed = [by_stage[at.pp] if at else [] for at in places]
         rows = gather_rows(batch, index, wanted, needed)
         return rows.split([len(micro) for micro in self._rows_of_rank(dist.get_rank(), plan)])
 
-    def columns_needed(self, schema: Mapping[str, ColumnSchema], stage: int) -> list[ColumnPart]:
-        """Returns what the ranks of a pipeline stage read of the columns of a batch.
-
-        The first stage embeds the tokens. The last one scores them and computes the loss, from any column. Each stage
-        replays the routing of its layers. The lengths of the rows are known to every rank.
-
-        Args:
-            schema: the columns.
-            stage: pipeline stage.
-        """
-        contents, model = self.runner.stage(stage), self.runner.table.config
-        whole = schema.keys() - {ROUTED_EXPERTS} if contents.is_last else {"tokens"} if contents.is_first else set()
-        parts = [ColumnPart(name) for name in sorted(whole)]
-        if ROUTED_EXPERTS in schema and (layers := replayed_layers(model, contents)):
-            parts.append(ColumnPart(ROUTED_EXPERTS, layers))
-        return parts
-
     def _rows_of_rank(self, rank: int, plan: MicroBatchPlan) -> list[list[int]]:
         """Returns the rows of each micro-batch of a rank of the job; none outside the placement."""
         at = self.runner.placement.coordinates(rank)
         return plan.rows[at.dp * self.runner.layout.cp + at.cp] if at else []
+
+
+def columns_needed(schema: Mapping[str, ColumnSchema], stage: Stage, model: HFConfig) -> list[ColumnPart]:
+    """Returns what the ranks of a pipeline stage read of the columns of a batch.
+
+    The first stage embeds the tokens. The last one scores them and computes the loss, from any column. Each stage
+    replays the routing of its layers. The lengths of the rows are known to every rank.
+
+    Args:
+        schema: the columns.
+        stage: contents of the pipeline stage.
+        model: config.json of the model.
+    """
+    whole = schema.keys() - {ROUTED_EXPERTS} if stage.is_last else {"tokens"} if stage.is_first else set()
+    parts = [ColumnPart(name) for name in sorted(whole)]
+    if ROUTED_EXPERTS in schema and (layers := replayed_layers(model, stage)):
+        parts.append(ColumnPart(ROUTED_EXPERTS, layers))
+    return parts

@@ -16,7 +16,10 @@ import torch
 
 from tests import warm_start
 from tests.traces import needs_sglang
+from verl_mg import device
+from verl_mg.config import Config
 from verl_mg.errors import UserError
+from verl_mg.job import build_engines
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.weight_sync import engine_ranks
@@ -188,15 +191,35 @@ def gpus_of(formula: Any, layout: EngineLayout, first: int, step: int) -> list[i
     return [eval(formula, names | {"pp_rank": pp, "tp_rank": tp}) for pp in range(layout.pp) for tp in range(layout.tp)]
 
 
+@pytest.fixture
+def arguments_of(on_gpus, monkeypatch):
+    """Arguments of the engine on given ranks of a job of two nodes."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2 * PER_NODE)
+    monkeypatch.setattr(device, "ranks_of_a_node", lambda ranks: PER_NODE)
+    monkeypatch.setattr(device, "total_memory", lambda: 2**37)
+    config = Config.model_validate({"model": {"path": "model"}, "data": {"train": "none"}, "job": {"output": "run"}})
+    table = SimpleNamespace(config=SimpleNamespace(max_positions=256))
+
+    def arguments_of(placement: EnginePlacement, number: int, gpu: int) -> dict[str, Any]:
+        monkeypatch.setattr(device, "current_device", lambda: torch.device("cuda", gpu))
+        return engine_arguments(
+            Path("model"), build_engines._settings(config, torch.bfloat16, placement, table, number)
+        )
+
+    return arguments_of
+
+
 @needs_sglang
-def test_engine_ranks_in_all_placements_are_on_the_gpus_that_sglang_takes():
+def test_engine_ranks_in_all_placements_are_on_the_gpus_that_sglang_takes(arguments_of):
     checked, formulas = 0, gpu_formulas()
     for layout in (EngineLayout(tp=tp, pp=pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if tp * pp <= PER_NODE):
         for placement in EnginePlacement(layout, tuple(range(2 * PER_NODE))).strides(PER_NODE):
-            for ranks in engine_ranks(placement).values():
+            for number, ranks in engine_ranks(placement).items():
                 ours = [rank % PER_NODE for rank in ranks]
                 assert len(set(ours)) == layout.ranks
+                given = arguments_of(placement, number, ours[0])
                 for formula in formulas:
-                    assert gpus_of(formula, layout, ours[0], placement.stride) == ours, (str(layout), placement.stride)
+                    gpus = gpus_of(formula, layout, given["base_gpu_id"], given["gpu_id_step"])
+                    assert gpus == ours, (str(layout), placement.stride)
                     checked += 1
     assert checked > 100

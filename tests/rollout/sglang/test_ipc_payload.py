@@ -46,8 +46,10 @@ def test_payload_shares_one_memory_whatever_the_number_of_tensors(monkeypatch):
     assert not received["first"].any(), "the memory itself has been passed, not its values"
 
 
-def test_staging_aligns_tensors_zeroes_padding_and_has_at_least_the_asked_size():
-    staging = Staging(SHARDS, DTYPES, CPU, 10_000)
+def test_staging_aligns_tensors_zeroes_padding_and_has_at_least_the_asked_size(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(ipc_payload.torch, "empty", lambda size, dtype, device: torch.full((size,), 255, dtype=dtype))
+        staging = Staging(SHARDS, DTYPES, CPU, 10_000)
     first, *others = (tensor for name, tensor in staging.tensors.items() if name != "empty")
     assert first.untyped_storage().nbytes() == 10_000 > staging_bytes(SHARDS, DTYPES)
     assert all((tensor.data_ptr() - first.data_ptr()) % ALIGNMENT == 0 for tensor in others)
