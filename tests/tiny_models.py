@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -57,6 +59,16 @@ def tiny_model(folder: Path, architecture: str, layers: int = 4) -> Path:
         **VARIANTS[architecture],
     )
     return folder
+
+
+@contextmanager
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    """Otherwise it may contain the right weights: those of a model that this process had before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @cache

@@ -45,8 +45,12 @@ def rows(model):
 
 def actor_on(model, layout, budget, ranks=None):
     """An actor on the given ranks, all by default."""
+    return role_on(Actor, model, layout, budget, ranks)
+
+
+def role_on(kind, model, layout, budget, ranks=None, **options):
     ranks = ranks or range(dist.get_world_size())
-    return Actor(
+    return kind(
         model,
         ParallelGroups(Placement(Layout.parse(layout).fit(len(ranks)), tuple(ranks))),
         job_context(),
@@ -54,6 +58,7 @@ def actor_on(model, layout, budget, ranks=None):
         temperature=TEMPERATURE,
         tokens_per_micro_batch=budget,
         optimizer=OPTIMIZER,
+        **options,
     )
 
 

@@ -2,11 +2,12 @@
 
 import io
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 from tests.tiny_jobs import RECIPES, files_of, run_here, write_sums
-from tests.tiny_models import CHARACTERS, tiny_model
+from tests.tiny_models import CHARACTERS, tiny_model, uninitialized_memory_is_nan
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
 from verl_mg.models.tiny_model import make_tiny_model
@@ -21,16 +22,23 @@ def write_inputs(folder: Path) -> Path:
     # Tied, so that the output layer of a last stage is a copy of the first one's embedding.
     make_tiny_model(folder / "wide", "qwen2", characters=CHARACTERS, kv_heads=4, layers=4, tie_embeddings=True)
     write_sums(folder, right=3)
+    for name in ("model", "mixture", "wide"):
+        shutil.copytree(folder / name, without_weights(folder / name), ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "reward.py").write_text(REWARD)
     return folder
 
 
+def without_weights(model: Path) -> Path:
+    """The directory beside a model that has its configuration and tokenizer, but no weights."""
+    return model.with_name(f"{model.name}-without-weights")
+
+
 def opened_files(recipe: str, inputs: Path, output: Path, iterations: int, overrides: list[str]) -> list[str]:
-    """Runs a job and returns the names of the checkpoint's files that this rank opened, once for each time."""
+    """Runs a job; returns the names of the files that this rank opened, once for each time: checkpoints and weights."""
     names, original = [], Path.open
 
     def counting(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.parent.parent.name == "checkpoints":
+        if path.parent.parent.name == "checkpoints" or path.suffix == ".safetensors":
             names.append(path.name)
         return original(path, *arguments, **options)
 
@@ -61,7 +69,8 @@ def job(recipe: str, inputs: Path, output: Path, iterations: int, overrides: lis
     handler = logging.StreamHandler(logged)
     logging.getLogger("verl_mg").addHandler(handler)
     try:
-        run_here(loaded, config)
+        with uninitialized_memory_is_nan():
+            run_here(loaded, config)
     finally:
         logging.getLogger("verl_mg").removeHandler(handler)
     return logged.getvalue()

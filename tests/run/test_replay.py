@@ -177,14 +177,15 @@ def test_rollout_only_scores_and_writes_samples_without_training(ranks, inputs, 
 
 
 def test_rollout_only_uses_the_weights_of_a_checkpoint(ranks, inputs, tmp_path):
-    saved = ["checkpoint.every=1", "actor.optimizer.lr=0.01"]
-    ranks.run(2, job, "grpo", inputs, tmp_path / "run", saved)
+    saved = ["checkpoint.every=1", "actor.optimizer.lr=0.01", "critic.optimizer.lr=0.01"]
+    saved += ["critic.offload=true", "reference.offload=true", "algorithm.kl.coefficient=0.01"]
+    ranks.run(2, job, "ppo", inputs, tmp_path / "run", saved)
     continued = tmp_path / "alone"
     shutil.copytree(tmp_path / "run" / "checkpoints" / "000002", continued / "checkpoints" / "000002")
-    ranks.run(2, job, "grpo", inputs, continued, saved, ALONE)
+    ranks.run(2, job, "ppo", inputs, continued, saved, ALONE)
     assert list(lines_of(continued)) == [3]
     there, here = samples_of(tmp_path / "run", 3), samples_of(continued, 3)
-    for name in ("tokens", "rollout_logprobs", "old_logprobs", "policy_version"):
+    for name in ("tokens", "rollout_logprobs", "old_logprobs", "values", "policy_version"):
         assert [row[name] for row in here] == [row[name] for row in there]
 
 

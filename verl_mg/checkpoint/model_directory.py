@@ -164,23 +164,27 @@ class ModelDirectories:
         self._by_folder: dict[Path, ModelDirectory] = {}
 
     def open(self, folder: Path, shapes: Mapping[str, Shard], optional: frozenset[str] = frozenset()) -> ModelDirectory:
-        """Returns a directory after rank 0 has checked it; all ranks of the job call it together.
+        """Returns the files of tensors after rank 0 has checked them; all ranks of the job call it together.
 
         Args:
-            folder: the directory.
-            shapes: the tensors of the model, `WeightTable.huggingface()`.
-            optional: tensors that the directory may not contain.
+            folder: the directory; not read where there are no tensors.
+            shapes: the tensors that are read, from `WeightTable.huggingface()`.
+            optional: those of them that the directory may not contain.
 
         Raises:
             UserError: on rank 0, see `ModelDirectory.find` and `ModelDirectory.check`.
         """
-        packed = b""
-        if dist.get_rank() == 0:
-            if folder not in self._by_folder:
-                self._by_folder[folder] = ModelDirectory.find(folder)
-            directory = self._by_folder[folder]
-            absent = optional - directory.file_of.keys()
-            directory.check({name: shard for name, shard in shapes.items() if name not in absent})
-            packed = directory.packed()
+        packed = self._checked(folder, shapes, optional).packed() if dist.get_rank() == 0 else b""
         # The others wait here, so they open no file of a directory that has not been checked.
         return ModelDirectory.unpacked(folder, broadcast_bytes(packed))
+
+    def _checked(self, folder: Path, shapes: Mapping[str, Shard], optional: frozenset[str]) -> ModelDirectory:
+        if not shapes:
+            return ModelDirectory(folder, {})
+        if folder not in self._by_folder:
+            self._by_folder[folder] = ModelDirectory.find(folder)
+        directory = self._by_folder[folder]
+        absent = optional - directory.file_of.keys()
+        present = {name: shard for name, shard in shapes.items() if name not in absent}
+        directory.check(present)
+        return ModelDirectory(folder, {name: directory.file_of[name] for name in present})

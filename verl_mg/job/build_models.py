@@ -42,10 +42,13 @@ class ModelRoleBuilder:
         ranks: number of the job's ranks on which models can be placed, from rank 0 on.
         context: services that the roles of the job share.
         learns: build optimizers.
+        from_checkpoint: leave what is trained uninitialized until a checkpoint restores it.
     """
 
-    def __init__(self, config: Config, ranks: int, context: JobContext, learns: bool = True) -> None:
-        self._config, self._ranks, self._learns = config, ranks, learns
+    def __init__(
+        self, config: Config, ranks: int, context: JobContext, learns: bool = True, from_checkpoint: bool = False
+    ) -> None:
+        self._config, self._ranks, self._learns, self._from_checkpoint = config, ranks, learns, from_checkpoint
         self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
         self._context = context
 
@@ -79,7 +82,7 @@ class ModelRoleBuilder:
                 raise UserError(f"{role}.{error}") from None
 
     def build(self, role: str) -> Any:
-        """Returns the role, with the weights of its model directory.
+        """Returns the role, with the weights of its model directory except those that a checkpoint restores.
 
         A role with offload leaves the device at once, so that the next one has the whole of it. One that stays
         allocates everything that it keeps, so that engines size their cache by the memory that is left.
@@ -93,6 +96,7 @@ class ModelRoleBuilder:
                 "guard": section.guard,
                 "lora": section.lora,
                 "learns": self._learns,
+                "from_checkpoint": self._from_checkpoint,
             }
         built = kind(
             self._path(role),

@@ -63,6 +63,7 @@ class Job:
         rollout: Callable[[], RolloutSource] | None = None,
         learns: bool = True,
         recipe: str = "",
+        from_checkpoint: bool = False,
     ) -> None:
         """Builds the requested roles.
 
@@ -73,6 +74,7 @@ class Job:
             rollout: builds the rollout of a job without engines, such as a replay.
             learns: whether roles have optimizers.
             recipe: name of the recipe, for messages.
+            from_checkpoint: read no weights that a checkpoint restores before `start`.
         """
         self.config, self.requested, self._recipe = config, frozenset(roles), recipe
         self.context = JobContext.create(store, PhaseTimer(config.profile.synchronize))
@@ -83,7 +85,7 @@ class Job:
         ranks = dist.get_world_size()
         engines = "rollout" in roles and rollout is None
         training = num_training_ranks(config, ranks) if engines else ranks
-        builder = ModelRoleBuilder(config, training, self.context, learns)
+        builder = ModelRoleBuilder(config, training, self.context, learns, from_checkpoint)
         builder.check(roles, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
         if engines:
             check_engines(config, weight_table(read_config(config.model.path)), ranks)
@@ -181,6 +183,9 @@ class Job:
 
     def start(self) -> None:
         """Sends the initial or restored weights to the engines and submits the samples that were in flight again."""
+        for name, role in self.roles.items():
+            if role.runner.unrestored:
+                raise RuntimeError(f"{name}: no checkpoint has restored {', '.join(sorted(role.runner.unrestored))}")
         if self._rollout is not None:
             self._rollout.update_weights(self.actor)
             self._rollout.resume_in_flight()

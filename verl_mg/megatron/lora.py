@@ -129,15 +129,21 @@ class Adapters:
     """
 
     def __init__(
-        self, table: WeightTable, chunks: Mapping[str, Module], shards: Mapping[str, Shard], lora: LoraConfig
+        self,
+        table: WeightTable,
+        chunks: Mapping[str, Module],
+        shards: Mapping[str, Shard],
+        lora: LoraConfig,
+        initialize: bool = True,
     ) -> None:
-        """Installs and initializes the adapters.
+        """Installs the adapters.
 
         Args:
             table: weight table of the model.
             chunks: this rank's pipeline chunks by the prefix of their parameters' names.
             shards: this rank's shards by the weight table.
             lora: LoRA settings.
+            initialize: draw the values of the adapters or read them from `lora.path`; otherwise they are undefined.
 
         Raises:
             UserError: a target that has no adapters, or a folder with other adapters.
@@ -157,7 +163,8 @@ class Adapters:
                 self._install(module, name, local)
             elif head := head_shard(shard):
                 self.parameters[name], self.shards[name] = module.weight.requires_grad_(True), head
-        self._initialize()
+        if initialize:
+            self._initialize()
 
     def _install(self, linear: Any, name: str, shards: Sequence[AdapterShard]) -> None:
         adapter = linear.adapter = self._adapters[name] = Adapter(linear, shards, self.config.alpha / self.config.rank)

@@ -49,6 +49,7 @@ class ModelRunner:
         chunks: this rank's pipeline chunks.
         model_chunks: the same as megatron-core runs them, wrapped in its DDP where they are trained.
         lora: adapters that are trained; None where the weights are.
+        unrestored: names of this rank's parameters, adapters included, whose values a checkpoint still has to restore.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ModelRunner:
         lora: LoraConfig | None = None,
         timer: PhaseTimer | None = None,
         directories: ModelDirectories | None = None,
+        from_checkpoint: bool = False,
     ) -> None:
         """Builds the model and loads its shards; a collective of all ranks of the job.
 
@@ -76,6 +78,7 @@ class ModelRunner:
             lora: adapters to train; all other weights but a value head are frozen.
             timer: timer of the phases of this rank; None for a new one.
             directories: the model directories that the job has read; None for new ones.
+            from_checkpoint: leave what is trained uninitialized, for a checkpoint restores it before the first pass.
 
         Raises:
             UserError: the model cannot be read, or does not fit the layout.
@@ -89,13 +92,17 @@ class ModelRunner:
         with groups.active():
             self.chunks = build_chunks(self.table, groups, dtype, recompute) if self.is_member else []
         self.model_chunks: list[torch.nn.Module] = list(self.chunks)
-        whole, head_values = self.shard_map(), _fresh_head(self.table)
-        directory = (directories or ModelDirectories()).open(
-            model_dir, self.table.huggingface(), frozenset(head_values)
-        )
-        load_weights(directory, whole, self.parameters(), dtype, head_values)
+        stored = _trained_tensors(self.table, lora) if from_checkpoint else frozenset()
+        read = {name: shard for name, shard in self.table.huggingface().items() if name not in stored}
+        whole, head_values = self.shard_map(), _fresh_head(self.table) if SCORE in read else {}
+        directory = (directories or ModelDirectories()).open(model_dir, read, frozenset(head_values))
+        load_weights(directory, whole, self.parameters(), dtype, head_values, stored)
         shards = whole.shards(torch.distributed.get_rank())
-        self.lora = Adapters(self.table, chunks_by_prefix(self.chunks), shards, lora) if lora else None
+        self.lora: Adapters | None = None
+        if lora:
+            self.lora = Adapters(self.table, chunks_by_prefix(self.chunks), shards, lora, not from_checkpoint)
+        self.unrestored = {name for name, shard in shards.items() if any(p.tensor in stored for p in shard.pieces)}
+        self.unrestored.update(self.adapters() if from_checkpoint else ())
 
     @property
     def layout(self) -> Layout:
@@ -261,10 +268,14 @@ def _without_division(loss_closure: LossClosure, micro: MicroBatch, output: Tens
     return loss, torch.zeros((), dtype=torch.int, device=output.device), report
 
 
+def _trained_tensors(table: WeightTable, lora: LoraConfig | None) -> frozenset[str]:
+    """Returns the tensors of the table that are trained, which checkpoints contain; adapters are not in the table."""
+    tensors = table.tensor_index.tensors.keys()
+    return frozenset(tensors & {SCORE} if lora else tensors - table.router_biases)
+
+
 def _fresh_head(weight_table: WeightTable) -> dict[str, Tensor]:
     """Draws a value head of deviation 1 / (h + 1), so that first values are near 0 (arXiv:2009.01325, appendix B)."""
-    if weight_table.head == "language":
-        return {}
     generator = torch.Generator().manual_seed(HEAD_SEED)
     return {SCORE: torch.randn(1, weight_table.config.hidden, generator=generator) / (weight_table.config.hidden + 1)}
 

@@ -44,6 +44,10 @@ class CpuOffload:
         for part in (self._weights, self._state, self._gradients):
             part.free()
 
+    def forget_weights(self) -> None:
+        """Discards the host copy of weights that have changed on the device."""
+        self._weights.forget()
+
     def to_device(self, training: bool = True) -> None:
         """Allocates device memory and restores the values; gradients are zero."""
         for part in (self._weights, self._state, self._gradients)[: 3 if training else 1]:
@@ -74,6 +78,10 @@ class _Part:
         if device_storages:
             self._host_buffers = [None] * len(device_storages)
             self._leaving = [(storage, storage.nbytes()) for storage in device_storages]
+
+    def forget(self) -> None:
+        """Makes the next copy to the host copy all values again."""
+        self._host_buffers = []
 
     def free(self) -> None:
         """Frees the device memory; called when the copies are complete."""

@@ -8,7 +8,7 @@ weights that the model computes with then come from the optimizers of all data-p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.megatron.cpu_offload_adam import CpuOffloadAdamW
 from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.storages import inner_optimizers
+from verl_mg.megatron.storages import inner_optimizers, parameter_buffers
 from verl_mg.sharding.boxes import (
     Box,
     Shard,
@@ -36,10 +36,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Namespaces of Adam's moments, named as torch names them."""
 
 
-def weights(runner: ModelRunner) -> Iterator[StoredBox]:
-    """Yields all trained weights of this rank, as views of the memory that the model computes with."""
+def restore_weights(runner: ModelRunner, fill: Callable[[StoredBox], None]) -> None:
+    """Restores all trained weights of this rank, for a model without an optimizer.
+
+    Args:
+        runner: the model.
+        fill: copies the stored values into a box of the memory that the model computes with.
+    """
+    shards = _shards(runner)
     for name, parameter in _trained(runner).items():
-        yield from _boxes(WEIGHTS, _shards(runner)[name], parameter.detach(), full_box(tuple(parameter.shape)))
+        for part in _boxes(WEIGHTS, shards[name], parameter.detach(), full_box(tuple(parameter.shape))):
+            fill(part)
+        runner.unrestored.discard(name)
 
 
 def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
@@ -76,6 +84,8 @@ def weights_from_optimizer(runner: ModelRunner, optimizer: Any) -> None:
     with runner.groups.active():
         for chunk in runner.model_chunks:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+    gathered = {id(parameter) for buffer in parameter_buffers(runner) for parameter in buffer.params}
+    runner.unrestored -= {name for name, parameter in _trained(runner).items() if id(parameter) in gathered}
 
 
 def make_moments(optimizer: Any, steps: float) -> None:

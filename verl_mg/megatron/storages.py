@@ -18,10 +18,15 @@ Numbers = list[dict[str, int | float]]
 
 def gradient_buffers(runner: ModelRunner) -> Iterator[Tensor]:
     """Yields the flat gradient buffers of a trained model on this rank."""
+    for buffer in parameter_buffers(runner):
+        yield buffer.grad_data
+
+
+def parameter_buffers(runner: ModelRunner) -> Iterator[Any]:
+    """Yields megatron-core's buffers of the trained parameters on this rank and of their gradients."""
     for chunk in runner.model_chunks:
         model: Any = chunk
-        for buffer in (*model.buffers, *model.expert_parallel_buffers):
-            yield buffer.grad_data
+        yield from (*model.buffers, *model.expert_parallel_buffers)
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

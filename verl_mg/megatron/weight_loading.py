@@ -26,15 +26,17 @@ def load_weights(
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
     initial_values: Mapping[str, Tensor],
+    left_out: frozenset[str] = frozenset(),
 ) -> None:
     """Fills the parameters of all ranks; all ranks of the job call it together.
 
     Args:
-        directory: the model directory.
+        directory: the model directory, without the files of tensors that are left out.
         whole: shards of all ranks.
         parameters: {parameter: tensor} of this rank; {} on a rank without any.
         dtype: dtype of the weights, except those that are float32 in every runtime.
         initial_values: values of tensors that the directory may not contain, such as a new value head.
+        left_out: tensors that keep the values of the parameters' memory.
 
     Raises:
         UserError: on a reader whose file is damaged.
@@ -49,7 +51,7 @@ def load_weights(
     with CheckpointReader(directory, initial_values) as reader:
         load_shards(reader, readers.shards(rank), parameters)
         load_shards(reader, {name: _not_in_files(shard, drawn) for name, shard in shards.items()}, parameters)
-    moves = plan(readers, whole, device.ranks_of_a_node(dist.get_world_size()), keep=drawn)
+    moves = plan(readers, whole, device.ranks_of_a_node(dist.get_world_size()), keep=drawn | left_out)
     # The parameters are source and target: a box that a rank has read itself stays where it is.
     execute(schedule(moves, rank, dtype), parameters, parameters)
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 
 from verl_mg.config import Config
+from verl_mg.distributed.collectives import broadcast_json
 from verl_mg.job.job import Job
 from verl_mg.jsonl import read_lines
 from verl_mg.monitor.profile import Profile, Timeline
@@ -115,7 +116,8 @@ class RunLogger:
 
 def _sample_writer(job: Job, recipe: str) -> SampleWriter:
     config = job.config
-    about = FileMetadata(recipe, fingerprint(config.model.path), dist.get_world_size())
+    model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
+    about = FileMetadata(recipe, model, dist.get_world_size())
     folder, limit = config.job.output / SAMPLES, config.record.samples_per_rank
     return SampleWriter(folder, dist.get_rank(), about, job.prompts, job.tokenizer, limit)
 

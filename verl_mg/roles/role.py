@@ -55,6 +55,7 @@ class Role:
         tokens_per_micro_batch: int,
         recompute: bool = False,
         lora: LoraConfig | None = None,
+        from_checkpoint: bool = False,
         name: str = "actor",
     ) -> None:
         """Loads the model on the ranks of the placement.
@@ -68,6 +69,7 @@ class Role:
             tokens_per_micro_batch: tokens of a micro-batch on each rank of its context-parallel group together.
             recompute: recompute activations in the backward pass instead of storing them.
             lora: adapters to train in place of the weights.
+            from_checkpoint: leave what is trained uninitialized until a checkpoint restores it.
             name: the role's name in metrics and messages.
         """
         self.model_dir, self.name = model_dir, name
@@ -81,6 +83,7 @@ class Role:
             lora,
             context.timer,
             context.directories,
+            from_checkpoint,
         )
         self._context = context
         self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch

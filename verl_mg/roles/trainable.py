@@ -23,7 +23,7 @@ from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
-from verl_mg.megatron.sharded_state import weights
+from verl_mg.megatron.sharded_state import restore_weights
 from verl_mg.megatron.trainer import TokenLoss, Trainer, TrainerCounters
 from verl_mg.megatron.weight_export import write_weights
 from verl_mg.roles.role import Role
@@ -215,8 +215,8 @@ class TrainableRole(Role):
             if self._learns:
                 self.trainer.load(fill_shard, counts.trainer)
             else:
-                for part in weights(self.runner):
-                    fill_shard(part)
+                restore_weights(self.runner, fill_shard)
+                self.cpu_offload.forget_weights()
 
     def save(self, folder: Path, model_dir: Path) -> None:
         """Writes a Hugging Face directory; all ranks call it together and each writes its boxes of the tensors.

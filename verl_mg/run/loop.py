@@ -49,7 +49,7 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
     checkpoint, last = (replay.checkpoint, replay.last) if replay else (checkpoint, config.job.iterations)
     with StatusFile(config.job.output, recipe.name, last, world.rank, world.size) as status:
         rollout = partial(ReplayRollout, replay.recording) if replay else None
-        job = Job(config, roles, world.store, rollout, mode.learns, recipe.name)
+        job = Job(config, roles, world.store, rollout, mode.learns, recipe.name, from_checkpoint=checkpoint is not None)
         world.watch_progress(job.timer)
         done = restore(job, checkpoint, recipe.name) if checkpoint else 0
         job.start()

@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data.prompts import Prompt
+from verl_mg.distributed.collectives import broadcast_json
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import fingerprint
@@ -57,7 +60,8 @@ class Replay:
             raise UserError(f"job.output={output}: it contains a run. Choose another folder for the replay.")
         recording, checkpoint = SampleReader(run), newest_intact(run / CHECKPOINTS, before=last)
         first = int(checkpoint.name) + 1 if checkpoint else 1
-        recording.check(range(first, last + 1), recipe, fingerprint(config.model.path))
+        model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
+        recording.check(range(first, last + 1), recipe, model)
         return cls(recording, checkpoint, last)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, ModelDims, Placement
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import ModelSpec, TensorIndex, TensorSpec, model_spec
+from verl_mg.models.hf_tensors import Experts, ModelSpec, TensorIndex, TensorSpec, model_spec
 from verl_mg.sharding import megatron, sglang, transformers
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.megatron import Modules
@@ -62,6 +62,12 @@ class WeightTable:
     def tensor_index(self) -> TensorIndex:
         """Tensors of the checkpoint by name, in order."""
         return TensorIndex(self.model)
+
+    @cached_property
+    def router_biases(self) -> frozenset[str]:
+        """Names of the biases of routers, which have no gradient and keep the values of the checkpoint."""
+        biases = {layer.mlp.router_bias for layer in self.model.layers if isinstance(layer.mlp, Experts)}
+        return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.tensor in biases)
 
     def megatron(self, layout: Layout, rank: int, modules: Modules = "local") -> dict[str, Shard]:
         """Returns the parameters of one Megatron rank by their name in Megatron's state dict.
