@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import warm_start
 from verl_mg import quickstart as module
@@ -62,6 +63,15 @@ def test_quickstart_commands_name_files_of_the_folder() -> None:
 def test_grpo_command_decays_learning_rate_over_the_run() -> None:
     grpo = parsed(grpo_command(Path("x")))
     assert grpo.actor.optimizer.decay_steps == grpo.job.iterations * grpo.algorithm.num_minibatches
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (8, 2)])
+def test_quickstart_commands_start_no_more_ranks_than_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for command in (sft_command(Path("x")), grpo_command(Path("x"))):
+        assert command[command.index("--nproc-per-node") + 1] == str(ranks)
 
 
 @pytest.mark.parametrize(

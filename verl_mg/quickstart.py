@@ -14,11 +14,14 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import torch
+
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import make_tiny_model
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RANKS = 2
+"""Number of ranks of a job, except on a machine with one GPU."""
 
 OPERANDS = range(100)
 HELD_OUT = 500
@@ -107,12 +110,13 @@ def accuracies(metrics: Path) -> tuple[float, float]:
 
 
 def _train_command(recipe: str, model: Path, folder: Path, overrides: Iterable[str]) -> list[str]:
+    gpus = torch.cuda.device_count()
     file, config = RECIPES / f"{recipe}.py", RECIPES / "configs" / f"quickstart_{recipe}.yaml"
     for path in (file, config):
         if not path.is_file():
             raise UserError(f"{path}: no such file. Run the quickstart from a checkout, which has the recipes.")
     return [
-        *(_short(sys.executable), "-m", "verl_mg.launch", "--nproc-per-node", str(RANKS)),
+        *(_short(sys.executable), "-m", "verl_mg.launch", "--nproc-per-node", str(min(RANKS, gpus or RANKS))),
         *("-m", "verl_mg", "train", _short(file), "--config", _short(config)),
         f"model.path={model}",
         f"data.train={folder / 'data' / 'train.jsonl'}",
