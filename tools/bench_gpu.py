@@ -1,6 +1,6 @@
 """Measures training, inference, weight sync and rollout of a dense model on one GPU, and compares predicted memory.
 
-    python -m tools.bench_gpu [--output benchmarks/h200.md] [--measured h200.json] [--repeats 5] [--tiny]
+    python -m tools.bench_gpu [--output runs/bench_gpu.md] [--measured h200.json] [--repeats 5] [--tiny]
 
 The model has the shape of Qwen3-1.7B and random bf16 weights, so nothing is downloaded; `--model` names another
 config.json. Roles, engines and the weight sync are those of a job, on one rank; engines are SGLang's if it is
@@ -34,12 +34,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import PrefixStore
 
+from tools.update_profile import Row, offload_rows, update_rows
 from verl_mg import device
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.distributed.world import World
+from verl_mg.doctor.versions import installed_versions
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
@@ -68,7 +70,6 @@ TINY_SHAPE = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-Row = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,9 @@ def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
         ratio = peak[0] / planned.totals[0]
         yield "peak memory of the updates", f"{peak[0] / GIB:.2f} GiB, {ratio:.2f} of the prediction"
         yield "... reserved by torch", f"{peak[1] / GIB:.2f} GiB"
+    if not recompute:
+        yield from update_rows(lambda: dict(actor.update(rows, policy_loss, "token-mean")))
+        yield from offload_rows(actor, bench.repeats)
 
 
 def rollout_part(bench: Bench) -> Iterator[Row]:
@@ -352,8 +356,7 @@ def _hardware() -> Iterator[str]:
         properties = torch.cuda.get_device_properties(device.current_device())
         yield f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
     yield f"{os.cpu_count()} cores of {machine.machine()}, {torch.get_num_threads()} threads"
-    engine = "transformer_engine" if importlib.util.find_spec("transformer_engine") else "no transformer_engine"
-    yield f"torch {torch.__version__}, {engine}"
+    yield ", ".join(f"{name} {version}" for name, version in installed_versions().items())
 
 
 if __name__ == "__main__":

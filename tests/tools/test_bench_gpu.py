@@ -24,11 +24,15 @@ def test_bench_gpu_tiny_reports_every_part(tmp_path: Path) -> None:
         r"bf16 product of 128 x 128 matrices \| [\d.e+-]+ TFLOP/s",
         r"inference pass \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
         r"update \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
+        r"in an update: \S.* \| [\d.]+% of [\d.]+ s",
+        r"offload to the host \| [\d.e+-]+ GB/s",
+        r"offload to the device \| [\d.e+-]+ GB/s",
         r"memory that the plan predicts \| \d+\.\d\d GiB \(weights",
         r"weight sync \| \d+\.\d{4} s, [\d.e+-]+ GB/s of weights",
         r"rollout, engine hf \| \d+ tokens/s \(4 samples of 8 tokens",
     ):
         assert re.search(rf"^\| {row}", text, re.M), row
+    assert re.search(r"^- .*torch 2\.\d+.*, NCCL .*, megatron-core 0\.\d+", text, re.M)
     assert "failed" not in text and str(tmp_path) not in text
     assert read_hardware_profile(measured).keys() == {"flops", "memory_bandwidth"}
 
