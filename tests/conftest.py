@@ -11,12 +11,15 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# torch asks the driver whether there are GPUs. If it asked CUDA, processes forked from this one could not use them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.fake_cuda import FakeCudaProcess
+from tests.machine import Machine
 from tests.rank_pool import RankPool
 from verl_mg.sandbox import run_python
 
@@ -53,10 +56,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the `nightly` tests unless -m names them, and with --quick those that need processes."""
+    """Deselect `nightly` and `gpu` tests unless -m names them, and with --quick those that need processes."""
     deselected: set[pytest.Item] = set()
-    if "nightly" not in config.option.markexpr:
-        deselected.update(item for item in items if item.get_closest_marker("nightly"))
+    for marker in ("nightly", "gpu"):
+        if marker not in config.option.markexpr:
+            deselected.update(item for item in items if item.get_closest_marker(marker))
     if config.option.quick:
         deselected.update(item for item in items if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())))
     # Slow files first, so that no test process is left with one of them at the end.
@@ -70,14 +74,16 @@ def _is_pure(item: pytest.Item) -> bool:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the ranks when the test modules are known and nothing has run yet, so that no thread is copied."""
-    if not session.config.option.quick:
+    machine = Machine.this()
+    machine.set_variables()
+    if not session.config.option.quick and not machine.gpus:
         _use_warm_starts_for_sglang()
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         for module in ("verl_mg.job.job", "verl_mg.run.loop", *IMPORTED_BY_RANKS):  # once here, not once a rank
             importlib.import_module(module)
 
-        pool = session.config.stash[_POOL] = RankPool(8)
-        if not session.config.option.collectonly:
+        pool = session.config.stash[_POOL] = RankPool(machine)
+        if not session.config.option.collectonly and not machine.gpus:
             pool.start()
 
 

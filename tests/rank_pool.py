@@ -1,15 +1,19 @@
-"""Ranks that live for the whole test session, each a process forked once and joined into groups of any size.
+"""Ranks that live for the whole test session, each a process started once and joined into groups of any size.
 
     def work(x): return dist.get_rank() + x        # runs on every rank, a default group is initialised
     ranks.run(4, work, 10) == [10, 11, 12, 13]
 
-A rank that raises fails the test with its own traceback; the others are not waited for but replaced.
+A rank that raises fails the test with its own traceback; the others are not waited for but replaced. Ranks on the CPU
+are forked. Ranks with GPUs are spawned: CUDA does not survive a fork of a process that has used it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
+import os
+import signal
 import tempfile
 import time
 import traceback
@@ -18,15 +22,21 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.machine import Machine
+from verl_mg import device
 from verl_mg.distributed.gloo import share_event_loop
+from verl_mg.distributed.world import init_process_group
 
 if TYPE_CHECKING:
     from verl_mg.roles.context import JobContext
 
 TIMEOUT_S = 500
+STACKS_S = 2
+"""Seconds in which late ranks write their stacks."""
 
 
 class RankError(AssertionError):
@@ -34,42 +44,54 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Up to `size` ranks, forked at the first use so that they know the test modules."""
+    """Up to `size` ranks, or all of the machine, started at the first use so that forked ones know the test modules."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, machine: Machine, size: int | None = None) -> None:
+        self._machine, self._size = machine, size or machine.ranks
+        self.timeout_s: float = TIMEOUT_S
         self._stores = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._runs = 0
         self._workers: list[tuple[multiprocessing.Process, Connection]] = []
 
     def start(self) -> None:
-        """Fork the ranks."""
-        context = multiprocessing.get_context("fork")
-        for _ in range(self._size):
+        """Fork or spawn the ranks."""
+        context = multiprocessing.get_context("spawn" if self._machine.gpus else "fork")
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._stacks(rank)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
 
     def run(self, ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`work(*arguments)` on each of `ranks` ranks; their results in rank order."""
+        """`work(*arguments)` on each of `ranks` ranks; their results in rank order.
+
+        Skips the test on a machine that has fewer.
+        """
+        if ranks > self._size:
+            pytest.skip(f"{ranks} ranks: {self._machine.why_no_more}")
         if not self._workers:
             self.start()
         self._runs += 1
         store = self._stores / str(self._runs)
+        try:
+            return self._run(ranks, store, work, arguments)
+        except BaseException:  # also where the test is ended because it takes too long
+            self.stop()
+            raise
+
+    def _run(self, ranks: int, store: Path, work: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         pipes = [pipe for _, pipe in self._workers[:ranks]]
         for rank, pipe in enumerate(pipes):
             pipe.send((str(store), rank, ranks, work, arguments))
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self.timeout_s
         while len(results) < ranks:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
             ready = wait(waiting, timeout=max(0, deadline - time.monotonic()))
             if not ready:
-                self.stop()
                 late = [r for r in range(ranks) if r not in results]
-                raise RankError(f"ranks {late} did not finish in {TIMEOUT_S} s")
+                raise RankError(f"ranks {late} did not finish in {self.timeout_s} s\n{self._stacks_of(late)}")
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:
@@ -77,13 +99,22 @@ class RankPool:
                 except EOFError:
                     ok, value = False, "the process died"
                 if not ok:
-                    self.stop()
                     raise RankError(f"rank {rank} of {ranks}: {value}")
                 results[rank] = value
         return [results[rank] for rank in range(ranks)]
 
+    def _stacks(self, rank: int) -> Path:
+        return self._stores / f"stacks-{rank}"
+
+    def _stacks_of(self, late: list[int]) -> str:
+        """Where each late rank is."""
+        for rank in late:
+            os.kill(self._workers[rank][0].pid or 0, signal.SIGUSR2)
+        time.sleep(STACKS_S)
+        return "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in late)
+
     def stop(self) -> None:
-        """End all ranks; the next run forks new ones."""
+        """End all ranks; the next run starts new ones."""
         for process, pipe in self._workers:
             process.kill()
             process.join()
@@ -103,7 +134,8 @@ def job_context() -> JobContext:
     return JobContext.create(job_store())
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, stacks: Path) -> None:
+    faulthandler.register(signal.SIGUSR2, stacks.open("w"))
     torch.set_num_threads(1)
     share_event_loop()
     gc.freeze()  # what was imported before the fork need not be looked through again
@@ -113,12 +145,16 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+            if torch.cuda.is_available():
+                os.environ["LOCAL_RANK"] = str(rank)
+                device.set_default_variables()
+            init_process_group(dist.FileStore(store, ranks), rank, ranks)
             value = work(*arguments)
             dist.barrier()
             dist.destroy_process_group()
             # Models and optimizers are cycles, and the groups that they hold have threads until they go.
             gc.collect()
+            device.release_unused_memory()
             pipe.send((True, value))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
-import torch
 
 from tests import warm_start
+from verl_mg import device
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.models.hf_config import read_config
@@ -26,9 +26,10 @@ def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:
     layout, held = engine.settings.layout, []
     for rank in range(layout.ranks):
         shards = weight_table(read_config(model)).sglang(layout, rank)
-        held.append(Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu")))
+        dtypes = dict.fromkeys(shards, engine.settings.dtype)
+        held.append(Staging(shards, dtypes, device.current_device()))
         with CheckpointReader(ModelDirectory.find(model)) as reader:
-            load_shards(reader, shards, held[-1].tensors)
+            load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
     engine.begin_update()
     engine.loaded(engine.load([staging.payload() for staging in held], version))
     engine.end_update(version)

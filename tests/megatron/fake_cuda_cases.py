@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.cuda_tensors import CUDA, CudaTensor, FakeCuda
+from tests.megatron import training
 from tests.tiny_models import random_rows
 from verl_mg import device
 from verl_mg.algorithms.aggregation import MODES, aggregate
@@ -103,6 +104,13 @@ def train(fake: FakeCuda, model: Path, layout: str, ranks: int, rank: int, recom
     trained.grad_norm = metrics["grad_norm"]
     trained.changed = sum(not torch.equal(weight, before[name]) for name, weight in runner.parameters().items())
     return trained
+
+
+def two_steps(_: FakeCuda, model: Path) -> training.Trained:
+    """What tests/gpu does on GPUs, in float32."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    device.group_backend = lambda: "fake"
+    return training.train(model, "tp1", rows_of(model))
 
 
 def losses(fake: FakeCuda) -> dict[str, list[tuple[str, str]]]:

@@ -11,6 +11,7 @@ import torch
 
 from tests.fake_cuda import FakeCudaProcess, recorded_cuda_calls
 from tests.megatron import fake_cuda_cases as cases
+from tests.megatron.training import assert_equal, train_in_plain_torch
 from tests.tiny_models import LATENT, MIXTURES, VARIANTS, oracle, oracle_outputs, tiny_model
 
 LAYERS = 2
@@ -73,6 +74,15 @@ def test_train_mixture_on_cuda_waits_only_in_megatrons_permute(
     }
     assert trained.for_a_micro_batch("megatron") <= Counter(permitted)
     assert_like_transformers(trained, models["qwen3_moe"])
+
+
+def test_two_steps_in_float32_on_cuda_equal_transformers(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Results arrive in host memory. Gemma 2: the fake GPU has no kernel of attention in float32."""
+    trained = fake_cuda.run(cases.two_steps, models["gemma2"])
+    rows = cases.rows_of(models["gemma2"])
+    assert_equal([trained], train_in_plain_torch(oracle(models["gemma2"]), rows, tmp_path), 2e-5)
 
 
 def test_losses_on_cuda_need_no_wait(fake_cuda: FakeCudaProcess) -> None:

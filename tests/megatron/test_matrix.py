@@ -4,30 +4,13 @@ from functools import cache
 
 import pytest
 
+from tests.megatron.layout_models import MODELS, make_model
 from tests.megatron.training import assert_equal, one_rank, train
-from tests.tiny_models import CHARACTERS, VARIANTS, random_rows
+from tests.tiny_models import random_rows
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.tiny_model import make_tiny_model
 
 RANKS, ROWS = 8, 12
 
-MODELS = {
-    # 6 layers: four chunks are uneven; key-value heads are fewer than heads.
-    "dense": {"architecture": "qwen3", "layers": 6, "kv_heads": 4, "head_dim": 12},
-    # 9 layers, so that eight chunks are uneven; the last stage has an embedding of its own.
-    "tied": {"architecture": "qwen2", "layers": 9, "kv_heads": 8, "tie_embeddings": True},
-    "mixture": {"architecture": "qwen3_moe", "layers": 5, "kv_heads": 4, "experts": 8},
-    # One layer without experts, shared experts beside the others; smaller weights, that rounding grows less.
-    "latent": {
-        "architecture": "deepseek_v3",
-        "layers": 5,
-        "head_dim": 8,
-        "init_std": 0.1,
-        **VARIANTS["deepseek_v3"],
-        "q_rank": 16,
-    },
-    "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
-}
 # Each dimension of parallelism and each kind of layer once, recomputation included.
 LAYOUTS = [
     ("dense", "cp8", False),
@@ -96,10 +79,7 @@ def with_nightly(cases, nightly):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    common = {"characters": CHARACTERS, "hidden": 32, "heads": 8, "ffn": 64, "max_positions": 64, "init_std": 0.2}
-    return {
-        name: make_tiny_model(folder / name, **common | fields, perturb=True, seed=3) for name, fields in MODELS.items()
-    }
+    return {name: make_model(folder / name, name) for name in MODELS}
 
 
 @pytest.fixture(scope="module")

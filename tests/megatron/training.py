@@ -80,11 +80,17 @@ def _loss(logprobs: Tensor, entropy: Tensor, whole: Tensor, advantages: Tensor) 
 
 
 def train(
-    model: Path, layout: str, rows: Batch, recompute: bool = False, head: Head = "language", hidden_offset: int = 1
+    model: Path,
+    layout: str,
+    rows: Batch,
+    recompute: bool = False,
+    head: Head = "language",
+    hidden_offset: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> Trained:
-    """On this rank; every rank is given all rows."""
+    """On this rank and its device; every rank is given all rows."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    runner = ModelRunner(model, groups, torch.float32, recompute, head, hidden_offset)
+    runner = ModelRunner(model, groups, dtype, recompute, head, hidden_offset)
     assert_built(runner, Layout.parse(layout).fit(dist.get_world_size()), recompute)
     share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
     local = _with_experts_of_stage(rows, runner)
@@ -143,7 +149,7 @@ def _outputs(runner: ModelRunner, micro_batches: list[Batch], share: list[list[i
     logits = _watch_logits(runner)
 
     def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return output.sum(), {"output": torch.cat([output, *logits]).clone()}
+        return output.sum(), {"output": torch.cat([output, *logits]).to("cpu", copy=True)}
 
     with torch.no_grad():
         reports = runner.run(micro_batches, TEMPERATURE, report, forward_only=True)
@@ -191,7 +197,7 @@ def gradients_here(runner: ModelRunner) -> Parts:
 def _parts(runner: ModelRunner, values: dict[str, Tensor]) -> Parts:
     shards = runner.shard_map().shards(dist.get_rank())
     return [
-        (piece.tensor, piece.source, values[name][slices(piece.target)].detach().clone())
+        (piece.tensor, piece.source, values[name][slices(piece.target)].detach().to("cpu", copy=True))
         for name, shard in shards.items()
         if name in values
         for piece in shard.pieces

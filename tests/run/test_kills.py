@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import Machine
 from tests.rank_pool import RankError, RankPool
 from tests.run.killed_ppo import WRITING
 from tests.run.resumed_jobs import job
@@ -32,7 +33,7 @@ def run(inputs):
     """A job on two ranks of its own, which may die."""
 
     def started(output: Path, iterations: int) -> None:
-        pool = RankPool(2)
+        pool = RankPool(Machine.this(), 2)
         try:
             pool.run(2, job, RECIPE, inputs, output, iterations, SETTINGS)
         finally:

@@ -58,16 +58,10 @@ class World:
         else:
             store, rank, size = HashStore(), 0, 1
         watchdog = RankWatchdog(rank, size, store, lambda: signals.stop_requested) if size > 1 else None
-        if torch.cuda.is_available():
-            torch.cuda.set_device(device.current_device())
         # With GPUs too: Adam with moments in host memory computes there, and the launcher sets OMP_NUM_THREADS=1.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         share_event_loop()
-        # Without device_id: with it each barrier would be NCCL's, and each new group a split of the job's communicator.
-        job_store = PrefixStore("job", store)
-        dist.init_process_group(device.backend(), timeout=GROUP_TIMEOUT, store=job_store, rank=rank, world_size=size)
-        if torch.cuda.is_available():
-            _create_communicator()
+        init_process_group(PrefixStore("job", store), rank, size)
         return cls(rank, size, store, signals, watchdog)
 
     def set_timeouts(self, job: JobConfig) -> None:
@@ -101,11 +95,22 @@ class World:
         raise error
 
 
-def _create_communicator() -> None:
-    """Makes NCCL create the communicator of all ranks, which it does in the first collective that they all enter.
+def init_process_group(store: Store, rank: int, size: int) -> None:
+    """Initializes the default process group on this rank's device; with GPUs, NCCL's communicator of all ranks too.
 
-    The first use would otherwise be the messages of a weight sync, in which some ranks have none: the others would wait
-    for them forever.
+    NCCL creates it in the first collective that all ranks enter. The first use would otherwise be the messages of a
+    weight sync, in which some ranks have none: the others would wait for them forever.
+
+    Args:
+        store: key-value store that the ranks share.
+        rank: global rank of this process.
+        size: number of ranks.
     """
-    dist.all_reduce(torch.zeros(1, device=device.current_device()))
-    torch.cuda.synchronize()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(device.current_device())
+    # Without device_id: with it each barrier would be NCCL's, and each new group a split of the job's communicator.
+    dist.init_process_group(device.backend(), timeout=GROUP_TIMEOUT, store=store, rank=rank, world_size=size)
+    if on_gpu:
+        dist.all_reduce(torch.zeros(1, device=device.current_device()))
+        torch.cuda.synchronize()

@@ -1,0 +1,98 @@
+"""Tests for GPUs: their marker, their time limits, and a file with the outcome of each."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.machine import Machine
+from tests.rank_pool import RankPool
+
+FOLDER = Path(__file__).parent
+LIMIT_S = {"gpu": 90, "cpu": 500}
+"""Seconds of a test; one with the marker `timeout` has its own on GPUs."""
+STACKS_S = 10
+"""Seconds before a limit at which ranks are ended, so that the test can report where they were."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--outcomes", type=Path, help="append a JSON line to this file when a test starts and ends")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("outcomes", None)
+    if file is not None:
+        config.pluginmanager.register(Outcomes(file))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder before those with markers are deselected."""
+    on_gpus = bool(Machine.this().gpus)
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            own = item.get_closest_marker("timeout")
+            limit = own.args[0] if own and on_gpus else LIMIT_S["gpu" if on_gpus else "cpu"]
+            item.add_marker(pytest.mark.timeout(limit), append=False)
+
+
+class Outcomes:
+    """Writes what happened to each test at once, so that nothing is lost where the suite itself is ended."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def _write(self, test: str, outcome: str, reason: str = "") -> None:
+        line = {"name": test, "outcome": outcome, "seconds": self._seconds[test], "reason": reason}
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write(nodeid, "did not end")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+        if report.when == "call" or report.outcome != "passed":
+            self._write(report.nodeid, report.outcome, reason_of(report))
+
+
+def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why a test was skipped or failed, in one line."""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = [line for line in (crash.message if crash else str(report.longrepr or "")).splitlines() if line.strip()]
+    # A rank's message is its traceback, which ends with the error.
+    return "".join(lines[:1]) if len(lines) < 2 or "Traceback" not in lines[0] else f"{lines[0]} {lines[-1]}"
+
+
+@pytest.fixture(scope="session")
+def machine() -> Machine:
+    """Where the tests run."""
+    return Machine.this()
+
+
+@pytest.fixture(autouse=True)
+def limited_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks end before their test does."""
+    if "ranks" not in request.fixturenames:
+        yield
+        return
+    pool: RankPool = request.getfixturevalue("ranks")
+    before, marker = pool.timeout_s, request.node.get_closest_marker("timeout")
+    pool.timeout_s = marker.args[0] - STACKS_S
+    yield
+    pool.timeout_s = before
+
+
+@pytest.fixture
+def on_gpu(machine: Machine) -> None:
+    """Skips the test on the CPU; the test's docstring says what is missing there."""
+    if not machine.gpus:
+        pytest.skip("there is no GPU")

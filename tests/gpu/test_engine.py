@@ -1,0 +1,115 @@
+"""A real SGLang engine on the device: weights that are brought to it, and its memory while it sleeps."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.machine import Machine
+from tests.rank_pool import RankPool
+from tests.sglang_engines import bring_weights
+from tests.traces import needs_sglang
+from verl_mg import device
+from verl_mg.layout import EngineLayout
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout.engine import Request, Sample, Sampling
+from verl_mg.rollout.sglang import EngineSettings, SGLangEngine
+
+START_S = 400
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
+REQUESTS = [Request(10 + i, (6 + i % 8, 7, 9, 11), i) for i in range(6)]
+SHARE = 0.3
+"""Share of the device's memory for weights and key-value cache."""
+
+
+@dataclass
+class Served:
+    """Results on the rank.
+
+    answers: of the first model, of the second one, and of the second one after the engine has slept; free: bytes of the
+    device that nobody has while the engine is awake and asleep, and in all; 0 on the CPU.
+    """
+
+    answers: list[list[Sample]]
+    free: list[int]
+
+
+def served(models: list[Path], folder: Path) -> Served:
+    """Two updates; then the engine sleeps, training takes the memory and returns it, and the engine wakes."""
+    on_gpu = device.current_device().type == "cuda"
+    settings = EngineSettings(
+        layout=EngineLayout(),
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        max_running=16,
+        max_positions=128,
+        memory_fraction=SHARE,
+        first_gpu=device.current_device().index or 0,
+    )
+    engine = SGLangEngine(models[0], settings, folder / "0.log")
+    try:
+        answers = []
+        for version, model in enumerate(models, start=1):
+            bring_weights(engine, model, version)
+            answers.append(engine.generate(REQUESTS, GREEDY))
+        free = [_free()]
+        engine.sleep()
+        free += [_free(), device.total_memory() or 0]
+        if on_gpu:
+            torch.empty(int(0.9 * free[1]), dtype=torch.uint8, device="cuda").fill_(1)
+            device.release_unused_memory()
+        engine.wake(weights=True, kv=False)
+        bring_weights(engine, models[-1], len(models) + 1)
+        engine.wake(weights=False, kv=True)
+        answers.append(engine.generate(REQUESTS, GREEDY))
+        return Served(answers, free)
+    finally:
+        engine.close()
+
+
+def _free() -> int:
+    device.release_unused_memory()
+    return device.free_memory() or 0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two, with heads of a width that the kernels of every engine have."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512, "max_positions": 128}
+    return [
+        make_tiny_model(
+            folder / str(seed), "qwen3", characters="abcdefgh", init_std=0.1, perturb=True, seed=seed, **sizes
+        )
+        for seed in range(2)
+    ]
+
+
+@needs_sglang
+@pytest.mark.timeout(START_S)
+def test_engine_serves_the_last_weights_and_sleeps_without_memory(
+    ranks: RankPool, machine: Machine, tmp_path: Path, models: list[Path]
+) -> None:
+    (found,) = ranks.run(1, served, models, tmp_path)
+    for model, samples in zip([*models, models[-1]], found.answers, strict=True):
+        assert_from(model, samples, half=bool(machine.gpus))
+    assert [sample.tokens for sample in found.answers[0]] != [sample.tokens for sample in found.answers[1]]
+    assert [sample.tokens for sample in found.answers[1]] == [sample.tokens for sample in found.answers[2]]
+    if machine.gpus:
+        awake, asleep, total = found.free
+        assert asleep - awake > 0.8 * SHARE * total
+
+
+def assert_from(model: Path, samples: list[Sample], half: bool) -> None:
+    """Log-probs are those of `transformers` with float32 weights, and so are greedy answers in float32."""
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    errors = []
+    for request, sample in zip(REQUESTS, samples, strict=True):
+        scores = whole(torch.tensor([[*request.prompt, *sample.tokens]])).logits[0].log_softmax(-1)
+        scores = scores[len(request.prompt) - 1 : -1]
+        own = scores.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        errors.append((torch.tensor(sample.logprobs) - own).abs())
+        assert half or sample.tokens == tuple(scores.argmax(-1).tolist())
+    error = torch.cat(errors)
+    assert error.mean() < (0.05 if half else 1e-4) and error.max() < (0.5 if half else 1e-3)

@@ -1,0 +1,51 @@
+"""Waits of the host for the GPU in one micro-batch, as CUDA itself reports them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.megatron.layout_models import make_model
+from tests.rank_pool import RankPool
+from tests.tiny_models import random_rows
+from tools.bench_gpu import policy_loss
+from tools.update_profile import host_waits
+from verl_mg.config import OptimizerConfig
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.trainer import Trainer
+from verl_mg.models.hf_config import read_config
+
+HEAD_DIM = 16
+PERMUTE = 4
+"""Waits that megatron-core's permutation of tokens may have in a layer, as in tests/megatron/test_fake_cuda.py."""
+
+
+def waits_for_a_micro_batch(model: Path) -> int:
+    """More waits of an update with two micro-batches than of one with one."""
+    runner = ModelRunner(model, ParallelGroups(Placement.on(Layout(), 1)), torch.bfloat16)
+    trainer = Trainer(runner, OptimizerConfig())
+    rows = random_rows(6, read_config(model).vocab)
+    rows["old_logprobs"] = rows["noise"]
+
+    def update(count: int) -> Callable[[], object]:
+        return lambda: trainer.update([rows] * count, 1.0, policy_loss, "seq-mean-token-mean", 6.0, 50)
+
+    update(2)()  # what is compiled and allocated at the first use
+    one, two = (host_waits(update(count)) for count in (1, 2))
+    assert one > 0, "the copy of the metrics is not reported"
+    return two - one
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_update_of_dense_model_waits_for_no_micro_batch(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(1, waits_for_a_micro_batch, make_model(tmp_path / "m", "dense", head_dim=HEAD_DIM)) == [0]
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_update_of_mixture_waits_only_in_permutation(ranks: RankPool, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m", "mixture", head_dim=HEAD_DIM)
+    (waits,) = ranks.run(1, waits_for_a_micro_batch, model)
+    assert waits <= PERMUTE * read_config(model).layers

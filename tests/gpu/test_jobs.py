@@ -1,0 +1,119 @@
+"""Whole jobs under the launcher, on all ranks: they learn, repeat bitwise, and resume; and the quickstart."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests import warm_start
+from tests.launched import ended, started, torchrun
+from tests.machine import Machine
+from tests.tiny_jobs import DIGITS, Metrics, files_of, metrics_of, write_sums
+from tests.tiny_models import tiny_model
+from tests.traces import needs_sglang
+from verl_mg import quickstart as quickstart_module
+from verl_mg.quickstart import accuracies, quickstart
+
+JOB_S = 300
+RANKS_ON_CPU, ITERATIONS = 4, 4
+REHEARSED = {
+    "sft_overrides": ["job.iterations=2", "algorithm.examples_per_iteration=8"],
+    "grpo_overrides": [
+        *("job.iterations=2", "algorithm.prompts_per_iteration=4", "algorithm.group_size=2"),
+        "evaluation.prompts=8",
+    ],
+}
+GRPO = [
+    *("algorithm.prompts_per_iteration=16", "algorithm.group_size=4", "rollout.max_new_tokens=6"),
+    *("actor.optimizer.lr=1e-2", "checkpoint.every=2"),
+]
+Run = Callable[..., Metrics]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, prompts, and a reward that it can earn."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_model(folder / "model", "qwen3", layers=2)
+    write_sums(folder)
+    (folder / "reward.py").write_text(DIGITS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(machine: Machine, inputs: Path) -> Run:
+    """A function: recipe, folder, overrides -> the run's metrics after so many iterations."""
+
+    def job(recipe: str, output: Path, *overrides: str, iterations: int = ITERATIONS, ranks: int = 0) -> Metrics:
+        count = ranks or (machine.ranks if machine.gpus else RANKS_ON_CPU)
+        reward = [] if recipe == "sft" else [f"reward.function={inputs / 'reward.py'}:digits", *GRPO]
+        settings = [*files_of(inputs, output), f"job.iterations={iterations}", *reward, *overrides]
+        command = [*torchrun(count), "-m", "verl_mg", "train", f"recipes/{recipe}.py", *settings]
+        # A warm start forks a process that has imported torch.
+        with started(command, warm=not machine.gpus) as launcher:
+            code, _, err = ended(launcher, JOB_S)
+        assert code == 0, err
+        return metrics_of(output)
+
+    return job
+
+
+@pytest.fixture(scope="module")
+def deterministic(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Metrics]:
+    """A function that returns the metrics of a whole run, which is made once."""
+    return cache(lambda: run("grpo", tmp_path_factory.mktemp("whole"), "job.deterministic=true"))
+
+
+@pytest.mark.timeout(JOB_S)
+def test_sft_job_on_all_ranks_lowers_its_loss(run: Run, tmp_path: Path) -> None:
+    settings = ("algorithm.examples_per_iteration=16", "actor.optimizer.lr=1e-2", "checkpoint.every=0")
+    losses = [line["actor/loss"] for line in run("sft", tmp_path, *settings, iterations=12) if "actor/loss" in line]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.timeout(2 * JOB_S)
+def test_deterministic_job_run_twice_is_bitwise_identical(
+    run: Run, deterministic: Callable[[], Metrics], tmp_path: Path
+) -> None:
+    first = deterministic()
+    assert len(first) > ITERATIONS - 1 and first[-1]["actor/grad_norm"] > 0
+    assert run("grpo", tmp_path, "job.deterministic=true") == first
+
+
+@pytest.mark.timeout(3 * JOB_S)
+def test_resumed_job_is_bitwise_identical_to_whole_one(
+    run: Run, deterministic: Callable[[], Metrics], tmp_path: Path
+) -> None:
+    whole = deterministic()
+    assert len(run("grpo", tmp_path, "job.deterministic=true", iterations=2)) < len(whole)
+    assert run("grpo", tmp_path, "job.deterministic=true") == whole
+
+
+@needs_sglang
+@pytest.mark.timeout(2 * JOB_S)
+def test_job_with_sglang_engines_agrees_with_them(run: Run, machine: Machine, tmp_path: Path) -> None:
+    """Log-probs of the engines are those of training, before and after updates."""
+    if not machine.gpus:
+        pytest.skip("tests/roles has such a job with engines on the CPU")
+    folder = tmp_path / "inputs"
+    heads = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512}
+    quickstart_module.make_tiny_model(folder / "model", "qwen3", init_std=0.06, **heads)
+    settings = [f"model.path={folder / 'model'}", "actor.offload=true", "rollout.engine=sglang"]
+    metrics = run("grpo", tmp_path / "run", *settings, ranks=machine.gpus)
+    assert all(line["mismatch/mean_abs"] < 0.05 for line in metrics if "mismatch/mean_abs" in line)
+
+
+@pytest.mark.timeout(3 * JOB_S)
+def test_quickstart_raises_accuracy(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if machine.gpus:
+        quickstart(str(tmp_path))
+    else:
+        warm = warm_start.shared()
+        monkeypatch.setattr(quickstart_module.sys, "executable", warm.python)
+        monkeypatch.setenv("PYTHON_EXEC", warm.python)
+        quickstart(str(tmp_path), **REHEARSED)
+    before, after = accuracies(tmp_path / "grpo" / "metrics.jsonl")
+    assert json.loads((tmp_path / "grpo" / "model" / "config.json").read_text())["model_type"] == "qwen3"
+    assert after > before + 0.2 if machine.gpus else 0 <= after <= 1

@@ -1,0 +1,114 @@
+"""Training on the devices: outputs, gradients and two steps under every kind of layout, against `transformers`."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.machine import Machine
+from tests.megatron.layout_models import MODELS, make_model
+from tests.megatron.training import Expected, Trained, assembled, assert_equal, train, train_in_plain_torch
+from tests.rank_pool import RankPool
+from tests.tiny_models import oracle, random_rows
+from verl_mg.layout import Layout
+from verl_mg.models.hf_config import read_config
+
+ROWS = 12
+# (model, layout, recomputation); first those of one and two ranks.
+CASES = [
+    ("dense", "tp1", False),
+    ("mixture", "tp1", True),
+    ("latent", "tp1", False),
+    ("capped", "tp1", False),
+    ("dense", "tp2", False),
+    ("dense", "cp2", True),
+    ("dense", "pp2-vpp3", False),
+    ("mixture", "ep2", False),
+    ("mixture", "tp2-ep2-etp1", False),
+    ("latent", "cp2", False),
+    ("latent", "tp2-ep2-etp1", True),
+    ("tied", "tp2-pp2", False),
+    ("capped", "tp2-pp2-vpp2", False),
+    ("mixture", "tp2-ep1-etp2", False),
+    ("dense", "tp2-cp2-pp2-vpp3", True),
+    ("dense", "cp8", False),
+    ("tied", "pp8", False),
+    ("mixture", "tp2-pp2-vpp2-ep2", True),
+    ("mixture", "tp4-ep2-etp2", False),
+    ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
+]
+# Widths of heads that the kernels of half precision have.
+HALF_CASES = [
+    ("dense", "tp1"),
+    ("mixture", "tp1"),
+    ("latent", "tp1"),
+    ("dense", "tp2-cp2"),
+    ("mixture", "tp2-ep2-etp1"),
+    ("latent", "pp2-ep2"),
+]
+HALF_HEAD_DIM = 16
+Oracle = Callable[[Path], Expected]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    half = {f"half {name}": make_model(folder / f"half-{name}", name, head_dim=HALF_HEAD_DIM) for name, _ in HALF_CASES}
+    return half | {name: make_model(folder / name, name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """What `transformers` computes on the CPU in float32."""
+
+    @cache
+    def of(model: Path) -> Expected:
+        rows = random_rows(ROWS, read_config(model).vocab)
+        return train_in_plain_torch(oracle(model), rows, tmp_path_factory.mktemp("oracle"))
+
+    return of
+
+
+def trained_on_all(ranks: RankPool, machine: Machine, model: Path, layout: str, *options: object) -> list[Trained]:
+    """On as many ranks as the layout can use."""
+    smallest = Layout.parse(layout).ranks
+    count = max(machine.ranks // smallest, 1) * smallest
+    return ranks.run(count, train, model, layout, random_rows(ROWS, read_config(model).vocab), *options)
+
+
+@pytest.mark.parametrize(("name", "layout", "recompute"), CASES)
+def test_train_in_float32_on_devices_equals_transformers(
+    ranks: RankPool,
+    machine: Machine,
+    models: dict[str, Path],
+    expected: Oracle,
+    name: str,
+    layout: str,
+    recompute: bool,
+) -> None:
+    results = trained_on_all(ranks, machine, models[name], layout, recompute)
+    assert_equal(results, expected(models[name]), 1e-4)
+
+
+@pytest.mark.parametrize(("name", "layout"), HALF_CASES)
+def test_train_in_bfloat16_on_devices_is_near_transformers(
+    ranks: RankPool, machine: Machine, models: dict[str, Path], expected: Oracle, name: str, layout: str
+) -> None:
+    model = models[f"half {name}"]
+    options = (False, "language", 1, torch.bfloat16)
+    assert_near(trained_on_all(ranks, machine, model, layout, *options), expected(model))
+
+
+def assert_near(results: Sequence[Trained], wanted: Expected) -> None:
+    """Log-probs differ by the rounding of bfloat16, and so does the direction of the gradient."""
+    outputs = {row: output for result in results for row, output in result.outputs.items()}
+    assert outputs.keys() == set(range(len(wanted.outputs)))
+    error = torch.cat([(outputs[row][0] - output[0]).abs() for row, output in enumerate(wanted.outputs)])
+    assert error.mean() < 0.05 and error.max() < 0.5
+    found = assembled([part for result in results for part in result.gradients])
+    pairs = [(found[name].flatten(), gradient.flatten()) for name, gradient in wanted.gradients.items()]
+    ours, theirs = (torch.cat(side) for side in zip(*pairs, strict=True))
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.97
+    assert all(result.norms[0] == pytest.approx(wanted.norms[0], rel=0.1) for result in results)

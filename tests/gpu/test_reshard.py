@@ -1,0 +1,50 @@
+"""Weights moved between layouts by messages between devices, against the cut of the whole model."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.machine import Machine
+from tests.random_models import config
+from tests.rank_pool import RankPool
+from tests.reshard.moves import CASES, RANKS, cast, move, move_all
+from verl_mg.layout import Layout, Placement
+from verl_mg.reshard.schedule import BUCKET_BYTES
+from verl_mg.sharding.weight_table import weight_table
+
+SMALL_BUCKET, FAMILY = 4000, "qwen3"
+
+
+def between_two(source: str, target: str) -> list[str]:
+    """Wrong parameters after a move between layouts of Megatron on all ranks."""
+    table, ranks = weight_table(config(FAMILY)), dist.get_world_size()
+    held = (table.shard_map_megatron(Placement.on(Layout.parse(layout), ranks)) for layout in (source, target))
+    return move(config(FAMILY), *held, ranks, SMALL_BUCKET)
+
+
+def between_two_of_many() -> list[str]:
+    """The same from rank 0 to rank 1; the others have no message."""
+    table = weight_table(config(FAMILY))
+    source, target = (table.shard_map_replicated((rank,)) for rank in range(2))
+    return move(config(FAMILY), source, target, dist.get_world_size(), SMALL_BUCKET)
+
+
+@pytest.mark.parametrize(("source", "target"), [("tp2", "pp2"), ("pp2", "tp2"), ("tp1", "pp2")])
+def test_reshard_between_two_devices_is_bitwise_equal(ranks: RankPool, source: str, target: str) -> None:
+    assert ranks.run(2, between_two, source, target) == [[]] * 2
+
+
+def test_reshard_with_silent_ranks_ends(ranks: RankPool, machine: Machine) -> None:
+    """NCCL would wait for them if this were the first time that ranks meet."""
+    count = max(machine.ranks, 3)
+    assert ranks.run(count, between_two_of_many) == [[]] * count
+
+
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(("node", "bucket_bytes"), [(RANKS, BUCKET_BYTES), (2, SMALL_BUCKET)])
+def test_reshard_on_devices_is_bitwise_equal(ranks: RankPool, family: str, node: int, bucket_bytes: int) -> None:
+    assert ranks.run(RANKS, move_all, family, node, bucket_bytes) == [[]] * RANKS
+
+
+def test_reshard_on_devices_casts_before_sending_except_float32_router_bias(ranks: RankPool) -> None:
+    for full, half, same, exact in ranks.run(RANKS, cast):
+        assert full == 2 * half and same and exact

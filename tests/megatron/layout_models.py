@@ -1,0 +1,31 @@
+"""Tiny models that 8 ranks can hold under every layout."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.tiny_models import CHARACTERS, VARIANTS
+from verl_mg.models.tiny_model import make_tiny_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    # 6 layers: four chunks are uneven; key-value heads are fewer than heads.
+    "dense": {"architecture": "qwen3", "layers": 6, "kv_heads": 4, "head_dim": 12},
+    # 9 layers, so that eight chunks are uneven; the last stage has an embedding of its own.
+    "tied": {"architecture": "qwen2", "layers": 9, "kv_heads": 8, "tie_embeddings": True},
+    "mixture": {"architecture": "qwen3_moe", "layers": 5, "kv_heads": 4, "experts": 8},
+    # One layer without experts, shared experts beside the others; smaller weights, that rounding grows less.
+    "latent": {
+        "architecture": "deepseek_v3",
+        "layers": 5,
+        "head_dim": 8,
+        "init_std": 0.1,
+        **VARIANTS["deepseek_v3"],
+        "q_rank": 16,
+    },
+    "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
+}
+
+
+def make_model(folder: Path, name: str, **changes: Any) -> Path:
+    """Makes weights large enough that every part of the network shows in the output."""
+    sizes = {"hidden": 32, "heads": 8, "ffn": 64, "max_positions": 64, "init_std": 0.2}
+    return make_tiny_model(folder, **sizes | MODELS[name] | changes, characters=CHARACTERS, perturb=True, seed=3)

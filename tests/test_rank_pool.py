@@ -1,0 +1,56 @@
+"""The pool of ranks on machines of other kinds, and what it says of ranks that hang."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.machine import MAX_RANKS, Machine
+from tests.rank_pool import RankError, RankPool
+
+
+def meet_or_hang() -> int:
+    if dist.get_rank() == 1:
+        time.sleep(99)
+    return dist.get_rank()
+
+
+def test_ranks_that_hang_are_named_with_their_stacks_and_replaced() -> None:
+    pool = RankPool(Machine(0, ()), 2)
+    try:
+        pool.timeout_s = 5
+        with pytest.raises(RankError, match=r"(?s)ranks \[0, 1\] did not finish in 5 s.*in barrier.*in meet_or_hang"):
+            pool.run(2, meet_or_hang)
+        assert pool.run(1, meet_or_hang) == [0]
+    finally:
+        pool.stop()
+
+
+@pytest.mark.nightly
+def test_ranks_of_machine_with_gpus_are_spawned_and_know_functions_of_tests() -> None:
+    pool = RankPool(Machine(1, (2, 30, 7)), 2)  # there is no GPU: they meet over gloo
+    try:
+        assert pool.run(2, dist.get_world_size) == [2, 2] and pool.run(1, meet_or_hang) == [0]
+    finally:
+        pool.stop()
+
+
+def test_more_ranks_than_gpus_skip_with_reason() -> None:
+    with pytest.raises(
+        pytest.skip.Exception, match="4 ranks: this machine has 2 GPUs, .* from NCCL 2.30.3 on; .* 2.27.7"
+    ):
+        RankPool(Machine(2, (2, 27, 7))).run(4, meet_or_hang)
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "shares"),
+    [
+        (Machine(0, ()), MAX_RANKS, False),
+        (Machine(1, (2, 27, 7)), 1, False),
+        (Machine(1, (2, 30, 7)), MAX_RANKS, True),
+        (Machine(8, (2, 27, 7)), MAX_RANKS, False),
+        (Machine(8, (2, 30, 7)), MAX_RANKS, False),
+    ],
+)
+def test_machine_with_new_nccl_has_several_ranks_for_each_gpu(machine: Machine, ranks: int, shares: bool) -> None:
+    assert (machine.ranks, machine.shares_gpus) == (ranks, shares)
