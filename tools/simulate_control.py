@@ -13,7 +13,7 @@ import argparse
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -38,8 +38,8 @@ from verl_mg.sharding.weight_table import WeightTable, weight_table
 
 CONFIG = Path(__file__).parent / "model_configs" / "deepseek_v3.json"
 NODE, ITEMSIZE = 8, 2
-MODELS = 3
-"""Actor, critic and reference."""
+TRAINED, FROZEN = 2, 1
+"""Actor and critic; reference."""
 HF_FILES = 163
 """Files of the published checkpoint."""
 PROMPTS, GROUP_SIZE, MINIBATCHES, TOKENS_PER_MICRO_BATCH = 128, 16, 4, 18432
@@ -84,7 +84,8 @@ class Figures:
     sync_messages: int = _figure("messages of a rank in a weight sync")
     store_requests: int = _figure("requests to the store in a second")
     files_at_start: int = _figure("files opened to load three models")
-    files_of_checkpoint: int = _figure("files opened to write a checkpoint and resume from it")
+    files_of_checkpoint: int = _figure("files opened to write a checkpoint and read it")
+    files_of_resume: int = _figure("files opened to load what checkpoints do not contain")
     row_mb_computed: int = _figure("MB of rows that a rank computes on in an iteration, mean")
     row_mb_received: int = _figure("MB of rows that a rank receives in an iteration")
     row_mb_sent: int = _figure("MB of rows that a rank sends in an iteration")
@@ -135,8 +136,9 @@ class SimulatedJob:
             sync_peers=max(map(len, sync.peers().values())),
             sync_messages=max(sync.epochs(ITEMSIZE, BUCKET_BYTES).messages().values()),
             store_requests=self._store_requests(),
-            files_at_start=self._files_at_start(),
+            files_at_start=self._files_of_models(self.table.tensor_index.tensors.keys()),
             files_of_checkpoint=OPENS_OF_RANK * self.ranks + OPENS_OF_RANK_0,
+            files_of_resume=self._files_of_models(self.table.router_biases),
             row_mb_computed=round(statistics.mean(rows.computed.values()) / 1e6),
             row_mb_received=round(max(rows.received.values()) / 1e6),
             row_mb_sent=round(max(rows.sent.values()) / 1e6),
@@ -149,14 +151,23 @@ class SimulatedJob:
         heartbeats = self.ranks * REQUESTS_PER_HEARTBEAT / heartbeat_seconds(self.ranks)
         return round(heartbeats + engines * REQUESTS_PER_POLL / poll_seconds(engines))
 
-    def _files_at_start(self) -> int:
-        """Returns the files that all ranks open to load the models: rank 0 the headers once, then readers for each."""
+    def _files_of_models(self, read_by_trained: Collection[str]) -> int:
+        """Returns the files that all ranks open in order to load the models.
+
+        Rank 0 opens the index, and each file for its header and for the fingerprint of the model in the sample files.
+
+        Args:
+            read_by_trained: tensors that actor and critic read; the reference reads all.
+        """
         shapes = {name: info.shape for name, info in self._source.tensors.items()}
         size = sum(math.prod(shape) for shape in shapes.values()) * ITEMSIZE
         files = split_by_size(shapes, ITEMSIZE, size // HF_FILES)
         file_of = {name: str(number) for number, names in enumerate(files) for name in names}
-        readers = ReaderShardMap(self._source, file_of)
-        return 1 + len(files) + MODELS * sum(map(len, readers.elements.values()))
+        trained = {name: file for name, file in file_of.items() if name in read_by_trained}
+        frozen_opens, trained_opens = (
+            sum(map(len, ReaderShardMap(self._source, chosen).elements.values())) for chosen in (file_of, trained)
+        )
+        return 1 + 2 * len(files) + FROZEN * frozen_opens + TRAINED * trained_opens
 
 
 class _RowTraffic:

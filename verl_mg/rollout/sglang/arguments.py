@@ -26,8 +26,14 @@ OF_THE_LAUNCHER = {
 OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 """Environment variables of a rank that are for training alone. SGLang's release of memory refuses `expandable_segments`
 of the allocator, and SGLang computes on more hardware queues than Megatron."""
-ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "none", "OMP_NUM_THREADS": "1"}
-"""Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used."""
+ON_CPU = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_NCCL_SO_PATH": "none",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used. To
+compile its few compiled functions takes each process longer than they ever save."""
 
 
 @dataclass(frozen=True, kw_only=True)
