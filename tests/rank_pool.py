@@ -47,7 +47,7 @@ class RankPool:
     """Up to `size` ranks, or all of the machine, started at the first use so that forked ones know the test modules."""
 
     def __init__(self, machine: Machine, size: int | None = None) -> None:
-        self._machine, self._size = machine, size or machine.ranks
+        self._machine, self.size, self.why_no_more = machine, size or machine.ranks, machine.why_no_more
         self.timeout_s: float = TIMEOUT_S
         self._stores = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._runs = 0
@@ -56,7 +56,7 @@ class RankPool:
     def start(self) -> None:
         """Fork or spawn the ranks."""
         context = multiprocessing.get_context("spawn" if self._machine.gpus else "fork")
-        for rank in range(self._size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self._stacks(rank)), daemon=True)
             process.start()
@@ -68,8 +68,8 @@ class RankPool:
 
         Skips the test on a machine that has fewer.
         """
-        if ranks > self._size:
-            pytest.skip(f"{ranks} ranks: {self._machine.why_no_more}")
+        if ranks > self.size:
+            pytest.skip(f"{ranks} ranks: {self.why_no_more}")
         if not self._workers:
             self.start()
         self._runs += 1

@@ -34,7 +34,7 @@ REQUIRED = {
     "hypothesis": "pytest pytest-timeout hypothesis",
 }
 """Modules without which no part runs, and what installs them."""
-QUICK = "dense-tp1 or mixture-tp1 or latent-tp1 or two_devices or silent or payload or offload or waits"
+QUICK = "meet or dense-tp1 or mixture-tp1 or latent-tp1 or two_devices or silent or payload or offload or waits"
 """Tests for a short lease of one GPU."""
 PARTS = ("verl-mg doctor", "tests/gpu", "tools/bench_gpu.py")
 NOT_ENDED = "did not end"

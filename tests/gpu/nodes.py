@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.megatron.layout_models import make_model
+from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tests.megatron.training import assert_equal, train, train_in_plain_torch
 from tests.random_models import config
 from tests.reshard.moves import move
@@ -44,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="nodes-") as folder:
         # Before ranks join: among several, `transformers` saves on one alone.
         for name in ("dense", "mixture"):
-            make_model(Path(folder) / name, name)
+            make_model(Path(folder) / name, name, head_dim=HALF_HEAD_DIM)
         write_sums(Path(folder))
         world = World.join()
         for name, case in cases(Path(folder), world).items():
@@ -106,7 +106,7 @@ def train_under(folder: Path, name: str, layout: str) -> list[str]:
 def sft_job(folder: Path, world: World, nodes: int) -> list[str]:
     """A short job whose stages are on different nodes lowers its loss."""
     settings = [
-        *(*files_of(folder, folder / "run"), f"model.path={folder / 'dense'}"),
+        *(*files_of(folder, folder / "run"), f"model.path={folder / 'dense'}", "model.dtype=bfloat16"),
         *("job.iterations=12", "checkpoint.every=0", "job.save=false", f"actor.layout=pp{nodes}"),
         *("algorithm.examples_per_iteration=16", "actor.optimizer.lr=1e-2"),
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron.layout_models import make_model
+from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tests.rank_pool import RankPool
 from tests.tiny_models import random_rows
 from tools.bench_gpu import policy_loss
@@ -18,7 +18,6 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.hf_config import read_config
 
-HEAD_DIM = 16
 PERMUTE = 4
 """Waits that megatron-core's permutation of tokens may have in a layer, as in tests/megatron/test_fake_cuda.py."""
 
@@ -41,11 +40,11 @@ def waits_for_a_micro_batch(model: Path) -> int:
 
 @pytest.mark.usefixtures("on_gpu")
 def test_update_of_dense_model_waits_for_no_micro_batch(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(1, waits_for_a_micro_batch, make_model(tmp_path / "m", "dense", head_dim=HEAD_DIM)) == [0]
+    assert ranks.run(1, waits_for_a_micro_batch, make_model(tmp_path / "m", "dense", head_dim=HALF_HEAD_DIM)) == [0]
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_update_of_mixture_waits_only_in_permutation(ranks: RankPool, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "m", "mixture", head_dim=HEAD_DIM)
+    model = make_model(tmp_path / "m", "mixture", head_dim=HALF_HEAD_DIM)
     (waits,) = ranks.run(1, waits_for_a_micro_batch, model)
     assert waits <= PERMUTE * read_config(model).layers

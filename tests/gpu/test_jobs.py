@@ -10,8 +10,9 @@ import pytest
 from tests import warm_start
 from tests.launched import ended, started, torchrun
 from tests.machine import Machine
+from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
+from tests.rank_pool import RankPool
 from tests.tiny_jobs import DIGITS, Metrics, files_of, metrics_of, write_sums
-from tests.tiny_models import tiny_model
 from tests.traces import needs_sglang
 from verl_mg import quickstart as quickstart_module
 from verl_mg.quickstart import accuracies, quickstart
@@ -36,21 +37,21 @@ Run = Callable[..., Metrics]
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, prompts, and a reward that it can earn."""
     folder = tmp_path_factory.mktemp("inputs")
-    tiny_model(folder / "model", "qwen3", layers=2)
+    make_model(folder / "model", "dense", head_dim=HALF_HEAD_DIM)
     write_sums(folder)
     (folder / "reward.py").write_text(DIGITS)
     return folder
 
 
 @pytest.fixture(scope="module")
-def run(machine: Machine, inputs: Path) -> Run:
+def run(ranks: RankPool, machine: Machine, inputs: Path) -> Run:
     """A function: recipe, folder, overrides -> the run's metrics after so many iterations."""
 
-    def job(recipe: str, output: Path, *overrides: str, iterations: int = ITERATIONS, ranks: int = 0) -> Metrics:
-        count = ranks or (machine.ranks if machine.gpus else RANKS_ON_CPU)
+    def job(recipe: str, output: Path, *overrides: str, iterations: int = ITERATIONS, count: int = 0) -> Metrics:
+        count = count or (ranks.size if machine.gpus else RANKS_ON_CPU)
         reward = [] if recipe == "sft" else [f"reward.function={inputs / 'reward.py'}:digits", *GRPO]
-        settings = [*files_of(inputs, output), f"job.iterations={iterations}", *reward, *overrides]
-        command = [*torchrun(count), "-m", "verl_mg", "train", f"recipes/{recipe}.py", *settings]
+        common = [*files_of(inputs, output), "model.dtype=bfloat16", f"job.iterations={iterations}"]
+        command = [*torchrun(count), "-m", "verl_mg", "train", f"recipes/{recipe}.py", *common, *reward, *overrides]
         # A warm start forks a process that has imported torch.
         with started(command, warm=not machine.gpus) as launcher:
             code, _, err = ended(launcher, JOB_S)
@@ -101,7 +102,7 @@ def test_job_with_sglang_engines_agrees_with_them(run: Run, machine: Machine, tm
     heads = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512}
     quickstart_module.make_tiny_model(folder / "model", "qwen3", init_std=0.06, **heads)
     settings = [f"model.path={folder / 'model'}", "actor.offload=true", "rollout.engine=sglang"]
-    metrics = run("grpo", tmp_path / "run", *settings, ranks=machine.gpus)
+    metrics = run("grpo", tmp_path / "run", *settings, count=machine.gpus)
     assert all(line["mismatch/mean_abs"] < 0.05 for line in metrics if "mismatch/mean_abs" in line)
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.machine import Machine
-from tests.megatron.layout_models import MODELS, make_model
+from tests.megatron.layout_models import HALF_HEAD_DIM, MODELS, make_model
 from tests.megatron.training import Expected, Trained, assembled, assert_equal, train, train_in_plain_torch
 from tests.rank_pool import RankPool
 from tests.tiny_models import oracle, random_rows
@@ -39,7 +38,6 @@ CASES = [
     ("mixture", "tp4-ep2-etp2", False),
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
 ]
-# Widths of heads that the kernels of half precision have.
 HALF_CASES = [
     ("dense", "tp1"),
     ("mixture", "tp1"),
@@ -48,7 +46,6 @@ HALF_CASES = [
     ("mixture", "tp2-ep2-etp1"),
     ("latent", "pp2-ep2"),
 ]
-HALF_HEAD_DIM = 16
 Oracle = Callable[[Path], Expected]
 
 
@@ -71,34 +68,33 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return of
 
 
-def trained_on_all(ranks: RankPool, machine: Machine, model: Path, layout: str, *options: object) -> list[Trained]:
+def trained_on_all(ranks: RankPool, model: Path, layout: str, *options: object) -> list[Trained]:
     """On as many ranks as the layout can use."""
     smallest = Layout.parse(layout).ranks
-    count = max(machine.ranks // smallest, 1) * smallest
+    count = max(ranks.size // smallest, 1) * smallest
     return ranks.run(count, train, model, layout, random_rows(ROWS, read_config(model).vocab), *options)
 
 
 @pytest.mark.parametrize(("name", "layout", "recompute"), CASES)
 def test_train_in_float32_on_devices_equals_transformers(
     ranks: RankPool,
-    machine: Machine,
     models: dict[str, Path],
     expected: Oracle,
     name: str,
     layout: str,
     recompute: bool,
 ) -> None:
-    results = trained_on_all(ranks, machine, models[name], layout, recompute)
+    results = trained_on_all(ranks, models[name], layout, recompute)
     assert_equal(results, expected(models[name]), 1e-4)
 
 
 @pytest.mark.parametrize(("name", "layout"), HALF_CASES)
 def test_train_in_bfloat16_on_devices_is_near_transformers(
-    ranks: RankPool, machine: Machine, models: dict[str, Path], expected: Oracle, name: str, layout: str
+    ranks: RankPool, models: dict[str, Path], expected: Oracle, name: str, layout: str
 ) -> None:
     model = models[f"half {name}"]
     options = (False, "language", 1, torch.bfloat16)
-    assert_near(trained_on_all(ranks, machine, model, layout, *options), expected(model))
+    assert_near(trained_on_all(ranks, model, layout, *options), expected(model))
 
 
 def assert_near(results: Sequence[Trained], wanted: Expected) -> None:

@@ -3,7 +3,6 @@
 import pytest
 import torch.distributed as dist
 
-from tests.machine import Machine
 from tests.random_models import config
 from tests.rank_pool import RankPool
 from tests.reshard.moves import CASES, RANKS, cast, move, move_all
@@ -33,9 +32,9 @@ def test_reshard_between_two_devices_is_bitwise_equal(ranks: RankPool, source: s
     assert ranks.run(2, between_two, source, target) == [[]] * 2
 
 
-def test_reshard_with_silent_ranks_ends(ranks: RankPool, machine: Machine) -> None:
+def test_reshard_with_silent_ranks_ends(ranks: RankPool) -> None:
     """NCCL would wait for them if this were the first time that ranks meet."""
-    count = max(machine.ranks, 3)
+    count = max(ranks.size, 3)
     assert ranks.run(count, between_two_of_many) == [[]] * count
 
 

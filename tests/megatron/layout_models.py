@@ -6,6 +6,8 @@ from typing import Any
 from tests.tiny_models import CHARACTERS, VARIANTS
 from verl_mg.models.tiny_model import make_tiny_model
 
+HALF_HEAD_DIM = 16
+"""Width of a head that the kernels of half precision on GPUs have, which is a multiple of 8."""
 MODELS: dict[str, dict[str, Any]] = {
     # 6 layers: four chunks are uneven; key-value heads are fewer than heads.
     "dense": {"architecture": "qwen3", "layers": 6, "kv_heads": 4, "head_dim": 12},
