@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,8 +40,9 @@ Case = Callable[[], list[str]]
 """A function that returns what is wrong on this rank."""
 
 
-def main() -> None:
-    file = Path(sys.argv[1])
+def main() -> int:
+    """Returns the exit code, the same on all ranks: 1 if a case failed."""
+    failed, file = False, Path(sys.argv[1])
     with tempfile.TemporaryDirectory(prefix="nodes-") as folder:
         # Before ranks join: among several, `transformers` saves on one alone.
         for name in ("dense", "mixture"):
@@ -56,9 +58,10 @@ def main() -> None:
                 write(file, name, "failed", time.monotonic() - started, f"rank {world.rank}: {error}", world.rank)
                 world.abort(error)
             everywhere = [problem for problems in all_gather_json(wrong) for problem in problems]
-            outcome = "failed" if everywhere else "passed"
-            write(file, name, outcome, time.monotonic() - started, "; ".join(everywhere))
+            failed |= bool(everywhere)
+            write(file, name, "failed" if everywhere else "passed", time.monotonic() - started, "; ".join(everywhere))
     world.shut_down()
+    return int(failed)
 
 
 def cases(folder: Path, world: World) -> dict[str, Case]:
@@ -99,7 +102,7 @@ def train_under(folder: Path, name: str, layout: str) -> list[str]:
     try:
         assert_equal(results, train_in_plain_torch(oracle(model), rows, folder / "oracle"), 1e-4)
     except AssertionError as error:
-        return [str(error)]
+        return [str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)]
     return []
 
 
@@ -127,4 +130,4 @@ def write(file: Path, name: str, outcome: str, seconds: float, reason: str = "",
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
