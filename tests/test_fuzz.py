@@ -109,7 +109,7 @@ def checkpointing_job(recipe: str) -> dict[str, Any]:
     return tree
 
 
-@few_or_many(16, 250)
+@few_or_many(12, 250)
 def test_fuzz_of_configurations_ends_well_or_in_one_line(runs, examples):
     @each_of(max_examples=examples)
     @given(configurations())
@@ -134,7 +134,7 @@ def test_fuzz_of_data_files_ends_well_or_in_one_line(runs, examples):
     assert runs.some_of_both(0.05), runs.ends
 
 
-@few_or_many(6, 95)
+@few_or_many(5, 95)
 def test_fuzz_of_checkpoints_ends_well_or_in_one_line(runs, checkpointed, examples):
     fell_back = 0
 

@@ -16,11 +16,11 @@ LAYOUTS = [
     ("dense", "cp8", False),
     ("dense", "tp2-cp2-pp2-vpp3", True),
     ("tied", "pp8", False),
-    ("mixture", "tp2-pp2-vpp2-ep2", True),
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
 ]
 # Further combinations of the same dimensions.
 NIGHTLY_LAYOUTS = [
+    ("mixture", "tp2-pp2-vpp2-ep2", True),
     ("mixture", "tp2-ep4-etp1", False),
     ("capped", "tp2-cp2-pp2", False),
     ("dense", "tp4", False),
@@ -58,13 +58,13 @@ NIGHTLY_LAYOUTS = [
 HEADS = {"critic": 1, "reward model": 0}
 HEAD_LAYOUTS = [
     ("reward model", "dense", "tp2-pp4", True),
-    ("critic", "mixture", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
+    ("critic", "mixture", "ep8", False),
 ]
 NIGHTLY_HEAD_LAYOUTS = [
     ("critic", "dense", "pp2-vpp3", False),
     ("critic", "dense", "tp2-cp4", False),
     ("critic", "tied", "tp2-pp4-vpp2", False),
-    ("critic", "mixture", "ep8", False),
+    ("critic", "mixture", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
 ]
 OTHER_HEADS = [
     ("critic" if head == "reward model" else "reward model", *case)

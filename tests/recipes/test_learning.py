@@ -40,7 +40,8 @@ SEEDS = (0, 1)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in ("dapo", "rloo") else []) for name in SHORT]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] if name in ("dapo", "ppo", "rloo") else []) for name in SHORT],
 )
 def test_recipe_in_first_iterations_improves_its_objective(ranks, tasks, tmp_path, name):
     iterations, goals = SHORT[name]
@@ -52,6 +53,7 @@ def test_recipe_in_first_iterations_improves_its_objective(ranks, tasks, tmp_pat
         check_refills(lines, requested=32)
 
 
+@pytest.mark.nightly
 def test_dapo_with_experts_on_two_ranks_improves_its_objective(ranks, tasks, tmp_path):
     overrides = ["job.iterations=22", "job.save=false"]
     lines = tiny_run(ranks, "dapo_mixture", tasks(0), tmp_path / "run", overrides)
