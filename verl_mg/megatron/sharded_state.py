@@ -36,6 +36,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Namespaces of Adam's moments, named as torch names them."""
 
 
+def weights(runner: ModelRunner) -> Iterator[StoredBox]:
+    """Yields all trained weights of this rank, as views of the memory that the model computes with."""
+    shards = _shards(runner)
+    for name, parameter in _trained(runner).items():
+        yield from _boxes(WEIGHTS, shards[name], parameter.detach(), full_box(tuple(parameter.shape)))
+
+
 def restore_weights(runner: ModelRunner, fill: Callable[[StoredBox], None]) -> None:
     """Restores all trained weights of this rank, for a model without an optimizer.
 
@@ -43,11 +50,9 @@ def restore_weights(runner: ModelRunner, fill: Callable[[StoredBox], None]) -> N
         runner: the model.
         fill: copies the stored values into a box of the memory that the model computes with.
     """
-    shards = _shards(runner)
-    for name, parameter in _trained(runner).items():
-        for part in _boxes(WEIGHTS, shards[name], parameter.detach(), full_box(tuple(parameter.shape))):
-            fill(part)
-        runner.unrestored.discard(name)
+    for part in weights(runner):
+        fill(part)
+    runner.unrestored -= _trained(runner).keys()
 
 
 def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
