@@ -109,7 +109,7 @@ def checkpointing_job(recipe: str) -> dict[str, Any]:
     return tree
 
 
-@few_or_many(12, 250)
+@few_or_many(8, 250)
 def test_fuzz_of_configurations_ends_well_or_in_one_line(runs, examples):
     @each_of(max_examples=examples)
     @given(configurations())
@@ -121,7 +121,7 @@ def test_fuzz_of_configurations_ends_well_or_in_one_line(runs, examples):
     assert runs.some_of_both(0.15), runs.ends
 
 
-@few_or_many(10, 125)
+@few_or_many(8, 125)
 def test_fuzz_of_data_files_ends_well_or_in_one_line(runs, examples):
     @each_of(max_examples=examples)
     @given(data_files())
@@ -134,7 +134,7 @@ def test_fuzz_of_data_files_ends_well_or_in_one_line(runs, examples):
     assert runs.some_of_both(0.05), runs.ends
 
 
-@few_or_many(5, 95)
+@few_or_many(4, 95)
 def test_fuzz_of_checkpoints_ends_well_or_in_one_line(runs, checkpointed, examples):
     fell_back = 0
 
@@ -155,7 +155,7 @@ def test_fuzz_of_checkpoints_ends_well_or_in_one_line(runs, checkpointed, exampl
     assert fell_back >= examples // 20
 
 
-@few_or_many(5, 30)
+@few_or_many(4, 30)
 def test_fuzz_of_models_ends_well_or_in_one_line(runs, examples):
     @each_of(max_examples=examples)
     @given(st.sampled_from(("sft", "grpo")), damages(MODEL, MODEST))  # a billion layers are right, and take for ever

@@ -55,7 +55,8 @@ def test_train_with_stopped_rank_names_it_with_its_stack(tmp_path):
 
 
 # For a stopped rank torchrun waits 30 s before it restarts the others.
-@pytest.mark.parametrize("lost", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP])
 def test_train_with_restarts_after_lost_ranks_resumes_every_iteration(tmp_path, lost):
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
     settings = ["job.heartbeat_timeout_s=5", "job.iterations=12", "checkpoint.every=1"]

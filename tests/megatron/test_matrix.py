@@ -15,7 +15,6 @@ RANKS, ROWS = 8, 12
 LAYOUTS = [
     ("dense", "cp8", False),
     ("dense", "tp2-cp2-pp2-vpp3", True),
-    ("tied", "pp8", False),
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
 ]
 # Further combinations of the same dimensions.
@@ -32,6 +31,7 @@ NIGHTLY_LAYOUTS = [
     ("dense", "tp2-pp2-vpp2", True),
     ("dense", "cp2-pp2-vpp3", False),
     ("dense", "tp2-pp4", True),
+    ("tied", "pp8", False),
     ("tied", "pp4-vpp2", False),
     ("tied", "tp2-pp4-vpp2", False),
     ("tied", "tp8", False),

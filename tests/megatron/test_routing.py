@@ -83,7 +83,7 @@ def apart(one, other):
     return max((a[:2] - b[:2]).abs().max() for a, b in zip(one.outputs, other.outputs, strict=True))
 
 
-@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2", 2)])
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), pytest.param("tp2", 2, marks=pytest.mark.nightly)])
 def test_train_replaying_the_routers_choice_changes_nothing(ranks, model, layout, count):
     batch = rows(model)
     net = with_experts(model, torch.full((batch.total_tokens, LAYERS, TOP_K), -1))

@@ -17,11 +17,11 @@ ROWS = 9
 # (layout, ranks); with experts
 EXPERT_LAYOUTS = [
     ("ep2", 2),
-    ("tp2-ep2", 4),
     ("tp2-ep2-etp1", 4),
     *(
         pytest.param(*layout, marks=pytest.mark.nightly)
         for layout in (
+            ("tp2-ep2", 4),
             ("tp2", 2),
             ("tp1", 2),
             ("tp2-etp1", 2),

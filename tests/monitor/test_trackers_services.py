@@ -83,6 +83,7 @@ def test_wandb_resumed_run_keeps_its_id(tmp_path: Path) -> None:
         assert b"reward/mean" in content and b"first try" in content and b"heartbeat_timeout_s" in content
 
 
+@pytest.mark.nightly
 @needs("mlflow")
 def test_mlflow_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     tracked(tmp_path, "mlflow")
@@ -102,6 +103,7 @@ def test_mlflow_unreachable_server_warns_once(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.nightly
 @needs("swanlab")
 def test_swanlab_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     tracked(tmp_path, "swanlab")

@@ -9,6 +9,10 @@ from tests.tiny_jobs import RECIPES
 from verl_mg.job.recipe import load_recipe
 
 NAMES = sorted(recipe.stem for recipe in RECIPES.glob("*.py"))
+# The others differ from these in a loss or an advantage alone, which have tests of their own.
+DAILY = {
+    *("dapo", "distillation", "dpo", "grpo", "gspo", "pf_ppo", "ppo", "prime", "remax", "reward_model", "sft", "vapo"),
+}
 # Metrics that depend on the ranks, and that compare engines with trainer, which differ only by rounding.
 OTHER = ("time/", "weight_sync/", "rollout/", "mismatch/")
 TRAINED = ("actor", "critic", "process_reward", "reward_model")
@@ -52,7 +56,9 @@ def compare(found: dict[str, float], expected: dict[str, float]) -> None:
         assert found[key] == pytest.approx(value, rel=1e-4, abs=2e-6), key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.nightly]) for name in NAMES]
+)
 def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task, tmp_path, name):
     alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, [])
     norms = [value for key, value in alone.items() if key.endswith("/grad_norm")]

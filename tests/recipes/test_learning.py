@@ -41,7 +41,10 @@ SEEDS = (0, 1)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.nightly] if name in ("dapo", "ppo", "rloo") else []) for name in SHORT],
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if name in ("dapo", "grpo", "ppo", "rloo") else [])
+        for name in SHORT
+    ],
 )
 def test_recipe_in_first_iterations_improves_its_objective(ranks, tasks, tmp_path, name):
     iterations, goals = SHORT[name]

@@ -89,6 +89,7 @@ def test_ppo_with_roles_on_other_ranks_has_equal_metrics(ranks, task, one_layout
             assert (after[name] - weight).abs().max() <= 1e-5 * weight.abs().max(), name
 
 
+@pytest.mark.nightly
 def test_reward_model_on_separate_ranks_has_equal_metrics(ranks, task, tmp_path):
     scored = ["reward.from_model=true", f"reward_model.path={task / 'scorer'}"]
     expected = run(ranks, task, tmp_path / "one", [*ONE, *scored])

@@ -22,17 +22,6 @@ from verl_mg.job.recipe import load_recipe, requested_roles
 # Two roles with an adaptive coefficient, offload and a curriculum; a buffer of batches on a pipeline; aborted samples
 # and a rollback; adapters in bfloat16; experts with moments on the host. Nightly, each alone.
 CASES = {
-    "ppo": (
-        "ppo",
-        2,
-        [
-            "algorithm.kl.coefficient=0.05",
-            "algorithm.kl.target=0.01",
-            "critic.offload=true",
-            "reference.offload=true",
-            "data.curriculum={low: 0.1, high: 0.9}",
-        ],
-    ),
     "pipeline": ("pf_ppo", 2, ["actor.layout=pp2", "critic.layout=tp2", "critic.recompute=true", "job.seed=1"]),
     "partial": (
         "grpo",
@@ -45,9 +34,20 @@ CASES = {
             "actor.optimizer.warmup_steps=9",
         ],
     ),
-    "experts": ("grpo", 2, ["actor.layout=ep2", "actor.optimizer.cpu_offload=true", "MIXTURE"]),
 }
 NIGHTLY_CASES = {
+    "ppo": (
+        "ppo",
+        2,
+        [
+            "algorithm.kl.coefficient=0.05",
+            "algorithm.kl.target=0.01",
+            "critic.offload=true",
+            "reference.offload=true",
+            "data.curriculum={low: 0.1, high: 0.9}",
+        ],
+    ),
+    "experts": ("grpo", 2, ["actor.layout=ep2", "actor.optimizer.cpu_offload=true", "MIXTURE"]),
     "lora": ("grpo", 2, ["actor.lora={rank: 4}", "actor.layout=tp2", "model.dtype=bfloat16"]),
     "kl": ("ppo", 2, ["algorithm.kl.coefficient=0.05", "algorithm.kl.target=0.01"]),
     "pf_ppo": ("pf_ppo", 2, ["algorithm.group_size=4"]),

@@ -17,7 +17,7 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("layout,count", [pytest.param("tp1", 2, marks=pytest.mark.nightly), ("tp2-pp2", 4)])
+@pytest.mark.parametrize("layout,count", [("tp1", 2), pytest.param("tp2-pp2", 4, marks=pytest.mark.nightly)])
 def test_train_twice_with_seed_and_layout_is_bitwise_identical(ranks, inputs, tmp_path, layout, count):
     overrides = [*GRPO, f"actor.layout={layout}", f"reference.layout={layout}", "actor.tokens_per_micro_batch=64"]
     for name in ("first", "second"):
@@ -93,6 +93,7 @@ def test_train_with_ranks_without_rows_and_missing_reward_parts(ranks, inputs, t
     assert set(seen) == {None, 1.0}  # the mean over the rewards that have the part
 
 
+@pytest.mark.nightly
 def test_train_bf16_with_recompute_is_close_to_fp32(ranks, inputs, tmp_path):
     for name, extra in (("full", []), ("half", ["model.dtype=bfloat16", "actor.recompute=true"])):
         ranks.run(2, job, "grpo", inputs, tmp_path / name, [*GRPO, "actor.layout=tp2", *extra])
