@@ -58,9 +58,9 @@ NIGHTLY_LAYOUTS = [
 HEADS = {"critic": 1, "reward model": 0}
 HEAD_LAYOUTS = [
     ("reward model", "dense", "tp2-pp4", True),
-    ("critic", "mixture", "ep8", False),
 ]
 NIGHTLY_HEAD_LAYOUTS = [
+    ("critic", "mixture", "ep8", False),
     ("critic", "dense", "pp2-vpp3", False),
     ("critic", "dense", "tp2-cp4", False),
     ("critic", "tied", "tp2-pp4-vpp2", False),

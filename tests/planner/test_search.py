@@ -28,6 +28,7 @@ def test_train_layouts_respects_nodes_and_interleaving():
     assert all(layout.ep == 1 and layout.etp == layout.tp for layout in train_layouts(tiny(DENSE)))
 
 
+@pytest.mark.nightly
 def test_search_returns_fitting_pairs_best_first():
     inputs = published("qwen3_30b_a3b", 16)
     pairs = search(inputs, None, None, 3)

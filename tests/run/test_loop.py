@@ -17,7 +17,8 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("layout,count", [("tp1", 2), pytest.param("tp2-pp2", 4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout,count", [("tp1", 2), ("tp2-pp2", 4)])
 def test_train_twice_with_seed_and_layout_is_bitwise_identical(ranks, inputs, tmp_path, layout, count):
     overrides = [*GRPO, f"actor.layout={layout}", f"reference.layout={layout}", "actor.tokens_per_micro_batch=64"]
     for name in ("first", "second"):

@@ -142,7 +142,7 @@ def moves(weights: WeightTable, source, placement, ranks_per_node):
 
 
 @given(st.data(), st.sampled_from([2, 8]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_with_traced_table_gives_the_plan_of_the_builtin_table(tmp_path_factory, data, ranks_per_node):
     c = data.draw(configs())
     placement, source = data.draw(engines(c)), data.draw(sources(c))
