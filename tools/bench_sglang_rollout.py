@@ -125,7 +125,12 @@ def main() -> None:
         command += [f"--{name}", str(getattr(chosen, name))]
     log = (folder / "direct.log").open("wb")
     other = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(EngineLayout())
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=environment(settings_of(chosen)),
     )
     assert other.stdin and other.stdout
     while (line := other.stdout.readline()) and line.strip() != '"ready"':

@@ -104,6 +104,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         device = kwargs.get("device")
         if device is not None and str(device).startswith("cuda"):
             kwargs["device"] = CPU
+        # Pinned memory is a GPU driver's: `megatron.core.resharding` requests it over gloo too.
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create

@@ -32,8 +32,8 @@ ON_CPU = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used. To
-compile its few compiled functions takes each process longer than they ever save."""
+"""Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used. The
+few small functions that SGLang compiles would delay the first request to each process by seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
