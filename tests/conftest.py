@@ -21,6 +21,7 @@ from hypothesis import settings
 from tests.fake_cuda import FakeCudaProcess
 from tests.machine import Machine
 from tests.rank_pool import RankPool
+from tests.transformer_engine.on_cpu import TransformerEngineRanks, installed
 from verl_mg.sandbox import run_python
 
 torch.set_num_threads(1)
@@ -35,7 +36,7 @@ _POOL = pytest.StashKey[RankPool]()
 
 QUICK = ("algorithms", "data", "layout", "models", "planner", "reshard", "rewards", "sharding")
 """Folders, besides the modules at the top, whose tests are pure; `--quick` selects them."""
-SLOW_FIXTURES = {"ranks", "fake_cuda", "runs", "sandbox", "hosts", "checkpointed"}
+SLOW_FIXTURES = {"ranks", "fake_cuda", "transformer_engine", "runs", "sandbox", "hosts", "checkpointed"}
 SLOW_MODULES = {
     *("test_api", "test_cli", "test_docs", "test_fuzz", "test_launch", "test_quickstart", "test_two_hosts"),
     *("planner/test_search", "rewards/test_code", "rewards/test_math_pool", "rewards/test_service"),
@@ -109,6 +110,15 @@ def fake_cuda() -> Iterator[FakeCudaProcess]:
     """A process in which the CPU passes for a GPU."""
     with FakeCudaProcess() as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def transformer_engine() -> Iterator[TransformerEngineRanks]:
+    """Ranks on the CPU that have Transformer Engine."""
+    if torch.cuda.is_available():
+        pytest.skip("the CPU platform is for machines without a GPU")
+    with TransformerEngineRanks(installed()) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

@@ -102,6 +102,8 @@ class FakeCuda(TorchDispatchMode):
             return _attention(func, args, kwargs)
         if _name(func) == "_fused_rms_norm_backward":
             return _rms_norm_gradients(*args, **kwargs)
+        if func in (aten.mm.dtype, aten.addmm.dtype_out):
+            return _mixed_product(*args, **kwargs)
         if func.namespace == "c10d":
             return _exchange(func, args, self.receive)
         pinned = kwargs.get("pin_memory")
@@ -122,6 +124,17 @@ class FakeCuda(TorchDispatchMode):
             if not host.is_cpu:  # to a new tensor in memory that is not pinned
                 return len(ends) > 1
         return len(ends) > 1 and not (non_blocking and getattr(host, PINNED, False))
+
+
+def _mixed_product(*arguments: Any, out: Tensor | None = None) -> Tensor:
+    """Product of half-precision matrices in float32, and the same added to a matrix, which the CPU does not have."""
+    *added, left, right, dtype = arguments
+    assert left.dtype is right.dtype is torch.bfloat16 and dtype is torch.float32
+    assert all(matrix.dtype is dtype for matrix in added)
+    product = left.to(dtype) @ right.to(dtype)
+    if out is None:
+        return product
+    return torch.add(*added, product, out=out)
 
 
 def _name(func: Any) -> str:

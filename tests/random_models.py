@@ -126,7 +126,7 @@ def sources(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> ShardMap:
         return weight_table(c).shard_map_replicated(range(ranks))
     placement = Placement(draw(layouts(c, ranks)), tuple(range(ranks)))
     return weight_table(c).shard_map_megatron(
-        placement, "transformer_engine" if dialect == "transformer_engine" else "local"
+        placement, "transformer_engine" if dialect == "transformer_engine" else "torch"
     )
 
 

@@ -97,6 +97,7 @@ def test_dump_config_output_reads_back_equal(tmp_path):
         (["actor=3"], "actor: 3 is not a section. Write a mapping of keys."),
         (["model={}"], "model.path: missing. Write it in the file or as model.path=VALUE."),
         (["evaluation.samples=4"], "evaluation.temperature: 0.0 is invalid: greedy samples .* Write a temperature"),
+        (["actor.recompute=[moe, mlpp]"], "actor.recompute: .* neither true, false nor a list of core_attn, layernorm"),
         (["novalue"], "'novalue': not an override. Write section.key=value"),
         (["job.seed.deep.er=1", "job.seed=1", "job.seed.x=2"], "'seed' is a value, not a section"),
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.decay_steps=9"], "Must be larger than warmup_steps"),

@@ -41,7 +41,7 @@ LATENT = ("deepseek_v2", "deepseek_v3")
 """Those with it."""
 
 
-def tiny_model(folder: Path, architecture: str, layers: int = 4) -> Path:
+def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56) -> Path:
     """A few layers, an odd vocabulary, weights large enough that every part of the network shows in the output."""
     make_tiny_model(
         folder,
@@ -51,7 +51,7 @@ def tiny_model(folder: Path, architecture: str, layers: int = 4) -> Path:
         layers=layers,
         heads=4,
         kv_heads=2,
-        ffn=56,
+        ffn=ffn,
         max_positions=64,
         init_std=0.2,
         perturb=True,

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -45,6 +45,7 @@ from verl_mg.doctor.versions import installed_versions
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
+from verl_mg.megatron.kernels import resolve_kernels
 from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
@@ -56,6 +57,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.rollout_source import RolloutRecords
 from verl_mg.rollout import Sampling
+from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable, weight_table
 
 MODEL = Path(__file__).parent / "model_configs" / "qwen3_1_7b.json"
@@ -127,10 +129,10 @@ class Bench:
             taken.append(time.perf_counter() - started)
         return statistics.median(taken[1:])
 
-    def config(self, recompute: bool = False) -> Config:
+    def config(self, recompute: bool = False, kernels: Literal["auto", Kernels] = "auto") -> Config:
         engine = "sglang" if torch.cuda.is_available() and importlib.util.find_spec("sglang") else "hf"
         tree = {
-            "model": {"path": self.folder / "model", "dtype": "bfloat16"},
+            "model": {"path": self.folder / "model", "dtype": "bfloat16", "kernels": kernels},
             "data": {"train": "none"},
             "actor": {"tokens_per_micro_batch": self.work.micro_batch, "recompute": recompute},
             "rollout": {"engine": engine, "max_new_tokens": self.work.new_tokens, "sleep": False},
@@ -158,6 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
             "Training, layers recomputed": lambda bench: training_part(bench, recompute=True),
             "Weight sync and rollout": rollout_part,
         }
+        if resolve_kernels("auto", torch.bfloat16) != "torch":
+            parts["Training, torch's kernels"] = lambda bench: training_part(bench, recompute=False, kernels="torch")
         for title, part in parts.items():
             report.add(title, part)
             _tidy()
@@ -212,9 +216,11 @@ def device_part(bench: Bench) -> Iterator[Row]:
         yield "copy to pinned memory of the host", f"{bench.figures['host']:.1f} GB/s"
 
 
-def training_part(bench: Bench, recompute: bool) -> Iterator[Row]:
+def training_part(bench: Bench, recompute: bool, kernels: Literal["auto", Kernels] = "auto") -> Iterator[Row]:
     """Measures updates and inference passes on packed rows without padding."""
-    actor: Actor = ModelRoleBuilder(bench.config(recompute), 1, JobContext.create(bench.world.store)).build("actor")
+    context = JobContext.create(bench.world.store)
+    actor: Actor = ModelRoleBuilder(bench.config(recompute, kernels), 1, context).build("actor")
+    yield "kernels", resolve_kernels(kernels, torch.bfloat16)
     rows = row_batch(bench)
     lengths, flops = rows.lengths.tolist(), row_flops(bench.weights.config, bench.weights.tensor_index)
     yield "rows", f"{len(rows)} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together"

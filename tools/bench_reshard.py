@@ -37,7 +37,7 @@ from megatron.core.resharding import swap_model_weights
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 from torch import Tensor
 
-from tools.gather_everything import GatherEverything
+from tools.gather_everything import GatherEverything, of_each_expert
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.model import PackedModel, build_chunks, parameters_by_name
 from verl_mg.megatron.process_groups import ParallelGroups
@@ -257,10 +257,10 @@ class _Service(GlooCopyService):
 
     received = 0
 
-    def submit_recv_with_id(self, task_id: int, dest_tensor: Tensor, src_rank: int) -> None:
+    def submit_recv(self, dest_tensor: Tensor, src_rank: int, *options: Any, **named: Any) -> None:
         if src_rank != self.rank:
             self.received += dest_tensor.nbytes
-        super().submit_recv_with_id(task_id, dest_tensor, src_rank)
+        super().submit_recv(dest_tensor, src_rank, *options, **named)
 
 
 class _Grouped:
@@ -271,7 +271,7 @@ class _Grouped:
         self.named_modules = model.named_modules
 
     def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters(recurse=recurse):
+        for name, parameter in of_each_expert(self._model.named_parameters(recurse=recurse)):
             yield re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.weight)$", r"\2\1", name), parameter
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +66,7 @@ class GatherEverything:
         self._target, self._config = target, config
         self._at, self._pp, self._ep = groups.coordinates, groups.collection.pp, groups.collection.ep
         self._tp, self._etp = groups.collection.tp, groups.collection.expt_tp
-        named = {_global_name(name, groups, config): tensor for name, tensor in source.items()}
+        named = {_global_name(name, groups, config): tensor for name, tensor in of_each_expert(source.items())}
         self._local = {name: tensor.detach() for name, tensor in named.items()}
         infos: list[list[Info]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(infos, [self._info(name, tensor) for name, tensor in named.items()])
@@ -162,6 +162,19 @@ class GatherEverything:
             works.append(dist.irecv(parts[of], dist.get_global_rank(group, of), group))
             self.bytes_received += shard.nbytes
         return works
+
+
+def of_each_expert(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters with those of experts one by one, under the names of megatron-core's local modules."""
+    for name, parameter in parameters:
+        stack, stacked, leaf = name.partition(".mlp.experts.")
+        if not stacked:
+            yield name, parameter
+            continue
+        for number, weight in enumerate(parameter.detach()):
+            weight.tensor_model_parallel, weight.allreduce = parameter.tensor_model_parallel, False
+            weight.partition_dim, weight.partition_stride = parameter.partition_dim - 1, parameter.partition_stride
+            yield f"{stack}.mlp.experts.local_experts.{number}.{leaf}", weight
 
 
 def to_huggingface(name: str, parts: Tensor, c: HFConfig) -> Iterator[tuple[str, Tensor]]:

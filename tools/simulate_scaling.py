@@ -94,8 +94,8 @@ def _scaled(
 def _best(weights: WeightTable, ranks: int, batch: Sequence[Length], figures: dict[str, float]) -> Iteration | None:
     """Simulates an iteration under the best layouts; None if the model does not fit."""
     mean, longest = sum(length.total for length in batch) // len(batch), max(length.total for length in batch)
-    tokens = mean * len(batch)
-    inputs = PlanInputs(weights, ranks, tokens_per_iteration=tokens, sequence=mean, micro_batch=longest, **figures)
+    lengths = {"tokens_per_iteration": mean * len(batch), "sequence": longest, "mean_sequence": mean}
+    inputs = PlanInputs(weights, ranks, micro_batch=longest, **lengths, **figures)
     try:
         (pair,) = search(inputs, None, None, 1)
         return simulate(inputs, batch, pair.train.layout, pair.rollout.layout)

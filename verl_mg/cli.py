@@ -114,14 +114,16 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     numbers: dict[str, tuple[type, str]] = {
         "--node": (int, "ranks of a node (default: 8)"),
-        "--memory": (float, "GiB of a device (default: 80)"),
+        "--memory": (float, "GiB of a device (default: that of --gpu)"),
         "--reserve": (float, "GiB of a device to keep free (default: 6)"),
-        "--intra-node": (float, "GB/s of a rank to other ranks of its node (default: 400)"),
-        "--inter-node": (float, "GB/s of a rank to other nodes (default: 50)"),
-        "--host": (float, "GB/s between a device and its host (default: 50)"),
-        "--flops": (float, "TFLOP/s of bf16 matrix products that a device reaches (default: 400)"),
-        "--memory-bandwidth": (float, "GB/s at which a device reads its memory (default: 2400)"),
-        "--sequence": (int, "tokens of a sample, prompt and response (default: the file's, or 8192)"),
+        "--intra-node": (float, "GB/s of a rank to other ranks of its node (default: what jobs reach on --gpu)"),
+        "--inter-node": (float, "GB/s of a rank to other nodes (default: the same)"),
+        "--host": (float, "GB/s between a device and its host (default: the same)"),
+        "--flops": (float, "TFLOP/s of large bf16 matrix products that a device reaches (default: the same)"),
+        "--memory-bandwidth": (float, "GB/s at which a device reads its memory (default: the same)"),
+        "--sequence": (int, "tokens of the longest sample, prompt and response (default: the file's, or 8192)"),
+        "--prompt": (int, "tokens of a prompt (default: the file's longest, or 0)"),
+        "--mean-sequence": (float, "mean tokens of a sample (default: all are as long as the longest)"),
         "--micro-batch": (int, "tokens of a micro-batch (default: the file's, or 8192)"),
         "--tokens-per-iteration": (int, f"tokens of an iteration over all ranks (default: the file's, or {4 * 2**20})"),
         "--minibatches": (int, "optimizer steps of an iteration (default: the file's, or 1)"),
@@ -130,11 +132,12 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     }
     for name, (kind, meaning) in numbers.items():
         plan.add_argument(name, type=kind, metavar="N", help=meaning)
+    plan.add_argument("--gpu", help="a100, h20, h100, h200, b200, gb200 or gb300 (default: h100)")
     plan.add_argument("--measured", metavar="FILE", help="JSON with measured figures; options override it")
     offload = "keep the actor in host memory while other roles compute (default: the file's, or yes)"
     plan.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
-    recompute = "recompute whole layers or attention scores alone (default: the file's, or full)"
-    plan.add_argument("--recompute", choices=("full", "selective"), help=recompute)
+    recompute = "full, none, or modules of a layer such as mlp,layernorm (default: the file's, or full; a search tries)"
+    plan.add_argument("--recompute", metavar="MODULES", help=recompute)
     plan.set_defaults(run=_plan)
 
 

@@ -73,7 +73,7 @@ RENAMED_MODULES = {
     "verl_mg.megatron.durable": "verl_mg.megatron.sharded_state",
     "verl_mg.megatron.groups": "verl_mg.megatron.process_groups",
     "verl_mg.megatron.guard": "verl_mg.megatron.update_guard",
-    "verl_mg.megatron.host_adam": "verl_mg.megatron.cpu_offload_adam",
+    "verl_mg.megatron.host_adam": "verl_mg.megatron.streamed_adamw",
     "verl_mg.megatron.latent": "verl_mg.megatron.attention",
     "verl_mg.megatron.linear": "verl_mg.megatron.layers",
     "verl_mg.megatron.norm": "verl_mg.megatron.layers",

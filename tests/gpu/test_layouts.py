@@ -11,7 +11,9 @@ from tests.megatron.layout_models import HALF_HEAD_DIM, MODELS, make_model
 from tests.megatron.training import Expected, Trained, assembled, assert_equal, train, train_in_plain_torch
 from tests.rank_pool import RankPool
 from tests.tiny_models import oracle, random_rows
+from verl_mg.config import MegatronConfig
 from verl_mg.layout import Layout
+from verl_mg.megatron.kernels import resolve_kernels
 from verl_mg.models.hf_config import read_config
 
 ROWS = 12
@@ -45,6 +47,12 @@ HALF_CASES = [
     ("dense", "tp2-cp2"),
     ("mixture", "tp2-ep2-etp1"),
     ("latent", "pp2-ep2"),
+]
+WITH_TRANSFORMER_ENGINE = [
+    *((name, layout, "a2a") for name, layout in HALF_CASES),
+    ("dense", "tp2-cp2", "p2p"),
+    ("dense", "tp2-cp2", "all_gather"),
+    ("latent", "cp2", "p2p"),
 ]
 Oracle = Callable[[Path], Expected]
 
@@ -94,6 +102,17 @@ def test_train_in_bfloat16_on_devices_is_near_transformers(
 ) -> None:
     model = models[f"half {name}"]
     options = (False, "language", 1, torch.bfloat16)
+    assert_near(trained_on_all(ranks, model, layout, *options), expected(model))
+
+
+@pytest.mark.parametrize(("name", "layout", "exchange"), WITH_TRANSFORMER_ENGINE)
+def test_train_with_transformer_engine_on_devices_is_near_transformers(
+    ranks: RankPool, models: dict[str, Path], expected: Oracle, name: str, layout: str, exchange: str
+) -> None:
+    if resolve_kernels("auto", torch.bfloat16) == "torch":
+        pytest.skip("no GPU, or Transformer Engine is not installed")
+    model, fields = models[f"half {name}"], MegatronConfig(transformer={"cp_comm_type": exchange})
+    options = (False, "language", 1, torch.bfloat16, fields, "transformer_engine")
     assert_near(trained_on_all(ranks, model, layout, *options), expected(model))
 
 

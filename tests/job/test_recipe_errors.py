@@ -156,3 +156,19 @@ def test_printing_a_column_on_one_rank_of_four_does_not_block(ranks, inputs, tmp
         'return job.actor.update(batch, loss, "token-mean")',
     )
     assert ranks.run(4, run_iteration, recipe, inputs) == [("", [], [])] * 4
+
+
+def building_error(inputs: Path, folder: Path, *overrides: str) -> str:
+    """The error of building a job."""
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "sft.py")
+    config = load_config(None, [*files_of(inputs, folder), *overrides], recipe.config)
+    with pytest.raises(UserError) as caught:
+        Job(config, {"actor"}, job_store(), recipe=recipe.name)
+    return str(caught.value)
+
+
+def test_job_with_unknown_field_of_megatron_core_ends_before_a_model_is_built(ranks, inputs, tmp_path):
+    (tmp_path / "config.json").write_bytes((inputs / "model" / "config.json").read_bytes())
+    given = (f"model.path={tmp_path}", "megatron.ddp.overlap_gradients=true")  # no weights, no tokenizer
+    (error,) = ranks.run(1, building_error, inputs, tmp_path, *given)
+    assert error.startswith("megatron.ddp.overlap_gradients: megatron-core ")

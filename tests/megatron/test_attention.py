@@ -71,7 +71,7 @@ def test_ragged_kernel_gets_what_it_takes(
     generator = torch.Generator().manual_seed(0)
     shapes = ((HEADS, WIDTH), (kv_heads, WIDTH), (kv_heads, value_width))
     query, key, value = (torch.randn(sum(LENGTHS), *shape, generator=generator) for shape in shapes)
-    packed = describe_sequences(torch.tensor(LENGTHS), torch.ones(WIDTH // 2), 1.0, torch.float32)
+    packed = describe_sequences(torch.tensor(LENGTHS), torch.ones(WIDTH // 2), 1.0)
     module = attention(window)
     context = module._with_ragged_kernel(query, key, value, packed)
     expected = module._length_by_length(query, key, value, packed)

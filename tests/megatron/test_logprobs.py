@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.megatron import logprobs
-from verl_mg.megatron.logprobs import vocab_parallel_logprobs
+from verl_mg.megatron.logprobs import OutputLayer, vocab_parallel_logprobs
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 13
 
@@ -20,7 +20,7 @@ def inputs():
 
 def sharded(rows_per_rank, chunk_bytes, softcap):
     with pytest.MonkeyPatch.context() as patch:  # the ranks live on
-        patch.setattr(logprobs, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(logprobs, "CHUNK_BYTES", {"cpu": chunk_bytes})
         return scored(rows_per_rank, softcap)
 
 
@@ -33,7 +33,8 @@ def scored(rows_per_rank, softcap):
     shard[:real] = weight[first : first + real]
     hidden.requires_grad_()
     shard.requires_grad_()
-    out = vocab_parallel_logprobs(hidden, shard, targets, 0.7, first, real, dist.group.WORLD, softcap)
+    layer = OutputLayer(shard, first, real, dist.group.WORLD, softcap)
+    out = vocab_parallel_logprobs(hidden, targets, layer, 0.7)
     (torch.stack(out) * pulls).sum().backward()
     return torch.stack(out).detach(), hidden.grad, shard.grad, real
 
@@ -67,4 +68,4 @@ def test_vocab_parallel_logprobs_of_bf16_weights_are_float32(ranks):
 
 
 def _in_bf16(hidden, weight, targets):
-    return vocab_parallel_logprobs(hidden, weight, targets, 1.0, 0, VOCAB, dist.group.WORLD)[0]
+    return vocab_parallel_logprobs(hidden, targets, OutputLayer(weight, 0, VOCAB, dist.group.WORLD), 1.0)[0]

@@ -28,6 +28,7 @@ from verl_mg.megatron.storages import Snapshot
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import full_box, slices
+from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import weight_table
 
 RANK, ALPHA, ROWS = 3, 5.0, 7
@@ -82,9 +83,11 @@ def rows(model: Path) -> Batch:
     return random_rows(ROWS, read_config(model).vocab)
 
 
-def network_on(model: Path, layout: str, config: LoraConfig, recompute: bool = False) -> ModelRunner:
+def network_on(
+    model: Path, layout: str, config: LoraConfig, recompute: bool = False, kernels: Kernels = "torch"
+) -> ModelRunner:
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    return ModelRunner(model, groups, torch.float32, recompute, lora=config)
+    return ModelRunner(model, groups, torch.float32, recompute, lora=config, kernels=kernels)
 
 
 def step(trainer: Trainer, batch: Batch) -> dict[str, float]:
@@ -96,8 +99,8 @@ def step(trainer: Trainer, batch: Batch) -> dict[str, float]:
     return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored)
 
 
-def train(model: Path, layout: str, config: LoraConfig, recompute: bool = False) -> Trained:
-    runner = network_on(model, layout, config, recompute)
+def train(model: Path, layout: str, config: LoraConfig, recompute: bool = False, kernels: Kernels = "torch") -> Trained:
+    runner = network_on(model, layout, config, recompute, kernels)
     before = {name: values.detach().clone() for name, values in runner.parameters().items()}
     metrics = step(Trainer(runner, OPTIMIZER), rows(model))
     untouched = all(torch.equal(before[name], values) for name, values in runner.parameters().items())
@@ -213,6 +216,17 @@ def test_lora_step_on_attention_of_a_mixture_equals_plain_torch(ranks, models, c
 def test_lora_step_with_recompute_equals_plain_torch(ranks, models, cases, layout, count) -> None:
     folder, expected = cases["qwen3"]
     compare(ranks.run(count, train, models["qwen3"], layout, lora(folder), True), expected, folder)
+
+
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
+@pytest.mark.nightly
+def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine, models, cases, layout, count) -> None:
+    folder, expected = cases["qwen3"]
+    recompute = count > 1
+    results = transformer_engine.run(
+        count, train, models["qwen3"], layout, lora(folder), recompute, "transformer_engine"
+    )
+    compare(results, expected, folder)
 
 
 @pytest.mark.parametrize(("name", "targets", "layout", "count"), [

@@ -3,19 +3,33 @@
 from functools import cache
 
 import pytest
+import torch
 
 from tests.megatron.layout_models import MODELS, make_model
 from tests.megatron.training import assert_equal, one_rank, train
 from tests.tiny_models import random_rows
+from verl_mg.config import MegatronConfig
 from verl_mg.models.hf_config import read_config
 
 RANKS, ROWS = 8, 12
 
+EVERY_PART = ["core_attn", "layernorm", "mla_up_proj", "mlp", "moe"]
+"""Parts of a layer that can be recomputed together."""
 # Each dimension of parallelism and each kind of layer once, recomputation included.
 LAYOUTS = [
     ("dense", "cp8", False),
     ("dense", "tp2-cp2-pp2-vpp3", True),
+    ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", EVERY_PART),
+]
+NIGHTLY_RECOMPUTED = [
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
+    *(("latent", "tp2-pp2-vpp2-ep2", [part]) for part in (*EVERY_PART, "shared_experts")),
+    ("latent", "ep2-cp2", ["core_attn", "mla_up_proj", "moe_act", "shared_experts"]),
+    ("dense", "tp2-pp2-vpp2", ["layernorm", "mlp"]),
+    ("capped", "tp2-cp2-pp2", ["core_attn", "layernorm"]),
+    ("tied", "pp4-vpp2", ["core_attn", "layernorm", "mlp"]),
+    ("mixture", "tp2-ep4-etp1", ["layernorm", "moe_act"]),
+    ("mixture", "pp2-vpp2-ep4", ["layernorm", "moe"]),
 ]
 # Further combinations of the same dimensions.
 NIGHTLY_LAYOUTS = [
@@ -71,6 +85,28 @@ OTHER_HEADS = [
     for head, *case in [*HEAD_LAYOUTS, *NIGHTLY_HEAD_LAYOUTS]
 ]
 
+OPTIONS = {
+    # Small buckets, so that these tiny models have several on each rank.
+    "overlap": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}},
+    "shared experts": {"transformer": {"moe_shared_expert_overlap": True}},
+}
+OPTION_LAYOUTS = [
+    ("overlap", "mixture", "tp2-pp2", False),
+]
+NIGHTLY_OPTION_LAYOUTS = [
+    ("overlap", "dense", "tp2-cp2-pp2", True),
+    ("overlap", "dense", "pp2-vpp3", False),
+    ("overlap", "tied", "tp2-pp2-vpp2", False),
+    ("overlap", "tied", "tp1", True),
+    ("overlap", "mixture", "tp2-ep4-etp1", False),
+    ("overlap", "mixture", "tp2-pp2-vpp2-ep2", True),
+    ("overlap", "latent", "tp2-cp2-pp2-vpp2-ep2-etp1", False),
+    ("overlap", "latent", "tp2-ep2", False),
+    ("overlap", "capped", "tp2-pp2-vpp2", True),
+    ("shared experts", "latent", "tp2-cp2-pp2-vpp2-ep2-etp1", False),
+    ("shared experts", "latent", "ep4", True),
+]
+
 
 def with_nightly(cases, nightly):
     return [*cases, *(pytest.param(*case, marks=pytest.mark.nightly) for case in nightly)]
@@ -98,7 +134,10 @@ def rows(model):
     return random_rows(ROWS, read_config(model).vocab)
 
 
-@pytest.mark.parametrize(("name", "layout", "recompute"), with_nightly(LAYOUTS, NIGHTLY_LAYOUTS))
+@pytest.mark.parametrize(
+    ("name", "layout", "recompute"),
+    with_nightly(LAYOUTS, [*NIGHTLY_LAYOUTS, *NIGHTLY_RECOMPUTED]),
+)
 def test_train_under_layout_equals_one_rank(ranks, models, single, name, layout, recompute):
     assert not single(name).idle()
     assert_equal(ranks.run(RANKS, train, models[name], layout, rows(models[name]), recompute), single(name), 1e-5)
@@ -119,3 +158,11 @@ def test_train_value_head_under_layout_equals_one_rank(ranks, models, single, he
     expected, batch = single(name, "value", HEADS[head]), scored_rows(models[name], HEADS[head])
     assert not expected.idle()
     assert_equal(ranks.run(RANKS, train, models[name], layout, batch, recompute, "value", HEADS[head]), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "layout", "recompute"), with_nightly(OPTION_LAYOUTS, NIGHTLY_OPTION_LAYOUTS)
+)
+def test_train_with_option_under_layout_equals_one_rank(ranks, models, single, option, name, layout, recompute):
+    options = (recompute, "language", 1, torch.float32, MegatronConfig(**OPTIONS[option]))
+    assert_equal(ranks.run(RANKS, train, models[name], layout, rows(models[name]), *options), single(name), 1e-5)

@@ -55,7 +55,7 @@ def all_logits(model, layout):
 
     (chunk,) = net.chunks
     # With no vocabulary projection the last stage hands over its hidden states.
-    chunk.forward = lambda m, _: GPTModel.forward(chunk, m.input_ids, None, None, packed_seq_params=m.packed)
+    chunk.forward = lambda m, *_: GPTModel.forward(chunk, m.input_ids, None, None, packed_seq_params=m.packed)
     with torch.no_grad():
         net.run([rows], 1.0, loss_closure, forward_only=True)
     if not chunk.post_process:
@@ -226,7 +226,7 @@ def empty_micro_batch(model):
     rows = random_rows(3, net.table.config.vocab).select([])
     reports = net.run([rows], 1.0, lambda micro, out: (out.sum(), {"n": out.shape[1]}), forward_only=True)
     odd = random_rows(1, 9, longest=3)
-    micro = make_micro_batch(odd, torch.ones(4), 1.0, torch.float32, TokenShard(tp=2, cp=1), net.stage(0))
+    micro = make_micro_batch(odd, torch.ones(4), 1.0, TokenShard(tp=2, cp=1), net.stage(0))
     return reports, micro.input_ids.shape[1]
 
 

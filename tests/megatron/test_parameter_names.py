@@ -5,14 +5,12 @@ from itertools import chain
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.megatron.built_parameters import build, differences
 from tests.tiny_models import VARIANTS, tiny_model
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model import build_chunks, parameters_by_name
-from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.layout import Layout
+from verl_mg.megatron.model import parameters_by_name
 from verl_mg.models.hf_config import read_config
-from verl_mg.sharding.weight_table import weight_table
 
 # (layout, ranks); the models have 4 layers, so that 3 stages are uneven runs of them.
 LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp3", 3), ("pp2-vpp2", 2), ("tp2-pp2", 4)]
@@ -29,30 +27,10 @@ def configs(tmp_path_factory):
     return configs | {LOW_RANK_QUERIES: replace(plain, latent=replace(plain.latent, q_rank=12))}
 
 
-def build(configs, text):
-    """{family: its chunks on this rank}, all on the same groups."""
-    groups = ParallelGroups(Placement.on(Layout.parse(text), dist.get_world_size()))
-    with groups.active():
-        return {family: build_chunks(weight_table(c), groups, torch.bfloat16) for family, c in configs.items()}
-
-
-def compare(configs, text):
-    """What table and model say differently on this rank: {(family, name): (shape by the table, in the model)}."""
-    layout, differences = Layout.parse(text).fit(dist.get_world_size()), {}
-    for family, chunks in build(configs, text).items():
-        shards = weight_table(configs[family]).megatron(layout, dist.get_rank())
-        expected = {name: shard.shape for name, shard in shards.items()}
-        built = {name: tuple(tensor.shape) for name, tensor in parameters_by_name(chunks).items()}
-        for name in expected.keys() | built.keys():
-            if expected.get(name) != built.get(name):
-                differences[family, name] = (expected.get(name), built.get(name))
-    return differences
-
-
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS + WITH_EXPERTS)
 def test_parameter_names_and_shapes_equal_the_weight_table(ranks, configs, layout, count):
     fitting = {family: c for family, c in configs.items() if c.experts or (layout, count) in LAYOUTS}
-    assert ranks.run(count, compare, fitting, layout) == [{}] * count
+    assert ranks.run(count, differences, fitting, layout) == [{}] * count
 
 
 def layer_numbers(config, text):
@@ -91,8 +69,8 @@ def test_parameters_are_marked_as_shards_and_experts(ranks, configs):
         assert found[first + "self_attention.linear_proj.weight"] == (True, 1, 1, True)
         assert found[first + "mlp.linear_fc1.weight"] == (True, 0, 2, True)
         assert found[last + "mlp.shared_experts.linear_fc2.weight"] == (True, 1, 1, True)
-        assert found[last + "mlp.experts.local_experts.1.linear_fc1.weight"] == (True, 0, 2, False)
-        assert found[last + "mlp.experts.local_experts.1.linear_fc2.weight"] == (True, 1, 1, False)
+        assert found[last + "mlp.experts.linear_fc1.weight"] == (True, 1, 2, False)
+        assert found[last + "mlp.experts.linear_fc2.weight"] == (True, 2, 1, False)
         assert found[last + "mlp.router.weight"][::3] == (False, True)
         assert found[first + "self_attention.kv_layernorm.weight"][::3] == (False, True)
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.given_experts import with_experts
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
 from tests.tiny_models import LATENT, oracle, random_rows, tiny_model
+from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.models.hf_config import read_config
@@ -62,7 +63,7 @@ def expected(model, tmp_path_factory):
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
 def test_train_with_routed_experts_equals_plain_torch(ranks, model, expected, layout, count):
-    recompute = layout in ("pp2", "ep2")
+    recompute = {"tp2-pp2": ["moe"], "pp2": True, "ep2": True}.get(layout, False)
     results = ranks.run(count, train, model, layout, rows(model, choices(model)), recompute)
     assert_equal(results, expected, 2e-5)
     assert expected.idle() == {
@@ -70,6 +71,21 @@ def test_train_with_routed_experts_equals_plain_torch(ranks, model, expected, la
         for expert in (2, 3)
         for name in ("gate", "up", "down")
     }
+
+
+def test_train_with_routed_experts_and_gathered_keys_equals_plain_torch(ranks, model, expected):
+    fields = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
+    options = (False, "language", 1, torch.float32, fields)
+    results = ranks.run(4, train, model, "tp2-cp2-ep2", rows(model, choices(model)), *options)
+    assert_equal(results, expected, 2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["tp1", "ep2", "pp2-vpp2"])
+def test_train_with_idle_experts_and_overlap_equals_plain_torch(ranks, model, expected, layout):
+    overlap = MegatronConfig(ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000})
+    options = (False, "language", 1, torch.float32)
+    assert_equal(ranks.run(2, train, model, layout, rows(model, choices(model)), *options, overlap), expected, 2e-5)
 
 
 def test_train_without_routed_experts_differs_from_replay(ranks, model, expected):

@@ -7,10 +7,12 @@ import json
 import shutil
 
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
 from tests.tiny_models import LATENT, MIXTURES, oracle, random_rows, tiny_model
+from verl_mg.config import MegatronConfig
 from verl_mg.models.hf_config import read_config
 
 ROWS = 9
@@ -95,6 +97,29 @@ def test_train_latent_attention_under_layout_equals_one_rank(ranks, models, sing
 def test_train_gemma_under_layout_equals_one_rank(ranks, models, single, layout, count):
     model, recompute = models["gemma2"], "pp2" in layout
     assert_equal(ranks.run(count, train, model, layout, rows(model), recompute), single["gemma2"], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "count"),
+    [
+        ("gemma2", "cp8", 8),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("qwen3", "cp8", 8),
+                ("gemma2", "tp2-cp2-pp2", 8),
+                ("deepseek_v3", "tp2-cp4", 8),
+                ("deepseek_v2", "cp2-pp2", 4),
+                ("mixtral", "cp2-ep2", 4),
+            )
+        ),
+    ],
+)
+def test_train_with_gathered_keys_equals_one_rank(ranks, models, single, name, layout, count):
+    """Also where there are more context-parallel ranks than heads."""
+    fields = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
+    options = ("pp2" in layout, "language", 1, torch.float32, fields)
+    assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), *options), single[name], 1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.nightly) for name in LATENT)])

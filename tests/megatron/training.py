@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from torch import Tensor
 
 from tests.tiny_models import oracle_outputs
 from verl_mg.batch import Batch
-from verl_mg.config import OptimizerConfig
+from verl_mg.config import MegatronConfig, OptimizerConfig, Recompute
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.microbatch import LossInputs, MicroBatch
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.sharding.boxes import Box, slices
+from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
 
 ROUTER_BIAS = "e_score_correction_bias"  # a buffer
@@ -83,14 +85,16 @@ def train(
     model: Path,
     layout: str,
     rows: Batch,
-    recompute: bool = False,
+    recompute: Recompute = False,
     head: Head = "language",
     hidden_offset: int = 1,
     dtype: torch.dtype = torch.float32,
+    megatron: MegatronConfig | None = None,
+    kernels: Kernels = "torch",
 ) -> Trained:
     """On this rank and its device; every rank is given all rows."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    runner = ModelRunner(model, groups, dtype, recompute, head, hidden_offset)
+    runner = ModelRunner(model, groups, dtype, recompute, head, hidden_offset, kernels=kernels, megatron=megatron)
     assert_built(runner, Layout.parse(layout).fit(dist.get_world_size()), recompute)
     share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
     local = _with_experts_of_stage(rows, runner)
@@ -123,7 +127,7 @@ def _with_experts_of_stage(rows: Batch, runner: ModelRunner) -> Batch:
     return local
 
 
-def assert_built(runner: ModelRunner, layout: Layout, recompute: bool) -> None:
+def assert_built(runner: ModelRunner, layout: Layout, recompute: Recompute) -> None:
     """The network, its groups and its modules are really those of the layout."""
     assert runner.layout == layout
     groups = runner.groups.collection
@@ -136,7 +140,8 @@ def assert_built(runner: ModelRunner, layout: Layout, recompute: bool) -> None:
     assert [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in runner.chunks] == layers
     for chunk in runner.chunks:
         assert chunk.config.sequence_parallel == (layout.tp > 1)
-        assert (chunk.config.recompute_granularity == "full") == recompute
+        granularity = "selective" if isinstance(recompute, list) else "full" if recompute else None
+        assert chunk.config.recompute_granularity == granularity
 
 
 def _deal(rows: int, ranks: int, rank: int) -> list[list[int]]:
@@ -168,7 +173,7 @@ def _watch_logits(runner: ModelRunner) -> list[Tensor]:
         return found
     logprobs = chunk._logprobs
 
-    def watched(hidden: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
+    def watched(hidden: Tensor, micro: MicroBatch, *options: Any) -> Tensor:
         shard = chunk.output_weight() @ chunk.gather_sequence(hidden)[micro.hidden_index].T
         parts = [torch.empty_like(shard) for _ in range(groups.tp.size())]
         dist.all_gather(parts, shard, group=groups.tp)
@@ -176,7 +181,7 @@ def _watch_logits(runner: ModelRunner) -> list[Tensor]:
         whole = own.new_zeros(len(own), len(micro.token_index)).index_copy(1, micro.local_index, own)
         dist.all_reduce(whole, group=groups.cp)
         found[:] = [whole]
-        return logprobs(hidden, micro, temperature)
+        return logprobs(hidden, micro, *options)
 
     chunk._logprobs = watched
     return found

@@ -1,11 +1,13 @@
 """Predicted FLOPs against those that torch counts, and against numbers counted by hand."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_mg.models.flops import row_flops
+from verl_mg.models.flops import active_elements, layer_elements, orthogonalization_flops, row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.hf_tensors import TensorIndex, model_spec
 from verl_mg.models.tiny_model import make_tiny_model
@@ -51,3 +53,26 @@ def test_row_flops_value_head_has_no_vocabulary(tmp_path):
     tables = (weight_table(config, head) for head in ("language", "value"))
     language, value = (row_flops(config, table.tensor_index) for table in tables)
     assert language.per_token - value.per_token == 2 * (config.vocab - 1) * config.hidden
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3", "qwen3_32b", "llama_3_1_405b"])
+def test_layer_elements_add_up_to_the_active_elements(name):
+    """Against the tensors of the checkpoint; norms and biases, which are no matrices, are below a thousandth."""
+    config = read_config(Path(__file__).parents[2] / "tools" / "model_configs" / f"{name}.json")
+    layers = sum(layer_elements(config, config.has_experts(layer)).all for layer in range(config.layers))
+    expected = active_elements(config, TensorIndex(model_spec(config)))
+    assert layers + config.vocab * config.hidden == pytest.approx(expected, rel=1e-3)
+
+
+def test_orthogonalization_flops_equal_the_count_of_torch(tmp_path):
+    """Five iterations on every matrix of the layers, as Muon computes them."""
+    config = read_config(make_tiny_model(tmp_path, "llama"))
+    index = TensorIndex(model_spec(config))
+    matrices = [e.tensor.shape for e in index.entries.values() if e.layer is not None and len(e.tensor.shape) == 2]
+    with FlopCounterMode(display=False) as counter, torch.device("meta"):
+        for shape in matrices:
+            x = torch.empty(min(shape), max(shape))
+            for _ in range(5):
+                gram = x @ x.T
+                x = (gram + gram @ gram) @ x
+    assert orthogonalization_flops(index) == counter.get_total_flops()

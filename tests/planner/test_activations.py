@@ -5,7 +5,8 @@ import pytest
 from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, tiny
 from verl_mg.layout import Layout
 from verl_mg.models.hf_config import parse_config
-from verl_mg.planner.memory import activation_bytes, chunks_in_flight, kept_elements
+from verl_mg.planner.activations import kept_elements
+from verl_mg.planner.memory import activation_bytes, chunks_in_flight
 
 
 def test_kept_elements_dense_layer_equals_korthikanti():
@@ -13,7 +14,7 @@ def test_kept_elements_dense_layer_equals_korthikanti():
     h = 64
     raw = DENSE | {"hidden_size": h, "num_key_value_heads": 4, "intermediate_size": 4 * h}
     gate = 2 * 4 * h
-    assert 2 * (kept_elements(parse_config(raw), False, 1) - 2 * 4) == (34 - 2) * h + gate
+    assert 2 * (kept_elements(parse_config(raw), False, 1).all - 2 * 4) == (34 - 2) * h + gate
 
 
 def test_kept_elements_layer_with_experts_equals_hand_count():
@@ -22,27 +23,27 @@ def test_kept_elements_layer_with_experts_equals_hand_count():
     Two copies of the hidden state, whole on each rank that cuts the expert, and three widths of 16.
     """
     c = parse_config(MIXTURE)
-    assert kept_elements(c, True, 1) == 128 + 32 + 32 + 48 + 32 + 8 + 16 + 2 * (32 + 48)
-    assert kept_elements(c, True, 2) - kept_elements(c, True, 1) == 2 * 32
+    assert kept_elements(c, True, 1).all == 128 + 32 + 32 + 48 + 32 + 8 + 16 + 2 * (32 + 48)
+    assert kept_elements(c, True, 2).all - kept_elements(c, True, 1).all == 2 * 32
 
 
 def test_kept_elements_latent_attention_equals_hand_count():
     """Low ranks 2 x 24 + 2 x 12 + 4; queries and keys 4 heads x 10, values and output 4 x 8; normalisers 8."""
-    assert kept_elements(parse_config(LATENT), False, 1) == 128 + (48 + 24 + 4) + 80 + 64 + 8 + 3 * 64
+    assert kept_elements(parse_config(LATENT), False, 1).all == 128 + (48 + 24 + 4) + 80 + 64 + 8 + 3 * 64
 
 
 def test_activation_bytes_of_a_stage_equal_hand_count():
     """64 tokens over tp2, bf16; stage 0 of 2 has two micro-batches in flight, each of two layers."""
     inputs, layout = tiny(DENSE, recompute=False), Layout.parse("tp2-pp2").fit(8)
-    each = kept_elements(inputs.weights.config, False, 2)
+    each = kept_elements(inputs.weights.config, False, 2).all
     assert activation_bytes(inputs, layout, 0) == 2 * 2 * each * 64 * 2 // 2
-    output = 2 * 2 * 64 * 32 + 4 * 32 * 32 + 3 * 64 * 2**20  # hidden states, the projection's gradient, logits
+    output = 2 * 2 * 64 * 32 + 4 * 32 * 32 + 3 * 4 * 32 * 64  # hidden states, the projection's gradient, logits
     assert activation_bytes(inputs, layout, 1) == 1 * 2 * each * 64 * 2 // 2 + output
 
 
 def test_activation_bytes_with_recompute_keep_inputs_and_one_layer():
     inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
-    each = kept_elements(inputs.weights.config, False, 2)
+    each = kept_elements(inputs.weights.config, False, 2).all - 32
     assert activation_bytes(inputs, layout, 0) == (2 * 2 * 32 + each) * 64 * 2 // 2
 
 

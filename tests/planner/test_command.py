@@ -39,9 +39,9 @@ def test_plan_json_and_table_have_the_same_numbers(capsys):
 
 
 def test_plan_report_lists_its_assumptions(capsys):
-    numbers, text = json.loads(printed(capsys, *GOOD, "--json")), printed(capsys, *GOOD, "--recompute", "selective")
+    numbers, text = json.loads(printed(capsys, *GOOD, "--json")), printed(capsys, *GOOD, "--recompute", "none")
     assert "keeps its input" in " ".join(numbers["assumptions"]) and "keeps all activations" in text
-    for words in ("bf16", "float32", "8192 tokens", "80 GiB", "50 GB/s"):
+    for words in ("bf16", "take 4 bytes", "8192 tokens", "80 GiB", "51.2 GB/s", "published figures"):
         assert words in " ".join(numbers["assumptions"]) and words in " ".join(text.split())
 
 
@@ -90,6 +90,11 @@ def test_plan_invalid_layout_names_constraint_and_nearest_layouts(capsys, argume
         (["--train", "tp2-zz3", "--rollout", "tp2"], "zz3"),
         (["--search", "--top", "0"], "--top: 0 is not above 0"),
         (["--search", "--ranks", "many"], "many"),
+        (
+            ["--search", "--recompute", "mlp,attention"],
+            "--recompute: unknown module 'attention'. Use full, none, or core_attn",
+        ),
+        (["--search", "--mean-sequence", "9000"], "--mean-sequence: 9000 is out of range"),
         (["--search", "--model", "nowhere"], "nowhere: no such model directory"),
         (["--search", "--node", "5"], "16 is not a multiple of --node 5"),
         (["--search", "tp2"], "tp2: no configuration. Add --config FILE."),

@@ -8,10 +8,8 @@ from verl_mg.planner.from_config import plan_request
 
 PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
 UNSEEN = {
-    "critic.optimizer.cpu_offload=true": "critic.optimizer.cpu_offload: counted as if the moments were on the device",
     "actor.lora={rank: 4}": "actor.lora: counted as if all weights were trained",
     "reference.dynamic_context=true": "reference.dynamic_context: counted as if every row were sharded over all",
-    "rollout.prefetch=true": "rollout.prefetch: counted as if generation finished before training",
 }
 
 

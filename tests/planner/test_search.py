@@ -6,12 +6,14 @@ from tests.planner.tiny_inputs import DENSE, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.layout.suggest import format_layout
-from verl_mg.planner.cost import bubble_share, fullest_stage, rollout_seconds, train_seconds
+from verl_mg.planner.cost import bubble_share, train_seconds
+from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.memory import rollout_memory, train_memory
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.search import (
     nearest_rollout,
     nearest_train,
+    recomputations,
     rollout_layouts,
     search,
     train_layouts,
@@ -94,6 +96,26 @@ def test_nearest_layout_comes_first():
     assert nearest_train(published("llama_3_1_405b", 8), Layout(tp=8)) == []
 
 
+def test_recomputations_have_modules_that_the_model_has():
+    dense, mixture, latent = (published(name, 8) for name in ("qwen3_1_7b", "qwen3_30b_a3b", "deepseek_v3"))
+    assert recomputations(dense) == [False, ("layernorm",), ("layernorm", "mlp"), True]
+    assert recomputations(mixture) == [False, ("layernorm", "moe_act"), ("layernorm", "moe"), True]
+    assert recomputations(latent)[2] == ("layernorm", "mla_up_proj", "mlp", "moe")
+
+
+def test_search_recomputes_as_little_as_fits():
+    """Less memory, more recomputation and more seconds."""
+    layout, engine = Layout.parse("tp2").fit(8), EngineLayout(tp=2)
+    found = []
+    for memory in (141.0, 75.0, 60.0, 46.0):
+        inputs = published("qwen2_5_7b", 8, memory=memory, micro_batch=16384)
+        (pair,) = search(inputs, layout, engine, 1, recomputations(inputs))
+        assert problem(inputs, pair.train.memory, pair.rollout.memory) is None
+        found.append(pair.train)
+    assert [side.recompute for side in found] == [False, ("layernorm",), ("layernorm", "mlp"), True]
+    assert sorted(side.update_seconds for side in found) == [side.update_seconds for side in found]
+
+
 def test_bubble_share_shrinks_with_micro_batches_and_interleaving():
     inputs = published("llama_3_1_405b", 256)
     plain, interleaved = Layout.parse("tp8-pp8").fit(256), Layout.parse("tp8-pp8-vpp4").fit(256)
@@ -101,7 +123,6 @@ def test_bubble_share_shrinks_with_micro_batches_and_interleaving():
     assert bubble_share(inputs, interleaved) == 7 / (4 * 128 + 7)
     assert bubble_share(inputs, Layout.parse("tp8").fit(256)) == 0
     assert train_seconds(inputs, interleaved) < train_seconds(inputs, plain)
-    assert fullest_stage(inputs, plain) == 16 * 8 / 126
 
 
 def test_train_seconds_grow_with_slower_links():

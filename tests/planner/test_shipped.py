@@ -68,7 +68,8 @@ def test_plan_file_equals_plan_of_its_options(capsys):
         and "engines take 0.85 of the memory that is free when they start" in assumptions
     )
     assert numbers["auxiliary_roles"] == []
-    options = ["--sequence", "22528", "--micro-batch", "22528", "--tokens-per-iteration", str(512 * 16 * 22528)]
+    lengths = ["--sequence", "22528", "--prompt", "2048", "--micro-batch", "22528"]
+    options = [*lengths, "--tokens-per-iteration", str(512 * 16 * 22528)]
     options += ["--train", "tp2-pp8-ep2-etp1", "--rollout", "tp8-ep8-adp8", "--minibatches", "16"]
     bare = planned(
         capsys,

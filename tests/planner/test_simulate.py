@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.planner.tiny_inputs import DENSE, MIXTURE, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
-from verl_mg.planner.cost import INFERENCE, decode_seconds, inference_seconds
+from verl_mg.planner.cost import Work, inference_seconds
+from verl_mg.planner.generation_time import decode_seconds
 from verl_mg.planner.lengths import Length
 from verl_mg.planner.search import rollout_side
 from verl_mg.planner.simulate import (
@@ -117,7 +118,7 @@ def test_training_seconds_equal_rows_is_closed_form(text):
     """64 rows of 32 tokens, two of them a micro-batch."""
     inputs = tiny(MIXTURE, sequence=32, micro_batch=64, tokens_per_iteration=64 * 32)
     layout = Layout.parse(text).fit(8)
-    seconds = training_seconds(inputs, [Length(8, 24)] * 64, layout, INFERENCE)
+    seconds = training_seconds(inputs, [Length(8, 24)] * 64, layout, Work.INFERENCE)
     assert seconds == pytest.approx(inference_seconds(inputs, layout))
 
 
@@ -144,7 +145,7 @@ def test_simulate_iteration_has_all_parts(lengths):
 
 def test_simulate_layout_too_large_raises():
     with pytest.raises(UserError, match="training: it needs"):
-        simulate(tiny(DENSE, memory=0.1, reserve=0.0), [Length(8, 8)], Layout(), EngineLayout())
+        simulate(tiny(DENSE, memory=1e-4, reserve=0.0), [Length(8, 8)], Layout(), EngineLayout())
 
 
 def test_repeated_is_even():

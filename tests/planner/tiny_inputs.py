@@ -6,9 +6,32 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.models.hf_config import parse_config, read_config
+from verl_mg.planner.efficiency import Efficiency
 from verl_mg.planner.inputs import PlanInputs
 from verl_mg.sharding.weight_table import weight_table
 
+IDEAL = Efficiency(
+    gemm=1.0,
+    half_rows=0.0,
+    attention=1.0,
+    fp8=2.0,
+    memory=1.0,
+    link=1.0,
+    elementwise=0.0,
+    layer=0.0,
+    expert_layer=0.0,
+    imbalance=1.0,
+    decode_step=0.0,
+    decode_sample=0.0,
+    decode_layer=0.0,
+    all_reduce_near=0.0,
+    all_reduce_far=0.0,
+    sync=1.0,
+    sync_start=0.0,
+    gathering=1.0,
+    iteration=0.0,
+)
+"""Hardware without losses: only FLOPs and bytes take time, which can be counted by hand."""
 CONFIGS = Path(__file__).parents[2] / "tools" / "model_configs"
 
 DENSE = {

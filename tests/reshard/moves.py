@@ -71,8 +71,8 @@ def shard_map_of(c: HFConfig, text: str) -> ShardMap:
         return weight_table(c).shard_map_sglang(EnginePlacement(EngineLayout.parse(written), ranks, int(stride or 1)))
     layout = Layout.parse(written.removeprefix("te-"))
     fitted = layout.fit(len(ranks)) if len(ranks) % layout.ranks == 0 else layout
-    modules = "transformer_engine" if written.startswith("te-") else "local"
-    return weight_table(c).shard_map_megatron(Placement(fitted, ranks[: fitted.ranks]), modules)
+    kernels = "transformer_engine" if written.startswith("te-") else "torch"
+    return weight_table(c).shard_map_megatron(Placement(fitted, ranks[: fitted.ranks]), kernels)
 
 
 def hold(held: ShardMap, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -105,12 +105,32 @@ def move(c: HFConfig, source: ShardMap, target: ShardMap, node: int, bucket_byte
     tensors, rank = checkpoint(c, torch.float32), dist.get_rank()
     moved = plan(source, target, node)
     got, expected = room_for(target, torch.float32), hold(target, tensors)
-    traffic = execute(schedule(moved, rank, torch.float32, bucket_bytes), hold(source, tensors), got)
+    arriving = Arriving(hold(source, tensors))
+    parts = schedule(moved, rank, torch.float32, bucket_bytes)
+    traffic = execute(parts, arriving.tensors, got, wait_for=arriving.wait_for)
     wrong = [name for name in expected if not torch.equal(got[name], expected[name])]
     counted = (traffic.bytes_received, moved.lower_bound(rank, 4), moved.traffic(4).get(rank))
     if counted[0] != counted[1] or (counted[2] and counted[2].received != counted[0]):
         wrong.append(f"bytes {counted}")
     return wrong
+
+
+class Arriving:
+    """Parameters whose values arrive when they are waited for, in `tensors`; NaN before.
+
+    names: parameters in the order in which they arrived.
+    """
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self._values = values
+        self.tensors = {name: torch.full_like(value, torch.nan) for name, value in values.items()}
+        self.names: list[str] = []
+
+    def wait_for(self, name: str) -> None:
+        """Gives a parameter its values."""
+        if name not in self.names:
+            self.names.append(name)
+            self.tensors[name].copy_(self._values[name])
 
 
 def cast() -> tuple[int, int, bool, bool]:

@@ -11,7 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.random_models import assemble, checkpoint, config
-from tests.reshard.moves import CASES, DENSE, LATENT, MIXTURE, RANKS, cast, hold, move_all, room_for, shard_map_of
+from tests.reshard.moves import (
+    CASES,
+    DENSE,
+    LATENT,
+    MIXTURE,
+    RANKS,
+    Arriving,
+    cast,
+    hold,
+    move_all,
+    room_for,
+    shard_map_of,
+)
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.reshard import execute, plan, schedule
@@ -23,6 +35,30 @@ from verl_mg.sharding.weight_table import weight_table
 def test_execute_weights_are_bitwise_equal_and_bytes_the_lower_bound(ranks, family, node, bucket_bytes):
     assert len(DENSE + MIXTURE + LATENT) >= 20
     assert ranks.run(RANKS, move_all, family, node, bucket_bytes) == [[]] * RANKS
+
+
+def waits_before_each_bucket(family: str, case: int, bucket_bytes: int) -> tuple[list[int], int]:
+    """The number of parameters that had been waited for when each bucket was sent; and how many this rank has."""
+    c, sides = CASES[family]
+    source, target = (shard_map_of(c, side) for side in sides[case])
+    arriving, got = Arriving(hold(source, checkpoint(c, torch.float32))), room_for(target, torch.float32)
+    own, seen = schedule(plan(source, target, 2), dist.get_rank(), torch.float32, bucket_bytes), []
+    send = dist.batch_isend_irecv
+
+    def counted(operations):
+        seen.append(len(arriving.names))
+        return send(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", counted)
+        execute(own, arriving.tensors, got, wait_for=arriving.wait_for)
+    return seen, len(own.source_parameters)
+
+
+def test_execute_first_buckets_are_sent_before_later_parameters_are_waited_for(ranks):
+    for seen, parameters in ranks.run(RANKS, waits_before_each_bucket, "qwen3", 0, 2000):
+        assert len(seen) > 3 and seen == sorted(seen)
+        assert seen[0] < parameters / 2 and seen[-1] <= parameters
 
 
 def test_execute_casts_before_sending_except_float32_router_bias(ranks):

@@ -134,8 +134,8 @@ def train_with_engines(folder):
     """Two iterations with a reference under another layout; this rank's results and bytes received in each transfer."""
     received, execute = [], weight_sync.execute
 
-    def counting(*arguments):
-        traffic = execute(*arguments)
+    def counting(*arguments, **options):
+        traffic = execute(*arguments, **options)
         received.append(traffic.bytes_received)
         return traffic
 

@@ -31,7 +31,7 @@ CASES = {
             "rollout.partial_rollout=true",
             "rollout.max_running_requests=2",
             "actor.guard={max_kl: 1e-3, action: rollback}",
-            "actor.optimizer.warmup_steps=9",
+            "actor.optimizer={warmup_steps: 9, cpu_offload: true, nvme_folder: /tmp, moments_dtype: bfloat16}",
         ],
     ),
 }
@@ -58,6 +58,18 @@ NIGHTLY_CASES = {
     ),
     "offload": ("ppo", 2, ["critic.offload=true", "reference.offload=true", "algorithm.kl.coefficient=0.05"]),
     "cpu_offload": ("grpo", 2, ["actor.optimizer.cpu_offload=true", "model.dtype=bfloat16"]),
+    "half_moments": ("grpo", 2, ["actor.optimizer.moments_dtype=bfloat16", "model.dtype=bfloat16"]),
+    "overlap": (
+        "ppo",
+        2,
+        [
+            "megatron.ddp={overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 1000}",
+            "actor.optimizer.nvme_folder=/tmp",
+            "actor.optimizer.cpu_offload=true",
+            "critic.offload=true",
+            "actor.recompute=[core_attn, layernorm]",
+        ],
+    ),
     "mixture": ("grpo", 2, ["actor.layout=ep2", "MIXTURE"]),
     "critic_pipeline": ("ppo", 4, ["actor.layout=tp2-pp2", "critic.layout=pp2", "critic.recompute=true"]),
     "curriculum": ("grpo", 2, ["data.curriculum={low: 0.1, high: 0.9}", "actor.guard.max_kl=1e-4"]),

@@ -23,6 +23,7 @@ def test_bench_gpu_tiny_reports_every_part(tmp_path: Path) -> None:
     assert text.startswith("# One device: qwen3_1_7b, tiny")
     for row in (
         r"bf16 product of 128 x 128 matrices \| [\d.e+-]+ TFLOP/s",
+        r"kernels \| torch",
         r"inference pass \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
         r"update \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
         r"in an update: \S.* \| [\d.]+% of [\d.]+ s",

@@ -14,12 +14,14 @@ from verl_mg.config.data import (
     SourceConfig,
     WeightedRewardConfig,
 )
+from verl_mg.config.megatron import MegatronConfig
 from verl_mg.config.reading import dump_config, load_config, validate_config
 from verl_mg.config.roles import (
     CriticConfig,
     GuardConfig,
     LoraConfig,
     OptimizerConfig,
+    Recompute,
     ReferenceConfig,
     RoleSection,
     RolloutConfig,
@@ -50,10 +52,12 @@ __all__ = [
     "GuardConfig",
     "JobConfig",
     "LoraConfig",
+    "MegatronConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ProfileConfig",
     "RecipeConfig",
+    "Recompute",
     "RecordConfig",
     "ReferenceConfig",
     "RewardConfig",

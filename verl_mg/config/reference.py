@@ -179,14 +179,19 @@ def _default_of(field: FieldInfo, name: str, default: Any) -> str:
 
 
 def _type_of(field: FieldInfo) -> str:
-    return _words(field.annotation, field.metadata)
+    return in_words(field.annotation, field.metadata)
 
 
-def _words(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """Returns a type in words, with its bounds."""
+def in_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
+    """Returns a type in words, with its bounds.
+
+    Args:
+        kind: the type, such as `int | None`.
+        metadata: bounds, as pydantic has them.
+    """
     if get_origin(kind) is Annotated:
         inner, *more = get_args(kind)
-        return _words(inner, (*more, *metadata))
+        return in_words(inner, (*more, *metadata))
     if kind is not None and subsection(kind) and isinstance(kind, type):
         return "section"
     names = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path", NoneType: "null"}
@@ -196,14 +201,16 @@ def _words(kind: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         return " or ".join(map(str, arguments))
     if origin is list:
-        return f"list of ({_words(arguments[0])})" if get_origin(arguments[0]) else f"list of {_words(arguments[0])}"
+        return (
+            f"list of ({in_words(arguments[0])})" if get_origin(arguments[0]) else f"list of {in_words(arguments[0])}"
+        )
     if origin is tuple:
-        return f"[{', '.join(map(_words, arguments))}]"
+        return f"[{', '.join(map(in_words, arguments))}]"
     if origin is dict:
-        return f"mapping of NAME to {_words(arguments[1])}" if arguments[1] is not Any else "mapping"
+        return f"mapping of NAME to {in_words(arguments[1])}" if arguments[1] is not Any else "mapping"
     if arguments:  # a union; functions are given by name in a file
-        parts = [_words(part, metadata) for part in arguments if get_origin(part) is None or get_origin(part) is dict]
-        parts += [_words(part) for part in arguments if get_origin(part) in (list, tuple, Literal, Annotated)]
+        parts = [in_words(part, metadata) for part in arguments if get_origin(part) is None or get_origin(part) is dict]
+        parts += [in_words(part) for part in arguments if get_origin(part) in (list, tuple, Literal, Annotated)]
         return " or ".join(sorted(dict.fromkeys(parts), key=lambda part: part == "null"))
     return "any value"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -35,6 +35,18 @@ class OptimizerConfig(ConfigSection):
     """Largest norm of the gradient; a larger one is scaled down. 0: no clipping."""
     cpu_offload: bool = False
     """Keep the moments in host memory and compute the step there: slower, saves 8 bytes per weight on the device."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the moments. bfloat16 halves their memory; they are rounded such that they are right on average."""
+    nvme_folder: Path | None = None
+    """Folder on a local disk for the moments, with `cpu_offload`, where host memory is too small for them. The space of
+    all ranks of a machine is reserved in it, and free again when the job ends. null: host memory."""
+
+    @field_validator("nvme_folder")
+    @classmethod
+    def _on_the_host(cls, folder: Path | None, info: Any) -> Path | None:
+        if folder is not None and not info.data.get("cpu_offload"):
+            raise ValueError("requires cpu_offload. Write cpu_offload=true")
+        return folder
 
     @field_validator("decay_steps")
     @classmethod
@@ -115,6 +127,12 @@ class RoleSection(ConfigSection):
         return text
 
 
+RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+"""Part of a layer whose activations megatron-core can recompute, by its name there."""
+Recompute = bool | list[RecomputeModule]
+"""Whether whole layers are recomputed, or the parts that are."""
+
+
 class TrainableConfig(RoleSection):
     """Model that is trained by the job."""
 
@@ -122,14 +140,27 @@ class TrainableConfig(RoleSection):
     """Largest number of tokens of a micro-batch per rank (per context-parallel group with cp). Affects memory and
     speed,
     not the result."""
-    recompute: bool = False
-    """Recompute layers in the backward pass instead of storing their activations: slower, much less memory."""
+    recompute: Recompute = False
+    """Recompute layers in the backward pass instead of storing their activations: slower, much less memory. A list
+    names parts of a layer, by megatron-core's names: core_attn (attention without its projections), layernorm,
+    mla_up_proj (of latent attention), mlp (of layers without experts), moe (of those with), moe_act (the activation of
+    experts) and shared_experts."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning-rate schedule."""
     guard: GuardConfig = GuardConfig()
     """Protection against bad updates."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. null: train the weights."""
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _modules_exist(cls, value: Any) -> Any:
+        # Decided here: the error of a union would list the complaints of both types.
+        modules = get_args(RecomputeModule)
+        unknown = [name for name in value if name not in modules] if isinstance(value, list) else []
+        if unknown or not isinstance(value, bool | list):
+            raise ValueError(f"neither true, false nor a list of {', '.join(modules)}")
+        return value
 
 
 class CriticConfig(TrainableConfig):

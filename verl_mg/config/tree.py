@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, create_model, field_validator
 
 from verl_mg.config.data import DataConfig, EvaluationConfig, RewardConfig
+from verl_mg.config.megatron import MegatronConfig
 from verl_mg.config.roles import CriticConfig, ReferenceConfig, RolloutConfig, TrainableConfig
 from verl_mg.config.section import ConfigSection, RecipeConfig
 
@@ -19,6 +20,9 @@ class ModelConfig(ConfigSection):
     """Hugging Face directory with config.json, weights and tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in training and generation. Master weights and moments of bfloat16 are float32."""
+    kernels: Literal["auto", "transformer_engine", "torch"] = "auto"
+    """Kernels of training. transformer_engine: NVIDIA's Transformer Engine, which must be installed. torch: those of
+    torch, on GPUs and CPUs. auto: Transformer Engine for bfloat16 on GPUs where it is installed, otherwise torch."""
 
 
 class JobConfig(ConfigSection):
@@ -118,6 +122,8 @@ class Config(ConfigSection):
     """Reward of a sample."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on `data.test`."""
+    megatron: MegatronConfig = MegatronConfig()
+    """Fields of megatron-core's configurations by their own names."""
     job: JobConfig = JobConfig()
     """Run folder, length and process supervision."""
     record: RecordConfig = RecordConfig()

@@ -13,9 +13,12 @@ from verl_mg.config import Config, ReferenceConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement, parse_ranks
 from verl_mg.layout.suggest import resolve_layout
+from verl_mg.megatron.kernels import resolve_kernels
 from verl_mg.megatron.model_runner import check_layout
+from verl_mg.megatron.optimizer_config import optimizer_config
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.models.hf_config import read_config
+from verl_mg.megatron.transformer_config import check_recompute, transformer_config
+from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
 from verl_mg.roles.role import Role
@@ -51,6 +54,8 @@ class ModelRoleBuilder:
         self._config, self._ranks, self._learns, self._from_checkpoint = config, ranks, learns, from_checkpoint
         self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
         self._context = context
+        self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        self._kernels = resolve_kernels(config.model.kernels, self._dtype)
 
     def check(self, roles: set[str], remark: str = "") -> None:
         """Checks the layouts of roles before any process group or model is built.
@@ -60,7 +65,8 @@ class ModelRoleBuilder:
             remark: text about the number of ranks that is added to the message.
 
         Raises:
-            UserError: a layout does not fit the ranks or the model, or LoRA targets do not fit the model.
+            UserError: a layout does not fit the ranks or the model, a field of megatron-core cannot be set, or LoRA
+                targets do not fit the model.
         """
         for role in sorted(roles & MODEL_ROLES.keys()):
             section, model = self._section(role), read_config(self._path(role))
@@ -68,10 +74,25 @@ class ModelRoleBuilder:
             try:
                 experts = model.experts.count if model.experts else 0
                 layout, ranks = Layout.parse(section.layout), self._ranks_of(role)
-                resolve_layout(layout, len(ranks), experts, partial(check_layout, model))
+                check = partial(check_layout, model, kernels=self._kernels, megatron=self._config.megatron)
+                resolved = resolve_layout(layout, len(ranks), experts, check)
             except UserError as error:
                 raise UserError(f"{config_section_of(role)}.layout={section.layout}{where}: {error}") from None
+            self._check_megatron(role, model, resolved)
             self._check_lora(role)
+
+    def _check_megatron(self, role: str, model: HFConfig, layout: Layout) -> None:
+        """Checks the section `megatron` and the keys of a role that become fields of megatron-core."""
+        section, megatron = self._section(role), self._config.megatron
+        if isinstance(section, TrainableConfig):
+            try:
+                check_recompute(model, section.recompute)
+            except UserError as error:
+                raise UserError(f"{config_section_of(role)}.{error}") from None
+            transformer_config(model, layout, self._dtype, section.recompute, self._kernels, megatron)
+            optimizer_config(section.optimizer, megatron, self._dtype)
+        else:
+            transformer_config(model, layout, self._dtype, False, self._kernels, megatron)
 
     def _check_lora(self, role: str) -> None:
         section = self._section(role)
@@ -102,9 +123,11 @@ class ModelRoleBuilder:
             self._path(role),
             self._groups_of(self._placement(role), section.dynamic_context),
             self._context,
-            dtype=torch.bfloat16 if self._config.model.dtype == "bfloat16" else torch.float32,
+            dtype=self._dtype,
+            kernels=self._kernels,
             temperature=self._config.rollout.temperature,
             tokens_per_micro_batch=section.tokens_per_micro_batch,
+            megatron=self._config.megatron,
             name=role,
             **options,
         )

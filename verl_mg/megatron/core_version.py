@@ -6,22 +6,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import __version__ as VERSION
+from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel import layers as linear_layers
+from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
 from verl_mg.errors import UserError
+from verl_mg.megatron import weight_gradients
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 SUPPORTED = ("0.16.1", "0.19.")
 """Beginnings of the versions with which the project is tested."""
@@ -35,10 +43,29 @@ if not VERSION.startswith(SUPPORTED):
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
+# Checkpoints that discard their output ask Transformer Engine about FP8 also where it is not installed.
+if not megatron_random.HAVE_TE:
+    names: Any = megatron_random
+    names.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    names.activation_recompute_forward = names.fp8_autocast = lambda **_: nullcontext()
+
 # 0.19 replaces the function that a pickled tensor names; whoever reads pickles, such as SGLang, admits that of torch.
 load_from_bytes: Any = torch.storage._load_from_bytes
 load_from_bytes.__module__, load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
 load_from_bytes.__name__ = load_from_bytes.__qualname__
+
+
+# Linear layers call Apex's kernel for gradient accumulation where it is installed, otherwise torch's product.
+if not linear_layers._grad_accum_fusion_available:
+    linear_layers.fused_weight_gradient_mlp_cuda = weight_gradients
+    linear_layers._grad_accum_fusion_available = True
+
+
+def fused(function: Function) -> Function:
+    """Compiles elementwise operations into one kernel on a GPU, as megatron-core does."""
+    compile_function: Any = jit_fuser if torch.cuda.is_available() else lambda plain: plain
+    compiled: Function = compile_function(function)
+    return compiled
 
 
 def submodules(spec: Any) -> Any:

@@ -119,12 +119,20 @@ def _patch_megatron() -> None:
     rng: Any = megatron_random
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    rng._get_share_storage = lambda: _copy_storage  # the original compiles a function of C++
     # It warns when the CPU generator advances inside a CUDA region; here they are the same generator.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     dispatcher: Any = token_dispatcher
     dispatcher.maybe_move_tensor_to_cpu = _maybe_as_numpy
     regions: Any = mappings
     regions._gather_along_first_dim = _with_uneven_sizes(regions._gather_along_first_dim)
+
+
+def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Allocates the storage of a tensor again, with the values of another tensor."""
+    storage, values = target.untyped_storage(), source.untyped_storage()
+    storage.resize_(values.nbytes())
+    storage.copy_(values)
 
 
 def _maybe_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Layers that megatron-core's local specification does not provide: RMSNorm and a linear layer followed by one."""
+"""Layers that megatron-core's local specification does not provide: norms, and gated activations of experts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from verl_mg.megatron.core_version import fused
+
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square layer normalization (arXiv:1910.07467), computed in float32.
+    """Root-mean-square layer normalization (arXiv:1910.07467), computed in float32 and rounded once.
 
     With `layernorm_zero_centered_gamma` it multiplies by 1 + its weight, in float32 too, as Gemma does.
     """
@@ -34,10 +36,88 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last axis: (..., hidden_size) -> (..., hidden_size)."""
-        normalized = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        if x.device.type != "cuda":
+            weight = 1.0 + self.weight.float() if self.zero_centered else self.weight
+            normalized: Tensor = _RMSNorm.apply(x, weight, self.eps)
+            return normalized
+        # One kernel in either direction where input and weight have the same type.
         if self.zero_centered:
-            return (normalized * (1.0 + self.weight.float())).to(x.dtype)
-        return self.weight * normalized.to(x.dtype)
+            return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm where torch has no kernel: the backward pass needs only the input and one number for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_() / x.shape[-1]
+        inverse = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normalized, weight_grad = x * inverse, None
+        weighted = normalized * grad  # float32, as `normalized`
+        if ctx.needs_input_grad[1]:
+            weight_grad = weighted.flatten(0, -2).sum(0).to(weight.dtype)
+        projection = (weighted @ weight.float()).unsqueeze(-1) / x.shape[-1]
+        x_grad = torch.addcmul(grad.float() * weight, normalized, projection, value=-1).mul_(inverse)
+        return x_grad.to(x.dtype), weight_grad, None
+
+
+def gated(x: Tensor, scale: Tensor, gelu: bool) -> Tensor:
+    """Computes act(gate) * up * scale, and keeps only its arguments for the backward pass.
+
+    Args:
+        x: (n, 2 f), gate and up side by side.
+        scale: (n,) float32, factor of each row.
+        gelu: act is the tanh approximation of GELU; otherwise SiLU.
+
+    Returns:
+        (n, f) in the dtype of `x`.
+    """
+    product: Tensor = _Gated.apply(x, scale, gelu)
+    return product
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, gelu: bool) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.gelu = gelu
+        return _gated(x, scale, gelu)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, scale = ctx.saved_tensors
+        return *_gated_backward(grad, x, scale, ctx.gelu), None
+
+
+def _activate(gate: Tensor, gelu: bool) -> Tensor:
+    return F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
+
+
+@fused
+def _gated(x: Tensor, scale: Tensor, gelu: bool) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return (_activate(gate.float(), gelu) * up * scale[:, None]).to(x.dtype)
+
+
+@fused
+def _gated_backward(grad: Tensor, x: Tensor, scale: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    gate, up = x.float().chunk(2, dim=-1)
+    activated, grad = _activate(gate, gelu), grad.float()
+    scale_grad = (grad * activated * up).sum(-1)
+    grad = grad * scale[:, None]
+    gate_grad = (
+        torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        if gelu
+        else torch.ops.aten.silu_backward(grad * up, gate)
+    )
+    return torch.cat((gate_grad, grad * activated), dim=-1).to(x.dtype), scale_grad
 
 
 class NormedRowParallelLinear(RowParallelLinear):

@@ -1,50 +1,87 @@
 """Log-probabilities and entropy over a vocabulary that is sharded over tensor-parallel ranks, in float32.
 
-Logits are computed for one chunk of tokens at a time, in the forward pass and again in the backward pass: the full
-(tokens, vocabulary) matrix is never materialized, and the vocabulary is never gathered.
+Logits are computed for one chunk of tokens at a time, in the forward pass and again in the backward pass: no more than
+a chunk of the (tokens, vocabulary) matrix is ever materialized, and the vocabulary is never gathered. Where all tokens
+fit in one chunk, its log-probabilities are kept for the backward pass instead.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = 64 * 2**20
-"""Bytes of one chunk of float32 logits on one rank."""
+from verl_mg.megatron.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
+
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
+"""Bytes of one chunk of float32 logits on one rank, by the kind of device: large enough for efficient products."""
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """What turns hidden states into log-probabilities on one rank."""
+
+    weight: Tensor
+    """(rows, h), this rank's vocabulary shard."""
+    first_token: int
+    """Token id of the shard's first row."""
+    real_rows: int
+    """Number of rows of the shard that are tokens; the others are padding."""
+    group: dist.ProcessGroup
+    """Tensor-parallel ranks."""
+    softcap: float | None = None
+    """Bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
+    fused_gradient: bool = False
+    """Add the gradient of the weight to its gradient buffer in the product, see `weight_gradients`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Computes the float32 logits (n, real_rows) of hidden states (n, h)."""
+        weight = self.weight[: self.real_rows]
+        if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
+            products = torch.mm(hidden, weight.T, out_dtype=torch.float32)  # sums are not rounded
+        else:
+            products = (hidden @ weight.T).float()
+        if self.softcap is None:
+            return products
+        return products.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns each target's row in this shard (0 where it is in another one), and whether it is in this shard."""
+        local = targets - self.first_token
+        is_local = (local >= 0) & (local < self.real_rows)
+        return torch.where(is_local, local, 0), is_local
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """Divides tokens into chunks whose logits have at most CHUNK_BYTES.
+
+        All ranks have the same number of rows, padding included, and therefore the same number of collectives.
+        """
+        size = max(1, CHUNK_BYTES[self.weight.device.type] // (4 * len(self.weight)))
+        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def vocab_parallel_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    first_token: int,
-    real_rows: int,
-    group: dist.ProcessGroup,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Computes log p(target) and the entropy of softmax(hidden @ weight.T / temperature).
+    hidden: Tensor, targets: Tensor, layer: OutputLayer, temperature: float, with_entropy: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Computes log p(target) and the entropy of softmax(logits / temperature).
 
     The gradient of `hidden` is this rank's part only: the caller sums it over the group.
 
     Args:
-        hidden: (n, h), the same on every rank of `group`.
-        weight: (rows, h), this rank's vocabulary shard.
+        hidden: (n, h), the same on every rank of the group.
         targets: (n,) int64 token ids.
+        layer: the output layer.
         temperature: sampling temperature, above 0.
-        first_token: token id of the shard's first row.
-        real_rows: number of rows of the shard that are tokens; the others are padding.
-        group: tensor-parallel ranks.
-        softcap: bound c of logits z before the division, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none.
+        with_entropy: compute entropies, which takes two more passes over the logits.
 
     Returns:
-        Log-probabilities and entropies in nats, each (n,) float32.
+        Log-probabilities and entropies in nats, each (n,) float32; None in place of entropies that are not computed.
     """
-    logprobs, entropy = _LogProbs.apply(hidden, weight, targets, temperature, first_token, real_rows, group, softcap)
-    return logprobs, entropy
+    logprobs, entropy = _LogProbs.apply(hidden, layer.weight, targets, layer, temperature, with_entropy)
+    return logprobs, entropy if with_entropy else None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -54,78 +91,90 @@ class _LogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        layer: OutputLayer,
         temperature: float,
-        first_token: int,
-        real_rows: int,
-        group: dist.ProcessGroup,
-        softcap: float | None,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for chunk in _chunks(len(hidden), len(weight)):
-            logits = _softcapped(hidden[chunk] @ weight[:real_rows].T, softcap) / temperature
-            local, is_local = _local_targets(targets[chunk], first_token, real_rows)
-            highest = _row_max(logits, group)
-            exponentials = (logits - highest[:, None]).exp()
-            sums = torch.stack(
-                [
-                    exponentials.sum(-1),
-                    (exponentials * logits).sum(-1),
-                    _pick(logits, local, is_local),
-                ]
-            )
-            dist.all_reduce(sums, group=group)
-            total, weighted, target_logit = sums
-            normalizer[chunk] = highest + total.log()
-            logprobs[chunk] = target_logit - normalizer[chunk]
-            entropy[chunk] = normalizer[chunk] - weighted / total
+        ctx.kept = None
+        chunks = layer.chunks(len(hidden))
+        keeps = len(chunks) == 1 and layer.softcap is None and ctx.needs_input_grad[0]
+        for chunk in chunks:
+            logits = _scaled(layer.logits(hidden[chunk]), temperature)
+            local, is_local = layer.local_targets(targets[chunk])
+            highest = _row_max(logits, layer.group)
+            logits -= highest[:, None]
+            sums = [_pick(logits, local, is_local)]
+            exponentials = logits.exp() if with_entropy or keeps else logits.exp_()
+            sums += [exponentials.sum(-1)]
+            if with_entropy:
+                sums += [exponentials.mul_(logits).sum(-1)]
+            del exponentials
+            target, total, *weighted = _sum_over(torch.stack(sums), layer.group)
+            logarithm = total.log()
+            normalizer[chunk] = highest + logarithm
+            logprobs[chunk] = target - logarithm
+            if with_entropy:
+                entropy[chunk] = logarithm - weighted[0] / total
+            if keeps:
+                ctx.kept = logits.sub_(logarithm[:, None])
+            del logits
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.constants = (temperature, first_token, real_rows, softcap)
+        ctx.layer, ctx.temperature = layer, temperature
+        ctx.buffer = gradient_buffer(weight, layer.fused_gradient)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
-        temperature, first_token, real_rows, softcap = ctx.constants
-        grad_logprobs, grad_entropy = gradients
-        grad_hidden = torch.zeros_like(hidden)
-        trained = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
-        for chunk in _chunks(len(hidden), len(weight)):
-            capped = _softcapped(hidden[chunk] @ weight[:real_rows].T, softcap)
-            log_p = capped / temperature - normalizer[chunk, None]
-            p = log_p.exp()
+        layer, temperature = ctx.layer, ctx.temperature
+        # The derivative of logits / temperature is applied to the numbers of a token, not to its logits.
+        grad_logprobs, grad_entropy = (None if grad is None else grad / temperature for grad in gradients)
+        grad_logprobs = torch.zeros_like(normalizer) if grad_logprobs is None else grad_logprobs
+        grad_hidden = torch.empty_like(hidden)
+        buffer = ctx.buffer if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1] and buffer is None:
+            buffer = torch.zeros_like(weight, dtype=torch.float32)
+        kept, ctx.kept = ctx.kept, None
+        for chunk in layer.chunks(len(hidden)):
+            slope = None
+            if kept is None:
+                capped = layer.logits(hidden[chunk])
+                slope = None if layer.softcap is None else 1 - (capped / layer.softcap) ** 2  # of tanh
+                grad_logits = _scaled(capped, temperature).sub_(normalizer[chunk, None])
+            else:
+                grad_logits = kept
             # d logp(y) / dz = [y] - p;  d H / dz = -p (log p + H)
-            grad_logits = p * (-grad_logprobs[chunk, None] - grad_entropy[chunk, None] * (log_p + entropy[chunk, None]))
-            local, is_local = _local_targets(targets[chunk], first_token, real_rows)
-            if real_rows:
+            if grad_entropy is None:
+                grad_logits.exp_().mul_(-grad_logprobs[chunk, None])
+            else:
+                probabilities = grad_logits.exp()
+                grad_logits.add_(entropy[chunk, None]).mul_(-grad_entropy[chunk, None])
+                grad_logits.sub_(grad_logprobs[chunk, None]).mul_(probabilities)
+            local, is_local = layer.local_targets(targets[chunk])
+            if layer.real_rows:
                 grad_logits.scatter_add_(1, local[:, None], (grad_logprobs[chunk] * is_local)[:, None])
-            grad_logits /= temperature
-            if softcap is not None:
-                grad_logits *= 1 - (capped / softcap) ** 2  # d tanh(x) / dx = 1 - tanh(x)^2
+            if slope is not None:
+                grad_logits *= slope
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[chunk] = grad_logits @ weight[:real_rows]
-            if grad_weight is not None:
-                grad_weight[:real_rows] += grad_logits.T @ hidden[chunk]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+            torch.mm(grad_logits, weight[: layer.real_rows], out=grad_hidden[chunk])
+            if buffer is not None:
+                wgrad_gemm_accum_fp32(hidden[chunk], grad_logits, buffer[: layer.real_rows])
+        return grad_hidden, _weight_gradient(weight, buffer, ctx.buffer), *[None] * 4
 
 
-def _chunks(tokens: int, rows: int) -> list[slice]:
-    # All ranks have the same number of rows, padding included, and therefore the same number of collectives.
-    size = max(1, CHUNK_BYTES // (4 * rows))
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+def _weight_gradient(weight: Tensor, sums: Tensor | None, buffer: Tensor | None) -> Tensor | None:
+    """Returns what the backward pass returns for the weight, whose gradient has been added to `sums`."""
+    if sums is None:
+        return None
+    return added_to_buffer(weight) if sums is buffer else sums.to(weight.dtype)
 
 
-def _softcapped(products: Tensor, softcap: float | None) -> Tensor:
-    products = products.float()
-    return products if softcap is None else softcap * torch.tanh(products / softcap)
-
-
-def _local_targets(targets: Tensor, first_token: int, real_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns each target's row in this shard (0 where it is in another one), and whether it is in this shard."""
-    local = targets - first_token
-    is_local = (local >= 0) & (local < real_rows)
-    return torch.where(is_local, local, 0), is_local
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Divides logits by the temperature, in place."""
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
@@ -137,5 +186,12 @@ def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
 def _row_max(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     # A shard that is all padding has no maximum.
     highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    if group.size() > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     return highest
+
+
+def _sum_over(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    return sums

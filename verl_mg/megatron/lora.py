@@ -6,7 +6,9 @@ T tokens, rank r; B's rows and A's columns are sharded like the layer:
     row-parallel      (T, in / tp) -> columns of A -> (T, r)   reduce-scatter   -> (T / tp, r) -> B -> (T / tp, out)
 
 An unsharded factor processes a part of the tokens on each tensor-parallel rank, so its gradient is summed over them
-like that of a norm (`sequence_parallel`). The weights themselves are frozen: no gradients and no optimizer state.
+like that of a norm (`sequence_parallel`). A linear layer of Transformer Engine that contains a norm returns the
+normalized hidden states too, which are the input of its adapters. The weights themselves are frozen: no gradients and
+no optimizer state.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ class Adapter(Module):
         """Creates uninitialized adapters.
 
         Args:
-            linear: the linear layer of megatron-core.
+            linear: the linear layer of megatron-core or Transformer Engine.
             shards: shards of both factors, one entry for each tensor of the layer.
             scale: factor of the product B A, alpha / r.
         """
         super().__init__()
-        self._row_parallel = isinstance(linear, RowParallelLinear)
+        self._row_parallel = isinstance(linear, RowParallelLinear) or getattr(linear, "parallel_mode", None) == "row"
         self._sequence_parallel, self._group = linear.sequence_parallel, linear.tp_group
         self._scale, self._height = scale, len(linear.weight)
         self.a, self.b = ParameterDict(), ParameterDict()
@@ -79,7 +81,7 @@ class Adapter(Module):
         """Adds the adapters to the output of the linear layer.
 
         Args:
-            hidden: (tokens, 1, in), input of the linear layer.
+            hidden: (tokens, 1, in), input of the linear layer, after its norm if it contains one.
             output: (tokens, 1, out), its output.
 
         Returns:
@@ -168,6 +170,8 @@ class Adapters:
 
     def _install(self, linear: Any, name: str, shards: Sequence[AdapterShard]) -> None:
         adapter = linear.adapter = self._adapters[name] = Adapter(linear, shards, self.config.alpha / self.config.rank)
+        if hasattr(linear, "layer_norm_weight"):
+            linear.return_layernorm_output = True
         linear.register_forward_hook(_add_adapter)
         prefix = f"{name.removesuffix('.weight')}.{ADAPTER}"
         for shard in shards:
@@ -236,11 +240,10 @@ def _freeze(chunk: Any) -> None:
         chunk.embedding.register_forward_hook(_require_gradient)
 
 
-def _add_adapter(
-    linear: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
+def _add_adapter(linear: Any, inputs: tuple[Tensor], output: tuple[Any, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     base, bias = output
-    return linear.adapter(inputs[0], base), bias
+    base, hidden = base if isinstance(base, tuple) else (base, inputs[0])
+    return linear.adapter(hidden, base), bias
 
 
 def _require_gradient(_: Module, inputs: Any, output: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from verl_mg.layout import Stage
 from verl_mg.megatron.attention import PackedSequences, describe_sequences
 from verl_mg.megatron.process_groups import TokenShard
 from verl_mg.megatron.routing import COLUMN, routed_experts
+from verl_mg.megatron.token_order import token_order
 from verl_mg.renamed import renamed_attribute
 
 
@@ -23,7 +24,8 @@ from verl_mg.renamed import renamed_attribute
 class MicroBatch:
     """Packed rows on the device of a context-parallel rank.
 
-    T is the number of tokens of the rows, padded up to a multiple of tp * cp; this rank has T / cp neighbouring ones.
+    T is the number of tokens of the rows, padded so that ranks have equally many; this rank has T / cp, see
+    `token_order`.
     Of the n scored tokens (those under the loss mask, except a row's first) it scores the m whose hidden states it has.
     n is 0 except on the last pipeline stage: the others do not have the loss mask.
     """
@@ -50,11 +52,12 @@ def make_micro_batch(
     rows: Batch,
     inverse_frequencies: Tensor,
     attention_scaling: float,
-    dtype: torch.dtype,
     shard: TokenShard,
     stage: Stage,
     hidden_offset: int = 1,
     replayed: Sequence[int] = (),
+    multiple: int = 1,
+    zigzag: bool = False,
 ) -> MicroBatch:
     """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
 
@@ -63,35 +66,35 @@ def make_micro_batch(
             `loss_mask`, each one `routed_experts` if it is there.
         inverse_frequencies: (rotary width / 2,) float32 on the device, see `describe_sequences`.
         attention_scaling: factor of cosines and sines of rotary embeddings.
-        dtype: data type of the model.
         shard: this rank's part of the tokens.
         stage: this rank's pipeline stage.
         hidden_offset: offset from a token to the hidden state that scores it: 1 for language-model heads, whose hidden
             state predicts the next token; 0 for reward heads.
         replayed: layers of the column `routed_experts`.
+        multiple: number that divides the tokens of each rank outside attention, see `token_multiple`.
+        zigzag: a rank has two chunks of each sequence, see `token_order`.
     """
     device = inverse_frequencies.device
-    total, parts = rows.total_tokens, shard.tp * shard.cp
-    filler = -total % parts if total else parts
-    lengths = torch.cat([rows.lengths, torch.tensor([filler] if filler else [], dtype=torch.int64)])
-    tokens = torch.zeros(total + filler, dtype=torch.int64)
+    order = token_order(rows.lengths, shard, multiple, zigzag)
+    tokens = torch.zeros(order.total, dtype=torch.int64)
     if stage.is_first or stage.is_last:
-        tokens[:total] = rows["tokens"]
+        tokens[order.places] = rows["tokens"]
     token_index = torch.empty(0, dtype=torch.int64)
     if stage.is_last:
         token_index = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
-    shard_size = len(tokens) // shard.cp
-    start = shard.cp_index * shard_size
-    local_index = ((token_index - hidden_offset) // shard_size == shard.cp_index).nonzero().flatten()
-    packed = describe_sequences(lengths, inverse_frequencies, attention_scaling, dtype)
-    packed.experts = routed_experts(rows, filler, shard, replayed, device)
+    hidden_index = order.local_index(order.places[token_index - hidden_offset])
+    local_index = (hidden_index >= 0).nonzero().flatten()
+    packed = describe_sequences(order.lengths, inverse_frequencies, attention_scaling)
+    if order.zigzag:
+        packed.keep(copy_to(device, order.local))
+    packed.experts = routed_experts(rows, order, shard, replayed, device)
     packed.cp_group = shard.group
     return MicroBatch(
         rows=rows,
-        input_ids=copy_to(device, tokens[start : start + shard_size][None]),
+        input_ids=copy_to(device, tokens[order.local][None]),
         packed=packed,
-        hidden_index=copy_to(device, token_index[local_index] - hidden_offset - start),
-        targets=copy_to(device, tokens[token_index[local_index]]),
+        hidden_index=copy_to(device, hidden_index[local_index]),
+        targets=copy_to(device, tokens[order.places[token_index[local_index]]]),
         local_index=copy_to(device, local_index),
         token_index=token_index,
         sequence_ids=copy_to(device, rows.sequence_ids[token_index]),

@@ -16,13 +16,15 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl_mg import device
+from verl_mg.config import MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.megatron.core_version import sharded_linear_weights
-from verl_mg.megatron.logprobs import vocab_parallel_logprobs
+from verl_mg.megatron.logprobs import OutputLayer, vocab_parallel_logprobs
 from verl_mg.megatron.lora import ADAPTER
 from verl_mg.megatron.microbatch import MicroBatch
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import block_spec, transformer_config
+from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable
 
 ROUTER_BIAS = "router.expert_bias"
@@ -51,38 +53,45 @@ class PackedModel(GPTModel):
         rows = self.vocab_size // groups.layout.tp
         self.real_rows = max(0, min(rows, weights.config.vocab - self.first_token))
 
-    def forward(self, micro: MicroBatch, temperature: float) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, micro: MicroBatch, temperature: float, with_entropy: bool = True
+    ) -> Tensor:
         """Runs the chunk over a micro-batch.
 
         Args:
             micro: packed rows.
             temperature: sampling temperature, above 0.
+            with_entropy: return entropies.
 
         Returns:
-            On the last stage (2, n) float32 log-probabilities and entropies (nats) of the n scored tokens, or (1, n)
-            values, the same on every context-parallel rank; on other stages the hidden states.
+            On the last stage (2, n) float32 log-probabilities and entropies (nats) of the n scored tokens, (1, n)
+            log-probabilities alone, or (1, n) values, the same on every context-parallel rank; on other stages the
+            hidden states.
         """
         hidden = super().forward(micro.input_ids, None, None, packed_seq_params=micro.packed)
         if not self.post_process:
             return hidden
-        local = self._values(hidden, micro) if self.has_value_head else self._logprobs(hidden, micro, temperature)
+        if self.has_value_head:
+            local = self._values(hidden, micro)
+        else:
+            local = self._logprobs(hidden, micro, temperature, with_entropy)
         outputs = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
         # The backward pass of the sum gives each rank the gradients of all n tokens; it uses those of its m tokens, so
         # that each is counted once.
         return reduce_from_tensor_model_parallel_region(outputs, group=micro.packed.cp_group)
 
-    def _logprobs(self, hidden: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
-        logprobs, entropy = vocab_parallel_logprobs(
-            self.gather_sequence(hidden)[micro.hidden_index],
+    def _logprobs(self, hidden: Tensor, micro: MicroBatch, temperature: float, with_entropy: bool) -> Tensor:
+        layer = OutputLayer(
             self.output_weight(),
-            micro.targets,
-            temperature,
             self.first_token,
             self.real_rows,
             self.pg_collection.tp,
             self.logit_softcap,
+            self.config.gradient_accumulation_fusion,
         )
-        return torch.stack([logprobs, entropy])
+        states = self.gather_sequence(hidden)[micro.hidden_index]
+        logprobs, entropy = vocab_parallel_logprobs(states, micro.targets, layer, temperature, with_entropy)
+        return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
 
     def _values(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
         # Every tensor-parallel rank has the whole head, and therefore the whole gradient.
@@ -121,7 +130,12 @@ def _scaled(_: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
 
 
 def build_chunks(
-    weights: WeightTable, groups: ParallelGroups, dtype: torch.dtype, recompute: bool = False
+    weights: WeightTable,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+    recompute: Recompute = False,
+    kernels: Kernels = "torch",
+    megatron: MegatronConfig | None = None,
 ) -> list[PackedModel]:
     """Builds this rank's pipeline chunks on its device, with uninitialized weights; `groups` must be active.
 
@@ -129,10 +143,12 @@ def build_chunks(
         weights: weight table of the model.
         groups: process groups of the placement.
         dtype: dtype of the weights.
-        recompute: recompute all activations of a layer in the backward pass.
+        recompute: recompute all activations of a layer in the backward pass, or those of parts of it.
+        kernels: kernels of the layers, see `resolve_kernels`.
+        megatron: fields of megatron-core's configurations; None for no others.
     """
     layout = groups.layout
-    config = transformer_config(weights.config, layout, dtype, recompute)
+    config = transformer_config(weights.config, layout, dtype, recompute, kernels, megatron)
     chunks = []
     for chunk in range(layout.vpp):
         stage = chunk if layout.vpp > 1 else None
@@ -143,7 +159,7 @@ def build_chunks(
             weights,
             groups,
             config=config,
-            transformer_layer_spec=block_spec(weights.config, layers),
+            transformer_layer_spec=block_spec(weights.config, layers, kernels),
             vocab_size=weights.padded_vocab(layout.tp),
             max_sequence_length=weights.config.max_positions,
             pre_process=first,
@@ -152,6 +168,7 @@ def build_chunks(
             vp_stage=stage,
         )
         _mark_experts(model)
+        _accumulate_gradients(model)
         chunks.append(model.to(device.current_device()))
     return chunks
 
@@ -163,6 +180,19 @@ def _mark_experts(model: PackedModel) -> None:
     """
     for module, weight in sharded_linear_weights(model):
         weight.allreduce = not getattr(module, "is_expert", False)  # type: ignore[attr-defined]
+    for name, weight in model.named_parameters():
+        if "experts" in name.split("."):
+            weight.allreduce = False  # type: ignore[attr-defined]
+
+
+def _accumulate_gradients(model: PackedModel) -> None:
+    """Makes Transformer Engine's linear layers add weight gradients to DDP's float32 buffers in their kernels.
+
+    megatron-core's field for it would require Apex as well, for its own linear layers.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def chunks_by_prefix(chunks: list[PackedModel]) -> dict[str, PackedModel]:

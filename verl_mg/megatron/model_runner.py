@@ -14,16 +14,19 @@ from torch import Tensor
 from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories
-from verl_mg.config import LoraConfig
+from verl_mg.config import LoraConfig, MegatronConfig, Recompute
 from verl_mg.layout import Layout, Placement, Stage
 from verl_mg.megatron.lora import Adapters
 from verl_mg.megatron.microbatch import MicroBatch, make_micro_batch
 from verl_mg.megatron.model import build_chunks, chunks_by_prefix, parameters_by_name, rotary_frequencies
+from verl_mg.megatron.parameter_gathers import ParameterGathers
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.routing import replayed_layers
+from verl_mg.megatron.transformer_config import exchanges_keys, token_multiple
 from verl_mg.megatron.weight_loading import load_weights
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.phase_timer import PhaseTimer
+from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import SCORE, Head, WeightTable, weight_table
 
@@ -46,9 +49,11 @@ class ModelRunner:
         table: weight table of the model.
         groups: process groups of the placement.
         dtype: dtype of the weights.
+        megatron: fields of megatron-core's configurations.
         chunks: this rank's pipeline chunks.
         model_chunks: the same as megatron-core runs them, wrapped in its DDP where they are trained.
         lora: adapters that are trained; None where the weights are.
+        gathers: gathers in flight of weights that were updated.
         unrestored: names of this rank's parameters, adapters included, whose values a checkpoint still has to restore.
     """
 
@@ -57,13 +62,15 @@ class ModelRunner:
         model_dir: Path,
         groups: ParallelGroups,
         dtype: torch.dtype,
-        recompute: bool = False,
+        recompute: Recompute = False,
         head: Head = "language",
         hidden_offset: int = 1,
         lora: LoraConfig | None = None,
         timer: PhaseTimer | None = None,
         directories: ModelDirectories | None = None,
         from_checkpoint: bool = False,
+        kernels: Kernels = "torch",
+        megatron: MegatronConfig | None = None,
     ) -> None:
         """Builds the model and loads its shards; a collective of all ranks of the job.
 
@@ -71,7 +78,7 @@ class ModelRunner:
             model_dir: Hugging Face model directory.
             groups: process groups of the placement.
             dtype: dtype of the weights.
-            recompute: recompute all activations of a layer in the backward pass.
+            recompute: recompute all activations of a layer in the backward pass, or those of parts of it.
             head: output of the model: log-probabilities of a language model, or values. A value head that the
                 directory does not contain is initialized small and random.
             hidden_offset: offset from a token to the hidden state that scores it, see `make_micro_batch`.
@@ -79,19 +86,24 @@ class ModelRunner:
             timer: timer of the phases of this rank; None for a new one.
             directories: the model directories that the job has read; None for new ones.
             from_checkpoint: leave what is trained uninitialized, for a checkpoint restores it before the first pass.
+            kernels: kernels of the layers, see `resolve_kernels`.
+            megatron: fields of megatron-core's configurations; None for no others.
 
         Raises:
             UserError: the model cannot be read, or does not fit the layout.
         """
         self.table = weight_table(read_config(model_dir), head)
         self._hidden_offset, self.timer = hidden_offset, timer or PhaseTimer()
-        check_layout(self.table.config, groups.layout)
-        self.groups, self.dtype = groups, dtype
+        self.groups, self.dtype, self._kernels = groups, dtype, kernels
+        self.megatron = megatron or MegatronConfig()
+        check_layout(self.table.config, groups.layout, kernels, self.megatron)
         frequencies, self._attention_scaling = rotary_frequencies(model_dir)
         self._frequencies = frequencies.to(device.current_device())
         with groups.active():
-            self.chunks = build_chunks(self.table, groups, dtype, recompute) if self.is_member else []
+            options = (groups, dtype, recompute, kernels, self.megatron)
+            self.chunks = build_chunks(self.table, *options) if self.is_member else []
         self.model_chunks: list[torch.nn.Module] = list(self.chunks)
+        self.gathers = ParameterGathers()
         stored = _trained_tensors(self.table, lora) if from_checkpoint else frozenset()
         read = {name: shard for name, shard in self.table.huggingface().items() if name not in stored}
         whole, head_values = self.shard_map(), _fresh_head(self.table) if SCORE in read else {}
@@ -156,12 +168,20 @@ class ModelRunner:
             for report, cp_size in zip(reports, cp_sizes, strict=bool(reports))
         ]
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters by their names in the weight table; {} outside the placement."""
+    def parameters(self, complete: bool = True) -> dict[str, Tensor]:
+        """Returns this rank's parameters by their names in the weight table; {} outside the placement.
+
+        Args:
+            complete: wait until all have the values of the last update. Otherwise the caller waits for each, see
+                `gathers`.
+        """
+        if complete:
+            self.gathers.wait_for_all()
         return parameters_by_name(self.chunks)
 
     def adapters(self) -> Mapping[str, Tensor]:
         """Returns what is trained in place of the weights: adapters and a value head; {} without LoRA."""
+        self.gathers.wait_for_all()
         return self.lora.parameters if self.lora else {}
 
     @property
@@ -178,7 +198,7 @@ class ModelRunner:
 
     def shard_map(self) -> ShardMap:
         """Returns the shards of every rank, by the weight table."""
-        return self.table.shard_map_megatron(self.placement)
+        return self.table.shard_map_megatron(self.placement, self._kernels)
 
     def infer(
         self, micro_batches: Sequence[Batch], temperature: float, cp_sizes: Sequence[int] | None = None
@@ -199,7 +219,7 @@ class ModelRunner:
             return output.sum(), {"token_index": micro.token_index, "output": output[0]}
 
         with torch.no_grad():
-            reports = self.run(micro_batches, temperature, report, forward_only=True, cp_sizes=cp_sizes)
+            reports = self.run(micro_batches, temperature, report, True, cp_sizes, with_entropy=False)
         selected = self.select_outputs(reports, cp_sizes)
         # Copied only here, so that the host does not wait for each micro-batch before it starts the next.
         return [None if report is None else (report["token_index"], report["output"].cpu()) for report in selected]
@@ -211,6 +231,7 @@ class ModelRunner:
         loss_closure: LossClosure,
         forward_only: bool,
         cp_sizes: Sequence[int] | None = None,
+        with_entropy: bool = True,
     ) -> list[Report]:
         """Runs megatron-core's pipeline schedule over micro-batches; all ranks of the placement call it.
 
@@ -220,6 +241,7 @@ class ModelRunner:
             loss_closure: called on the last stage with each micro-batch and its output.
             forward_only: whether to leave out the backward pass.
             cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
+            with_entropy: compute entropies of a language model.
 
         Returns:
             The reports of the loss closure in order; [] except on the last stage.
@@ -231,17 +253,18 @@ class ModelRunner:
         filled = [*micro_batches, *_fillers(micro_batches, self.layout)]
         cp_sizes = [*(cp_sizes or []), *[self.layout.cp] * (len(filled) - len(cp_sizes or []))]
         token_shards = [self.groups.token_shard(cp_size) for cp_size in cp_sizes]
-        description = (self._frequencies, self._attention_scaling, self.dtype)
+        description = (self._frequencies, self._attention_scaling)
         stage = self.stage(self.groups.coordinates.pp)
-        replayed = replayed_layers(self.table.config, stage)
+        replayed, multiple = replayed_layers(self.table.config, stage), token_multiple(self.chunks[0].config)
+        zigzag = exchanges_keys(self.megatron)
         prepared = [
-            make_micro_batch(rows, *description, token_shard, stage, self._hidden_offset, replayed)
+            make_micro_batch(rows, *description, token_shard, stage, self._hidden_offset, replayed, multiple, zigzag)
             for rows, token_shard in zip(filled, token_shards, strict=True)
         ]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
-            return model(micro, scale), partial(_without_division, loss_closure, micro)
+            return model(micro, scale, with_entropy), partial(_without_division, loss_closure, micro)
 
         iterators = [iter(prepared) for _ in self.model_chunks]
         with self.groups.active(), self.timer("forward" if forward_only else "update"):
@@ -280,15 +303,20 @@ def _fresh_head(weight_table: WeightTable) -> dict[str, Tensor]:
     return {SCORE: torch.randn(1, weight_table.config.hidden, generator=generator) / (weight_table.config.hidden + 1)}
 
 
-def check_layout(config: HFConfig, layout: Layout) -> None:
+def check_layout(
+    config: HFConfig, layout: Layout, kernels: Kernels = "torch", megatron: MegatronConfig | None = None
+) -> None:
     """Checks that a model can be trained on a layout.
 
     Args:
         config: the model.
         layout: the parallel sizes.
+        kernels: kernels of the layers.
+        megatron: fields of megatron-core's configurations; None for no others.
 
     Raises:
         UserError: a parallel size does not divide what it shards.
     """
-    weight_table(config).check_layout(layout)
-    layout.check_context(config.heads)
+    weight_table(config).check_layout(layout, kernels)
+    if megatron is None or not exchanges_keys(megatron):
+        layout.check_context(config.heads)

@@ -36,6 +36,7 @@ class CpuOffload:
             return
         trained = self._optimizer is not None
         if weights:
+            _drop_quantized_weights(self._network)
             self._weights.copy(weight_storages(self._network), once=not trained)
         if trained:
             self._state.copy(optimizer_storages(self._network, self._optimizer))
@@ -53,6 +54,13 @@ class CpuOffload:
         for part in (self._weights, self._state, self._gradients)[: 3 if training else 1]:
             part.to_device()
         torch.cuda.synchronize()
+
+
+def _drop_quantized_weights(runner: ModelRunner) -> None:
+    """Frees the copies in FP8 that Transformer Engine keeps of weights; the next pass makes new ones."""
+    for chunk in runner.chunks:
+        for module in chunk.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
 
 
 class _Part:

@@ -11,10 +11,12 @@ so that both compute the same function. The weights of these experts still come 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -25,6 +27,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import Stage
 from verl_mg.megatron.attention import PackedSequences
 from verl_mg.megatron.process_groups import TokenShard
+from verl_mg.megatron.token_order import TokenOrder
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
 
 COLUMN = "routed_experts"
@@ -68,13 +71,13 @@ def replayed_layers(config: HFConfig, stage: Stage) -> tuple[int, ...]:
 
 
 def routed_experts(
-    rows: Batch, filler: int, shard: TokenShard, layers: Sequence[int], device: torch.device
+    rows: Batch, order: TokenOrder, shard: TokenShard, layers: Sequence[int], device: torch.device
 ) -> dict[int, Tensor] | None:
     """Selects the prescribed experts of the tokens that the routers of this rank process.
 
     Args:
         rows: rows of a micro-batch.
-        filler: number of tokens appended to the rows, which make T a multiple of cp * tp.
+        order: order of the tokens on the ranks.
         shard: this rank's part of the tokens.
         layers: layers of the column, see `replayed_layers`.
         device: device of the model.
@@ -85,8 +88,9 @@ def routed_experts(
     if COLUMN not in rows:
         return None
     known = rows[COLUMN]
-    given = torch.cat([known, known.new_full((filler, *known.shape[1:]), -1)])
-    local = copy_to(device, given.chunk(shard.cp * shard.tp)[shard.cp_index * shard.tp + shard.tp_index])
+    given = known.new_full((order.total, *known.shape[1:]), -1)
+    given[order.places] = known
+    local = copy_to(device, given[order.local].chunk(shard.tp)[shard.tp_index])
     return dict(zip(layers, local.unbind(1), strict=True))
 
 
@@ -127,7 +131,20 @@ class Router(TopKRouter):
         Returns:
             (t, experts) float32 weights, 0 for experts that are not chosen, and (t, experts) bool, the chosen ones.
         """
-        logits = logits.flatten(0, 1).float()
+        weights, chosen = self.choose(logits.flatten(0, 1))
+        zeros = weights.new_zeros(len(weights), self._experts.count)
+        return zeros.scatter(1, chosen, weights), zeros.bool().scatter(1, chosen, True)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses k experts for each token.
+
+        Args:
+            logits: (t, experts).
+
+        Returns:
+            (t, k) float32 weights, and (t, k) int64, the experts.
+        """
+        logits = logits.float()
         scores = logits.sigmoid() if self._experts.sigmoid else logits.softmax(-1)
         chosen = self._choose(scores.detach())
         if self.given is not None:
@@ -135,9 +152,7 @@ class Router(TopKRouter):
         weights = scores.gather(1, chosen)
         if self._experts.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        zeros = torch.zeros_like(scores)
-        weights = weights * self._experts.scale
-        return zeros.scatter(1, chosen, weights), zeros.bool().scatter(1, chosen, True)
+        return weights * self._experts.scale, chosen
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Chooses k experts for each token by scores: (t, experts) -> (t, k)."""
@@ -153,8 +168,25 @@ class Router(TopKRouter):
         return scores.topk(e.top_k, dim=-1).indices
 
 
+class IndexRouter(Router):
+    """Router for `experts.TokenDispatcher`, which reads the k experts of a token and not a map of all experts."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Routes tokens to experts: (t, 1, experts) logits -> (t, k) float32 weights, (t, k) int64 experts."""
+        if self.config.moe_token_dispatcher_type != "alltoall":  # one of megatron-core's dispatchers
+            return super().routing(logits, padding_mask)
+        return self.choose(logits.flatten(0, 1))
+
+
 class RoutedLayer(TransformerLayer):
     """Transformer layer with experts that passes the prescribed experts to its router, also when it is recomputed."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.mlp.moe_layer_recompute:
+            # megatron-core would recompute with the experts of the micro-batch whose forward pass came last.
+            self.mlp.moe_layer_recompute = False
+            self.mlp.forward = partial(self._recomputed, self.mlp.forward)
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSequences, **options: Any) -> tuple[Tensor, Any]:
         """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""
@@ -163,3 +195,19 @@ class RoutedLayer(TransformerLayer):
         output: tuple[Tensor, Any] = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
         self.mlp.token_dispatcher.probs = None  # it would keep the autograd graph of this pass alive
         return output
+
+    def _recomputed(self, forward: Callable[..., Any], hidden: Tensor, *arguments: Any, **options: Any) -> Any:
+        """Runs the experts without storing activations; the backward pass computes them again, equally routed."""
+        given, config = self.mlp.router.given, self.config
+
+        def routed(hidden: Tensor) -> Any:
+            self.mlp.router.given = given
+            output = forward(hidden, *arguments, **options)
+            self.mlp.token_dispatcher.probs = None
+            return output
+
+        if config.fp8 or config.fp4:
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            return te_checkpoint(routed, False, get_cuda_rng_tracker, self.pg_collection.tp, hidden)
+        return checkpoint(routed, False, hidden)

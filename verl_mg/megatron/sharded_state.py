@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.megatron.cpu_offload_adam import CpuOffloadAdamW
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.storages import inner_optimizers, parameter_buffers
+from verl_mg.megatron.streamed_adamw import MOMENTS, StreamedAdamW
 from verl_mg.sharding.boxes import (
     Box,
     Shard,
@@ -32,8 +32,6 @@ from verl_mg.sharding.boxes import (
 
 WEIGHTS = "weights"
 """Namespace of the weights in a checkpoint."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Namespaces of Adam's moments, named as torch names them."""
 
 
 def weights(runner: ModelRunner) -> Iterator[StoredBox]:
@@ -101,14 +99,17 @@ def make_moments(optimizer: Any, steps: float) -> None:
         steps: number of steps that the moments count as having taken.
     """
     for inner in inner_optimizers(optimizer):
-        device = torch.device("cpu") if isinstance(inner, CpuOffloadAdamW) else None
         counts_by_weight = isinstance(inner, torch.optim.Adam)  # other optimizers count in their parameter groups
         for group in inner.param_groups:
             if not counts_by_weight:
                 group["step"] = int(steps)
             for weight in group["params"]:
-                zeros = {name: torch.zeros_like(weight, device=device) for name in MOMENTS}
-                inner.state[weight] = zeros | ({"step": torch.tensor(steps)} if counts_by_weight else {})
+                if isinstance(inner, StreamedAdamW):
+                    inner.state[weight] = inner.new_state(weight, steps)
+                    continue
+                zeros = {name: torch.zeros_like(weight) for name in MOMENTS}
+                count = torch.tensor(steps, device=weight.device if group.get("fused") else None)
+                inner.state[weight] = zeros | ({"step": count} if counts_by_weight else {})
 
 
 def steps_taken(optimizer: Any) -> float | None:
@@ -123,7 +124,7 @@ def steps_taken(optimizer: Any) -> float | None:
 
 def _trained(runner: ModelRunner) -> Mapping[str, Tensor]:
     if runner.lora:
-        return runner.lora.parameters
+        return runner.adapters()
     return {name: weight for name, weight in runner.parameters().items() if weight.requires_grad}
 
 

@@ -34,6 +34,14 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
+def use_fused_step(optimizer: Any) -> None:
+    """Makes the torch optimizers inside a new optimizer of megatron-core update all weights in one pass over memory."""
+    for inner in inner_optimizers(optimizer):
+        if type(inner) in (torch.optim.Adam, torch.optim.AdamW):  # not Transformer Engine's or Apex's, which do so
+            for group in inner.param_groups:
+                group.update(fused=True, foreach=False)
+
+
 def weight_storages(runner: ModelRunner) -> list[UntypedStorage]:
     """Returns the storages of parameters and buffers."""
     return storages(_model_tensors(runner))
@@ -49,6 +57,7 @@ def optimizer_storages(runner: ModelRunner, optimizer: Any) -> list[UntypedStora
     weights = {tensor.untyped_storage().data_ptr() for tensor in _model_tensors(runner)}
     devices = {tensor.device for tensor in _model_tensors(runner)}
     on_device = (tensor for tensor in _optimizer_tensors(optimizer) if tensor.device in devices)
+    on_device = (tensor for tensor in on_device if tensor.untyped_storage().resizable())  # not those of a file
     return storages(tensor for tensor in on_device if tensor.untyped_storage().data_ptr() not in weights)
 
 
@@ -148,6 +157,7 @@ class Snapshot:
 
 
 def _model_tensors(runner: ModelRunner) -> Iterator[Tensor]:
+    runner.gathers.wait_for_all()
     for chunk in runner.chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()

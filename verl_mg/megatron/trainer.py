@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from pydantic import Field
 from torch import Tensor
 
@@ -21,12 +19,13 @@ from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
-from verl_mg.errors import UserError
-from verl_mg.megatron.cpu_offload_adam import move_to_cpu
 from verl_mg.megatron.microbatch import LossInputs, MicroBatch, loss_tokens
 from verl_mg.megatron.model_runner import LossClosure, ModelRunner, Report
+from verl_mg.megatron.optimizer_config import check_schedule, ddp_config, learning_rate_schedule, optimizer_config
+from verl_mg.megatron.parameter_gathers import ParameterGathers
 from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights_from_optimizer
-from verl_mg.megatron.storages import Snapshot, gradient_buffers, inner_optimizers
+from verl_mg.megatron.storages import Snapshot, gradient_buffers, inner_optimizers, use_fused_step
+from verl_mg.megatron.streamed_adamw import stream_weights
 from verl_mg.megatron.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict, count_non_finite
 
 LAST_GOOD = "last_good/"
@@ -71,7 +70,7 @@ class Trainer:
             UserError: the schedule needs `decay_steps`.
         """
         check_schedule(config, name)
-        self.runner, self._config = runner, config
+        self.runner, self._config, self._name = runner, config, name
         is_first = torch.distributed.get_rank() == runner.placement.ranks[0]
         self._guard = UpdateGuard(guard or GuardConfig(), name, logs=is_first)
         if runner.is_member:
@@ -79,22 +78,32 @@ class Trainer:
             self._last_good = Snapshot(runner, self.optimizer) if self._guard.rolls_back else None
 
     def _build(self, runner: ModelRunner, config: OptimizerConfig) -> None:
-        # Gradients of bfloat16 weights are summed in float32 too, over micro-batches and over ranks.
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        ddp = ddp_config(runner.megatron)
         with runner.groups.active(), runner.groups.placement_as_world(), optimizer_calls():
             runner.model_chunks = [
                 DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(runner.chunks)
             ]
             self.optimizer = get_megatron_optimizer(
-                _megatron_config(config, runner.dtype), runner.model_chunks, use_gloo_process_groups=False
+                optimizer_config(config, runner.megatron, runner.dtype),
+                runner.model_chunks,
+                use_gloo_process_groups=False,
             )
-        if config.cpu_offload:
-            move_to_cpu(self.optimizer)
+        if config.cpu_offload or config.moments_dtype != "float32":
+            dtype = getattr(torch, config.moments_dtype)
+            stream_weights(self.optimizer, config.cpu_offload, dtype, config.nvme_folder, self._name)
+        else:
+            use_fused_step(self.optimizer)
         self.scheduler = learning_rate_schedule(self.optimizer, config)
         for chunk in runner.chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_dividing
             chunk.config.grad_scale_func = self.optimizer.scale_loss
+        if ddp.overlap_grad_reduce:
+            # Gradients of a bucket are reduced when the last micro-batch has completed them.
+            contexts = [model.no_sync for model in runner.model_chunks]
+            runner.chunks[0].config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+        if ddp.overlap_param_gather:
+            runner.gathers = ParameterGathers(runner.model_chunks)
         weakref.finalize(self, _unhook, runner.model_chunks)
 
     def update(
@@ -231,8 +240,10 @@ class Trainer:
             if self._last_good is not None:
                 self._last_good.take()
             self.scheduler.step(1)
+            self.runner.gathers.wait_for_all()
             with self.runner.groups.active(), optimizer_calls(), self.runner.timer("optimizer"):
                 _, grad_norm, _ = self.optimizer.step()
+                self.runner.gathers.start()
         elif verdict == "rollback" and self._last_good is not None:
             self._last_good.restore()
             self.scheduler = learning_rate_schedule(self.optimizer, self._config)
@@ -264,61 +275,5 @@ def _unhook(models: list[Any]) -> None:
     """Releases autograd nodes whose hooks reference the model: Python's collector does not see these cycles."""
     for model in models:
         model.grad_accs.clear()
-        model.config.grad_scale_func = None  # a method of the optimizer, whose shards reference the same nodes
-
-
-def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
-    return MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_eps=config.eps,
-        clip_grad=config.clip_grad,
-        use_distributed_optimizer=True,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-    )
-
-
-def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
-    """Checks that a decaying schedule has a number of steps.
-
-    Args:
-        config: optimizer settings.
-        name: section of the role in the configuration.
-
-    Raises:
-        UserError: `decay_steps` is missing.
-    """
-    if config.schedule != "constant" and config.decay_steps is None:
-        raise UserError(
-            f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set "
-            f"{name}.optimizer.decay_steps, the optimizer steps over which the learning rate falls to min_lr."
-        )
-
-
-def learning_rate_schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """Creates megatron-core's learning-rate schedule, to be stepped before each optimizer step.
-
-    Step k of the warm-up, counted from 1, has the learning rate lr * k / warmup_steps.
-
-    Args:
-        optimizer: an optimizer of megatron-core.
-        config: optimizer settings.
-    """
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr if config.schedule != "constant" else 0.0,
-        lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=config.decay_steps or config.warmup_steps + 1,
-        lr_decay_style=config.schedule,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
+        # Methods of the optimizer, whose shards reference the same nodes, and of the model.
+        model.config.grad_scale_func = model.config.no_sync_func = None

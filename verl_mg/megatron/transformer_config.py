@@ -9,18 +9,27 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from verl_mg.config import MegatronConfig, Recompute
+from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.megatron.attention import MultiLatentAttention, PackedAttention, PackedMLA
+from verl_mg.megatron.config_fields import build_config, check_values, given_fields
 from verl_mg.megatron.core_version import submodules
+from verl_mg.megatron.experts import ExpertsLayer, GroupedExperts
 from verl_mg.megatron.layers import NormedRowParallelLinear, RMSNorm
-from verl_mg.megatron.routing import RoutedLayer, Router
+from verl_mg.megatron.refused_fields import TRANSFORMER
+from verl_mg.megatron.routing import IndexRouter, RoutedLayer
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.sharding.megatron import Kernels
 
 Fields = dict[str, Any]
 """Arguments of `TransformerConfig` by name."""
@@ -32,62 +41,144 @@ ACTIVATIONS = {
 """Activation functions by their names in config.json."""
 
 
-def transformer_config(c: HFConfig, layout: Layout, dtype: torch.dtype, recompute: bool) -> TransformerConfig:
+def transformer_config(
+    c: HFConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    kernels: Kernels = "torch",
+    megatron: MegatronConfig | None = None,
+) -> TransformerConfig:
     """Creates megatron-core's configuration.
 
     Args:
         c: the model.
         layout: parallel sizes.
         dtype: dtype of the weights.
-        recompute: recompute all activations of a layer in the backward pass.
+        recompute: recompute all activations of a layer in the backward pass, or those of parts of it.
+        kernels: kernels of the layers.
+        megatron: fields of megatron-core's configurations; None for no others.
+
+    Raises:
+        UserError: a given field cannot be set.
     """
     kind = MLATransformerConfig if c.latent else TransformerConfig
+    given = given_fields("transformer", kind, megatron.transformer if megatron else {}, TRANSFORMER)
+    check_values(given, transformer_engine=kernels == "transformer_engine")
+    _check_exchange(c, kernels, given.get("cp_comm_type", "a2a"))
     on_gpu = torch.cuda.is_available()
-    return kind(
+    fields = {
         **_model_fields(c),
         **_latent_attention(c),
         **_experts(c, layout),
         **_parallelism(c, layout),
-        # The modules of `block_spec`, none of Transformer Engine.
-        transformer_impl="local",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
+        **_kernels(c, kernels),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
         # Losses are normalized over the whole mini-batch: gradients are summed, never divided again.
-        calculate_per_token_loss=True,
-        perform_initialization=False,
-        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        use_cpu_initialization=not on_gpu,
-        bias_dropout_fusion=on_gpu,
-        bias_activation_fusion=on_gpu and c.activation == "silu",
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=has_gradient_accumulation_kernel(),
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
-    )
+        "calculate_per_token_loss": True,
+        "perform_initialization": False,
+        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
+        "use_cpu_initialization": not on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        "bias_activation_fusion": on_gpu and c.activation == "silu",
+        "masked_softmax_fusion": False,
+        **_recomputation(recompute),
+    }
+    return build_config("transformer", kind, fields, given)
 
 
-def has_gradient_accumulation_kernel() -> bool:
-    """Returns whether Apex's kernel is installed, which adds weight gradients to float32 buffers directly."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        import fused_weight_gradient_mlp_cuda  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def check_recompute(c: HFConfig, recompute: Recompute) -> None:
+    """Checks that a model has the parts that are recomputed.
+
+    Args:
+        c: the model.
+        recompute: as in `transformer_config`.
+
+    Raises:
+        UserError: names the key `recompute`, without the role, and the part.
+    """
+    has_dense_layers = not all(c.has_experts(layer) for layer in range(c.layers))
+    existing = {
+        "mla_up_proj": c.latent is not None,
+        "mlp": has_dense_layers,
+        "moe": c.experts is not None,
+        "moe_act": c.experts is not None,
+        "shared_experts": c.experts is not None and bool(c.experts.shared_ffn),
+    }
+    for part in recompute if isinstance(recompute, list) else ():
+        if not existing.get(part, True):
+            raise UserError(f"recompute: the model has no {part}. Leave it out.")
 
 
-def block_spec(c: HFConfig, layers: range) -> TransformerBlockSubmodules:
+def _recomputation(recompute: Recompute) -> Fields:
+    if isinstance(recompute, list):
+        if not recompute:
+            return {}
+        # megatron-core's condition for the activation of experts.
+        grouped = {"moe_grouped_gemm": True} if "moe_act" in recompute else {}
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute), **grouped}
+    if not recompute:
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def exchanges_keys(megatron: MegatronConfig) -> bool:
+    """Returns whether context-parallel ranks exchange keys and values, and not heads as in DeepSpeed Ulysses.
+
+    Args:
+        megatron: fields of megatron-core's configurations.
+    """
+    return megatron.transformer.get("cp_comm_type", "a2a") != "a2a"
+
+
+def _check_exchange(c: HFConfig, kernels: Kernels, kind: Any) -> None:
+    """Checks that the kernels have the model's attention with a value of `cp_comm_type`; raises UserError otherwise."""
+    key = f"megatron.transformer.cp_comm_type={kind}"
+    if kind not in ("a2a", "p2p", "all_gather"):
+        raise UserError(f"{key}: it is not supported. Write a2a, all_gather or p2p.")
+    if kind != "p2p":
+        return
+    if kernels == "torch":
+        raise UserError(f"{key}: it needs the kernels of Transformer Engine. Write a2a or all_gather.")
+    if c.attention_softcap or any(c.window(layer) for layer in range(c.layers)):
+        raise UserError(f"{key}: it has neither windows nor a softcap, which the model has. Write a2a or all_gather.")
+
+
+def token_multiple(config: TransformerConfig) -> int:
+    """Returns the number by which the tokens of a rank must be divisible: products in FP8 and FP4 need such rows.
+
+    Args:
+        config: megatron-core's configuration.
+    """
+    if config.fp8:
+        return int(get_fp8_align_size(config.fp8_recipe))
+    return int(get_fp4_align_size(config.fp4_recipe)) if config.fp4 else 1
+
+
+def block_spec(c: HFConfig, layers: range, kernels: Kernels = "torch") -> TransformerBlockSubmodules:
     """Returns the modules of consecutive layers.
 
     Args:
         c: the model.
         layers: global indices of the layers.
+        kernels: kernels of the layers.
     """
+    if kernels == "transformer_engine":
+        from verl_mg.megatron import transformer_engine_spec
+
+        return transformer_engine_spec.block_spec(c, layers)
     specs = [_layer_spec(c, layer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _kernels(c: HFConfig, kernels: Kernels) -> Fields:
+    if kernels == "transformer_engine":
+        from verl_mg.megatron import transformer_engine_spec
+
+        return transformer_engine_spec.config_fields(c)
+    return {"transformer_impl": "local", "gradient_accumulation_fusion": True}
 
 
 def _model_fields(c: HFConfig) -> Fields:
@@ -127,9 +218,11 @@ def _latent_attention(c: HFConfig) -> Fields:
 
 def _experts(c: HFConfig, layout: Layout) -> Fields:
     # megatron-core checks it against variable lengths, even without experts.
-    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
+    dispatcher: Fields = {"moe_token_dispatcher_type": "alltoall"}
     if c.experts is None:
         return dispatcher
+    if "moe_hybridep_pad_uneven_dispatch_inputs" in TransformerConfig.__dataclass_fields__:
+        dispatcher["moe_hybridep_pad_uneven_dispatch_inputs"] = True  # ranks have different numbers of tokens
     return dispatcher | {
         "num_moe_experts": c.experts.count,
         "moe_ffn_hidden_size": c.experts.ffn,
@@ -156,6 +249,8 @@ def _parallelism(c: HFConfig, layout: Layout) -> Fields:
         # With two stages the previous and the next rank are the same: batched P2P would mix activations and gradients.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
+        "batch_p2p_sync": False,  # for a bug of torch before 1.10
+        "deallocate_pipeline_outputs": layout.pp > 1,
     }
 
 
@@ -191,7 +286,14 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
         attention.core_attention = ModuleSpec(PackedAttention, options)
     if experts:
         layer.module = RoutedLayer
-        submodules(parts.mlp).router = partial(Router, experts=experts)
+        parts.mlp = partial(
+            ExpertsLayer,
+            submodules=MoESubmodules(
+                router=partial(IndexRouter, experts=experts),
+                experts=GroupedExperts,
+                shared_experts=submodules(parts.mlp).shared_experts,
+            ),
+        )
     if c.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if c.sandwich_norms:

@@ -1,4 +1,8 @@
-"""FLOPs of a model's forward pass; a backward pass takes twice as many."""
+"""FLOPs of a model's forward pass, of a whole row and of the parts of a layer.
+
+A backward pass takes twice as many for matrix products, and 2.5 times as many for attention with a fused kernel, which
+computes the scores again (Dao, arXiv:2307.08691, section 4.1).
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,7 @@ def row_flops(config: HFConfig, tensor_index: TensorIndex) -> RowFlops:
         config: configuration of the model.
         tensor_index: tensors of the model, with its language-model or value head.
     """
-    value_dim = config.latent.v_dim if config.latent else config.head_dim
-    per_pair = config.layers * config.heads * (config.head_dim + value_dim)
-    return RowFlops(2 * active_elements(config, tensor_index), per_pair)
+    return RowFlops(2 * active_elements(config, tensor_index), config.layers * pair_flops(config))
 
 
 def active_elements(config: HFConfig, tensor_index: TensorIndex) -> float:
@@ -52,3 +54,83 @@ def active_elements(config: HFConfig, tensor_index: TensorIndex) -> float:
     entries = tensor_index.entries.values()
     active = sum(math.prod(e.tensor.shape) * (1.0 if e.expert is None else share) for e in entries)
     return active if tensor_index.tied else active - config.vocab * config.hidden
+
+
+@dataclass(frozen=True)
+class LayerElements:
+    """Number of weight elements that one token is multiplied with in one layer, without norms."""
+
+    attention: int
+    """Projections of attention, `mla_up` included."""
+    mla_up: int
+    """Projections of latent attention from the compressed states to the heads."""
+    mlp: int
+    """Dense feed-forward layer."""
+    experts: int
+    """Routed experts of the token."""
+    shared: int
+    """Shared experts."""
+    router: int
+    """Router."""
+
+    @property
+    def all(self) -> int:
+        """Number of elements of all parts."""
+        return self.attention + self.mlp + self.experts + self.shared + self.router
+
+
+def layer_elements(config: HFConfig, with_experts: bool) -> LayerElements:
+    """Counts the weight elements that one token is multiplied with in one layer.
+
+    Args:
+        config: configuration of the model.
+        with_experts: whether the layer is a mixture of experts.
+    """
+    attention, mla_up = _attention_elements(config)
+    if not with_experts:
+        return LayerElements(attention, mla_up, 3 * config.hidden * config.ffn, 0, 0, 0)
+    assert config.experts is not None
+    e = config.experts
+    routed, shared = 3 * config.hidden * e.ffn * e.top_k, 3 * config.hidden * e.shared_ffn
+    return LayerElements(attention, mla_up, 0, routed, shared, config.hidden * e.count)
+
+
+def _attention_elements(config: HFConfig) -> tuple[int, int]:
+    """Returns the elements of all projections of attention, and of those from compressed states to heads."""
+    latent = config.latent
+    if latent is None:
+        return 2 * config.hidden * config.head_dim * (config.heads + config.kv_heads), 0
+    key = latent.qk_nope_head_dim + latent.rope_dim
+    up = config.heads * latent.kv_rank * (latent.qk_nope_head_dim + latent.v_dim)
+    if latent.q_rank:
+        up += config.heads * latent.q_rank * key
+    down = config.hidden * (latent.kv_rank + latent.rope_dim)
+    down += config.hidden * (latent.q_rank or config.heads * key)
+    return up + down + config.heads * latent.v_dim * config.hidden, up
+
+
+def pair_flops(config: HFConfig) -> float:
+    """Returns the FLOPs of one layer's attention for each squared token of a row, all heads together."""
+    value_dim = config.latent.v_dim if config.latent else config.head_dim
+    return config.heads * (config.head_dim + value_dim)
+
+
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations of Muon's orthogonalization (arXiv:2502.16982, section 2), and megatron-core's default."""
+
+
+def orthogonalization_flops(tensor_index: TensorIndex) -> float:
+    """Returns the FLOPs of Muon's orthogonalization of all matrices of layers in one optimizer step.
+
+    An iteration on an (m, n) matrix X, m <= n, computes X X^T, the square of that, and its product with X:
+    4 m^2 n + 2 m^3 FLOPs.
+
+    Args:
+        tensor_index: tensors of the model.
+    """
+    matrices = [
+        sorted(e.tensor.shape)
+        for e in tensor_index.entries.values()
+        if e.layer is not None and len(e.tensor.shape) == 2
+    ]
+    return float(sum(NEWTON_SCHULZ_STEPS * (4 * m * m * n + 2 * m**3) for m, n in matrices))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,10 +109,8 @@ class Throughput:
             metrics["time/mfu"] = totals["flops"] / (seconds * ranks * self._peak)
         return metrics
 
-    def _enter(
-        self, chunk: torch.nn.Module, arguments: tuple[MicroBatch, float], runner: ModelRunner, rows: RowFlops
-    ) -> None:
-        micro, _ = arguments
+    def _enter(self, chunk: torch.nn.Module, arguments: tuple[Any, ...], runner: ModelRunner, rows: RowFlops) -> None:
+        micro: MicroBatch = arguments[0]
         learns, group = torch.is_grad_enabled(), micro.packed.cp_group
         # All ranks that share a micro-batch see all of it: each counts its share.
         sharing = runner.layout.tp * runner.layout.pp * (dist.get_world_size(group) if group else 1)

@@ -11,7 +11,9 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import format_suggestions
 from verl_mg.models.hf_config import read_config
+from verl_mg.planner.efficiency import FITTED
 from verl_mg.planner.from_config import PlanRequest, RoleRequest
+from verl_mg.planner.gpus import gpu
 from verl_mg.planner.inputs import PlanInputs, read_hardware_profile
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.report import Numbers, pair_numbers, search_numbers, show
@@ -21,10 +23,12 @@ from verl_mg.planner.search import (
     nearest_rollout,
     nearest_train,
     pair_of,
+    recomputations,
     rollout_side,
     search,
     train_side,
 )
+from verl_mg.planner.training_options import RECOMPUTABLE, Recompute, recompute
 from verl_mg.sharding.weight_table import weight_table
 
 OPTIONS = (
@@ -40,6 +44,7 @@ OPTIONS = (
         "tokens_per_iteration",
     ),
     *("minibatches", "rollout_ranks", "memory_fraction", "offload", "host", "flops", "memory_bandwidth"),
+    *("mean_sequence", "prompt"),
 )
 """Options with the names of fields of `PlanInputs`."""
 ROLE_OPTIONS = {"reference": False, "critic": True}
@@ -59,14 +64,19 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     job = job or PlanRequest()
     given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if options.recompute:
-        given["recompute"] = options.recompute == "full"
+        given["recompute"] = _recompute(options.recompute)
+    sheet = _data_sheet(options.gpu) if options.gpu else {}
     measured = read_hardware_profile(options.measured) if options.measured else {}
+    if options.mean_sequence and options.tokens_per_iteration is None and "tokens_per_iteration" in job.fields:
+        # A configuration has a number of samples, whose tokens were counted at their full length.
+        full = job.fields["tokens_per_iteration"] / job.fields["sequence"]
+        given["tokens_per_iteration"] = round(full * options.mean_sequence)
     model = options.model or job.model
     if model is None:
         raise UserError("--model: no model is given. Pass --model, or RECIPE and --config, a file with model.path.")
     inputs = PlanInputs(
         weight_table(read_config(Path(model))).with_traced_table(job.sharding_table),
-        **{**job.fields, **measured, **given},
+        **{**job.fields, **sheet, **measured, **given},
     )
     roles = _roles(inputs, options, job)
     inputs = replace(inputs, auxiliary_roles=tuple(auxiliary_role(inputs, role) for role in roles), notes=job.notes)
@@ -74,7 +84,8 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     if options.search:
         if options.top < 1:
             raise UserError(f"--top: {options.top} is not above 0. Use 1 or more.")
-        _print(search_numbers(inputs, search(inputs, train, rollout, options.top)), options.json)
+        tried = None if options.recompute or "recompute" in job.fields else recomputations(inputs)
+        _print(search_numbers(inputs, search(inputs, train, rollout, options.top, tried)), options.json)
         return
     if train is None or rollout is None:
         raise UserError("--train, --rollout: one of them is missing. Pass both, or --search to find the missing ones.")
@@ -83,6 +94,23 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     _print(pair_numbers(inputs, pair), options.json)
     if too_large := problem(inputs, actor.memory, pair.rollout.memory):
         raise _with_suggestions(too_large, _nearest_layouts(inputs, pair))
+
+
+def _recompute(text: str) -> Recompute:
+    """Reads `--recompute`: full, none, or modules of a layer."""
+    if text in ("full", "none"):
+        return text == "full"
+    modules = text.split(",")
+    for module in modules:
+        if module not in RECOMPUTABLE:
+            raise UserError(f"--recompute: unknown module {module!r}. Use full, none, or {', '.join(RECOMPUTABLE)}.")
+    return recompute(modules)
+
+
+def _data_sheet(name: str) -> dict[str, float]:
+    """Returns the figures that jobs reach on a GPU, and the ranks of its NVLink domain."""
+    sheet = gpu(name)
+    return FITTED.figures(sheet) | {"node": sheet.node}
 
 
 def _roles(inputs: PlanInputs, options: argparse.Namespace, job: PlanRequest) -> list[PlannedRole]:
@@ -102,6 +130,7 @@ def _roles(inputs: PlanInputs, options: argparse.Namespace, job: PlanRequest) ->
             role.recompute,
             role.ranks,
             role.offload,
+            role.options,
         )
         for role in described.values()
     ]

@@ -10,6 +10,13 @@ from typing import Any, Literal
 from verl_mg.config import Config, CriticConfig, ReferenceConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import parse_ranks
+from verl_mg.planner.training_options import (
+    DEFAULT_OPTIONS,
+    Recompute,
+    TrainingOptions,
+    recompute,
+    training_options,
+)
 
 AUXILIARY_SECTIONS = {
     "critic": "critic",
@@ -37,14 +44,16 @@ class RoleRequest:
     """Whether it has gradients and an optimizer."""
     micro_batch: int
     """Tokens of a micro-batch."""
-    recompute: bool
-    """Whether all activations of a layer are recomputed in the backward pass."""
+    recompute: Recompute
+    """What is computed again in the backward pass: whole layers, nothing, or modules of a layer."""
     model: str | None = None
     """Model directory; None for that of the actor."""
     ranks: tuple[int, ...] = ()
     """Ranks of the job; empty: all model ranks."""
     offload: bool = False
     """Whether it is on the host while other roles compute."""
+    options: TrainingOptions = DEFAULT_OPTIONS
+    """Kernels, precision and overlap of training."""
 
     @property
     def head(self) -> Literal["language", "value"]:
@@ -88,7 +97,10 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     fields = {
         "sequence": sequence,
         "micro_batch": actor.tokens_per_micro_batch,
-        "recompute": actor.recompute,
+        "recompute": recompute(actor.recompute),
+        "options": _options(config, actor),
+        "old_logprobs": getattr(algorithm, "old_logprobs", "recompute") == "recompute",
+        "prompt": config.data.max_prompt_tokens,
         "minibatches": getattr(algorithm, "num_minibatches", 1),
         "epochs": getattr(algorithm, "num_epochs", 1),
         "rollout_ranks": rollout.num_ranks,
@@ -97,11 +109,12 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         "role_ranks": parse_ranks(actor.ranks) if actor.ranks else (),
         "offload": actor.offload,
         "sleep": rollout.sleep,
+        "prefetch": rollout.prefetch,
     }
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
         fields["tokens_per_iteration"] = prompts * getattr(algorithm, "group_size", 1) * sequence
     auxiliary = tuple(
-        _role(name, getattr(config, section)) for name, section in AUXILIARY_SECTIONS.items() if name in roles
+        _role(config, name, getattr(config, section)) for name, section in AUXILIARY_SECTIONS.items() if name in roles
     )
     notes = tuple(_notes(config, {"actor": "actor", **AUXILIARY_SECTIONS}, roles))
     return PlanRequest(
@@ -130,25 +143,30 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
         role = getattr(config, section)
         if name in roles and name not in FROZEN and role.lora:
             yield f"{name}.lora: counted as if all weights were trained"
-        if name in roles and name not in FROZEN and role.optimizer.cpu_offload:
-            yield f"{name}.optimizer.cpu_offload: counted as if the moments were on the device"
+        if name in roles and name not in FROZEN and role.optimizer.nvme_folder:
+            yield f"{name}.optimizer.nvme_folder: counted as if the moments were in host memory"
         if name in roles and role.dynamic_context:
             yield f"{name}.dynamic_context: counted as if every row were sharded over all context-parallel ranks"
-    if config.rollout.prefetch:
-        yield "rollout.prefetch: counted as if generation finished before training, not at the same time"
 
 
-def _role(name: str, section: TrainableConfig | ReferenceConfig) -> RoleRequest:
+def _options(config: Config, role: TrainableConfig) -> TrainingOptions:
+    optimizer = role.optimizer
+    megatron = config.megatron.model_dump()
+    return training_options(config.model.kernels, megatron, optimizer.cpu_offload, optimizer.moments_dtype)
+
+
+def _role(config: Config, name: str, section: TrainableConfig | ReferenceConfig) -> RoleRequest:
     path = section.path if isinstance(section, CriticConfig | ReferenceConfig) else None
     is_trained = name not in FROZEN
-    recompute = is_trained and isinstance(section, TrainableConfig) and section.recompute
+    trained = section if is_trained and isinstance(section, TrainableConfig) else None
     return RoleRequest(
         name,
         section.layout,
         is_trained,
         section.tokens_per_micro_batch,
-        recompute,
+        recompute(trained.recompute) if trained else False,
         str(path) if path else None,
         parse_ranks(section.ranks) if section.ranks else (),
         section.offload,
+        _options(config, trained) if trained else DEFAULT_OPTIONS,
     )

@@ -1,6 +1,7 @@
-"""Inputs of a plan: the model, the ranks, the hardware and the tokens of an iteration.
+"""Inputs of a plan: the model, the ranks, the hardware, the tokens of an iteration and the options of training.
 
-Hardware figures are defaults or come from a JSON file of measurements, see `read_hardware_profile`.
+Hardware figures are fractions of a GPU's data sheet (`efficiency`) or come from a JSON file of measurements, see
+`read_hardware_profile`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,60 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, format_ranks
-from verl_mg.models.flops import RowFlops, active_elements, row_flops
+from verl_mg.models.flops import RowFlops, active_elements, orthogonalization_flops, row_flops
+from verl_mg.planner.efficiency import FITTED, Efficiency
+from verl_mg.planner.gpus import DEFAULT_GPU, GPUS
+from verl_mg.planner.length_spread import LengthSpread
+from verl_mg.planner.training_options import DEFAULT_OPTIONS, Recompute, TrainingOptions
 from verl_mg.sharding.weight_table import WeightTable
 
 GIB = 2**30
 GIGA = 10**9
 WEIGHT_BYTES = 2
 """Bytes of a bf16 weight."""
+_REACHED = FITTED.figures(GPUS[DEFAULT_GPU])
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes of a model that are sums over all of its tensors."""
+
+    elements: int
+    """Number of elements of all weights."""
+    experts: int
+    """Number of elements of all experts' weights."""
+    active: float
+    """Number of weight elements that a token is multiplied with."""
+    bytes: int
+    """Bytes of all weights, without replicas."""
+    row_flops: RowFlops
+    """FLOPs of a forward pass over a row, as a function of its length."""
+    muon_flops: float
+    """FLOPs of Muon's orthogonalization of all matrices of layers."""
+
+
+@cache  # equal for every batch, every hardware and every role of the same model
+def model_size(weights: WeightTable) -> ModelSize:
+    """Sums the sizes of a model's tensors.
+
+    Args:
+        weights: weight table of the model.
+    """
+    index = weights.tensor_index
+    sizes = [(math.prod(entry.tensor.shape), entry) for entry in index.entries.values()]
+    return ModelSize(
+        elements=sum(size for size, _ in sizes),
+        experts=sum(size for size, entry in sizes if entry.expert is not None),
+        active=active_elements(weights.config, index),
+        bytes=sum(size * (4 if entry.tensor.float32 else WEIGHT_BYTES) for size, entry in sizes),
+        row_flops=row_flops(weights.config, index),
+        muon_flops=orthogonalization_flops(index),
+    )
 
 
 @dataclass(frozen=True)
@@ -57,18 +100,26 @@ class PlanInputs:
     """GiB of a device."""
     reserve: float = 6.0
     """GiB of a device for CUDA, NCCL, the engine's graphs, sync buckets and fragmentation."""
-    intra_node: float = 400.0
+    intra_node: float = _REACHED["intra_node"]
     """GB/s of a rank to other ranks of its node, in each direction."""
-    inter_node: float = 50.0
+    inter_node: float = _REACHED["inter_node"]
     """GB/s of a rank to other nodes, in each direction."""
-    host: float = 50.0
+    host: float = _REACHED["host"]
     """GB/s between a device and the host's memory, in each direction."""
-    flops: float = 400.0
-    """TFLOP/s of bf16 matrix products that a device reaches; the default is for an H100."""
-    memory_bandwidth: float = 2400.0
+    flops: float = _REACHED["flops"]
+    """TFLOP/s that a device reaches in large bf16 matrix products."""
+    peak: float = _REACHED["peak"]
+    """TFLOP/s of bf16 matrix products on the device's data sheet, to which utilization relates."""
+    memory_bandwidth: float = _REACHED["memory_bandwidth"]
     """GB/s of a device's memory."""
+    efficiency: Efficiency = FITTED
+    """Constants of the cost model."""
     sequence: int = 8192
-    """Tokens of a sample, prompt and response."""
+    """Tokens of the longest sample, prompt and response."""
+    mean_sequence: float = 0.0
+    """Mean tokens of a sample; 0: all samples are as long as the longest."""
+    prompt: int = 0
+    """Tokens of a prompt."""
     micro_batch: int = 8192
     """Tokens of a micro-batch of one data-parallel index."""
     tokens_per_iteration: int = 4 * 2**20
@@ -77,8 +128,21 @@ class PlanInputs:
     """Optimizer steps of an epoch."""
     epochs: int = 1
     """Passes over the tokens of an iteration."""
-    recompute: bool = True
-    """Whether all activations of a layer are recomputed in the backward pass."""
+    recompute: Recompute = True
+    """What is computed again in the backward pass: whole layers, nothing, or modules of a layer."""
+    options: TrainingOptions = DEFAULT_OPTIONS
+    """Kernels, precision and overlap of training."""
+    old_logprobs: bool = True
+    """Whether the actor computes the log-probs of the samples before the update."""
+    even_routing: bool = False
+    """Whether routing is forced to be even, as benchmarks of pretraining do."""
+    rollout_bytes: float = 2.0
+    """Bytes of a weight in the engines."""
+    batches_in_flight: int = 0
+    """Iterations whose samples engines generate at the same time, so that a new sample takes the place of each that is
+    complete; 0: engines wait until all samples of an iteration are complete."""
+    prefetch: bool = False
+    """Whether the next samples are generated while training computes, on ranks for engines alone."""
     role_ranks: tuple[int, ...] = ()
     """Ranks of the actor, or of the auxiliary role that is computed in its place; empty: all model ranks."""
     rollout_ranks: int = 0
@@ -103,6 +167,11 @@ class PlanInputs:
                 raise UserError(
                     f"--{name.replace('_', '-')}: {getattr(self, name)} is not above 0. Use a number above 0."
                 )
+        if self.mean_sequence and not self.prompt < self.mean_sequence <= self.sequence:
+            raise UserError(
+                f"--mean-sequence: {self.mean_sequence:g} is out of range. Use a number above the prompt's "
+                f"{self.prompt}, up to --sequence {self.sequence}."
+            )
         if not 0 <= self.reserve < self.memory:
             raise UserError(
                 f"--reserve: {self.reserve:g} is out of range. Use 0 or more, below --memory {self.memory:g}."
@@ -148,69 +217,42 @@ class PlanInputs:
         """Bytes of a device that a job can use."""
         return (self.memory - self.reserve) * GIB
 
-    @cached_property
+    @property
+    def lengths(self) -> LengthSpread:
+        """Spread of the samples' lengths."""
+        return LengthSpread(
+            self.sequence, self.mean_sequence or float(self.sequence), min(self.prompt, self.sequence - 1)
+        )
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens of the fullest expert-parallel rank, relative to the mean."""
+        return 1.0 if self.even_routing else self.efficiency.imbalance
+
+    @property
     def elements(self) -> int:
         """Number of elements of all weights."""
-        return sum(math.prod(entry.tensor.shape) for entry in self.weights.tensor_index.entries.values())
+        return model_size(self.weights).elements
 
-    @cached_property
+    @property
     def expert_elements(self) -> int:
         """Number of elements of all experts' weights."""
-        entries = self.weights.tensor_index.entries.values()
-        return sum(math.prod(entry.tensor.shape) for entry in entries if entry.expert is not None)
+        return model_size(self.weights).experts
 
-    @cached_property
+    @property
     def row_flops(self) -> RowFlops:
         """FLOPs of a forward pass over a row, as a function of its length."""
-        return row_flops(self.weights.config, self.weights.tensor_index)
+        return model_size(self.weights).row_flops
 
-    @cached_property
+    @property
     def active_elements(self) -> float:
         """Number of weight elements that a token is multiplied with."""
-        return active_elements(self.weights.config, self.weights.tensor_index)
+        return model_size(self.weights).active
 
-    @cached_property
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, without replicas."""
-        tensors = (entry.tensor for entry in self.weights.tensor_index.entries.values())
-        return sum(math.prod(tensor.shape) * (4 if tensor.float32 else WEIGHT_BYTES) for tensor in tensors)
-
-    def assumptions(self) -> list[str]:
-        """Returns the assumptions of the plan, one line each."""
-        kept = "a layer keeps its input and recomputes the rest" if self.recompute else "a layer keeps all activations"
-        steps = f"{self.epochs} x {self.minibatches} optimizer steps"
-        return [
-            "weights are bf16; gradients, main weights and Adam's two moments float32, the latter three sharded by "
-            "the distributed optimizer over dp*cp, those of experts over edp",
-            f"activations: a micro-batch has {self.longest_micro_batch} tokens, {kept}; flash attention, sequence "
-            "parallelism, experts evenly loaded, logits in chunks",
-            f"an iteration has {self.tokens_per_iteration} tokens in samples of {self.sequence}, and {steps}; every "
-            "role runs inference once over each token, samples have full length, and roles on disjoint ranks compute "
-            "at the same time; the KV cache is bf16",
-            f"a device has {self.memory:g} GiB, of which {self.reserve:g} are kept free; {self._residency()}",
-            f"a rank moves {self.intra_node:g} GB/s within its node of {self.node}, {self.inter_node:g} GB/s "
-            f"between nodes and {self.host:g} GB/s to its host",
-            f"a device reaches {self.flops:g} TFLOP/s and reads {self.memory_bandwidth:g} GB/s of its memory",
-            "seconds are uncalibrated: they follow from these figures and were not compared with measured runs",
-            *self.notes,
-        ]
-
-    def _residency(self) -> str:
-        """Describes which roles and engines are on a device at the same time."""
-        if self.rollout_ranks:
-            return f"the last {self.rollout_ranks} ranks have only engines"
-        roles = {"the actor": self.offload} | {role.name: role.offload for role in self.auxiliary_roles}
-        waiting = " and ".join(name for name, offload in roles.items() if offload)
-        staying = " and ".join(name for name, offload in roles.items() if not offload)
-        waits = f"on the host while other roles compute and engines are awake: {waiting}" if waiting else ""
-        stays = f"always on the device: {staying}" if staying else ""
-        share = (
-            f"engines take {self.memory_fraction:g} of the memory that is free when they start"
-            if self.memory_fraction
-            else ""
-        )
-        asleep = "engines release it while training computes" if self.sleep else "engines never release it"
-        return ", ".join(line for line in (waits, stays, asleep, share) if line)
+        return model_size(self.weights).bytes
 
 
 FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "host")

@@ -1,8 +1,9 @@
-"""Predicted seconds of an iteration of all roles, and bytes and seconds of its weight sync. Uncalibrated.
+"""Predicted seconds of an iteration of all roles, and bytes and seconds of its weight sync.
 
     rollout -> inference (old log-probs, reference log-probs, values) -> update -> weight sync,    and host copies
 
-Roles on the same ranks compute one after the other, roles on disjoint ranks at the same time.
+Roles on the same ranks compute one after the other, roles on disjoint ranks at the same time. With prefetching, rollout
+and everything else up to the weight sync take place at the same time.
 """
 
 from __future__ import annotations
@@ -31,11 +32,17 @@ class Seconds:
     """Seconds of the weight sync."""
     offload: float
     """Seconds of copies between devices and host."""
+    overhead: float = 0.0
+    """Seconds outside of the other parts."""
+    prefetched: bool = False
+    """Whether the rollout takes place during inference and update."""
 
     @property
     def all(self) -> float:
         """Seconds of the whole iteration."""
-        return self.rollout + self.inference + self.update + self.sync + self.offload
+        training = self.inference + self.update + self.offload
+        work = max(self.rollout, training) if self.prefetched else self.rollout + training
+        return work + self.sync + self.overhead
 
 
 def iteration_seconds(
@@ -62,6 +69,8 @@ def iteration_seconds(
         ),
         sync,
         _offload_seconds(inputs, train),
+        inputs.efficiency.iteration,
+        inputs.prefetch and inputs.rollout_ranks > 0,
     )
 
 
@@ -139,8 +148,19 @@ def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Syn
         tuple(traffic.get(rank, NOTHING).received for rank in ranks),
         tuple(traffic.get(rank, NOTHING).lower_bound for rank in ranks),
         tuple(sum(traffic.get(rank, NOTHING).entered for rank in node) for node in nodes),
-        sync_seconds(traffic, inputs.intra_node, inputs.inter_node),
+        moved_seconds(inputs, sync_seconds(traffic, inputs.intra_node, inputs.inter_node)),
     )
+
+
+def moved_seconds(inputs: PlanInputs, at_full_speed: float) -> float:
+    """Returns the seconds of a weight sync, 0 of one that moves nothing.
+
+    Args:
+        inputs: inputs of the plan.
+        at_full_speed: seconds that it would take at the speed of the links.
+    """
+    e = inputs.efficiency
+    return e.sync_start + at_full_speed / e.sync if at_full_speed else 0.0
 
 
 def sync_seconds(traffic: Mapping[int, RankTraffic], intra_node: float, inter_node: float) -> float:

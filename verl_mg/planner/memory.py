@@ -1,10 +1,4 @@
-"""Bytes on the device of one rank, for each pipeline stage: all ranks of a stage have the same.
-
-Activations: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198),
-count 34 s b h bytes per layer outside the attention matrix, divided by tp under sequence parallelism. Here the same is
-counted for gated feed-forward layers, grouped and latent attention, and experts; without dropout there are no masks,
-and flash attention keeps one float32 normalizer per head in place of the matrix.
-"""
+"""Bytes on the device of one rank, for each pipeline stage: all ranks of a stage have the same."""
 
 from __future__ import annotations
 
@@ -14,24 +8,24 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.models.hf_config import HFConfig
+from verl_mg.planner.activations import kept_elements
 from verl_mg.planner.inputs import WEIGHT_BYTES, PlanInputs
+from verl_mg.planner.length_spread import packed
+from verl_mg.planner.training_options import TrainingOptions
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import WeightTable
 
-GRADIENT_BYTES = 4
-"""Bytes of a float32 gradient."""
-OPTIMIZER_BYTES = 12
-"""Bytes of a main weight and Adam's two moments, each float32."""
 OPTIMIZER_STATES = "optimizer states"
 """Name of the part of a role's memory with main weights and moments."""
 ACTIVATIONS = "activations"
 """Name of the part of a role's memory that exists only while it computes."""
-FLOAT32_ELEMENTS = 2
-"""Number of bf16 elements with the bytes of one float32 element."""
-LOGIT_CHUNK_BYTES = 3 * 64 * 2**20
-"""Bytes of a chunk of float32 logits, its exponentials and its gradient."""
+FP8_COPY_BYTES = 2
+"""Bytes of the two copies of a weight in FP8, one of them transposed, that Transformer Engine keeps between passes."""
+LOGIT_CHUNK_BYTES = 2**30
+"""Bytes of a chunk of float32 logits, at most."""
+LOGIT_COPIES = 3
+"""Tensors of a chunk's size at the same time: float32 logits, their exponentials and their gradient."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +40,14 @@ class Elements:
     """Number of float32 elements (router biases), which have no gradient."""
 
     @property
+    def trained(self) -> int:
+        """Number of elements with gradients."""
+        return self.dense + self.experts
+
+    @property
     def bytes(self) -> int:
         """Bytes of the weights of one rank."""
-        return WEIGHT_BYTES * (self.dense + self.experts) + 4 * self.float32
+        return WEIGHT_BYTES * self.trained + 4 * self.float32
 
 
 def elements(weights: WeightTable, shard_map: ShardMap, rank: int) -> Elements:
@@ -99,8 +98,9 @@ def train_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
     counted = _on_stages(inputs.weights, layout.fit(len(inputs.placement_ranks)))
     parts = {
         "weights": tuple(e.bytes for e in counted),
-        "gradients": tuple(GRADIENT_BYTES * (e.dense + e.experts) for e in counted),
-        OPTIMIZER_STATES: tuple(_optimizer_bytes(e, layout) for e in counted),
+        **({"FP8 weights": tuple(FP8_COPY_BYTES * e.trained for e in counted)} if inputs.options.fp8 else {}),
+        "gradients": tuple(inputs.options.gradient_bytes * e.trained for e in counted),
+        OPTIMIZER_STATES: tuple(_optimizer_bytes(inputs.options, e, layout) for e in counted),
         ACTIVATIONS: tuple(activation_bytes(inputs, layout, stage) for stage in range(layout.pp)),
     }
     return TrainMemory(counted, parts)
@@ -130,9 +130,10 @@ def _on_engine_stages(weights: WeightTable, layout: EngineLayout) -> tuple[Eleme
     return tuple(elements(weights, shard_map, stage * layout.tp) for stage in range(layout.pp))
 
 
-def _optimizer_bytes(e: Elements, layout: Layout) -> int:
+def _optimizer_bytes(options: TrainingOptions, e: Elements, layout: Layout) -> int:
     dense, experts = -(-e.dense // (layout.dp * layout.cp)), -(-e.experts // layout.edp)
-    return OPTIMIZER_BYTES * (dense + experts)
+    states = options.state_bytes * (dense + experts) if options.sharded_states else options.state_bytes * e.trained
+    return round((1 - options.offloaded_states) * states)
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class RolloutMemory:
     """Bytes available on a rank for weights and cache together."""
     per_token: tuple[int, ...]
     """Bytes of a token in the cache of a rank, one entry for each stage."""
+    item: float = WEIGHT_BYTES
+    """Bytes of a weight."""
 
     @property
     def cache_bytes(self) -> tuple[float, ...]:
@@ -156,7 +159,7 @@ class RolloutMemory:
     @cached_property
     def weights(self) -> tuple[int, ...]:
         """Bytes of the weights on a rank, one entry for each stage."""
-        return tuple(e.bytes for e in self.elements)
+        return tuple(round(self.item * e.trained + 4 * e.float32) for e in self.elements)
 
     @property
     def tokens(self) -> int:
@@ -179,7 +182,7 @@ def rollout_memory(inputs: PlanInputs, layout: EngineLayout, limit: float | None
     """
     counted = _on_engine_stages(inputs.weights, layout)
     per_token = tuple(kv_bytes(inputs.weights, layout, stage) for stage in range(layout.pp))
-    return RolloutMemory(layout, counted, inputs.usable if limit is None else limit, per_token)
+    return RolloutMemory(layout, counted, inputs.usable if limit is None else limit, per_token, inputs.rollout_bytes)
 
 
 def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:
@@ -200,40 +203,6 @@ def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:
     return WEIGHT_BYTES * width * len(layout.layers(c.layers, stage))
 
 
-def kept_elements(c: HFConfig, with_experts: bool, etp: int) -> int:
-    """Counts the bf16 elements that one token keeps in one layer, over all ranks of a tensor-parallel group.
-
-    Args:
-        c: the model.
-        with_experts: whether the layer has experts.
-        etp: expert-tensor-parallel size.
-    """
-    norms = (
-        2 * c.hidden * (2 + c.sandwich_norms)
-    )  # input and output; the output is kept by the linear layer that follows
-    return norms + _attention(c) + (_experts(c, etp) if with_experts else 3 * c.ffn)
-
-
-def _attention(c: HFConfig) -> int:
-    normalizer = FLOAT32_ELEMENTS * c.heads
-    if c.latent is None:
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        before_norm = q + kv if c.qk_norm else 0
-        return q + 2 * kv + before_norm + q + normalizer
-    latent = c.latent
-    low_rank = 2 * latent.q_rank + 2 * latent.kv_rank + latent.rope_dim  # before and after their norms
-    q_and_k = 2 * c.heads * (latent.qk_nope_head_dim + latent.rope_dim)
-    v_and_output = 2 * c.heads * latent.v_dim
-    return low_rank + q_and_k + v_and_output + normalizer
-
-
-def _experts(c: HFConfig, etp: int) -> int:
-    """Counts elements of experts: a token is copied whole to each of the etp ranks of each of its top_k experts."""
-    assert c.experts is not None
-    e = c.experts
-    return FLOAT32_ELEMENTS * e.count + e.top_k * (etp * c.hidden + 3 * e.ffn) + 3 * e.shared_ffn
-
-
 def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
     """Returns the number of micro-batches of a rank in an optimizer step.
 
@@ -241,7 +210,8 @@ def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
         inputs: inputs of the plan for the role.
         layout: layout of the role.
     """
-    return max(1, -(-inputs.tokens_per_iteration // (inputs.minibatches * layout.dp * inputs.longest_micro_batch)))
+    samples = inputs.tokens_per_iteration / inputs.lengths.mean / (inputs.minibatches * layout.dp)
+    return max(1, math.ceil(samples * packed(inputs.lengths, inputs.micro_batch).per_sample - 1e-9))
 
 
 def chunks_in_flight(layout: Layout, stage: int, micros: int) -> int:
@@ -271,10 +241,12 @@ def activation_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
     c = inputs.weights.config
     layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
     every = [kept_elements(c, c.has_experts(layer), layout.etp) for layer in layers]
-    kept, recomputed = ([c.hidden] * len(layers), max(every)) if inputs.recompute else (every, 0)
+    options = inputs.options
+    kept = sum(layer.on_device(inputs.recompute, options.offload_modules, options.fp8) for layer in every)
+    recomputed = max(layer.recomputed(inputs.recompute) for layer in every)
     in_flight = chunks_in_flight(layout, stage, micro_batches(inputs, layout)) / layout.vpp
     tokens = inputs.longest_micro_batch / layout.cp
-    in_layers = WEIGHT_BYTES * tokens / layout.tp * (in_flight * sum(kept) + recomputed)
+    in_layers = WEIGHT_BYTES * tokens / layout.tp * (in_flight * kept + recomputed)
     return round(in_layers + (_output_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0))
 
 
@@ -288,9 +260,9 @@ def inference_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
     """
     c = inputs.weights.config
     layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
-    widest = max(kept_elements(c, c.has_experts(layer), layout.etp) for layer in layers)
+    widest = max(kept_elements(c, c.has_experts(layer), layout.etp).all for layer in layers)
     tokens = inputs.longest_micro_batch / layout.cp
-    output = WEIGHT_BYTES * tokens * c.hidden + LOGIT_CHUNK_BYTES if stage == layout.pp - 1 else 0
+    output = WEIGHT_BYTES * tokens * c.hidden + _logit_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0
     return round(WEIGHT_BYTES * tokens / layout.tp * widest + output)
 
 
@@ -305,4 +277,12 @@ def _output_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
     if inputs.weights.head == "value":
         return states
     rows = inputs.weights.padded_vocab(layout.tp) / layout.tp
-    return states + 4 * rows * hidden + LOGIT_CHUNK_BYTES
+    return states + 4 * rows * hidden + _logit_bytes(inputs, layout, tokens)
+
+
+def _logit_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
+    """Computes bytes of the logits of a chunk of tokens and of what is computed from them."""
+    if inputs.weights.head == "value":
+        return 0.0
+    rows = inputs.weights.padded_vocab(layout.tp) / layout.tp
+    return LOGIT_COPIES * min(LOGIT_CHUNK_BYTES, 4.0 * rows * tokens)

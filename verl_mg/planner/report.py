@@ -10,19 +10,22 @@ from rich.table import Table
 
 from verl_mg.layout import EnginePlacement, format_ranks
 from verl_mg.layout.suggest import format_layout
-from verl_mg.planner.cost import bubble_share, samples_at_once
+from verl_mg.planner.assumptions import assumptions
+from verl_mg.planner.cost import bubble_share, utilization
+from verl_mg.planner.generation_time import samples_at_once
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
 from verl_mg.planner.iteration_time import gathered_bytes
 from verl_mg.planner.memory import micro_batches
 from verl_mg.planner.memory_phases import awake, problem, syncing, training
 from verl_mg.planner.search import Pair, RolloutSide, TrainSide
+from verl_mg.planner.training_options import Recompute
 
 Numbers = dict[str, Any]
 """JSON object: texts, numbers, lists, and dictionaries of them."""
 
-PARTS = ("rollout", "inference", "update", "sync", "offload")
+PARTS = ("rollout", "inference", "update", "sync", "offload", "overhead")
 SPANS_NODES = "engines span nodes in this plan; a job cannot start such engines yet"
-PLAIN_WIDTH = 130
+PLAIN_WIDTH = 180
 """Characters per line where the output is not a terminal."""
 
 
@@ -39,6 +42,8 @@ def pair_numbers(inputs: PlanInputs, pair: Pair) -> Numbers:
         "auxiliary_roles": [_auxiliary(role) for role in inputs.auxiliary_roles],
         "phases": _phases(inputs, pair),
         "seconds": {name: round(getattr(pair.parts, name), 3) for name in (*PARTS, "all")},
+        "rate": _rate(inputs, pair),
+        "utilization": round(utilization(inputs, pair.train.layout, pair.train.update_seconds), 3),
         "rollout": _rollout(inputs, pair.rollout, pair.sync.stride),
         "sync": _sync(inputs, pair),
     }
@@ -52,10 +57,11 @@ def search_numbers(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
         pairs: layouts, best first.
     """
     return _frame(inputs, pairs) | {
-        "score": "predicted seconds of an iteration (uncalibrated)",
+        "score": "predicted seconds of an iteration",
         "layouts": [
             {
                 "train": format_layout(pair.train.layout),
+                "recompute": _recomputed(pair.train.recompute),
                 "rollout": format_layout(pair.rollout.layout),
                 "stride": pair.sync.stride,
                 "train_gib": _gib(max(pair.train.memory.totals)),
@@ -63,6 +69,7 @@ def search_numbers(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
                 "bubble_share": round(bubble_share(inputs, pair.train.layout), 3),
                 **{f"{name}_seconds": round(getattr(pair.parts, name), 3) for name in PARTS},
                 "seconds": round(pair.seconds, 3),
+                "rate": _rate(inputs, pair),
             }
             for pair in pairs
         ],
@@ -76,7 +83,8 @@ def _frame(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
         "parameters": inputs.elements,
         "ranks": inputs.ranks,
         "node": inputs.node,
-        "assumptions": [*inputs.assumptions(), *([SPANS_NODES] if spans else [])],
+        "peak": inputs.peak,
+        "assumptions": [*assumptions(inputs), *([SPANS_NODES] if spans else [])],
     }
 
 
@@ -93,6 +101,15 @@ def _train(inputs: PlanInputs, side: TrainSide) -> Numbers:
         "update_seconds": round(side.update_seconds, 3),
         "gib": parts | {"total": _spread(side.memory.totals)},
     }
+
+
+def _recomputed(modules: Recompute) -> str:
+    return ("whole layers" if modules else "nothing") if isinstance(modules, bool) else ",".join(modules)
+
+
+def _rate(inputs: PlanInputs, pair: Pair) -> float:
+    """Returns the tokens per second and rank of a whole iteration."""
+    return round(inputs.tokens_per_iteration / pair.seconds / inputs.ranks, 1)
 
 
 def _auxiliary(role: AuxiliaryRole) -> Numbers:
@@ -226,7 +243,11 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
         by_role = {"actor": train["ranks"]} | {role["role"]: role["ranks"] for role in numbers["auxiliary_roles"]}
         yield "ranks", ", ".join(f"{role} {ranks}" for role, ranks in by_role.items())
     seconds = numbers["seconds"].items()
-    yield "predicted seconds, uncalibrated", ", ".join(f"{what} {value:,.3f}" for what, value in seconds if value)
+    yield "predicted seconds", ", ".join(f"{what} {value:,.3f}" for what, value in seconds if value)
+    yield (
+        "tokens per second and rank, utilization of updates",
+        f"{numbers['rate']:,}, {numbers['utilization']:.1%} of {numbers['peak']:,.0f} TFLOP/s",
+    )
     phases = ", ".join(f"{phase} {size:,.1f}" for phase, size in numbers["phases"].items())
     yield "GiB of a rank by phase, without the KV cache", phases
     yield "memory", numbers["problem"] or "fits"
@@ -235,6 +256,7 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
 def _ranking(numbers: Numbers) -> Table:
     columns = {
         "train": "train",
+        "recompute": "recomputed",
         "rollout": "rollout",
         "stride": "stride",
         "train_gib": "GiB in training",
@@ -246,10 +268,13 @@ def _ranking(numbers: Numbers) -> Table:
         "sync_seconds": "sync s",
         "offload_seconds": "offload s",
         "seconds": "all s",
+        "rate": "tokens/s/rank",
     }
     table = Table(title=f"Best first by {numbers['score']}", title_justify="left")
     for key, heading in columns.items():
-        table.add_column(heading, justify="left" if key in ("train", "rollout") else "right")
+        is_text = isinstance(numbers["layouts"][0][key], str)
+        widest = max(len(layout[key]) for layout in numbers["layouts"]) if is_text else None
+        table.add_column(heading, justify="left" if is_text else "right", min_width=widest)
     for layout in numbers["layouts"]:
         table.add_row(*(_text(layout[key]) for key in columns))
     return table

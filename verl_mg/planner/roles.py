@@ -12,6 +12,7 @@ from verl_mg.layout.suggest import resolve_layout
 from verl_mg.planner.cost import inference_seconds, train_seconds
 from verl_mg.planner.inputs import AuxiliaryRole, PlanInputs
 from verl_mg.planner.memory import frozen_memory, train_memory
+from verl_mg.planner.training_options import DEFAULT_OPTIONS, Recompute, TrainingOptions
 from verl_mg.sharding.weight_table import WeightTable
 
 
@@ -29,12 +30,14 @@ class PlannedRole:
     """Whether it has gradients and an optimizer."""
     micro_batch: int
     """Tokens of a micro-batch."""
-    recompute: bool = True
-    """Whether all activations of a layer are recomputed in the backward pass."""
+    recompute: Recompute = True
+    """What is computed again in the backward pass: whole layers, nothing, or modules of a layer."""
     ranks: tuple[int, ...] = ()
     """Ranks of the job; empty: all model ranks."""
     offload: bool = False
     """Whether it is on the host while other roles compute."""
+    options: TrainingOptions = DEFAULT_OPTIONS
+    """Kernels, precision and overlap of training."""
 
 
 def auxiliary_role(inputs: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
@@ -47,7 +50,8 @@ def auxiliary_role(inputs: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
     Raises:
         UserError: its layout does not fit its ranks or its model.
     """
-    changes: dict[str, Any] = {"weights": role.weights, "micro_batch": role.micro_batch, "recompute": role.recompute}
+    changes: dict[str, Any] = {"weights": role.weights, "micro_batch": role.micro_batch}
+    changes |= {"recompute": role.recompute, "options": role.options}
     try:
         role_inputs = replace(inputs, **changes, role_ranks=role.ranks)
         layout = fit_layout(role_inputs, Layout.parse(role.layout))
@@ -90,4 +94,5 @@ def check(inputs: PlanInputs, layout: Layout) -> None:
         UserError: a parallel size does not divide what it shards.
     """
     inputs.weights.check_layout(layout)
-    layout.check_context(inputs.weights.config.heads)
+    if inputs.options.exchanged == "heads":
+        layout.check_context(inputs.weights.config.heads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
@@ -10,12 +10,11 @@ from itertools import groupby
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
-from verl_mg.planner.cost import inference_seconds, rollout_seconds, train_seconds
+from verl_mg.planner.cost import inference_seconds, train_seconds
+from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.inputs import WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, weight_sync
 from verl_mg.planner.memory import (
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
     RolloutMemory,
     TrainMemory,
     micro_batches,
@@ -24,6 +23,7 @@ from verl_mg.planner.memory import (
 )
 from verl_mg.planner.memory_phases import awake, engine_limit, problem
 from verl_mg.planner.roles import check, fit_layout
+from verl_mg.planner.training_options import Recompute, recompute
 
 PARTNERS = 4
 """Number of rollout layouts whose weight sync is planned for each training layout."""
@@ -44,7 +44,9 @@ class TrainSide:
     update_seconds: float
     """Predicted seconds of the updates of an iteration."""
     inference_seconds: float
-    """Predicted seconds of a forward pass over an iteration's tokens."""
+    """Predicted seconds of old log-probs; 0 where they are not computed."""
+    recompute: Recompute
+    """What is computed again in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def train_side(inputs: PlanInputs, layout: Layout) -> TrainSide:
         layout: layout on all ranks of the actor.
     """
     memory = train_memory(inputs, layout)
-    return TrainSide(layout, memory, train_seconds(inputs, layout), inference_seconds(inputs, layout))
+    inference = inference_seconds(inputs, layout) if inputs.old_logprobs else 0.0
+    return TrainSide(layout, memory, train_seconds(inputs, layout), inference, inputs.recompute)
 
 
 def pair_of(inputs: PlanInputs, train: TrainSide, rollout: RolloutSide) -> Pair:
@@ -196,7 +199,30 @@ def nearest_rollout(inputs: PlanInputs, layout: EngineLayout) -> list[EngineLayo
     )
 
 
-def search(inputs: PlanInputs, train: Layout | None, rollout: EngineLayout | None, top: int) -> list[Pair]:
+def recomputations(inputs: PlanInputs) -> list[Recompute]:
+    """Returns what a search tries to recompute, from nothing to whole layers.
+
+    Modules that cost little are first: norms, activations of experts, projections of latent attention. Then
+    feed-forward layers, which keep the most.
+
+    Args:
+        inputs: inputs of the plan.
+    """
+    c = inputs.weights.config
+    cheap = ["layernorm", *(["moe_act"] if c.experts else []), *(["mla_up_proj"] if c.latent else [])]
+    dense = ["mlp"] if not c.experts or len(c.experts.layers) < c.layers else []
+    wide = [*dense, *(["moe"] if c.experts else [])]
+    without_act = [module for module in cheap if module != "moe_act"]
+    return [False, recompute(cheap), recompute([*without_act, *wide]), True]
+
+
+def search(
+    inputs: PlanInputs,
+    train: Layout | None,
+    rollout: EngineLayout | None,
+    top: int,
+    tried: Sequence[Recompute] | None = None,
+) -> list[Pair]:
     """Searches the pairs of layouts that fit into memory, best first.
 
     Each side is ranked by its predicted seconds (`cost`), with engines on as few nodes as the model and training fit.
@@ -208,16 +234,21 @@ def search(inputs: PlanInputs, train: Layout | None, rollout: EngineLayout | Non
         train: training layout to keep; None to search.
         rollout: engine layout to keep; None to search.
         top: number of pairs.
+        tried: what to recompute in the backward pass, of which the fastest that fits is taken for each layout; None
+            for that of the inputs.
 
     Raises:
         UserError: no layout fits.
     """
+    planned = [replace(inputs, recompute=modules) for modules in tried] if tried else [inputs]
     rollouts = [check_rollout(inputs, rollout)] if rollout else rollout_layouts(inputs)
     trains = [fit_layout(inputs, train)] if train else list(train_layouts(inputs))
-    cached_train_side = cache(partial(train_side, inputs))
+    candidates = [_Candidate(some, layout, train_seconds(some, layout)) for some in planned for layout in trains]
+    candidates.sort(key=lambda candidate: candidate.seconds)
+    cached_train_side = cache(_Candidate.side)
     too_large = "generation"
     for engines in _fitting_rollouts(inputs, rollouts):
-        if sides := _fitting_trains(inputs, trains, cached_train_side, engines, top):
+        if sides := _fitting_trains(inputs, candidates, cached_train_side, engines, top):
             return _pairs(inputs, sides, engines, top if train else PARTNERS, all_of_them=train is not None)
         too_large = "training"
     raise _nothing_fits(inputs, too_large)
@@ -249,22 +280,36 @@ def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> It
             yield fitting
 
 
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """Training layout that a search tries, with what it recomputes."""
+
+    inputs: PlanInputs
+    layout: Layout
+    seconds: float
+
+    def side(self) -> TrainSide:
+        """Computes its memory and seconds."""
+        return train_side(self.inputs, self.layout)
+
+
 def _fitting_trains(
     inputs: PlanInputs,
-    layouts: Iterable[Layout],
-    make_side: Callable[[Layout], TrainSide],
+    candidates: Iterable[_Candidate],
+    make_side: Callable[[_Candidate], TrainSide],
     rollouts: list[RolloutSide],
     count: int,
 ) -> list[TrainSide]:
     """Returns the best `count` training layouts that fit together with the smallest rollout weights."""
     lightest = min(rollouts, key=lambda side: max(side.memory.weights))
-    fitting: list[TrainSide] = []
-    for layout in sorted(layouts, key=lambda layout: train_seconds(inputs, layout)):
-        if len(fitting) < count and _may_fit(inputs, layout):
-            side = make_side(layout)
+    fitting: dict[Layout, TrainSide] = {}
+    for candidate in candidates:
+        layout = candidate.layout
+        if len(fitting) < count and layout not in fitting and _may_fit(inputs, layout):
+            side = make_side(candidate)
             if not problem(inputs, side.memory, lightest.memory):
-                fitting.append(side)
-    return fitting
+                fitting[layout] = side
+    return list(fitting.values())
 
 
 def _nothing_fits(inputs: PlanInputs, phase: str) -> UserError:
@@ -279,5 +324,7 @@ def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
     dense = (inputs.elements - inputs.expert_elements) / layout.tp
     experts = inputs.expert_elements / (layout.ep * layout.etp)
     others = sum(awake(inputs, None).values())
-    states = OPTIMIZER_BYTES * inputs.elements / layout.ranks
-    return (WEIGHT_BYTES + GRADIENT_BYTES) * (dense + experts) / layout.pp + states + others <= inputs.usable
+    options = inputs.options
+    states = (1 - options.offloaded_states) * options.state_bytes * inputs.elements / layout.ranks
+    local = (WEIGHT_BYTES + options.gradient_bytes) * (dense + experts) / layout.pp
+    return local + states + others <= inputs.usable

@@ -1,4 +1,4 @@
-"""Simulation of an iteration with recorded lengths: the cost of long samples in generation and training. Uncalibrated.
+"""Simulation of an iteration with recorded lengths: the cost of long samples in generation and training.
 
     engines    take samples from one queue while their cache has capacity; all samples of an engine advance by one token
                per step
@@ -19,18 +19,11 @@ from functools import partial
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.packing import pack
-from verl_mg.planner.cost import (
-    INFERENCE,
-    TERA,
-    UPDATE,
-    Work,
-    decode_seconds,
-    fullest_stage,
-    optimizer_seconds,
-    working_seconds,
-)
+from verl_mg.planner.cost import Work, micro_batch_seconds, optimizer_seconds
+from verl_mg.planner.generation_time import decode_seconds
 from verl_mg.planner.inputs import PlanInputs
 from verl_mg.planner.iteration_time import Seconds, iteration_seconds, weight_sync
+from verl_mg.planner.layer_time import TERA, MicroBatch
 from verl_mg.planner.lengths import Length
 from verl_mg.planner.memory import RolloutMemory, train_memory
 from verl_mg.planner.memory_phases import problem
@@ -79,10 +72,9 @@ def simulate(inputs: PlanInputs, lengths: Sequence[Length], train: Layout, rollo
         raise UserError(too_large)
     engines = EnginePlacement(rollout, inputs.engine_ranks).engines
     generated = generate(inputs, lengths, engines, engine)
-    inference = training_seconds(inputs, lengths, layout, INFERENCE)
+    inference = training_seconds(inputs, lengths, layout, Work.INFERENCE) if inputs.old_logprobs else 0.0
     update = inputs.epochs * (
-        training_seconds(inputs, lengths, layout, UPDATE[inputs.recompute])
-        + inputs.minibatches * fullest_stage(inputs, layout) * optimizer_seconds(inputs, layout)
+        training_seconds(inputs, lengths, layout, Work.UPDATE) + inputs.minibatches * optimizer_seconds(inputs, layout)
     )
     sync_seconds = weight_sync(inputs, layout, rollout).seconds
     rollout_seconds = max(engine.clock for engine in generated)
@@ -228,7 +220,7 @@ def training_seconds(inputs: PlanInputs, lengths: Sequence[Length], layout: Layo
         inputs: inputs of the plan.
         lengths: samples.
         layout: layout of the actor.
-        work: computation and communication per token.
+        work: whether it is inference or an update.
 
     Returns:
         Seconds of the slowest data-parallel index.
@@ -238,12 +230,14 @@ def training_seconds(inputs: PlanInputs, lengths: Sequence[Length], layout: Layo
     shares = pack(rows, flops, layout.dp, inputs.micro_batch)
     seconds = [
         [
-            working_seconds(inputs, layout, work, sum(flops[i] for i in micro), sum(rows[i] for i in micro))
+            micro_batch_seconds(
+                inputs, layout, work, MicroBatch(sum(rows[i] for i in micro), sum(rows[i] ** 2 for i in micro))
+            )
             for micro in share
         ]
         for share in shares
     ]
-    return fullest_stage(inputs, layout) * slowest(seconds, layout, lockstep=layout.ep > 1)
+    return slowest(seconds, layout, lockstep=layout.ep > 1)
 
 
 def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) -> float:

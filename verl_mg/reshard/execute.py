@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +51,13 @@ class _InFlightBucket:
     arrivals: list[tuple[Message, Tensor]] = field(default_factory=list)
 
 
-def execute(schedule: Schedule, source: Tensors, target: Tensors, group: dist.ProcessGroup | None = None) -> Traffic:
+def execute(
+    schedule: Schedule,
+    source: Tensors,
+    target: Tensors,
+    group: dist.ProcessGroup | None = None,
+    wait_for: Callable[[str], object] | None = None,
+) -> Traffic:
     """Fills the target parameters in place; every rank of the plan must call it.
 
     Values are cast to the schedule's dtype before they are sent, and again on arrival where the target has another
@@ -63,6 +69,8 @@ def execute(schedule: Schedule, source: Tensors, target: Tensors, group: dist.Pr
         source: this rank's source parameters, in the planned shapes.
         target: this rank's target parameters, in the planned shapes.
         group: process group of all ranks; None for the default group.
+        wait_for: called with the name of a source parameter before each read of it, so that values that are still on
+            their way arrive while other parameters are sent.
 
     Returns:
         Bytes and seconds of this rank.
@@ -72,12 +80,19 @@ def execute(schedule: Schedule, source: Tensors, target: Tensors, group: dist.Pr
     """
     _check_shapes("source", schedule.source_shapes, source)
     _check_shapes("target", schedule.target_shapes, target)
-    return _Execution(schedule, source, target, group).run()
+    return _Execution(schedule, source, target, group, wait_for or (lambda _: None)).run()
 
 
 class _Execution:
-    def __init__(self, schedule: Schedule, source: Tensors, target: Tensors, group: dist.ProcessGroup | None) -> None:
-        self._schedule, self._group = schedule, group
+    def __init__(
+        self,
+        schedule: Schedule,
+        source: Tensors,
+        target: Tensors,
+        group: dist.ProcessGroup | None,
+        wait_for: Callable[[str], object],
+    ) -> None:
+        self._schedule, self._group, self._wait_for = schedule, group, wait_for
         self._source = {name: tensor.detach() for name, tensor in source.items()}
         self._target = {name: tensor.detach() for name, tensor in target.items()}
         self._traffic = Traffic()
@@ -86,17 +101,18 @@ class _Execution:
     def run(self) -> Traffic:
         begin = time.perf_counter()
         in_flight: deque[_InFlightBucket] = deque()
+        copies = [copy for copy in self._schedule.copies if not copy.from_target]
+        per_bucket = -(-len(copies) // max(1, len(self._schedule.buckets)))
         for number, bucket in enumerate(self._schedule.buckets):
             while in_flight and (len(in_flight) == 2 or (bucket.forwards and in_flight[0].epoch <= bucket.epoch - LAG)):
                 self._complete(in_flight.popleft())
             in_flight.append(self._launch(bucket, number % 2))
-            if number == 0:
-                self._copy(from_target=False)
+            self._copy(copies[number * per_bucket : (number + 1) * per_bucket])
         if not self._schedule.buckets:
-            self._copy(from_target=False)
+            self._copy(copies)
         while in_flight:
             self._complete(in_flight.popleft())
-        self._copy(from_target=True)
+        self._copy([copy for copy in self._schedule.copies if copy.from_target])
         for device in {tensor.device for tensor in self._target.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self._traffic.seconds = time.perf_counter() - begin
@@ -107,6 +123,9 @@ class _Execution:
         in_flight, offset = _InFlightBucket(bucket.epoch, []), 0
         operations = []
         for message in bucket.messages:
+            for segment in message.segments:
+                if message.outgoing and not segment.forwarded:
+                    self._wait_for(segment.parameter)
             views = self._views(message)
             wire = _direct(message, views)
             if wire is None:
@@ -158,11 +177,12 @@ class _Execution:
             self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._buffers[slot]
 
-    def _copy(self, from_target: bool) -> None:
+    def _copy(self, copies: Sequence[Copy]) -> None:
         begin = time.perf_counter()
-        for copy in self._schedule.copies:
-            if copy.from_target == from_target:
-                _copy_box(copy, self._target if from_target else self._source, self._target)
+        for copy in copies:
+            if not copy.from_target:
+                self._wait_for(copy.source)
+            _copy_box(copy, self._target if copy.from_target else self._source, self._target)
         self._traffic.seconds_packing += time.perf_counter() - begin
 
 

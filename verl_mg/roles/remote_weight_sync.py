@@ -27,7 +27,7 @@ from verl_mg.layout import EngineLayout
 from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.chunking import TensorChunk
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import WeightSync, source_tensors, transfer_metrics
+from verl_mg.roles.weight_sync import WeightSync, source_tensors, sources_of, transfer_metrics
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.sharding.shard_map import ExplicitShardMap
 from verl_mg.sharding.weight_table import WeightTable
@@ -154,7 +154,8 @@ class ProcessGroupSync:
         engine = self._engine if self._server in servers else None
         self._ensure_group(engine, servers)
         chunks, lower_bound = self._planned(actor)
-        traffic, sending, parameters = [], 0.0, actor.runner.parameters()
+        traffic, sending = [], 0.0
+        parameters, wait_for = sources_of(actor.runner)
         if engine:
             engine.begin_update()
         buffer = self._allocate_buffer(chunks)
@@ -162,7 +163,7 @@ class ProcessGroupSync:
             flat = buffer[: chunk.nbytes] if buffer is not None else None
             tensors = chunk.views(flat)
             sources = source_tensors(chunk.schedule, actor.runner, parameters)
-            traffic.append(execute(chunk.schedule, sources, tensors))
+            traffic.append(execute(chunk.schedule, sources, tensors, wait_for=wait_for))
             received = time.perf_counter()
             self._broadcast(engine, chunk, flat, actor.num_updates if number == len(chunks) - 1 else None)
             sending += time.perf_counter() - received

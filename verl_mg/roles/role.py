@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch
-from verl_mg.config import LoraConfig
+from verl_mg.config import LoraConfig, MegatronConfig, Recompute
 from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.megatron.model_runner import ModelRunner
@@ -26,6 +26,7 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.row_dispatch import gather_rows, scatter_column
 from verl_mg.roles.row_index import ColumnSchema, RowIndex
 from verl_mg.roles.row_plan import ColumnPart
+from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
 
 FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts")
@@ -53,9 +54,11 @@ class Role:
         dtype: torch.dtype,
         temperature: float,
         tokens_per_micro_batch: int,
-        recompute: bool = False,
+        recompute: Recompute = False,
         lora: LoraConfig | None = None,
         from_checkpoint: bool = False,
+        kernels: Kernels = "torch",
+        megatron: MegatronConfig | None = None,
         name: str = "actor",
     ) -> None:
         """Loads the model on the ranks of the placement.
@@ -67,9 +70,11 @@ class Role:
             dtype: data type of the weights.
             temperature: sampling temperature; logits are divided by it.
             tokens_per_micro_batch: tokens of a micro-batch on each rank of its context-parallel group together.
-            recompute: recompute activations in the backward pass instead of storing them.
+            recompute: recompute all activations of a layer in the backward pass, or those of parts of it.
             lora: adapters to train in place of the weights.
             from_checkpoint: leave what is trained uninitialized until a checkpoint restores it.
+            kernels: kernels of the layers.
+            megatron: fields of megatron-core's configurations; None for no others.
             name: the role's name in metrics and messages.
         """
         self.model_dir, self.name = model_dir, name
@@ -84,6 +89,8 @@ class Role:
             context.timer,
             context.directories,
             from_checkpoint,
+            kernels,
+            megatron,
         )
         self._context = context
         self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch
@@ -159,8 +166,12 @@ class Role:
         layout = self.runner.layout
         tokens = [sum(group) for group in lengths]
         plan = plan_groups(tokens, costs, layout.dp, layout.cp, self._tokens_per_micro_batch)
-        rows = [[[row for group in micro for row in row_groups[group]] for micro in steps] for steps in plan.rows]
-        return MicroBatchPlan(rows, plan.cp_sizes)
+
+        def by_length(micro: Sequence[int]) -> list[int]:
+            """Returns the rows of a micro-batch so that rows of equal length are neighbours, see `PackedSequences`."""
+            return sorted((row for group in micro for row in row_groups[group]), key=index.lengths.__getitem__)
+
+        return MicroBatchPlan([[by_length(micro) for micro in steps] for steps in plan.rows], plan.cp_sizes)
 
     def gather_micro_batches(self, batch: Batch, index: RowIndex, plan: MicroBatchPlan) -> list[Batch]:
         """Transfers the rows of a plan to the ranks that compute them; all ranks call it together.

@@ -61,8 +61,12 @@ class HFEngineSync:
         self._engine.begin_update()
         self._schedules = self._schedules or list(self._plan(actor))
         runner, target = actor.runner, self._engine.parameters()
-        parameters = runner.parameters()
-        traffic = [execute(chunk, source_tensors(chunk, runner, parameters), target) for chunk in self._schedules]
+        parameters, wait_for = sources_of(runner)
+        traffic = [
+            execute(chunk, source_tensors(chunk, runner, parameters), target, wait_for=wait_for)
+            for chunk in self._schedules
+        ]
+        runner.gathers.wait_for_all()  # the module shares memory with parameters that are not transferred
         self._engine.end_update(actor.num_updates)
         return transfer_metrics(traffic, self._lower_bound, started)
 
@@ -208,11 +212,12 @@ class SGLangEngineSync:
         is_target = dist.get_rank() in target.ranks
         update = _EngineUpdate(self._engine if is_target else None, actor.num_updates)
         receives = is_target and self._all_alive(update)
-        traffic, size, parameters = [], planned.staging_bytes, actor.runner.parameters()
+        traffic, size = [], planned.staging_bytes
+        parameters, wait_for = sources_of(actor.runner)
         for number, chunk in enumerate(planned.chunks):
             filled = Staging(chunk.shards, chunk.dtypes, device.current_device(), size)
             tensors = source_tensors(chunk.schedule, actor.runner, parameters)
-            traffic.append(execute(chunk.schedule, tensors, filled.tensors))
+            traffic.append(execute(chunk.schedule, tensors, filled.tensors, wait_for=wait_for))
             update.finish_load()
             if receives:
                 payloads = self._gather_payloads(None if update.died else filled.payload())
@@ -264,6 +269,18 @@ def fitting_chunk_bytes(free: Sequence[int | None]) -> int:
     while usable and 2 * chunk > min(usable) and chunk > MIN_CHUNK_BYTES:
         chunk //= 2
     return chunk
+
+
+def sources_of(runner: ModelRunner) -> tuple[dict[str, Tensor], Callable[[str], None]]:
+    """Returns the parameters that are transferred, and a function that waits for the values of one of them.
+
+    Later parameters can still be gathered while earlier ones are sent. Merged adapters are read as a whole.
+
+    Args:
+        runner: of the actor.
+    """
+    parameters = runner.parameters(complete=runner.lora is not None)
+    return parameters, lambda name: runner.gathers.wait([parameters[name]])
 
 
 def source_tensors(chunk: Schedule, runner: ModelRunner, parameters: dict[str, Tensor]) -> Mapping[str, Tensor]:

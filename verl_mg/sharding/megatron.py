@@ -2,10 +2,9 @@
 
 There are two sets of names:
 
-- local: the modules of megatron-core's local specification, which every job uses today.
-- transformer_engine: Transformer Engine's modules, which fuse a norm into the following linear layer, group the
-  experts of a rank, and replicate the low-rank projections of MLA. No job builds these modules yet. The table is
-  verified by tests and is meant for the Transformer Engine layer specification.
+- torch: the modules of megatron-core's local specification, and `GroupedExperts`, which stacks the experts of a rank.
+- transformer_engine: Transformer Engine's modules, which fuse a norm into the following linear layer, have one
+  parameter for each expert, and replicate the low-rank projections of MLA.
 
 The norms of Gemma 2 behind a linear layer have names of our model class (`linear_proj.post_layernorm`).
 """
@@ -25,8 +24,8 @@ from verl_mg.sharding.param_spec import (
     split_rows,
 )
 
-Modules = Literal["local", "transformer_engine"]
-"""Layer specification whose parameter names are meant; jobs use "local"."""
+Kernels = Literal["torch", "transformer_engine"]
+"""Kernels of the layers, which decide on their modules and the names of the parameters; `model.kernels` resolved."""
 VOCABULARY = VocabularyRows(8)  # a multiple of 8 rows for each shard, which suits the matrix units of GPUs
 
 
@@ -43,15 +42,15 @@ def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
     )
 
 
-def layer_params(layer: LayerSpec, config: HFConfig, modules: Modules) -> tuple[ParamSpec, ...]:
+def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[ParamSpec, ...]:
     """Returns the parameters of one transformer layer.
 
     Args:
         layer: the Hugging Face tensors of the layer.
         config: configuration of the model.
-        modules: layer specification whose names are used.
+        kernels: kernels of the layers, whose parameter names are used.
     """
-    fused = modules == "transformer_engine"
+    fused = kernels == "transformer_engine"
     if isinstance(layer.attention, GroupedAttention):
         attention = _grouped_attention(layer.attention, config)
         input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
@@ -115,7 +114,7 @@ def _mlp(prefix: str, mlp: MLP) -> tuple[ParamSpec, ...]:
 
 
 def _experts(e: Experts, fused: bool) -> tuple[ParamSpec, ...]:
-    each = "mlp.experts.{}.weight{{expert}}" if fused else "mlp.experts.local_experts.{{expert}}.{}.weight"
+    each = "mlp.experts.{}.weight{{expert}}" if fused else "mlp.experts.{}.weight"
     return (
         ParamSpec("mlp.router.weight", (e.router,)),
         *optional_param("mlp.router.expert_bias", e.router_bias),

@@ -13,7 +13,7 @@ from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.hf_tensors import Experts, ModelSpec, TensorIndex, TensorSpec, model_spec
 from verl_mg.sharding import megatron, sglang, transformers
 from verl_mg.sharding.boxes import Piece, Shard, full_box
-from verl_mg.sharding.megatron import Modules
+from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
 from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex, ShardMap
 from verl_mg.sharding.traced_table import TracedTable, read_traced_table
@@ -69,7 +69,7 @@ class WeightTable:
         biases = {layer.mlp.router_bias for layer in self.model.layers if isinstance(layer.mlp, Experts)}
         return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.tensor in biases)
 
-    def megatron(self, layout: Layout, rank: int, modules: Modules = "local") -> dict[str, Shard]:
+    def megatron(self, layout: Layout, rank: int, kernels: Kernels = "torch") -> dict[str, Shard]:
         """Returns the parameters of one Megatron rank by their name in Megatron's state dict.
 
         With virtual pipeline stages a rank has several model chunks: the names of chunk v begin with `chunk{v}.`.
@@ -77,10 +77,10 @@ class WeightTable:
         Args:
             layout: Megatron layout.
             rank: 0 <= rank < layout.ranks; IndexError beyond.
-            modules: layer specification whose names are used.
+            kernels: kernels of the layers, whose parameter names are used.
         """
         layout.coordinates(rank)  # IndexError beyond the layout
-        return self.shard_map_megatron(Placement(layout, tuple(range(layout.ranks))), modules).shards(rank)
+        return self.shard_map_megatron(Placement(layout, tuple(range(layout.ranks))), kernels).shards(rank)
 
     def sglang(self, layout: EngineLayout, rank: int) -> Mapping[str, Shard]:
         """Returns the parameters of one rank of an engine by their name in SGLang's model class.
@@ -100,19 +100,19 @@ class WeightTable:
         shapes = {name: entry.tensor.shape for name, entry in self.tensor_index.entries.items()}
         return {name: Shard(shape, (Piece(name, full_box(shape), full_box(shape)),)) for name, shape in shapes.items()}
 
-    def shard_map_megatron(self, placement: Placement, modules: Modules = "local") -> DerivedShardMap:
+    def shard_map_megatron(self, placement: Placement, kernels: Kernels = "torch") -> DerivedShardMap:
         """Returns the shards of Megatron's ranks.
 
         Args:
             placement: Megatron layout and its ranks.
-            modules: layer specification whose names are used.
+            kernels: kernels of the layers, whose parameter names are used.
 
         Raises:
             UserError: the layout does not divide the model.
         """
         layout, config = placement.layout, self.config
-        self.check_layout(layout, modules)
-        layer_params = cache(lambda layer: megatron.layer_params(layer, config, modules))
+        self.check_layout(layout, kernels)
+        layer_params = cache(lambda layer: megatron.layer_params(layer, config, kernels))
         embedding, output = megatron.embedding_param(self.model), self._output_params()
         stages = []
         for stage in range(layout.pp):
@@ -200,18 +200,18 @@ class WeightTable:
         indices = {rank: ParallelIndex(0, 0, {"replicated": 0}) for rank in ranks}
         return self._derive([blocks], {"replicated": 1}, 1, indices)
 
-    def check_layout(self, layout: Layout, modules: Modules = "local") -> None:
+    def check_layout(self, layout: Layout, kernels: Kernels = "torch") -> None:
         """Checks that Megatron's layout divides the model.
 
         Args:
             layout: Megatron layout.
-            modules: layer specification of the model.
+            kernels: kernels of the layers.
 
         Raises:
             UserError: with the dimension that is not divisible.
         """
         layout.check(self.model_dims)
-        if self.config.latent and modules == "local":  # Transformer Engine replicates the down projections
+        if self.config.latent and kernels == "torch":  # Transformer Engine replicates the down projections
             latent = self.config.latent
             layout.check_down_projections(latent.q_rank, latent.kv_rank + latent.rope_dim)
 

@@ -1,0 +1,51 @@
+"""Which kernels a job uses, by its setting, the machine and the dtype."""
+
+import pytest
+import torch
+
+from verl_mg.errors import UserError
+from verl_mg.megatron import kernels
+from verl_mg.megatron.kernels import resolve_kernels
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets whether the machine has a GPU and Transformer Engine."""
+
+    def choose(gpu, installed):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        monkeypatch.setattr(kernels, "HAVE_TE", installed)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("gpu", "installed", "dtype", "expected"),
+    [
+        (True, True, torch.bfloat16, "transformer_engine"),
+        (True, True, torch.float32, "torch"),
+        (True, False, torch.bfloat16, "torch"),
+        (False, True, torch.bfloat16, "torch"),
+    ],
+)
+def test_auto_takes_transformer_engine_for_bfloat16_on_gpus(machine, gpu, installed, dtype, expected):
+    machine(gpu, installed)
+    assert resolve_kernels("auto", dtype) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("setting", ["torch", "transformer_engine"])
+def test_requested_kernels_are_those_of_the_job(machine, setting, dtype):
+    machine(True, True)
+    assert resolve_kernels(setting, dtype) == setting
+
+
+def test_transformer_engine_where_it_cannot_run_is_refused_with_the_reason():
+    with pytest.raises(UserError, match=r"^model.kernels: Transformer Engine needs a GPU.* Set model.kernels="):
+        resolve_kernels("transformer_engine", torch.bfloat16)
+
+
+def test_transformer_engine_that_is_not_installed_is_refused_with_the_remedy(machine):
+    machine(True, False)
+    with pytest.raises(UserError, match=r"^model.kernels: Transformer Engine cannot be imported. Install launch/"):
+        resolve_kernels("transformer_engine", torch.bfloat16)

@@ -1,0 +1,66 @@
+"""Selective recomputation: the backward pass runs the named parts of a layer again, and nothing else."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
+from tests.tiny_models import random_rows, tiny_model
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.transformer_config import check_recompute
+from verl_mg.models.hf_config import read_config
+
+LAYERS, DENSE = 4, 1
+PARTS = {
+    "core_attn": {"core_attention": LAYERS},
+    "layernorm": {"input_layernorm": LAYERS, "pre_mlp_layernorm": LAYERS},
+    "mla_up_proj": {"linear_q_up_proj": LAYERS, "linear_kv_up_proj": LAYERS},
+    "mlp": {"mlp": DENSE},
+    "moe": {"router": LAYERS - DENSE, "experts": LAYERS - DENSE, "shared_experts": LAYERS - DENSE},
+    "shared_experts": {"shared_experts": LAYERS - DENSE},
+}
+"""{name: modules that run twice, of DeepSeek-V3 with one layer without experts}."""
+COUNTED = {module for parts in PARTS.values() for module in parts}
+
+
+def forward_calls(model, recompute):
+    """How often modules of each name ran in one update."""
+    groups = ParallelGroups(Placement.on(Layout(), dist.get_world_size()))
+    trainer = Trainer(ModelRunner(model, groups, torch.float32, recompute), OPTIMIZER)
+    calls = Counter()
+    for name, module in trainer.runner.chunks[0].named_modules():
+        last = name.rpartition(".")[2]
+        if last in COUNTED and "layers" in name:
+            module.register_forward_pre_hook(lambda *_, last=last: calls.update([last]))
+    rows = random_rows(4, read_config(model).vocab)
+    trainer.update([rows], TEMPERATURE, token_loss, "token-mean", 10, 10)
+    return calls
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_recomputed_part_runs_twice_and_the_others_once(ranks, tmp_path, part):
+    model = tiny_model(tmp_path / "model", "deepseek_v3")
+    (once,), (calls,) = ranks.run(1, forward_calls, model, False), ranks.run(1, forward_calls, model, [part])
+    assert calls - once == Counter(PARTS[part])
+    assert once["core_attention"] == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute", "missing"),
+    [
+        ("qwen3", ["core_attn", "moe"], "moe"),
+        ("qwen3", ["mla_up_proj"], "mla_up_proj"),
+        ("qwen3_moe", ["mlp"], "mlp"),
+        ("qwen3_moe", ["shared_experts"], "shared_experts"),
+    ],
+)
+def test_check_recompute_names_the_part_that_a_model_does_not_have(tmp_path, family, recompute, missing):
+    config = read_config(tiny_model(tmp_path / "model", family))
+    with pytest.raises(UserError, match=f"recompute: the model has no {missing}. Leave it out."):
+        check_recompute(config, recompute)

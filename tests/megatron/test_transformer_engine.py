@@ -1,0 +1,359 @@
+"""The layers of Transformer Engine: their parameters, and training, on the CPU.
+
+Transformer Engine's Python and megatron-core's are real, the compiled extension is `tests.transformer_engine`'s.
+"""
+
+import inspect
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import get_args
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from tests.megatron.built_parameters import differences
+from tests.megatron.training import (
+    OPTIMIZER,
+    TEMPERATURE,
+    assert_equal,
+    one_rank,
+    token_loss,
+    train,
+    train_in_plain_torch,
+)
+from tests.tiny_models import VARIANTS, oracle, random_rows, tiny_model
+from verl_mg.config import MegatronConfig
+from verl_mg.config.roles import RecomputeModule
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron import model_runner
+from verl_mg.megatron.microbatch import make_micro_batch
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.offload import CpuOffload
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.transformer_config import transformer_config
+from verl_mg.models.hf_config import read_config
+from verl_mg.sharding.boxes import slices
+
+ROWS = 9
+LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"
+# (layout, ranks); the models have 4 layers, so that 3 stages are uneven runs of them.
+LAYOUTS = [
+    ("tp2", 2),
+    *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("tp1", 1), ("pp3", 3), ("tp2-pp2-vpp2", 4))),
+]
+WITH_EXPERTS = [
+    ("tp2-pp2-ep2-etp1", 4),
+    *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("ep2", 2), ("tp2-ep2", 4), ("pp3-ep2", 6))),
+]
+TRAINED = [
+    ("deepseek_v3", "tp2-cp2-ep2-etp1", 4),
+    ("qwen2", "tp2-cp2", 4),
+    *(
+        pytest.param(*case, marks=pytest.mark.nightly)
+        for case in (
+            ("qwen3_moe", "tp2-pp2", 4),
+            *((family, "tp1", 1) for family in VARIANTS),
+            *((family, "tp2-cp2", 4) for family in VARIANTS if family != "qwen2"),
+            *((family, layout, count) for family in ("mixtral", "deepseek_v3") for layout, count in (
+                ("ep2", 2), ("tp2-etp1", 2), ("tp2-ep2", 4), ("pp2-ep2", 4), ("cp2-ep2", 2), ("tp2-pp2-ep2-etp1", 4)
+            )),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(folder / name, name, layers=2) for name in VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("configs")
+    configs = {name: read_config(tiny_model(folder / name, name)) for name in VARIANTS}
+    plain = configs["deepseek_v2"]
+    return configs | {LOW_RANK_QUERIES: replace(plain, latent=replace(plain.latent, q_rank=12))}
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+def test_parameters_of_transformer_engine_equal_the_weight_table(transformer_engine, configs, layout, count):
+    assert transformer_engine.run(count, differences, configs, layout, "transformer_engine") == [{}] * count
+
+
+@pytest.mark.parametrize(("layout", "count"), WITH_EXPERTS)
+def test_parameters_of_grouped_experts_equal_the_weight_table(transformer_engine, configs, layout, count):
+    mixtures = {family: c for family, c in configs.items() if c.experts}
+    assert transformer_engine.run(count, differences, mixtures, layout, "transformer_engine") == [{}] * count
+
+
+def rows(model):
+    return random_rows(ROWS, read_config(model).vocab)
+
+
+def options(model, head="language", recompute=False):
+    """Arguments of `train`; the kernels of the fused permutation are Triton's."""
+    unfused = {"moe_permute_fusion": False} if read_config(model).experts else {}
+    megatron = MegatronConfig(transformer=unfused)
+    return recompute, head, 1, torch.float32, megatron, "transformer_engine"
+
+
+@pytest.mark.parametrize(("name", "layout", "count"), TRAINED)
+def test_train_with_transformer_engine_equals_transformers(transformer_engine, models, tmp_path, name, layout, count):
+    model = models[name]
+    expected = train_in_plain_torch(oracle(model), rows(model), tmp_path)
+    assert not expected.idle()
+    recompute = "pp2" in layout
+    results = transformer_engine.run(count, train, model, layout, rows(model), *options(model, recompute=recompute))
+    assert_equal(results, expected, 2e-5)
+
+
+def attended(latent, window, scaling):
+    """Output and gradients of attention with Transformer Engine's kernels, and with torch's."""
+    from verl_mg.megatron.attention import PackedAttention, PackedMLA, describe_sequences
+    from verl_mg.megatron.transformer_engine_spec import FusedAttention, FusedMLA
+
+    config = SimpleNamespace(softmax_scale=None, qk_head_dim=8, v_head_dim=6)
+    packed = describe_sequences(torch.tensor([5, 1, 7]), torch.tensor([1.0, 0.3]), scaling)
+    packed.cp_group = dist.group.WORLD
+    shapes = ((13, 4, 12), (13, 1, 4), (13, 4, 14)) if latent else ((13, 4, 4), (13, 2, 4), (13, 2, 4))
+    drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(9)) for shape in shapes]
+    results = []
+    for kind in (FusedMLA, PackedMLA) if latent else (FusedAttention, PackedAttention):
+        module = kind(config, window=window, **({"interleaved": latent == "interleaved"} if latent else {}))
+        inputs = [values.clone().requires_grad_() for values in drawn]
+        output = module(*inputs, None, packed_seq_params=packed)
+        output.square().sum().backward()
+        results.append([output.detach(), *(values.grad for values in inputs)])
+    return results
+
+
+def attention_modules(configs, capability):
+    """Names of the classes of attention of two families on a GPU."""
+    from verl_mg.megatron import transformer_engine_spec
+
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability):
+        specs = [transformer_engine_spec.block_spec(config, range(1)).layer_specs[0] for config in configs]
+    return [spec.submodules.self_attention.submodules.core_attention.module.__name__ for spec in specs]
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((9, 0), ["FusedAttention", "FusedMLA"]), ((8, 0), ["PackedAttention", "PackedMLA"])]
+)
+def test_attention_before_hopper_is_that_of_torch(transformer_engine, configs, capability, expected):
+    families = [configs["qwen2"], configs["deepseek_v3"]]
+    assert transformer_engine.run(1, attention_modules, families, capability) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("latent", "window", "scaling"),
+    [(None, None, 1.0), (None, 3, 1.0), (None, None, 1.3), ("halves", None, 1.3), ("interleaved", None, 1.0)],
+)
+def test_attention_of_transformer_engine_equals_that_of_torch(transformer_engine, latent, window, scaling):
+    ((found, expected),) = transformer_engine.run(1, attended, latent, window, scaling)
+    assert found[0].any()
+    for values, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)
+
+
+def written_by_products(model, batch):
+    """Weights of linear layers, and those of them whose float32 gradient is the output of a matrix product."""
+    import transformer_engine_torch
+
+    runner = ModelRunner(model, ParallelGroups(Placement.on(Layout(), 1)), torch.float32, kernels="transformer_engine")
+    trainer, outputs, product = Trainer(runner, OPTIMIZER), set(), transformer_engine_torch.generic_gemm
+
+    def recorded(*arguments, **named):
+        outputs.update([arguments[4].data_ptr()] if arguments[4] is not None else [])
+        return product(*arguments, **named)
+
+    with mock.patch.object(transformer_engine_torch, "generic_gemm", recorded):
+        trainer.update([batch, batch], TEMPERATURE, token_loss, "token-mean", 50, 50)
+    linear = {name: weight for name, weight in runner.parameters().items() if re.search(r"linear_\w+\.weight$", name)}
+    return sorted(linear), sorted(name for name, weight in linear.items() if weight.main_grad.data_ptr() in outputs)
+
+
+def test_weight_gradients_are_accumulated_by_their_matrix_products(transformer_engine, models):
+    ((linear, written),) = transformer_engine.run(1, written_by_products, models["qwen3"], rows(models["qwen3"]))
+    assert len(linear) == 2 * 4 and written == linear
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", get_args(RecomputeModule))
+def test_train_recomputing_a_part_with_transformer_engine_equals_transformers(
+    transformer_engine, models, tmp_path, part
+):
+    model = models["deepseek_v3"]
+    expected = train_in_plain_torch(oracle(model), rows(model), tmp_path)
+    results = transformer_engine.run(2, train, model, "tp2", rows(model), *options(model, recompute=[part]))
+    assert_equal(results, expected, 2e-5)
+
+
+BF16_LAYERS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+"""Of a model with two layers: FP8 is configured, and no layer computes in it, which the CPU cannot."""
+
+
+def train_configured_for_fp8(model, layout, batch):
+    """What `train` returns, and the tokens of this rank's micro-batches."""
+    tokens = []
+
+    def recorded(*arguments):
+        micro = make_micro_batch(*arguments)
+        tokens.append(micro.input_ids.shape[1])
+        return micro
+
+    fields = MegatronConfig(transformer={"fp8": "hybrid", "fp8_recipe": "tensorwise", **BF16_LAYERS})
+    with mock.patch.object(model_runner, "make_micro_batch", recorded):
+        return train(model, layout, batch, False, "language", 1, torch.float32, fields, "transformer_engine"), tokens
+
+
+def test_micro_batches_for_fp8_have_rows_for_its_products_and_the_same_outputs(transformer_engine, models, tmp_path):
+    model = models["qwen3"]
+    results = transformer_engine.run(4, train_configured_for_fp8, model, "tp2-cp2", rows(model))
+    assert_equal([trained for trained, _ in results], train_in_plain_torch(oracle(model), rows(model), tmp_path), 2e-5)
+    for _, tokens in results:
+        assert tokens and all(count % (16 * 2) == 0 for count in tokens)  # 16 on each tensor-parallel rank
+
+
+def copies_in_fp8(model):
+    """Copies of weights in FP8 before and after a model is offloaded."""
+    groups = ParallelGroups(Placement.on(Layout(), 1))
+    runner = ModelRunner(model, groups, torch.float32, kernels="transformer_engine")
+    linears = [module for module in runner.chunks[0].modules() if hasattr(module, "_fp8_workspaces")]
+    for linear in linears:
+        linear._fp8_workspaces["weight"] = torch.zeros(1)  # as its forward pass does
+    CpuOffload(runner).to_host()
+    return len(linears), sum(len(linear._fp8_workspaces) for linear in linears)
+
+
+def test_offload_frees_the_copies_of_weights_in_fp8(transformer_engine, models):
+    assert transformer_engine.run(1, copies_in_fp8, models["qwen3"]) == [(2 * 4, 0)]
+
+
+def exchanged(kernel, query, key, value, attention_mask=None, **options):
+    """What Transformer Engine's attention with an exchange of keys and values computes, by gathering everything."""
+    group, lengths = kernel.cp_group, options["cu_seqlens_q"].diff().tolist()
+    assert kernel.cp_global_ranks == dist.get_process_group_ranks(group) and kernel.attn_mask_type == "padding_causal"
+    assert options["cu_seqlens_q_padded"] is options["cu_seqlens_q"] is options["cu_seqlens_kv"]
+    assert options["max_seqlen_q"] == options["max_seqlen_kv"] == max(lengths)
+    places = torch.arange(sum(lengths))[None]
+    from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import get_batch_on_this_cp_rank
+
+    (local, *_) = get_batch_on_this_cp_rank(options["cu_seqlens_q"], places, places, places[0], group)
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local, group=group)
+    order = torch.cat([part.flatten() for part in parts]).argsort()
+    query, key, value = (gather_from_sequence_parallel_region(x, group=group)[order] for x in (query, key, value))
+    contexts = []
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        context = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=kernel.softmax_scale, enable_gqa=len(q) > len(k)
+        )
+        contexts.append(context.transpose(0, 1).flatten(1))
+    return torch.cat(contexts)[local.flatten()]
+
+
+def train_with_exchange(kind, *arguments):
+    """What `train` returns, and how attention was called."""
+    kinds = []
+
+    def recorded(kernel, *tensors, **options):
+        kinds.append((kernel.cp_comm_type, kernel.cp_group.size()))
+        inspect.signature(real).bind(kernel, *tensors, **options)
+        return exchanged(kernel, *tensors, **options)
+
+    from transformer_engine.pytorch import DotProductAttention
+
+    real = DotProductAttention.forward
+    fields = MegatronConfig(transformer={"cp_comm_type": kind, "moe_permute_fusion": False})
+    with mock.patch.object(DotProductAttention, "forward", recorded):
+        trained = train(*arguments, False, "language", 1, torch.float32, fields, "transformer_engine")
+    return trained, set(kinds)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "count", "kind"),
+    [
+        ("qwen2", "cp2", 2, "p2p"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("qwen2", "tp2-cp4", 8, "all_gather"), ("deepseek_v3", "tp2-cp2", 4, "p2p"))
+        ),
+    ],
+)
+def test_attention_that_exchanges_keys_gets_its_order_of_tokens(
+    transformer_engine, models, tmp_path, name, layout, count, kind
+):
+    """Its kernels need a GPU: in their place is what they are documented to compute."""
+    model = models[name]
+    results = transformer_engine.run(count, train_with_exchange, kind, model, layout, rows(model))
+    assert_equal([trained for trained, _ in results], train_in_plain_torch(oracle(model), rows(model), tmp_path), 2e-5)
+    assert all(kinds == {(kind, int(layout[-1]))} for _, kinds in results)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "kind", "message"),
+    [
+        ("qwen2", "torch", "p2p", "it needs the kernels of Transformer Engine. Write a2a or all_gather"),
+        ("gemma2", "transformer_engine", "p2p", "neither windows nor a softcap, which the model has. Write a2a or"),
+        ("qwen2", "transformer_engine", "a2a+p2p", "it is not supported. Write a2a, all_gather or p2p"),
+    ],
+)
+def test_exchange_of_keys_that_the_kernels_lack_is_refused(transformer_engine, configs, name, kernels, kind, message):
+    (said,) = transformer_engine.run(1, refusal, configs[name], kernels, kind)
+    assert said.startswith(f"megatron.transformer.cp_comm_type={kind}: ") and message in said
+
+
+def refusal(config, kernels, kind):
+    fields = MegatronConfig(transformer={"cp_comm_type": kind})
+    with pytest.raises(UserError) as error:
+        transformer_config(config, Layout(cp=2), torch.bfloat16, False, kernels, fields)
+    return str(error.value)
+
+
+def resumed_with_transformer_engine(model, batch):
+    """Losses and norms of two steps with torch, and of the second one resumed from the state after the first."""
+    groups = ParallelGroups(Placement.on(Layout(), 1))
+    first = Trainer(ModelRunner(model, groups, torch.float32), OPTIMIZER)
+
+    def step(trainer):
+        scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
+        metrics = trainer.update([batch], TEMPERATURE, token_loss, "token-mean", scored, scored)
+        return metrics["loss"], metrics["grad_norm"]
+
+    before, stored = step(first), {}
+    for part in first.stored_boxes():
+        shape = first.runner.table.tensor_index.tensors[part.tensor].shape
+        stored.setdefault((part.namespace, part.tensor), torch.zeros(shape))[slices(part.box)] = part.values
+    megatron = options(model)[4]
+    runner = ModelRunner(
+        model, groups, torch.float32, from_checkpoint=True, kernels="transformer_engine", megatron=megatron
+    )
+    second = Trainer(runner, OPTIMIZER)
+    second.load(lambda part: part.values.copy_(stored[part.namespace, part.tensor][slices(part.box)]), first.counters())
+    assert not runner.unrestored
+    return before, step(first), step(second)
+
+
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("deepseek_v3", marks=pytest.mark.nightly)])
+def test_training_resumes_with_other_kernels(transformer_engine, models, name):
+    ((before, expected, found),) = transformer_engine.run(
+        1, resumed_with_transformer_engine, models[name], rows(models[name])
+    )
+    assert found == pytest.approx(expected, rel=1e-5) and expected[0] < before[0]
+
+
+@pytest.mark.nightly
+def test_train_value_head_with_transformer_engine_equals_torch(ranks, transformer_engine, models):
+    model = models["gemma2"]
+    alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), False, "value")[0])
+    results = transformer_engine.run(4, train, model, "tp2-pp2", rows(model), *options(model, "value"))
+    assert_equal(results, alone, 2e-5)

@@ -1,0 +1,251 @@
+"""Options of training: read from a configuration, and their bytes against megatron-core's own definitions."""
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from recipes import ppo
+from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, published, tiny
+from verl_mg.config import load_config
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout
+from verl_mg.planner.activations import DISCARDED, INPUTS, kept_elements
+from verl_mg.planner.cost import optimizer_seconds, train_seconds
+from verl_mg.planner.from_config import plan_request
+from verl_mg.planner.memory import train_memory
+from verl_mg.planner.training_options import OFFLOADABLE, RECOMPUTABLE, TrainingOptions, recompute, training_options
+
+PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
+PRECISION_AWARE = {"use_precision_aware_optimizer": True}
+BF16_MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+LAYOUT = Layout.parse("tp2").fit(8)
+
+
+def options(**parts) -> TrainingOptions:
+    return training_options("auto", parts, cpu_offload=False)
+
+
+def test_options_read_fields_that_megatron_core_has():
+    """A field that megatron-core renames would be ignored without a word."""
+    read = {
+        TransformerConfig: (
+            *("fp8", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_shared_expert_overlap"),
+            *("overlap_moe_expert_parallel_comm", "tp_comm_overlap", "offload_modules"),
+            *("fine_grained_activation_offloading", "cp_comm_type"),
+        ),
+        OptimizerConfig: (
+            *("use_precision_aware_optimizer", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype"),
+            *("exp_avg_sq_dtype", "store_param_remainders", "optimizer", "optimizer_cpu_offload"),
+            "optimizer_offload_fraction",
+        ),
+        DistributedDataParallelConfig: ("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
+    }
+    for config, names in read.items():
+        missing = [name for name in names if name not in config.__dataclass_fields__]
+        assert missing in ([], ["fine_grained_activation_offloading", "offload_modules"]), config
+
+
+def test_plan_request_reads_options_of_the_configuration():
+    given = ["megatron.transformer={fp8: hybrid, moe_token_dispatcher_type: flex}", "model.kernels=torch"]
+    given += ["megatron.ddp={overlap_grad_reduce: true, grad_reduce_in_fp32: false}"]
+    config = load_config(None, [*PLANNED, *given, "actor.optimizer.cpu_offload=true"], ppo.Config)
+    request = plan_request(config, ppo.roles(config.algorithm))
+    actor = request.fields["options"]
+    assert (actor.fp8, actor.flex_dispatch, actor.fused, actor.overlap_gradients) == (True, True, False, True)
+    assert (actor.gradient_bytes, actor.state_bytes) == (2, 16) and actor.offloaded_states == 8 / 16
+    (critic,) = (role for role in request.roles if role.name == "critic")
+    assert critic.options.fp8 and critic.options.offloaded_states == 0
+
+
+@pytest.mark.parametrize(("cpu_offload", "offloaded"), [(False, 0), (True, 1 / 2)])
+def test_training_options_of_bfloat16_moments_are_half_of_the_states(cpu_offload, offloaded):
+    chosen = training_options("auto", {}, cpu_offload, "bfloat16")
+    assert (chosen.state_bytes, chosen.offloaded_states) == (4 + 2 + 2, offloaded)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ddp", "state_bytes"),
+    [
+        ({}, {}, 4 + 4 + 4),
+        ({}, {"grad_reduce_in_fp32": False}, 4 + 4 + 4 + 4),
+        (PRECISION_AWARE, {}, 2 + 4 + 4),
+        (PRECISION_AWARE | BF16_MOMENTS, {}, 2 + 2 + 2),
+        (PRECISION_AWARE | BF16_MOMENTS | {"store_param_remainders": False}, {}, 4 + 2 + 2),
+        (PRECISION_AWARE | {"main_grads_dtype": "bf16"}, {"grad_reduce_in_fp32": False}, 2 + 4 + 4),
+        ({"optimizer": "muon"}, {}, 4 + 4),
+    ],
+)
+def test_training_options_state_bytes_equal_hand_count(optimizer, ddp, state_bytes):
+    """Main weight, first and second moment, and a copy of the gradient where its buffer has another type."""
+    assert options(optimizer=optimizer, ddp=ddp).state_bytes == state_bytes
+
+
+def test_training_options_read_types_of_torch():
+    found = options(optimizer=PRECISION_AWARE | {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float32})
+    assert found.state_bytes == 2 + 2 + 4
+
+
+def test_training_options_read_the_moments_of_a_role():
+    """bf16 moments take 4 bytes; on the host they leave the main weight on the device, and all steps are there."""
+    away = training_options("auto", {}, cpu_offload=True, moments_dtype="bfloat16")
+    assert (away.state_bytes, away.offloaded_states, away.host_steps) == (4 + 2 + 2, 4 / 8, 1.0)
+    half = options(optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5})
+    assert (half.state_bytes, half.offloaded_states, half.host_steps) == (12, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(("kind", "faster"), [("all_gather", False), ("p2p", True)])
+def test_train_seconds_exchange_of_keys(kind, faster):
+    """Four heads' keys are fewer than all heads' states at cp2; around a ring attention hides them."""
+    layout = Layout.parse("tp4-cp2").fit(16)
+    heads, keys = (
+        train_seconds(published("qwen2_5_7b", 16, node=4, options=options(transformer=chosen)), layout)
+        for chosen in ({}, {"cp_comm_type": kind})
+    )
+    assert keys < heads
+    gathered = train_seconds(
+        published("qwen2_5_7b", 16, node=4, options=options(transformer={"cp_comm_type": "all_gather"})), layout
+    )
+    assert (keys < gathered) == faster
+
+
+def test_train_memory_follows_options():
+    plain, half, away, muon = (
+        train_memory(tiny(DENSE, options=chosen), LAYOUT).parts
+        for chosen in (
+            options(),
+            options(optimizer=PRECISION_AWARE | BF16_MOMENTS, ddp={"grad_reduce_in_fp32": False}),
+            training_options("auto", {}, cpu_offload=True),
+            options(optimizer={"optimizer": "muon"}),
+        )
+    )
+    states, gradients = plain["optimizer states"][0], plain["gradients"][0]
+    assert half["gradients"][0] == gradients // 2 and half["optimizer states"][0] == pytest.approx(
+        states * (2 + 2 + 2 + 4) / 12, abs=1
+    )
+    assert away["optimizer states"][0] == pytest.approx(states / 3, abs=1)
+    assert muon["optimizer states"][0] == states // 12 * 8 * LAYOUT.dp, "all ranks have all states"
+
+
+def test_offloaded_states_move_over_the_host_link():
+    """28 bytes of Adam, the gradient and the weight for each parameter, instead of reading states in device memory."""
+    inputs, away = (
+        tiny(DENSE, options=chosen, host=1e-3)
+        for chosen in (options(), options(optimizer={"optimizer_cpu_offload": True}))
+    )
+    elements = inputs.elements / LAYOUT.tp / LAYOUT.dp
+    assert optimizer_seconds(away, LAYOUT) - optimizer_seconds(inputs, LAYOUT) == pytest.approx(
+        elements * (28 + 4 + 2) / 1e6, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"transformer": {"fp8": "hybrid"}},
+        {"transformer": {"tp_comm_overlap": True}},
+        {"transformer": {"overlap_moe_expert_parallel_comm": True}},
+        {"transformer": {"moe_token_dispatcher_type": "flex"}},
+        {"ddp": {"overlap_grad_reduce": True}},
+        {"ddp": {"overlap_param_gather": True}},
+    ],
+    ids=str,
+)
+def test_train_seconds_option_makes_training_faster(chosen):
+    layout = Layout.parse("tp4-ep16-etp1").fit(16)
+    usual, better = (
+        train_seconds(published("qwen3_30b_a3b", 16, options=found), layout) for found in (options(), options(**chosen))
+    )
+    assert better < usual
+
+
+def test_train_seconds_shared_experts_hide_their_dispatch():
+    layout = Layout.parse("ep8").fit(8)
+    usual, hidden = (
+        train_seconds(published("deepseek_v3", 8, options=TrainingOptions(shared_expert_overlap=on)), layout)
+        for on in (False, True)
+    )
+    assert hidden < usual
+
+
+def test_train_seconds_torch_kernels_are_slower():
+    layout = Layout.parse("ep8").fit(8)
+    fused, torch_only = (
+        train_seconds(published("qwen3_30b_a3b", 8, options=training_options(kernels, {}, False)), layout)
+        for kernels in ("auto", "torch")
+    )
+    assert torch_only > fused
+
+
+@pytest.mark.parametrize("raw", [DENSE, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
+def test_train_seconds_recomputed_module_takes_between_nothing_and_the_layer(raw):
+    def seconds(modules):
+        return train_seconds(tiny(raw, recompute=modules), LAYOUT)
+
+    for module in RECOMPUTABLE:
+        assert seconds(False) <= seconds((module,)) <= seconds(True)
+    assert seconds(("core_attn",)) > seconds(False)
+
+
+def test_recomputable_modules_are_those_of_megatron_core():
+    """`gdn_norm_out` belongs to gated delta nets, which no planned architecture has."""
+    text = TransformerConfig.__module__
+    source = __import__(text, fromlist=["x"]).__file__
+    with open(source, encoding="utf-8") as file:
+        words = file.read()
+    assert all(f'"{module}"' in words for module in (*RECOMPUTABLE, *OFFLOADABLE[:4]))
+    assert set(DISCARDED) == set(RECOMPUTABLE) and set(INPUTS) == set(OFFLOADABLE)
+
+
+@pytest.mark.parametrize(
+    ("modules", "elements"),
+    [
+        (("layernorm",), 2 * 32),
+        (("mlp",), 0),
+        (("moe",), 2 * 8 + 2 * 32 + 2 * 3 * 16),
+        (("moe_act",), 2 * 16),
+        (("moe", "moe_act"), 2 * 8 + 2 * 32 + 2 * 3 * 16),
+        (("core_attn",), 2 * 4),
+        (True, 128 + 32 + 32 + 48 + 32 + 8 + 16 + 2 * (32 + 48) - 32),
+        (False, 0),
+    ],
+)
+def test_recomputed_elements_of_a_mixture_equal_hand_count(modules, elements):
+    """Hidden size 32, 4 heads, 8 experts of width 16, of which a token has 2; whole layers keep their input."""
+    c = tiny(MIXTURE).weights.config
+    assert kept_elements(c, True, 1).recomputed(modules) == elements
+
+
+def test_recompute_of_modules_does_not_depend_on_their_order():
+    assert recompute(["mlp", "layernorm"]) == recompute(("layernorm", "mlp", "mlp")) == ("layernorm", "mlp")
+
+
+def test_training_options_unknown_offloaded_module_raises():
+    with pytest.raises(UserError, match="offload_modules: 'mlp' cannot be planned. Use attn_norm"):
+        options(transformer={"fine_grained_activation_offloading": True, "offload_modules": ["mlp"]})
+
+
+def test_offloaded_modules_leave_the_device():
+    chosen = {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1", "core_attn"]}
+    plain, away = (
+        train_memory(tiny(MIXTURE, recompute=False, options=found), LAYOUT).parts["activations"][0]
+        for found in (options(), options(transformer=chosen))
+    )
+    layer = kept_elements(tiny(MIXTURE).weights.config, True, 2)
+    assert plain - away == 4 * (layer.dispatched + layer.heads) * 64 * 2 // 2
+
+
+def test_fp8_keeps_inputs_of_linear_layers_in_half_of_their_bytes_and_copies_of_weights():
+    """Outputs of both norms and of attention, 32 each, two copies of 32, two products of 16; less without norms."""
+    fp8 = options(transformer={"fp8": "hybrid"})
+    c = tiny(MIXTURE).weights.config
+    layer = kept_elements(c, True, 1)
+    assert layer.on_device(False, (), False) - layer.on_device(False, (), True) == (3 * 32 + 2 * 32 + 2 * 16) / 2
+    assert (
+        layer.on_device(("layernorm",), (), False) - layer.on_device(("layernorm",), (), True)
+        == (32 + 2 * 32 + 2 * 16) / 2
+    )
+    assert layer.on_device(True, (), True) == 32
+    plain, quantized = (train_memory(tiny(MIXTURE, options=chosen), LAYOUT) for chosen in (options(), fp8))
+    assert quantized.parts["FP8 weights"][0] == 2 * plain.elements[0].trained and "FP8 weights" not in plain.parts

@@ -1,0 +1,1 @@
+"""Transformer Engine in tests on the CPU."""

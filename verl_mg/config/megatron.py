@@ -1,0 +1,22 @@
+"""Configuration of megatron-core by the names of its own fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_mg.config.section import ConfigSection
+
+
+class MegatronConfig(ConfigSection):
+    """Fields of megatron-core's configurations by their own names, for what no other key sets.
+
+    They are checked against the installed version. A field that another key sets, or that would change what a recipe
+    computes, is an error that names the reason.
+    """
+
+    transformer: dict[str, Any] = {}
+    """Fields of TransformerConfig for every model of the job, such as {fp8: hybrid, fp8_recipe: blockwise}."""
+    optimizer: dict[str, Any] = {}
+    """Fields of OptimizerConfig for every trained model."""
+    ddp: dict[str, Any] = {}
+    """Fields of DistributedDataParallelConfig for every trained model, such as {overlap_grad_reduce: true}."""

@@ -1,0 +1,352 @@
+"""Layer of experts with torch's kernels: tokens are sorted by expert, and all experts of a rank are one product.
+
+megatron-core's own local modules multiply one expert after the other and sort a (tokens, experts) map of the routing.
+Here a token is represented by the indices of its k experts, and nothing waits for the device with ep1-etp1; otherwise
+the host waits once for each pass over a layer, for the sizes of the all-to-all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from verl_mg.device import copy_to
+from verl_mg.megatron.layers import gated
+from verl_mg.megatron.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
+
+
+class ExpertsLayer(MoELayer):
+    """megatron-core's layer of experts with `TokenDispatcher` in place of its all-to-all dispatcher."""
+
+    token_dispatcher: Any
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        replaced = self.token_dispatcher
+        if config.moe_token_dispatcher_type == "alltoall":
+            self.token_dispatcher = TokenDispatcher(
+                config, replaced.tp_ep_group, ep=replaced.ep_group, etp=replaced.tp_group
+            )
+            if self.use_shared_expert and self.shared_expert_overlap:
+                self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Copies of tokens in another order: copy i is of token source[i]."""
+
+    source: Tensor
+    """(copies,) int64."""
+    order: Tensor
+    """(copies,) int64, the place of each copy where those of token t are at t * each and behind."""
+    places: Tensor
+    """(copies,) int64, inverse of `order`."""
+    each: int
+    """Copies of a token."""
+
+    @classmethod
+    def sorted_by(cls, keys: Tensor) -> tuple[_Copies, Tensor]:
+        """Sorts copies by keys (tokens, each), stably; returns the sorted keys too."""
+        by_key, order = keys.flatten().sort(stable=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return cls(order // keys.shape[1], order, places, keys.shape[1]), by_key
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """Copies tokens (tokens, h) to (copies, h); the backward pass sums the copies in a fixed order."""
+        copied: Tensor = _Take.apply(tokens, self)
+        return copied
+
+    def total(self, copies: Tensor) -> Tensor:
+        """Sums the copies (copies, h) of each token to (tokens, h)."""
+        summed: Tensor = _Total.apply(copies, self)
+        return summed
+
+    def sums(self, copies: Tensor) -> Tensor:
+        """Sums without autograd, see `total`."""
+        if self.each == 1:
+            return copies.index_select(0, self.places)
+        return F.embedding_bag(self.places.view(-1, self.each), copies, mode="sum")  # gathers and adds in one kernel
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, copies: _Copies) -> Tensor:
+        ctx.copies = copies
+        return tokens.index_select(0, copies.source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.copies.sums(grad.contiguous()), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, copies: _Copies) -> Tensor:
+        ctx.copies = copies
+        return copies.sums(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.copies.source), None
+
+
+class TokenDispatcher(MoETokenDispatcher):
+    """Sends each token to the ranks of its experts and sums what they return.
+
+    Called by megatron-core's layer of experts, in this order: t tokens of this rank, k experts of each, n tokens that
+    this rank's experts process.
+
+        dispatch_preprocess     (t, 1, h), experts (t, k)   ->  t * k copies, sorted by expert
+        token_dispatch          all-to-all over ep          ->  copies for this rank's experts, by sending rank
+        dispatch_postprocess    all-gather over etp, sort   ->  (n, h), sorted by expert
+        combine_preprocess, token_combine, combine_postprocess      the same backwards
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tp_ep_group: dist.ProcessGroup,
+        ep: dist.ProcessGroup,
+        etp: dist.ProcessGroup,
+    ) -> None:
+        """Creates the dispatcher.
+
+        Args:
+            config: megatron-core's configuration.
+            tp_ep_group: ranks of `ep` and `etp` together, `etp` fastest.
+            ep: ranks with other experts.
+            etp: ranks with other parts of the same experts.
+        """
+        self.config, self.shared_experts, self.use_nccl_stream = config, None, False
+        self._sent: list[int] = []
+        self._received: list[int] = []
+        self._of_etp: list[int] = []
+        self._all, self._ep, self._etp = tp_ep_group, ep, etp
+        self._experts = config.num_moe_experts
+        self._local = config.num_moe_experts // ep.size()
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sorts copies of tokens by expert.
+
+        Args:
+            tokens: (t, 1, h).
+            routing_map: (t, k) int64, the experts of each token.
+            probs: (t, k) float32, their weights.
+
+        Returns:
+            (t * k, h) copies, and their weights (t * k,).
+        """
+        self._shape = tokens.shape
+        self._copies, by_expert = _Copies.sorted_by(routing_map.short())  # short keys are sorted in fewer passes
+        experts = torch.arange(self._experts, device=by_expert.device, dtype=by_expert.dtype)
+        ends = torch.searchsorted(by_expert, experts, right=True)
+        self._counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(tokens)
+        weights = probs.flatten().index_select(0, self._copies.order)
+        return self._copies.take(tokens.flatten(0, -2)), weights
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends copies (t * k, h) and weights (t * k,) to the ranks of their experts."""
+        if self._all.size() > 1:
+            self._exchange_sizes()
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
+        received = self._over_ep(hidden_states, self._received, self._sent)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(received)
+        return received, self._over_ep(probs, self._received, self._sent)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gathers the copies of all etp ranks and sorts them by expert.
+
+        Returns:
+            (n, h) copies, number of copies for each local expert (experts,), and (n,) weights.
+        """
+        if self._etp.size() > 1:
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, group=self._etp, output_split_sizes=self._of_etp
+            )
+            probs = gather_from_sequence_parallel_region(probs, group=self._etp, output_split_sizes=self._of_etp)
+        if self._all.size() == 1:
+            return hidden_states, self._counts, probs
+        self._by_expert, _ = _Copies.sorted_by(self._expert_of_received[:, None])
+        return self._by_expert.take(hidden_states), self._counts, probs.index_select(0, self._by_expert.order)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Restores the order in which the copies arrived, and sums the parts of all etp ranks."""
+        if self._all.size() > 1:
+            hidden_states = self._by_expert.total(hidden_states)
+        if self._etp.size() > 1:
+            hidden_states = reduce_scatter_to_sequence_parallel_region(
+                hidden_states, group=self._etp, input_split_sizes=self._of_etp
+            )
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor, *_: Any) -> Tensor:
+        """Sends the results to the ranks of the tokens."""
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
+        returned = self._over_ep(hidden_states, self._sent, self._received)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(returned)
+            self.shared_experts.post_forward_comm()
+        return returned
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sums the results of each token's experts, to (t, 1, h)."""
+        output = self._copies.total(hidden_states).view(self._shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+
+    def _over_ep(self, values: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        if self._ep.size() == 1:
+            return values
+        exchanged: Tensor = all_to_all(self._ep, values, received, sent, use_nccl_stream=self.use_nccl_stream)
+        return exchanged
+
+    def _exchange_sizes(self) -> None:
+        """Computes from the number of copies for each expert on each rank what is sent, received and sorted."""
+        parts = [torch.empty_like(self._counts) for _ in range(self._all.size())]
+        dist.all_gather(parts, self._counts, group=self._all)
+        ep, etp = self._ep.size(), self._etp.size()
+        counts = torch.stack(parts).view(ep, etp, ep, self._local)  # [from ep rank, etp rank, to ep rank, expert]
+        on_host = counts.cpu()
+        local, rank = self._ep.rank(), self._etp.rank()
+        self._sent = on_host[local, rank].sum(-1).tolist()
+        self._received = on_host[:, rank, local].sum(-1).tolist()
+        self._of_etp = on_host[:, :, local].sum((0, 2)).tolist()
+        segments = on_host[:, :, local].transpose(0, 1)  # [etp rank, from ep rank, expert], as copies arrive
+        experts = torch.arange(self._local, dtype=torch.int16).expand_as(segments)
+        expert_of_received = torch.repeat_interleave(experts.flatten(), segments.flatten())
+        self._expert_of_received = copy_to(counts.device, expert_of_received)
+        self._counts = counts[:, :, local].sum((0, 1))
+
+
+class GroupedExperts(MegatronModule):
+    """All experts of a rank: two stacks of weights, each multiplied in one grouped product."""
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *_: Any, pg_collection: Any, **__: Any
+    ) -> None:
+        """Creates uninitialized weights.
+
+        Args:
+            num_local_experts: number of experts on this rank.
+            config: megatron-core's configuration.
+            pg_collection: process groups.
+        """
+        super().__init__(config=config)
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.linear_fc1 = _Stack((num_local_experts, 2 * width, config.hidden_size), 1, config, parts=2)
+        self.linear_fc2 = _Stack((num_local_experts, config.hidden_size, width), 2, config)
+        self._gelu = config.activation_func is not F.silu
+        selective = config.recompute_granularity == "selective"
+        self._recompute_activation = selective and "moe_act" in config.recompute_modules
+
+    def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Applies each expert to its tokens.
+
+        Args:
+            tokens: (n, h), sorted by expert.
+            counts: (experts,), number of tokens of each expert.
+            weights: (n,) float32, factor of each result.
+
+        Returns:
+            (n, h), and no bias.
+        """
+        ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
+        hidden = self.linear_fc1(tokens, ends)
+        if not self._recompute_activation:
+            return self.linear_fc2(gated(hidden, weights, self._gelu), ends), None
+        checkpoint = CheckpointWithoutOutput()
+        activated = checkpoint.checkpoint(lambda x, scale: gated(x, scale, self._gelu), hidden, weights)
+        output = self.linear_fc2(activated, ends)
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, None
+
+
+class _Stack(torch.nn.Module):
+    """Linear layer of each expert."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], sharded_dim: int, config: TransformerConfig, parts: int = 1
+    ) -> None:
+        super().__init__()
+        weight = torch.empty(shape, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=sharded_dim, stride=parts)
+        self.weight.allreduce = False  # type: ignore[attr-defined]
+        self._fused_gradient = config.gradient_accumulation_fusion
+
+    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """Multiplies tokens (n, in) with the weights of their experts to (n, out)."""
+        product: Tensor = _GroupedProduct.apply(tokens, self.weight, ends, self._fused_gradient)
+        return product
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, ends: Tensor, fused: bool) -> Tensor:
+        ctx.save_for_backward(tokens, weight, ends)
+        ctx.buffer = gradient_buffer(weight, fused)
+        return _grouped_product(tokens, weight.mT, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        tokens, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()  # grouped_mm refuses expanded gradients
+        grad_tokens, grad_weight = _grouped_product(grad, weight, ends), None
+        if ctx.needs_input_grad[1] and ctx.buffer is None:
+            grad_weight = torch.zeros_like(weight)
+            _add_grouped(grad, tokens, ends, grad_weight)
+        elif ctx.needs_input_grad[1]:
+            _add_grouped(grad, tokens, ends, ctx.buffer)
+            grad_weight = added_to_buffer(weight)
+        return grad_tokens, grad_weight, None, None
+
+
+def _grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies tokens (n, in), sorted by expert, with weights (experts, in, out) to (n, out)."""
+    if _aligned(tokens, weights):
+        return F.grouped_mm(tokens, weights, offs=ends)
+    product = tokens.new_empty(len(tokens), weights.shape[2])
+    for part, of_expert, weight in zip(*_by_expert(ends, product, tokens), weights, strict=True):
+        torch.mm(of_expert, weight, out=part)
+    return product
+
+
+def _add_grouped(grad: Tensor, tokens: Tensor, ends: Tensor, buffer: Tensor) -> None:
+    """Adds the gradient of each expert's weight to a buffer (experts, out, in)."""
+    if _aligned(grad, tokens) and (grad.device.type == "cuda" or tokens.dtype is not buffer.dtype):
+        buffer += F.grouped_mm(grad.T, tokens, offs=ends)
+        return
+    for of_expert, grads, inputs in zip(buffer, *_by_expert(ends, grad, tokens), strict=True):
+        wgrad_gemm_accum_fp32(inputs, grads, of_expert)
+
+
+def _aligned(*matrices: Tensor) -> bool:
+    """Returns whether torch's grouped product takes the matrices: its rows must begin at multiples of 16 bytes."""
+    widths = {stride for matrix in matrices for stride in matrix.stride() if stride > 1}
+    return all(width * matrices[0].itemsize % 16 == 0 for width in widths)
+
+
+def _by_expert(ends: Tensor, *tokens: Tensor) -> list[tuple[Tensor, ...]]:
+    """Divides tokens, sorted by expert, into those of each expert; the host reads their numbers."""
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    return [part.split(sizes) for part in tokens]

@@ -1,0 +1,66 @@
+"""Context parallelism by gathered keys and values, for ranks that have two chunks of each sequence.
+
+A rank attends from its tokens to the keys and values of all ranks; see `token_order` for the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from verl_mg.device import copy_to
+from verl_mg.megatron.token_order import zigzag_tokens
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(query (n, heads, L / cp, d), key (n, heads, L, d), value (n, heads, L, d_v), visible (L / cp, L) bool) ->
+(n, heads, L / cp, d_v)."""
+
+
+def attend_to_gathered(
+    attend: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    window: int | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Computes causal attention of this rank's tokens; sequences of equal length are computed together.
+
+    Args:
+        attend: attention where a mask is true.
+        query: (T / cp, heads, d), rotary embedding included.
+        key: (T / cp, kv_heads, d), rotary embedding included.
+        value: (T / cp, kv_heads, d_v).
+        lengths: (n,) int64 on the CPU, tokens of each sequence, multiples of 2 * cp.
+        window: number of tokens that a token attends to at most, itself included; None for all.
+        group: the cp ranks that share the sequences.
+
+    Returns:
+        (T / cp, heads, d_v).
+    """
+    cp, rank, repeat = group.size(), group.rank(), query.shape[1] // key.shape[1]
+    order = torch.cat([zigzag_tokens(lengths, cp, index) for index in range(cp)]).argsort()
+    order = copy_to(query.device, order)
+    key, value = (
+        # The backward pass sums the gradients of all ranks' tokens.
+        gather_from_sequence_parallel_region(part.contiguous(), group=group)[order].repeat_interleave(repeat, dim=1)
+        for part in (key, value)
+    )
+    starts, outputs, computed = lengths.cumsum(0) - lengths, [], []
+    for length in lengths.unique().tolist():
+        begins = starts[lengths == length][:, None]
+        local, whole = begins // cp + torch.arange(length // cp), begins + torch.arange(length)
+        distance = zigzag_tokens(torch.tensor([length]), cp, rank)[:, None] - torch.arange(length)
+        visible = (distance >= 0) & (distance < (window or length))
+        q, k, v = (
+            part[copy_to(query.device, tokens)].transpose(1, 2)
+            for part, tokens in ((query, local), (key, whole), (value, whole))
+        )
+        outputs.append(attend(q, k, v, copy_to(query.device, visible)).transpose(1, 2).flatten(0, 1))
+        computed.append(local.flatten())
+    return torch.cat(outputs)[copy_to(query.device, torch.cat(computed).argsort())]

@@ -1,0 +1,46 @@
+"""Choice between the kernels of Transformer Engine and those of torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+
+from verl_mg.errors import UserError
+from verl_mg.sharding.megatron import Kernels
+
+
+def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype) -> Kernels:
+    """Returns the kernels of all models of a job.
+
+    With `auto` they are Transformer Engine's for bfloat16 on GPUs where it is installed. It multiplies float32 matrices
+    in TensorFloat-32, which has 10 bits of precision: models in float32 use torch's kernels unless it is requested.
+
+    Args:
+        setting: value of `model.kernels`.
+        dtype: dtype of the weights.
+
+    Raises:
+        UserError: Transformer Engine is requested and cannot be used here.
+    """
+    if setting == "torch":
+        return "torch"
+    problem = _problem()
+    if setting == "auto":
+        return "torch" if problem or dtype is torch.float32 else "transformer_engine"
+    if problem:
+        raise UserError(f"model.kernels: {problem}")
+    return "transformer_engine"
+
+
+def _problem() -> str | None:
+    """Returns why Transformer Engine cannot be used, with the remedy; None where it can."""
+    if not torch.cuda.is_available():
+        return "Transformer Engine needs a GPU, and torch finds none here. Set model.kernels=auto or torch."
+    if not HAVE_TE:
+        return (
+            "Transformer Engine cannot be imported. Install launch/requirements-gpu.txt, see docs/install_on_gpus.md, "
+            "or set model.kernels=torch."
+        )
+    return None

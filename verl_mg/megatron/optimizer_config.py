@@ -1,0 +1,102 @@
+"""megatron-core's configurations of gradients and of the optimizer, and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from verl_mg.config import MegatronConfig, OptimizerConfig
+from verl_mg.errors import UserError
+from verl_mg.megatron.config_fields import build_config, given_fields
+from verl_mg.megatron.refused_fields import DDP, OPTIMIZER
+
+
+def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
+    """Creates the configuration of gradient buffers and their reduction.
+
+    Args:
+        megatron: fields of megatron-core's configurations.
+
+    Raises:
+        UserError: a given field cannot be set.
+    """
+    given = given_fields("ddp", DistributedDataParallelConfig, megatron.ddp, DDP)
+    # Gradients of bfloat16 weights are summed in float32 too, over micro-batches and over ranks.
+    fields = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
+    return build_config("ddp", DistributedDataParallelConfig, fields, given)
+
+
+def optimizer_config(config: OptimizerConfig, megatron: MegatronConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    """Creates the configuration of the optimizer.
+
+    Args:
+        config: optimizer settings.
+        megatron: fields of megatron-core's configurations.
+        dtype: dtype of the weights.
+
+    Raises:
+        UserError: a given field cannot be set.
+    """
+    given = given_fields("optimizer", MegatronOptimizerConfig, megatron.optimizer, OPTIMIZER)
+    fields = {
+        "optimizer": "adam",
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.betas[0],
+        "adam_beta2": config.betas[1],
+        "adam_eps": config.eps,
+        "clip_grad": config.clip_grad,
+        "use_distributed_optimizer": True,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "overlap_param_gather": ddp_config(megatron).overlap_param_gather,
+    }
+    if megatron.transformer.get("fp8"):
+        fields["fp8_recipe"] = megatron.transformer.get("fp8_recipe", "delayed")
+    return build_config("optimizer", MegatronOptimizerConfig, fields, given)
+
+
+def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
+    """Checks that a decaying schedule has a number of steps.
+
+    Args:
+        config: optimizer settings.
+        name: section of the role in the configuration.
+
+    Raises:
+        UserError: `decay_steps` is missing.
+    """
+    if config.schedule != "constant" and config.decay_steps is None:
+        raise UserError(
+            f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set "
+            f"{name}.optimizer.decay_steps, the optimizer steps over which the learning rate falls to min_lr."
+        )
+
+
+def learning_rate_schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
+    """Creates megatron-core's learning-rate schedule, to be stepped before each optimizer step.
+
+    Step k of the warm-up, counted from 1, has the learning rate lr * k / warmup_steps.
+
+    Args:
+        optimizer: an optimizer of megatron-core.
+        config: optimizer settings.
+    """
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr if config.schedule != "constant" else 0.0,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.decay_steps or config.warmup_steps + 1,
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,225 @@
+"""Modules of the layers with Transformer Engine's kernels; imported only where it is installed.
+
+Transformer Engine's modules fuse a norm into the following linear layer, compute all experts of a rank in grouped
+products, and add weight gradients to the float32 buffers themselves. Routing and context parallelism are ours:
+
+- `Router` has scores in float32 and replays the experts of the rollout, which megatron-core's fused router cannot.
+- Transformer Engine's attention gets all tokens and a part of the heads, see `to_heads`. With
+  `megatron.transformer.cp_comm_type` it exchanges keys and values itself.
+
+Where its kernels are missing a feature, attention is that of torch: float32, a softcap, and GPUs before Hopper without
+FlashAttention.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+from transformer_engine.pytorch import DotProductAttention
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+from verl_mg.megatron.attention import (
+    LATENT_NORM_EPS,
+    MultiLatentAttention,
+    PackedAttention,
+    PackedMLA,
+    PackedSequences,
+    has_ragged_kernel,
+)
+from verl_mg.megatron.core_version import submodules
+from verl_mg.megatron.routing import RoutedLayer, Router
+from verl_mg.models.hf_config import HFConfig
+
+
+def config_fields(c: HFConfig) -> dict[str, Any]:
+    """Returns fields of `TransformerConfig` that belong to these modules.
+
+    Args:
+        c: the model.
+    """
+    fields: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+    return fields | ({"moe_grouped_gemm": True, "moe_permute_fusion": True} if c.experts else {})
+
+
+def block_spec(c: HFConfig, layers: range) -> TransformerBlockSubmodules:
+    """Returns the modules of consecutive layers.
+
+    Args:
+        c: the model.
+        layers: global indices of the layers.
+    """
+    specs = [_layer_spec(c, layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
+
+
+def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
+    experts = c.experts if c.has_experts(number) else None
+    layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts.count if experts else None,
+        moe_grouped_gemm=True,
+        qk_layernorm=c.qk_norm or c.latent is not None,
+        multi_latent_attention=c.latent is not None,
+    )
+    parts = layer.submodules
+    attention = parts.self_attention.submodules
+    fused = has_packed_attention()
+    if c.latent:
+        parts.self_attention.module = FusedLatentAttention
+        interleaved = {"interleaved": c.latent.interleaved}
+        attention.core_attention = ModuleSpec(FusedMLA if fused else PackedMLA, interleaved)
+    else:
+        kind = FusedAttention if fused and c.attention_softcap is None else PackedAttention
+        options = {"window": c.window(number), "softcap": c.attention_softcap}
+        attention.core_attention = ModuleSpec(kind, options)
+    if experts:
+        layer.module = RoutedLayer
+        submodules(parts.mlp).router = partial(Router, experts=experts)
+    if c.sandwich_norms:
+        attention.linear_proj = submodules(parts.mlp).linear_fc2 = NormedTERowParallelLinear
+    return layer
+
+
+def has_packed_attention() -> bool:
+    """Returns whether Transformer Engine has a kernel for packed rows: cuDNN's from Hopper on, or FlashAttention's.
+
+    Otherwise it would compute the attention of padded rows by matrix products.
+    """
+    return torch.cuda.get_device_capability() >= (9, 0) or importlib.util.find_spec("flash_attn") is not None
+
+
+class FusedAttention(PackedAttention):
+    """Packed attention by Transformer Engine: cuDNN's kernel or FlashAttention, and a fused rotary embedding."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # A kernel is fixed to numbers of heads and ranks, which depend on how many ranks share a micro-batch.
+        self._kernels: dict[tuple[int, ...], Any] = {}
+
+    def rotated(self, x: Tensor, packed: PackedSequences) -> Tensor:
+        """Applies the rotary embedding to queries or keys in one kernel, in float32: (T, heads, d) -> (T, heads, d)."""
+        angles = packed.angles_of_neighbours if self.interleaved else packed.angles_of_halves
+        cp, rank = (packed.cp_group.size(), packed.cp_group.rank()) if packed.zigzag else (1, 0)  # type: ignore[union-attr]
+        rotated: Tensor = apply_rotary_pos_emb(
+            x,
+            angles,
+            tensor_format="thd",
+            interleaved=self.interleaved,
+            fused=True,
+            cu_seqlens=packed.cu_seqlens_q,
+            cp_size=cp,
+            cp_rank=rank,
+        )
+        return rotated if packed.attention_scaling == 1 else rotated * packed.attention_scaling
+
+    def local_context(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """Computes attention of this rank's tokens; the kernel exchanges keys and values with the other ranks."""
+        if has_ragged_kernel(query.device, query.dtype):
+            return self._with_ragged_kernel(query, key, value, packed)
+        return super().local_context(query, key, value, packed)
+
+    def _with_ragged_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        group = packed.cp_group if packed.zigzag else None
+        shape = (query.shape[1], key.shape[1], query.shape[2], value.shape[2], group.size() if group else 1)
+        if shape not in self._kernels:
+            self._kernels[shape] = self._kernel(*shape[:4], group)
+        # Padding of sequences counts as tokens: by the same tensors the kernel sees that there is none between them.
+        lengths = {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_kv": packed.cu_seqlens_kv}
+        padded = {"cu_seqlens_q_padded": packed.cu_seqlens_q, "cu_seqlens_kv_padded": packed.cu_seqlens_kv}
+        context: Tensor = self._kernels[shape](
+            query,
+            key,
+            value,
+            max_seqlen_q=packed.max_seqlen_q,
+            max_seqlen_kv=packed.max_seqlen_kv,
+            **lengths,
+            **(padded if group else {}),
+        )
+        return context.unflatten(-1, (query.shape[1], -1))
+
+    def _kernel(
+        self, heads: int, kv_heads: int, key_width: int, value_width: int, group: dist.ProcessGroup | None
+    ) -> Any:
+        exchange: dict[str, Any] = {}
+        if group:
+            exchange = {
+                "cp_group": group,
+                "cp_global_ranks": dist.get_process_group_ranks(group),
+                "cp_stream": torch.cuda.Stream(),
+                "cp_comm_type": self.config.cp_comm_type,
+            }
+        return DotProductAttention(
+            heads,
+            (key_width, value_width),
+            num_gqa_groups=kv_heads,
+            attention_dropout=0.0,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            window_size=None if self.window is None else (self.window - 1, 0),
+            softmax_scale=self.scale,
+            **exchange,
+        )
+
+
+class FusedMLA(FusedAttention, PackedMLA):
+    """Multi-head latent attention by Transformer Engine, whose kernels take values narrower than keys."""
+
+
+class FusedLatentAttention(MultiLatentAttention):
+    """Multi-head latent attention with norms fused into the up projections, and the same down projections on all ranks.
+
+    On a tensor-parallel rank:
+
+        (T / tp, h) -> down projection -> local tokens (T / tp, rank) -> norm and up projection -> (T, heads / tp, ...)
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.linear_kv_up_proj.eps = LATENT_NORM_EPS
+        # Otherwise megatron-core 0.16.1 counts the gradients of all ranks in the norm, which are the same.
+        self.linear_kv_down_proj.weight.tensor_model_parallel = False
+        if self.config.q_lora_rank is not None:
+            self.linear_q_up_proj.eps = LATENT_NORM_EPS
+            self.linear_q_down_proj.weight.tensor_model_parallel = False
+
+    def latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Projects hidden states to latents, not yet normalized, and rotary keys, see `MultiLatentAttention`."""
+        c = self.config
+        q_latent = hidden_states if c.q_lora_rank is None else self.linear_q_down_proj(hidden_states)[0]
+        kv_and_rotary = self.linear_kv_down_proj(hidden_states)[0]
+        kv_latent, rotary_key = kv_and_rotary.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], dim=-1)
+        if c.sequence_parallel:
+            # The backward pass sums the gradients from the heads of all ranks.
+            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.pg_collection.tp)
+        return q_latent, kv_latent, rotary_key
+
+
+class NormedTERowParallelLinear(TERowParallelLinear):  # type: ignore[misc]
+    """Row-parallel linear layer whose output is normalized, as in Gemma 2; see `NormedRowParallelLinear`."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **arguments: Any) -> None:
+        """Creates the layer.
+
+        Args:
+            input_size: width of the input over all tensor-parallel ranks.
+            output_size: width of the output.
+            config: megatron-core's configuration.
+            arguments: further arguments of `TERowParallelLinear`.
+        """
+        super().__init__(input_size, output_size, config=config, **arguments)
+        self.post_layernorm = TENorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Projects (T, 1, input_size / tp) to (T or T / tp, 1, output_size), and returns the bias not yet added."""
+        output, bias = super().forward(x)
+        return self.post_layernorm(output), bias

@@ -1,0 +1,159 @@
+"""Activations of a layer: which part keeps how many elements of a token for the backward pass.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), count 34 s b h
+bytes per layer outside the attention matrix, divided by tp under sequence parallelism. Here the same is counted for
+gated feed-forward layers, grouped and latent attention, and experts; without dropout there are no masks, and flash
+attention keeps one float32 normalizer per head in place of the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from verl_mg.models.hf_config import HFConfig
+from verl_mg.planner.training_options import Recompute
+
+FLOAT32_ELEMENTS = 2
+"""Number of bf16 elements with the bytes of one float32 element."""
+
+
+@dataclass(frozen=True)
+class KeptElements:
+    """Number of bf16 elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
+
+    layer_input: int
+    """Input of the layer, which its first norm keeps."""
+    norm_inputs: int
+    """Inputs of the other norms: the residual stream before the feed-forward layer."""
+    attention_norm_output: int
+    """Output of the norm before attention, which the projection that follows keeps."""
+    norm_outputs: int
+    """Outputs of the other norms."""
+    compressed: int
+    """Latent attention: compressed states before and after their norms."""
+    heads: int
+    """Queries, keys and values, before and after their norms."""
+    attention_output: int
+    """Output of attention, which is the input of its projection."""
+    normalizer: int
+    """Normalizers of flash attention."""
+    mlp_hidden: int
+    """Dense feed-forward layer: gate and up."""
+    mlp_product: int
+    """Product of both, the input of the down projection."""
+    router: int
+    """Scores of experts."""
+    dispatched: int
+    """Copies of the token at its experts."""
+    expert_hidden: int
+    """Gate and up of the token's experts."""
+    expert_product: int
+    """Product of both, the input of the experts' down projection."""
+    shared_hidden: int
+    """Shared experts: gate and up."""
+    shared_product: int
+    """Product of both, the input of their down projection."""
+
+    @property
+    def all(self) -> int:
+        """Number of elements of all parts."""
+        return sum(vars(self).values())
+
+    def recomputed(self, modules: Recompute) -> int:
+        """Returns the number of elements that are not kept but computed again.
+
+        Args:
+            modules: whole layers, nothing, or modules of the layer.
+        """
+        return sum(getattr(self, part) for part in self._discarded(modules))
+
+    def on_device(self, modules: Recompute, offloaded: tuple[str, ...], fp8: bool) -> float:
+        """Returns the number of elements that wait on the device for the backward pass.
+
+        Args:
+            modules: what is recomputed.
+            offloaded: modules of the layer whose inputs are on the host.
+            fp8: whether linear layers keep their inputs in FP8, in half of the bytes.
+        """
+        elsewhere = self._discarded(modules) | {INPUTS[module] for module in offloaded}
+        halves = LINEAR_INPUTS if fp8 else frozenset()
+        return sum(size / (1 + (part in halves)) for part, size in vars(self).items() if part not in elsewhere)
+
+    def _discarded(self, modules: Recompute) -> set[str]:
+        """Returns the names of the parts that are computed again."""
+        if isinstance(modules, bool):
+            return vars(self).keys() - {"layer_input"} if modules else set()
+        return {part for module in modules for part in DISCARDED[module]}
+
+
+DISCARDED: Mapping[str, tuple[str, ...]] = {
+    "core_attn": ("normalizer",),  # its output is the input of the projection, which keeps it
+    "layernorm": ("attention_norm_output", "norm_outputs"),
+    "mla_up_proj": ("heads",),
+    "mlp": ("mlp_hidden", "mlp_product"),
+    "moe": ("router", "dispatched", "expert_hidden", "expert_product", "shared_hidden", "shared_product"),
+    "moe_act": ("expert_product",),
+    "shared_experts": ("shared_hidden", "shared_product"),
+}
+"""Parts that a recomputed module does not keep, by megatron-core's names of modules."""
+INPUTS: Mapping[str, str] = {
+    "attn_norm": "layer_input",
+    "qkv_linear": "attention_norm_output",
+    "core_attn": "heads",
+    "attn_proj": "attention_output",
+    "mlp_norm": "norm_inputs",
+    "expert_fc1": "dispatched",
+    "moe_act": "expert_hidden",
+}
+"""Parts that are the input of an offloaded module, by megatron-core's names of modules."""
+
+LINEAR_INPUTS = frozenset(
+    (
+        *("attention_norm_output", "norm_outputs", "attention_output", "dispatched"),
+        *("mlp_product", "expert_product", "shared_product"),
+    )
+)
+"""Parts that are inputs of linear layers, which Transformer Engine keeps in FP8 where it multiplies in FP8."""
+
+
+def kept_elements(c: HFConfig, with_experts: bool, etp: int) -> KeptElements:
+    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group.
+
+    Args:
+        c: the model.
+        with_experts: whether the layer has experts.
+        etp: expert-tensor-parallel size: a token is copied whole to each of the ranks that shard an expert.
+    """
+    other_norms = c.hidden * (1 + c.sandwich_norms)
+    compressed, heads, output = _attention(c)
+    e = c.experts if with_experts else None
+    return KeptElements(
+        layer_input=c.hidden,
+        norm_inputs=other_norms,
+        attention_norm_output=c.hidden,
+        norm_outputs=other_norms,
+        compressed=compressed,
+        heads=heads,
+        attention_output=output,
+        normalizer=FLOAT32_ELEMENTS * c.heads,
+        mlp_hidden=0 if e else 2 * c.ffn,
+        mlp_product=0 if e else c.ffn,
+        router=FLOAT32_ELEMENTS * e.count if e else 0,
+        dispatched=e.top_k * etp * c.hidden if e else 0,
+        expert_hidden=2 * e.top_k * e.ffn if e else 0,
+        expert_product=e.top_k * e.ffn if e else 0,
+        shared_hidden=2 * e.shared_ffn if e else 0,
+        shared_product=e.shared_ffn if e else 0,
+    )
+
+
+def _attention(c: HFConfig) -> tuple[int, int, int]:
+    """Counts elements of compressed states, of heads, and of the output of attention."""
+    if c.latent is None:
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        return 0, q + 2 * kv + (q + kv if c.qk_norm else 0), q
+    latent = c.latent
+    compressed = 2 * latent.q_rank + 2 * latent.kv_rank + latent.rope_dim  # before and after their norms
+    values = c.heads * latent.v_dim
+    return compressed, 2 * c.heads * (latent.qk_nope_head_dim + latent.rope_dim) + values, values

@@ -1,0 +1,141 @@
+"""Fractions of data sheets that jobs reach, and latencies: the few constants of the cost model.
+
+`FITTED` is the fit of `tools/calibrate_plan.py` on published figures (`tools/published_steps.json`), which also prints
+the error of each row, with the row in the fit and without it. No constant belongs to a model, a system or a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_mg.planner.gpus import GPU
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Constants of the cost model."""
+
+    gemm: float
+    """Fraction of the peak of matrix products with many rows."""
+    half_rows: float
+    """Rows (tokens) whose time each matrix product has in addition: reading its weights, filling tiles."""
+    attention: float
+    """Speed of fused attention, relative to matrix products with many rows."""
+    fp8: float
+    """Speed of FP8 matrix products with their casts, relative to bf16, where the peak is twice as high."""
+    memory: float
+    """Fraction of the bandwidth of a GPU's memory."""
+    link: float
+    """Fraction of the bandwidth of NVLink and network that collectives of training reach."""
+    elementwise: float
+    """Bytes that kernels other than matrix products and attention move, for each byte kept for the backward pass."""
+    layer: float
+    """Seconds in which the host launches the kernels of a pass over a layer, which the device's work overlaps."""
+    expert_layer: float
+    """Seconds of a pass over a mixture of experts that do not depend on its tokens: the device waits for the host,
+    which has to know the tokens of each expert."""
+    imbalance: float
+    """Tokens of the fullest expert-parallel rank, relative to the mean, where routing is not forced to be even."""
+    decode_step: float
+    """Seconds of a decoding step outside of the layers: scheduling, sampling, output."""
+    decode_sample: float
+    """Seconds of a decoding step on the host for each running sample."""
+    decode_layer: float
+    """Seconds of a layer in a decoding step that do not depend on bytes or tokens."""
+    all_reduce_near: float
+    """Seconds of an all-reduce of a small message in a node."""
+    all_reduce_far: float
+    """The same between nodes."""
+    sync: float
+    """Fraction of the links that a weight sync reaches which sends shards."""
+    sync_start: float
+    """Seconds of a weight sync that do not depend on its bytes."""
+    gathering: float
+    """Fraction of the links that a weight sync with full tensors reaches (published systems; not this one)."""
+    iteration: float
+    """Seconds of an iteration outside of the phases: data, rewards, allocator, switches between phases."""
+
+    def figures(self, gpu: GPU) -> dict[str, float]:
+        """Returns the hardware figures of a plan for a GPU: what jobs reach of its data sheet.
+
+        Args:
+            gpu: data sheet.
+        """
+        return {
+            "flops": self.gemm * gpu.bf16,
+            "peak": gpu.bf16,
+            "memory": gpu.memory,
+            "memory_bandwidth": self.memory * gpu.bandwidth,
+            "intra_node": self.link * gpu.link,
+            "inter_node": self.link * gpu.network,
+            "host": HOST_FRACTION * gpu.host,
+        }
+
+
+HOST_FRACTION = 0.8
+"""Fraction of the bandwidth to the host that pinned copies reach. Not fitted."""
+UNFUSED = 2.0
+"""Kernels and bytes of norms, rotary embedding and permutation by `torch`, relative to Transformer Engine. Not fitted:
+every published row uses Transformer Engine."""
+
+FITTED = Efficiency(
+    gemm=0.764,
+    half_rows=326,
+    attention=0.841,
+    fp8=1.48,
+    memory=0.821,
+    link=0.95,
+    elementwise=3.84,
+    layer=0.00011,
+    expert_layer=0.0015,
+    imbalance=1.33,
+    decode_step=0.0108,
+    decode_sample=4.35e-05,
+    decode_layer=3.71e-05,
+    all_reduce_near=1.07e-05,
+    all_reduce_far=6.14e-05,
+    sync=0.4,
+    sync_start=0.242,
+    gathering=0.165,
+    iteration=4.89,
+)
+"""Constants fitted on published figures."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Error of the cost model on published figures, as a fraction of them."""
+
+    rows: int
+    """Number of published figures that `FITTED` is fitted on."""
+    median: float
+    """Median error of these."""
+    worst: float
+    """Largest error of these."""
+    worst_row: str
+    """The figure with the largest error."""
+    left_out: float
+    """Median error of each of them, predicted by a fit on the others."""
+    others: int
+    """Number of published figures that were not fitted."""
+    others_median: float
+    """Median error of those."""
+
+    def __str__(self) -> str:
+        return (
+            f"fitted on {self.rows} published figures with a median error of {self.median:.0%} "
+            f"({self.left_out:.0%} for one that is left out), the worst {self.worst:.0%} ({self.worst_row}), and "
+            f"{self.others_median:.0%} on {self.others} others"
+        )
+
+
+CALIBRATION = Calibration(
+    rows=57,
+    median=0.107,
+    worst=0.887,
+    worst_row="Qwen3-30B-A3B pretraining in FP8 on 16 H100",
+    left_out=0.144,
+    others=41,
+    others_median=0.184,
+)
+"""Error of `FITTED`, as tools/calibrate_plan.py computes it."""

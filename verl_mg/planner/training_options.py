@@ -1,0 +1,166 @@
+"""Options of training that change memory or seconds: kernels, recomputation, precision, overlap.
+
+The one place where a plan reads `model.kernels` and the section `megatron` of a configuration, whose fields have the
+names of megatron-core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from verl_mg.config.roles import RecomputeModule
+from verl_mg.errors import UserError
+
+RECOMPUTABLE: tuple[str, ...] = get_args(RecomputeModule)
+"""Modules of a layer that a plan can recompute, by megatron-core's names."""
+OFFLOADABLE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+"""Modules of a layer whose inputs a plan can keep on the host, by megatron-core's names."""
+
+Recompute = bool | tuple[str, ...]
+"""What is computed again in the backward pass: whole layers, nothing, or modules by name."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Options of training; the defaults are those of a job without a section `megatron`."""
+
+    fused: bool = True
+    """Whether norms, rotary embedding and permutation are kernels of Transformer Engine (`model.kernels`)."""
+    fp8: bool = False
+    """Whether matrix products of layers are FP8 (`transformer.fp8`)."""
+    flex_dispatch: bool = False
+    """Whether a token is sent once to each rank and node with its experts (`transformer.moe_token_dispatcher_type:
+    flex`), not once for each expert."""
+    shared_expert_overlap: bool = False
+    """Whether shared experts compute while tokens are dispatched (`transformer.moe_shared_expert_overlap`)."""
+    expert_overlap: bool = False
+    """Whether other micro-batches compute while tokens are dispatched
+    (`transformer.overlap_moe_expert_parallel_comm`)."""
+    exchanged: Literal["heads", "keys", "ring"] = "heads"
+    """What context-parallel ranks exchange (`transformer.cp_comm_type`): tokens for heads (Ulysses), all keys and
+    values (all_gather), or these around a ring while attention computes (p2p)."""
+    tensor_overlap: bool = False
+    """Whether collectives of tensor parallelism overlap with their matrix products (`transformer.tp_comm_overlap`)."""
+    offload_modules: tuple[str, ...] = ()
+    """Modules whose inputs wait on the host for the backward pass (`transformer.offload_modules`)."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient in its buffer (`ddp.grad_reduce_in_fp32`)."""
+    overlap_gradients: bool = False
+    """Whether gradients are reduced during the last backward pass (`ddp.overlap_grad_reduce`)."""
+    overlap_weights: bool = False
+    """Whether weights are gathered during the first forward pass (`ddp.overlap_param_gather`)."""
+    state_bytes: int = 12
+    """Bytes of the optimizer's states of a parameter: main weight, moments, main gradient where it is a copy."""
+    offloaded_states: float = 0.0
+    """Fraction of the bytes of the optimizer's states that are in host memory."""
+    host_steps: float = 0.0
+    """Fraction of the parameters whose step the host computes."""
+    sharded_states: bool = True
+    """Whether the optimizer's states are sharded over data-parallel ranks."""
+    muon: bool = False
+    """Whether matrices of layers are trained with Muon (arXiv:2502.16982)."""
+
+
+DEFAULT_OPTIONS = TrainingOptions()
+"""Options of a job without a section `megatron`."""
+
+
+EXCHANGED: dict[str, Literal["heads", "keys", "ring"]] = {"a2a": "heads", "all_gather": "keys", "p2p": "ring"}
+"""What context-parallel ranks exchange, by the value of `transformer.cp_comm_type`."""
+
+
+def training_options(
+    kernels: str,
+    megatron: Mapping[str, Mapping[str, Any]],
+    cpu_offload: bool = False,
+    moments_dtype: str = "float32",
+) -> TrainingOptions:
+    """Reads the options of a role.
+
+    Args:
+        kernels: `model.kernels`: auto, transformer_engine or torch.
+        megatron: section `megatron` with its parts transformer, optimizer and ddp.
+        cpu_offload: whether the moments are on the host (`optimizer.cpu_offload` of the role).
+        moments_dtype: type of the moments (`optimizer.moments_dtype` of the role).
+    """
+    transformer, optimizer, ddp = (dict(megatron.get(part) or {}) for part in ("transformer", "optimizer", "ddp"))
+    gradient_bytes = 4 if ddp.get("grad_reduce_in_fp32", True) else 2
+    offload = transformer.get("fine_grained_activation_offloading")
+    fraction = (
+        float(optimizer.get("optimizer_offload_fraction", 1.0)) if optimizer.get("optimizer_cpu_offload") else 0.0
+    )
+    muon = "muon" in str(optimizer.get("optimizer", "adam"))
+    moments = _moment_bytes(optimizer, moments_dtype, muon)
+    states = moments + _other_state_bytes(optimizer, gradient_bytes)
+    return TrainingOptions(
+        fused=kernels != "torch",
+        fp8=bool(transformer.get("fp8")),
+        flex_dispatch=transformer.get("moe_token_dispatcher_type") == "flex"
+        or bool(transformer.get("moe_enable_deepep")),
+        shared_expert_overlap=bool(transformer.get("moe_shared_expert_overlap")),
+        expert_overlap=bool(transformer.get("overlap_moe_expert_parallel_comm")),
+        exchanged=EXCHANGED[str(transformer.get("cp_comm_type") or "a2a")],
+        tensor_overlap=bool(transformer.get("tp_comm_overlap")),
+        offload_modules=_offload_modules(transformer.get("offload_modules")) if offload else (),
+        gradient_bytes=gradient_bytes,
+        overlap_gradients=bool(ddp.get("overlap_grad_reduce")),
+        overlap_weights=bool(ddp.get("overlap_param_gather")),
+        state_bytes=states,
+        offloaded_states=moments / states if cpu_offload else fraction,
+        host_steps=1.0 if cpu_offload else fraction,
+        sharded_states=not muon or _is_layer_wise(optimizer),
+        muon=muon,
+    )
+
+
+def _is_layer_wise(optimizer: Mapping[str, Any]) -> bool:
+    """Returns whether each data-parallel rank updates layers of its own choice; without it all ranks update all."""
+    name = str(optimizer.get("optimizer", ""))
+    return name.startswith("dist_") or bool(optimizer.get("use_layer_wise_distributed_optimizer"))
+
+
+def recompute(value: bool | Sequence[str]) -> Recompute:
+    """Returns what a role recomputes, as plans compare it.
+
+    Args:
+        value: `recompute` of the role: whole layers or nothing, or modules of a layer.
+    """
+    return value if isinstance(value, bool) else tuple(sorted(set(value)))
+
+
+def _offload_modules(names: Any) -> tuple[str, ...]:
+    for name in names or ():
+        if name not in OFFLOADABLE:
+            raise UserError(
+                f"megatron.transformer.offload_modules: {name!r} cannot be planned. Use {', '.join(OFFLOADABLE)}."
+            )
+    return tuple(sorted(set(names or ())))
+
+
+BYTES = {"fp32": 4, "float32": 4, "torch.float32": 4, "bf16": 2, "bfloat16": 2, "torch.bfloat16": 2}
+BYTES |= {"fp16": 2, "float16": 2, "torch.float16": 2, "fp8": 1, "uint8": 1, "torch.uint8": 1}
+"""Bytes of a number, by the ways to write its type."""
+
+
+def _moment_bytes(optimizer: Mapping[str, Any], moments_dtype: str, muon: bool) -> int:
+    """Returns the bytes of a parameter's moments."""
+    if not optimizer.get("use_precision_aware_optimizer"):
+        return BYTES[moments_dtype] * (1 if muon else 2)
+    return sum(BYTES[str(optimizer.get(name, "fp32"))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+
+
+def _other_state_bytes(optimizer: Mapping[str, Any], gradient_bytes: int) -> int:
+    """Returns the bytes of a parameter's main weight, and of its gradient where that is copied to another type.
+
+    Without the precision-aware optimizer both are float32. With it, a float32 main weight is stored as the 16 bits that
+    the bf16 weight does not have (megatron-core's `store_param_remainders`).
+    """
+    if not optimizer.get("use_precision_aware_optimizer"):
+        return 4 + (4 if gradient_bytes == 2 else 0)
+    main = BYTES[str(optimizer.get("main_params_dtype", "fp32"))]
+    if main == 4 and optimizer.get("store_param_remainders", True):
+        main = 2
+    copied = BYTES[str(optimizer.get("main_grads_dtype", "fp32"))]
+    return main + (copied if copied != gradient_bytes else 0)
