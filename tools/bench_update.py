@@ -125,7 +125,7 @@ class _Worker:
         return figures
 
     def end(self) -> None:
-        """Ends the process."""
+        """Closes the input of the process and waits for its end."""
         self._process.communicate()
 
 

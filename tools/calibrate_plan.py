@@ -80,7 +80,7 @@ class Row:
     source: str
     """Name of the source."""
     kind: str
-    """What the figure is: iteration, training, mfu or sync."""
+    """Kind of figure: iteration, training, mfu or sync."""
     fitted: bool
     """Whether the constants are fitted on it."""
     values: dict[str, Any]
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Short description."""
+        """Model, GPUs and layout in one line."""
         v = self.values
         return " ".join(
             str(part)
@@ -108,7 +108,7 @@ class Row:
 
     @property
     def published(self) -> float:
-        """The published figure."""
+        """Value that the source publishes."""
         names = {"mfu": "mfu", "sync": "seconds"}
         return float(self.values[names.get(self.kind, "tokens_per_second_per_gpu")])
 
@@ -229,8 +229,8 @@ def fit(rows: Sequence[Row], start: Efficiency = FITTED, steps: int = 60) -> Eff
         logs = [np.log(predict(row, efficiency) / row.published) for row in rows]
         return np.array([*logs, *(PULL * (values - (low + high) / 2) / (high - low))])
 
-    found = least_squares(residuals, first, bounds=(low, high), loss="soft_l1", f_scale=0.2, max_nfev=steps)
-    return Efficiency(**{name: float(f"{value:.3g}") for name, value in zip(names, np.exp(found.x), strict=True)})
+    fit = least_squares(residuals, first, bounds=(low, high), loss="soft_l1", f_scale=0.2, max_nfev=steps)
+    return Efficiency(**{name: float(f"{value:.3g}") for name, value in zip(names, np.exp(fit.x), strict=True)})
 
 
 def left_out(rows: Sequence[Row]) -> tuple[dict[str, list[float]], list[float]]:
@@ -263,15 +263,15 @@ def show(rows: Sequence[Row], efficiency: Efficiency) -> None:
     """Prints the error of every row, and a summary of each source and of all."""
     errors = {row: error(row, efficiency) for row in rows}
     print(f"{'row':98} published predicted   error   seconds of the parts")
-    for row, found in errors.items():
-        predicted = row.published * (1 + found)
+    for row, off in errors.items():
+        predicted = row.published * (1 + off)
         print(
-            f"{row.name:98} {row.published:9,.4g} {predicted:9,.4g} {found:+7.0%}   {_parts(row, efficiency)}".rstrip()
+            f"{row.name:98} {row.published:9,.4g} {predicted:9,.4g} {off:+7.0%}   {_parts(row, efficiency)}".rstrip()
         )
     for source in dict.fromkeys(row.source for row in rows):
         print(f"{source}: {summary([errors[row] for row in rows if row.source == source])}")
     for fitted, what in ((True, "in the fit"), (False, "not in the fit")):
-        some = {row: found for row, found in errors.items() if row.fitted == fitted}
+        some = {row: off for row, off in errors.items() if row.fitted == fitted}
         worst = max(some, key=lambda row: abs(some[row]))
         print(f"{len(some)} rows {what}: {summary(list(some.values()))} ({worst.name})")
 
@@ -287,7 +287,7 @@ def _parts(row: Row, efficiency: Efficiency) -> str:
 
 
 def main() -> None:
-    """Prints errors, or fits."""
+    """Prints the errors of all rows, or fits the constants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the constants first")
     parser.add_argument("--leave-out", action="store_true", help="also fit without each source and each row: minutes")

@@ -45,12 +45,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Change:
-    """What a row changes."""
+    """Options of a row of the table."""
 
     name: str
     """Its name in the table."""
     recompute: Recompute = False
-    """What is computed again in the backward pass."""
+    """Parts of a layer computed again in the backward pass."""
     kernels: str = "transformer_engine"
     """Value of `model.kernels`."""
     megatron: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -307,7 +307,7 @@ def test_attention_that_exchanges_keys_gets_its_order_of_tokens(
         ("qwen2", "transformer_engine", "a2a+p2p", "it is not supported. Write a2a, all_gather or p2p"),
     ],
 )
-def test_exchange_of_keys_that_the_kernels_lack_is_refused(transformer_engine, configs, name, kernels, kind, message):
+def test_exchange_of_keys_missing_in_the_kernels_is_refused(transformer_engine, configs, name, kernels, kind, message):
     (said,) = transformer_engine.run(1, refusal, configs[name], kernels, kind)
     assert said.startswith(f"megatron.transformer.cp_comm_type={kind}: ") and message in said
 

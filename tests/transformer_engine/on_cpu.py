@@ -71,8 +71,10 @@ class TransformerEngineRanks:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._pipe.close()
+        # Closing the pipe may not end it: processes forked since it was made have its ends too.
+        self._pipe.send(None)
         self._process.join()
+        self._pipe.close()
 
     def run(self, ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`work(*arguments)` on each of `ranks` ranks; their results in rank order."""
@@ -89,15 +91,22 @@ def _serve(pipe: Connection, folder: Path) -> None:
     from tests.rank_pool import RankPool
 
     pool = RankPool(Machine.this())
-    while True:
-        try:
-            ranks, module, name, arguments = pipe.recv()
-        except EOFError:
-            return pool.stop()
+    while request := _received(pipe):
+        ranks, module, name, arguments = request
         try:
             pipe.send((True, pool.run(ranks, getattr(importlib.import_module(module), name), *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+    pool.stop()
+
+
+def _received(pipe: Connection) -> tuple[int, str, str, tuple[Any, ...]] | None:
+    """Returns the next request, None at the end."""
+    try:
+        request: tuple[int, str, str, tuple[Any, ...]] | None = pipe.recv()
+    except EOFError:  # the test process was killed
+        return None
+    return request
 
 
 def load(folder: Path) -> None:

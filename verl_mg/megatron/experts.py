@@ -49,7 +49,7 @@ class ExpertsLayer(MoELayer):
 
 @dataclass(frozen=True)
 class _Copies:
-    """Copies of tokens in another order: copy i is of token source[i]."""
+    """Copies of tokens, sorted by a key: copy i is of token source[i]."""
 
     source: Tensor
     """(copies,) int64."""
@@ -163,7 +163,15 @@ class TokenDispatcher(MoETokenDispatcher):
         return self._copies.take(tokens.flatten(0, -2)), weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends copies (t * k, h) and weights (t * k,) to the ranks of their experts."""
+        """Sends copies and weights to the ranks of their experts.
+
+        Args:
+            hidden_states: (t * k, h) copies, sorted by expert.
+            probs: (t * k,) float32 weights.
+
+        Returns:
+            Copies and weights that this rank received.
+        """
         if self._all.size() > 1:
             self._exchange_sizes()
         if self.shared_experts is not None:
@@ -175,6 +183,10 @@ class TokenDispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gathers the copies of all etp ranks and sorts them by expert.
+
+        Args:
+            hidden_states: (received, h) copies of this rank.
+            probs: (received,) float32 weights.
 
         Returns:
             (n, h) copies, number of copies for each local expert (experts,), and (n,) weights.
@@ -200,7 +212,15 @@ class TokenDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor, *_: Any) -> Tensor:
-        """Sends the results to the ranks of the tokens."""
+        """Sends the results to the ranks of the tokens.
+
+        Args:
+            hidden_states: (received, h) results of this rank's experts.
+            _: biases, which no family has.
+
+        Returns:
+            (t * k, h) results, in the order of `token_dispatch`.
+        """
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
         returned = self._over_ep(hidden_states, self._sent, self._received)

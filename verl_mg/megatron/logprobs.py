@@ -22,7 +22,7 @@ CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """What turns hidden states into log-probabilities on one rank."""
+    """Output layer of one rank, which turns hidden states into log-probabilities."""
 
     weight: Tensor
     """(rows, h), this rank's vocabulary shard."""

@@ -88,7 +88,7 @@ TRANSFORMER = {
     **_refuse(_UNUSED, "apply_rope_fusion", "fused_single_qkv_rope", "mla_down_proj_fusion", "moe_router_fusion"),
     **_refuse(_UNUSED, "distribute_saved_activations", "mlp_chunks_for_training", "quant_recipe"),
 }
-"""Of TransformerConfig and MLATransformerConfig."""
+"""Refused fields of TransformerConfig and MLATransformerConfig, with the reason."""
 
 OPTIMIZER = {
     **_refuse(_OPTIMIZER + "lr", "lr"),
@@ -111,7 +111,7 @@ OPTIMIZER = {
     **_refuse("its result is reported by no metric. Leave it out", "log_num_zeros_in_grad"),
     **_refuse(_UNUSED, "barrier_with_L1_time", "config_logger_dir"),
 }
-"""Of OptimizerConfig."""
+"""Refused fields of OptimizerConfig, with the reason."""
 
 DDP = {
     **_refuse(_DISTRIBUTED, "use_distributed_optimizer"),
@@ -128,7 +128,7 @@ DDP = {
     **_refuse(_FSDP, "*fsdp*", "*sharding_strategy", "gradient_reduce_div_fusion", "keep_fp8_transpose_cache"),
     **_refuse(_FSDP, "suggested_communication_unit_size"),
 }
-"""Of DistributedDataParallelConfig."""
+"""Refused fields of DistributedDataParallelConfig, with the reason."""
 
 NEEDS_TRANSFORMER_ENGINE = (
     *("fp8*", "fp4*", "first_last_layers_bf16", "num_layers_at_*_in_bf16", "tp_comm_*", "tp_only_amax_red"),

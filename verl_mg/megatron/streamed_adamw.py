@@ -32,7 +32,12 @@ class MomentMemory(Protocol):
     """Memory in which moments are kept."""
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns memory of the shape of a tensor."""
+        """Returns memory for one moment of a parameter.
+
+        Args:
+            like: the parameter.
+            dtype: dtype of the moment.
+        """
         ...
 
     def prefetch(self, values: Tensor) -> None:
@@ -47,11 +52,11 @@ class RandomAccessMemory:
         self._on_host = on_host
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns new memory."""
+        """Returns new memory on the device or on the host."""
         return torch.empty_like(like, dtype=dtype, device="cpu" if self._on_host else None)
 
     def prefetch(self, values: Tensor) -> None:
-        """Does nothing."""
+        """Does nothing: the memory is as near as it can be."""
 
 
 class DiskMemory:

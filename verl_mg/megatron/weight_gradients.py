@@ -30,7 +30,13 @@ def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:
 
 
 def wgrad_gemm_accum_fp16(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:
-    """Adds grad.T @ inputs to a buffer of the same half-precision type, see `wgrad_gemm_accum_fp32`."""
+    """Adds grad.T @ inputs to a buffer of the same half-precision type.
+
+    Args:
+        inputs: (n, in), inputs of the linear layer.
+        grad: (n, out), gradient of its outputs.
+        buffer: (out, in), float16 or bfloat16 as the others.
+    """
     buffer.addmm_(grad.T, inputs)
 
 

@@ -30,7 +30,7 @@ HOST_STEP_BYTES = 28
 
 
 class Work(Enum):
-    """What is done with a micro-batch."""
+    """Kind of pass over a micro-batch."""
 
     INFERENCE = "inference"
     """A forward pass."""

@@ -45,7 +45,7 @@ class RoleRequest:
     micro_batch: int
     """Tokens of a micro-batch."""
     recompute: Recompute
-    """What is computed again in the backward pass: whole layers, nothing, or modules of a layer."""
+    """Parts of a layer computed again in the backward pass: all, none, or modules by name."""
     model: str | None = None
     """Model directory; None for that of the actor."""
     ranks: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ from verl_mg.errors import UserError
 
 @dataclass(frozen=True)
 class GPU:
-    """Peak figures of one GPU."""
+    """Peak rates and memory of one GPU."""
 
     bf16: float
     """TFLOP/s of dense bf16 matrix products."""

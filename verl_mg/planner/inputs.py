@@ -129,7 +129,7 @@ class PlanInputs:
     epochs: int = 1
     """Passes over the tokens of an iteration."""
     recompute: Recompute = True
-    """What is computed again in the backward pass: whole layers, nothing, or modules of a layer."""
+    """Parts of a layer computed again in the backward pass: all, none, or modules by name."""
     options: TrainingOptions = DEFAULT_OPTIONS
     """Kernels, precision and overlap of training."""
     old_logprobs: bool = True

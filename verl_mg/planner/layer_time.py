@@ -159,7 +159,12 @@ def _dispatch(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
 
 
 def distinct(places: int, choices: int) -> float:
-    """Returns the expected number of different places among `choices` even ones of `places`."""
+    """Returns the expected number of different places that independent, even choices name.
+
+    Args:
+        places: number of places.
+        choices: number of choices.
+    """
     return places * (1 - (1 - 1 / places) ** choices)
 
 

@@ -31,7 +31,7 @@ class PlannedRole:
     micro_batch: int
     """Tokens of a micro-batch."""
     recompute: Recompute = True
-    """What is computed again in the backward pass: whole layers, nothing, or modules of a layer."""
+    """Parts of a layer computed again in the backward pass: all, none, or modules by name."""
     ranks: tuple[int, ...] = ()
     """Ranks of the job; empty: all model ranks."""
     offload: bool = False

@@ -46,7 +46,7 @@ class TrainSide:
     inference_seconds: float
     """Predicted seconds of old log-probs; 0 where they are not computed."""
     recompute: Recompute
-    """What is computed again in the backward pass."""
+    """Parts of a layer computed again in the backward pass."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ OFFLOADABLE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", 
 """Modules of a layer whose inputs a plan can keep on the host, by megatron-core's names."""
 
 Recompute = bool | tuple[str, ...]
-"""What is computed again in the backward pass: whole layers, nothing, or modules by name."""
+"""Parts of a layer computed again in the backward pass: all, none, or modules by name."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class TrainingOptions:
     """Whether other micro-batches compute while tokens are dispatched
     (`transformer.overlap_moe_expert_parallel_comm`)."""
     exchanged: Literal["heads", "keys", "ring"] = "heads"
-    """What context-parallel ranks exchange (`transformer.cp_comm_type`): tokens for heads (Ulysses), all keys and
-    values (all_gather), or these around a ring while attention computes (p2p)."""
+    """Tensors that context-parallel ranks exchange (`transformer.cp_comm_type`): tokens for heads (Ulysses), all keys
+    and values (all_gather), or these around a ring while attention computes (p2p)."""
     tensor_overlap: bool = False
     """Whether collectives of tensor parallelism overlap with their matrix products (`transformer.tp_comm_overlap`)."""
     offload_modules: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ DEFAULT_OPTIONS = TrainingOptions()
 
 
 EXCHANGED: dict[str, Literal["heads", "keys", "ring"]] = {"a2a": "heads", "all_gather": "keys", "p2p": "ring"}
-"""What context-parallel ranks exchange, by the value of `transformer.cp_comm_type`."""
+"""Tensors that context-parallel ranks exchange, by the value of `transformer.cp_comm_type`."""
 
 
 def training_options(
