@@ -100,6 +100,8 @@ def test_dump_config_output_reads_back_equal(tmp_path):
         (["actor.recompute=[moe, mlpp]"], "actor.recompute: .* neither true, false nor a list of core_attn, layernorm"),
         (["novalue"], "'novalue': not an override. Write section.key=value"),
         (["job.seed.deep.er=1", "job.seed=1", "job.seed.x=2"], "'seed' is a value, not a section"),
+        (["actor.optimizer={kind: muon, cpu_offload: true}"], "Write moments_dtype=bfloat16, or kind=adamw"),
+        (["actor.optimizer.kind=muon", "actor.lora={}"], "Write optimizer.kind=adamw"),
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.decay_steps=9"], "Must be larger than warmup_steps"),
     ],
 )

@@ -23,7 +23,9 @@ def held(actor: Actor) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+def updated(
+    model: Path, layout: str, dtype: torch.dtype, kind: str, away: bool
+) -> tuple[dict[str, torch.Tensor], list[int]]:
     actor = Actor(
         model,
         ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
@@ -31,7 +33,7 @@ def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[d
         dtype=dtype,
         temperature=1.0,
         tokens_per_micro_batch=60,
-        optimizer=OptimizerConfig(lr=1e-2),
+        optimizer=OptimizerConfig(kind=kind, lr=1e-2),
     )
     batch = random_rows(6, vocab=24, seed=dist.get_rank())
     batch["sample_id"] = batch["sample_id"] * 2 + dist.get_rank()
@@ -49,18 +51,19 @@ def updated(model: Path, layout: str, dtype: torch.dtype, away: bool) -> tuple[d
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"),
+    ("architecture", "dtype", "kind"),
     [
-        ("qwen3", torch.float32),
-        ("qwen3_moe", torch.bfloat16),
-        pytest.param("qwen3", torch.bfloat16, marks=pytest.mark.nightly),
-        pytest.param("qwen3_moe", torch.float32, marks=pytest.mark.nightly),
+        ("qwen3", torch.float32, "adamw"),
+        ("qwen3_moe", torch.bfloat16, "adamw"),
+        pytest.param("qwen3", torch.bfloat16, "adamw", marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", torch.float32, "adamw", marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", torch.bfloat16, "muon", marks=pytest.mark.nightly),
     ],
 )
-def test_updates_with_offload_are_bitwise_identical(ranks, tmp_path, architecture, dtype):
+def test_updates_with_offload_are_bitwise_identical(ranks, tmp_path, architecture, dtype, kind):
     model = tiny_model(tmp_path / "model", architecture)
-    stayed = ranks.run(2, updated, model, "tp2", dtype, False)
-    went = ranks.run(2, updated, model, "tp2", dtype, True)
+    stayed = ranks.run(2, updated, model, "tp2", dtype, kind, False)
+    went = ranks.run(2, updated, model, "tp2", dtype, kind, True)
     for (expected, _), (found, sizes) in zip(stayed, went, strict=True):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         for before, meanwhile, after in zip(sizes[::3], sizes[1::3], sizes[2::3], strict=True):

@@ -91,6 +91,7 @@ def train(
     dtype: torch.dtype = torch.float32,
     megatron: MegatronConfig | None = None,
     kernels: Kernels = "torch",
+    optimizer: OptimizerConfig = OPTIMIZER,
 ) -> Trained:
     """On this rank and its device; every rank is given all rows."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
@@ -100,7 +101,7 @@ def train(
     local = _with_experts_of_stage(rows, runner)
     micro_batches = [local.select(numbers) for numbers in share]
     outputs = _outputs(runner, micro_batches, share)
-    trainer = Trainer(runner, OPTIMIZER)
+    trainer = Trainer(runner, optimizer)
     gradients: Parts = []
     step = trainer.optimizer.step
 
@@ -114,7 +115,7 @@ def train(
         trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored) for _ in range(STEPS)
     ]
     norms, losses = ([metrics[name] for metrics in seen_by] for name in ("grad_norm", "loss"))
-    return Trained(outputs, gradients, _parts(runner, runner.parameters()), norms, losses)
+    return Trained(outputs, gradients, parts_of(runner, runner.parameters()), norms, losses)
 
 
 def _with_experts_of_stage(rows: Batch, runner: ModelRunner) -> Batch:
@@ -196,10 +197,10 @@ def gradients_here(runner: ModelRunner) -> Parts:
                 shards = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(shards, shards[group.rank()].clone(), group=group)
     trained = {name: weight for name, weight in runner.parameters().items() if weight.requires_grad}
-    return _parts(runner, {name: weight.main_grad for name, weight in trained.items()})
+    return parts_of(runner, {name: weight.main_grad for name, weight in trained.items()})
 
 
-def _parts(runner: ModelRunner, values: dict[str, Tensor]) -> Parts:
+def parts_of(runner: ModelRunner, values: dict[str, Tensor]) -> Parts:
     shards = runner.shard_map().shards(dist.get_rank())
     return [
         (piece.tensor, piece.source, values[name][slices(piece.target)].detach().to("cpu", copy=True))

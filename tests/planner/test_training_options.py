@@ -11,11 +11,13 @@ from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, published, tiny
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
+from verl_mg.models.flops import orthogonalization_flops
 from verl_mg.planner.activations import DISCARDED, INPUTS, kept_elements
 from verl_mg.planner.cost import optimizer_seconds, train_seconds
 from verl_mg.planner.from_config import plan_request
 from verl_mg.planner.memory import train_memory
 from verl_mg.planner.training_options import OFFLOADABLE, RECOMPUTABLE, TrainingOptions, recompute, training_options
+from verl_mg.sharding.megatron import VOCABULARY
 
 PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
 PRECISION_AWARE = {"use_precision_aware_optimizer": True}
@@ -126,6 +128,30 @@ def test_train_memory_follows_options():
     )
     assert away["optimizer states"][0] == pytest.approx(states / 3, abs=1)
     assert muon["optimizer states"][0] == states // 12 * 8 * LAYOUT.dp, "all ranks have all states"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_train_memory_with_muon_has_one_moment_outside_of_the_vocabulary(dtype, size):
+    chosen = training_options("auto", {}, moments_dtype=dtype, kind="muon")
+    inputs = tiny(DENSE, options=chosen)
+    memory, ranks = train_memory(inputs, LAYOUT), LAYOUT.dp * LAYOUT.cp
+    model = inputs.weights.model
+    rows = VOCABULARY.padded(inputs.weights.config.vocab, LAYOUT.tp) // LAYOUT.tp
+    vocabulary = len({model.embedding.name, model.output.name}) * rows * inputs.weights.config.hidden
+    expected = ((4 + size) * memory.elements[0].dense + size * vocabulary) / ranks
+    assert memory.parts["optimizer states"][0] == pytest.approx(expected, abs=16)
+    adam = tiny(DENSE, options=training_options("auto", {}, moments_dtype=dtype))
+    saved = 2 * size * inputs.elements / LAYOUT.ranks / (inputs.memory_bandwidth * 1e9)
+    products = orthogonalization_flops(inputs.weights.tensor_index) / LAYOUT.ranks / (inputs.flops * 1e12)
+    difference = optimizer_seconds(inputs, LAYOUT) - optimizer_seconds(adam, LAYOUT)
+    assert difference == pytest.approx(products - saved, rel=1e-3)
+
+
+def test_plan_request_reads_the_optimizer_of_a_role():
+    config = load_config(None, [*PLANNED, "critic.optimizer.kind=muon"], ppo.Config)
+    request = plan_request(config, ppo.roles(config.algorithm))
+    (critic,) = (role for role in request.roles if role.name == "critic")
+    assert critic.options.muon and not request.fields["options"].muon
 
 
 def test_offloaded_states_move_over_the_host_link():

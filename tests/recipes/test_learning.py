@@ -78,6 +78,13 @@ def test_prime_with_a_fixed_policy_learns_outcomes(ranks, tasks, tmp_path):
     Goal("process_reward/accuracy", (0.3, 0.66), 0.76, 0.08).check(lines)
 
 
+@pytest.mark.nightly
+def test_grpo_with_muon_in_first_iterations_improves_its_objective(ranks, tasks, tmp_path):
+    overrides = ["job.iterations=18", "job.save=false", "actor.optimizer.kind=muon", "actor.layout=tp2"]
+    lines = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", overrides)
+    Goal("reward/mean", RANDOM, -0.4, 0.2).check(lines)
+
+
 def check_refills(lines: Metrics, requested: int) -> None:
     assert max(line["dapo/rounds"] for line in lines) > 1
     assert all(line["dapo/groups"] == requested for line in lines)

@@ -22,7 +22,17 @@ from verl_mg.job.recipe import load_recipe, requested_roles
 # Two roles with an adaptive coefficient, offload and a curriculum; a buffer of batches on a pipeline; aborted samples
 # and a rollback; adapters in bfloat16; experts with moments on the host. Nightly, each alone.
 CASES = {
-    "pipeline": ("pf_ppo", 2, ["actor.layout=pp2", "critic.layout=tp2", "critic.recompute=true", "job.seed=1"]),
+    "pipeline": (
+        "pf_ppo",
+        2,
+        [
+            "actor.layout=pp2",
+            "critic.layout=tp2",
+            "critic.recompute=true",
+            "job.seed=1",
+            "critic.optimizer={kind: muon, moments_dtype: bfloat16}",
+        ],
+    ),
     "partial": (
         "grpo",
         1,
@@ -71,6 +81,17 @@ NIGHTLY_CASES = {
         ],
     ),
     "mixture": ("grpo", 2, ["actor.layout=ep2", "MIXTURE"]),
+    "muon": (
+        "grpo",
+        4,
+        [
+            "actor.layout=tp2-ep2",
+            "actor.optimizer.kind=muon",
+            "actor.guard={max_kl: 1e-3, action: rollback}",
+            "model.dtype=bfloat16",
+            "MIXTURE",
+        ],
+    ),
     "critic_pipeline": ("ppo", 4, ["actor.layout=tp2-pp2", "critic.layout=pp2", "critic.recompute=true"]),
     "curriculum": ("grpo", 2, ["data.curriculum={low: 0.1, high: 0.9}", "actor.guard.max_kl=1e-4"]),
     "rollback": ("grpo", 2, ["actor.guard={max_kl: 1e-3, action: rollback}", "actor.optimizer.warmup_steps=9"]),
@@ -94,13 +115,17 @@ def test_resume_under_the_same_layout_is_bitwise_identical(ranks, inputs, tmp_pa
     assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == ["000002", "000003"]
 
 
+KINDS = {"dense": ["critic.optimizer.kind=muon"], "mixture": ["actor.optimizer.kind=muon"]}
+"""Optimizers of the runs that change their layout; all others are AdamW."""
+
+
 @pytest.fixture(scope="module")
 def before(ranks, inputs, tmp_path_factory):
     """A run of one iteration on four ranks, and the metrics of the next one on the same layout."""
     folder = tmp_path_factory.mktemp("before")
     for name, layout, model in (("dense", "tp2-pp2", "wide"), ("mixture", "tp2-ep2", "mixture")):
         overrides = [f"model.path={inputs / model}", f"actor.layout={layout}", f"critic.layout={layout}"]
-        overrides += ["checkpoint.every=1"]
+        overrides += ["checkpoint.every=1", *KINDS[name]]
         ranks.run(4, job, "ppo", inputs, folder / name, 1, overrides)
         shutil.copytree(folder / name, folder / f"{name}-on")
         ranks.run(4, job, "ppo", inputs, folder / f"{name}-on", 2, overrides)
@@ -121,7 +146,7 @@ def before(ranks, inputs, tmp_path_factory):
 def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, tmp_path, name, model, layout, count):
     shutil.copytree(before / name, tmp_path / "run")
     overrides = [f"model.path={without_weights(inputs / model)}", f"actor.layout={layout}", f"critic.layout={layout}"]
-    ranks.run(count, job, "ppo", inputs, tmp_path / "run", 2, overrides)
+    ranks.run(count, job, "ppo", inputs, tmp_path / "run", 2, overrides + KINDS[name])
     expected, found = metrics_of(before / f"{name}-on")[1:], metrics_of(tmp_path / "run")[1:]
     assert len(expected) == len(found) == 1
     for there, here in zip(expected, found, strict=True):

@@ -199,7 +199,8 @@ class ShardedReader:
                 return
         raise UserError(
             f"{self._folder}: the box {part.box} of {part.tensor!r} in {part.namespace!r} is incomplete: the "
-            "checkpoint has another model, or other trained weights. Resume with the configuration that wrote it."
+            "checkpoint has another model or optimizer, or other trained weights. Resume with the configuration that "
+            "wrote it."
         )
 
     def _copy(self, part: StoredBox, hole: Box, rank: int, key: str, box: Box) -> list[Box]:

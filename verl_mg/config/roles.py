@@ -13,8 +13,12 @@ from verl_mg.layout import EngineLayout, Layout, parse_ranks
 
 
 class OptimizerConfig(ConfigSection):
-    """Adam with decoupled weight decay. The schedule counts optimizer steps, not iterations."""
+    """AdamW or Muon, with decoupled weight decay. The schedule counts optimizer steps, not iterations."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """Optimizer. muon: orthogonalized momentum for the matrices of layers (arXiv:2502.16982), AdamW for all other
+    weights. Its updates are as large as AdamW's, so learning rate and weight decay are those of AdamW. A matrix needs 4
+    bytes per weight less."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate. The default is usual for reinforcement learning of models with billions of weights."""
     min_lr: float = Field(0.0, ge=0)
@@ -29,6 +33,8 @@ class OptimizerConfig(ConfigSection):
     """Decoupled weight decay per step, as a factor of the learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of Adam's two moments."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum, which is Nesterov's. adamw does not use it."""
     eps: float = Field(1e-8, gt=0)
     """Term added to Adam's denominator."""
     clip_grad: float = Field(1.0, ge=0)
@@ -40,6 +46,13 @@ class OptimizerConfig(ConfigSection):
     nvme_folder: Path | None = None
     """Folder on a local disk for the moments, with `cpu_offload`, where host memory is too small for them. The space of
     all ranks of a machine is reserved in it, and free again when the job ends. null: host memory."""
+
+    @field_validator("cpu_offload")
+    @classmethod
+    def _of_adamw(cls, cpu_offload: bool, info: Any) -> bool:
+        if cpu_offload and info.data.get("kind") == "muon":
+            raise ValueError("muon needs its momentum on the device. Write moments_dtype=bfloat16, or kind=adamw")
+        return cpu_offload
 
     @field_validator("nvme_folder")
     @classmethod
@@ -151,6 +164,13 @@ class TrainableConfig(RoleSection):
     """Protection against bad updates."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. null: train the weights."""
+
+    @field_validator("lora")
+    @classmethod
+    def _optimized_by_adamw(cls, lora: LoraConfig | None, info: Any) -> LoraConfig | None:
+        if lora is not None and "optimizer" in info.data and info.data["optimizer"].kind == "muon":
+            raise ValueError("muon trains matrices of the model, not adapters. Write optimizer.kind=adamw")
+        return lora
 
     @field_validator("recompute", mode="before")
     @classmethod

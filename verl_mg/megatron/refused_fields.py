@@ -18,7 +18,8 @@ _KEY = "another key of the configuration sets it. Write "
 _LAYOUT = _KEY + "actor.layout, and that of the other roles"
 _DTYPE = _KEY + "model.dtype"
 _OPTIMIZER = _KEY + "actor.optimizer."
-_ADAM = "trained models are optimized by Adam. Leave it out"
+_NO_OPTIMIZER = "trained models are optimized by AdamW or Muon. Leave it out"
+_MUON = "Muon is this project's, not megatron-core's. Write actor.optimizer.kind=muon"
 _DISTRIBUTED = "weights are sharded over all data-parallel ranks by the distributed optimizer. Leave it out"
 _ROWS = "micro-batches are packed rows of different lengths, which it does not fit. Leave it out"
 _LOSS = "losses are normalized over the whole mini-batch by the recipe; it would scale gradients again. Leave it out"
@@ -98,7 +99,10 @@ OPTIMIZER = {
     **_refuse(_OPTIMIZER + "eps", "adam_eps"),
     **_refuse(_OPTIMIZER + "clip_grad", "clip_grad"),
     **_refuse(_OPTIMIZER + "cpu_offload", "*cpu_*", "optimizer_offload_fraction"),
-    **_refuse(_ADAM, "optimizer", "sgd_*", "muon_*", "lion_*", "soap_*", "adaptive_muon_*"),
+    **_refuse(_OPTIMIZER + "kind", "optimizer"),
+    **_refuse(_OPTIMIZER + "momentum, with actor.optimizer.kind=muon", "muon_momentum"),
+    **_refuse(_MUON, "muon_*", "adaptive_muon_*"),
+    **_refuse(_NO_OPTIMIZER, "sgd_*", "lion_*", "soap_*"),
     **_refuse(_DTYPE, "fp16", "bf16", "params_dtype"),
     **_refuse(_KEY + "megatron.transformer.fp8_recipe", "fp8_recipe"),
     **_refuse("the loss is never scaled. Leave it out", "*loss_scale*", "hysteresis"),

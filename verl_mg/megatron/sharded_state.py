@@ -122,6 +122,23 @@ def steps_taken(optimizer: Any) -> float | None:
     return None
 
 
+def main_shard(optimizer: Any, parameter: Tensor) -> tuple[Tensor, int] | None:
+    """Returns this rank's shard of a parameter in the optimizer's precision, flat, and its start in the parameter.
+
+    Args:
+        optimizer: a distributed optimizer of megatron-core.
+        parameter: a parameter of the model.
+
+    Returns:
+        None where the optimizer has no part of the parameter on this rank.
+    """
+    if parameter not in optimizer.model_param_gbuf_map:
+        return None
+    group, position = optimizer.model_param_group_index_map[parameter]
+    start: int = optimizer._get_model_param_range_map(parameter)["param"].start
+    return optimizer.optimizer.param_groups[group]["params"][position], start
+
+
 def _trained(runner: ModelRunner) -> Mapping[str, Tensor]:
     if runner.lora:
         return runner.adapters()
@@ -135,10 +152,9 @@ def _shards(runner: ModelRunner) -> Mapping[str, Shard]:
 def _local_ranges(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
     """Yields (namespace, flat values, their start in the flattened parameter) of this rank's optimizer shards."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if parameter in part.model_param_gbuf_map:
-            start = part._get_model_param_range_map(parameter)["param"].start
-            group, position = part.model_param_group_index_map[parameter]
-            main = part.optimizer.param_groups[group]["params"][position]
+        located = main_shard(part, parameter)
+        if located is not None:
+            main, start = located
             yield WEIGHTS, main.detach(), start
             state = part.optimizer.state.get(main, {})
             yield from ((name, state[name], start) for name in MOMENTS if name in state)

@@ -122,6 +122,10 @@ class StreamedAdamW(torch.optim.AdamW):
         self._allocated: dict[Tensor, dict[str, Tensor]] = {}
         self._buffers: list[_Buffer] = []
 
+    def moments(self, weight: Tensor) -> tuple[str, ...]:
+        """Returns the names of the moments of a weight."""
+        return MOMENTS
+
     def new_state(self, weight: Tensor, steps: float = 0.0) -> dict[str, Tensor]:
         """Returns moments that are zero; of one weight always in the same memory.
 
@@ -130,7 +134,8 @@ class StreamedAdamW(torch.optim.AdamW):
             steps: number of steps that the moments count as having taken.
         """
         if weight not in self._allocated:
-            self._allocated[weight] = {name: self._memory.allocate(weight, self._dtype) for name in MOMENTS}
+            memory = self._memory
+            self._allocated[weight] = {name: memory.allocate(weight, self._dtype) for name in self.moments(weight)}
         for values in self._allocated[weight].values():
             values.zero_()
         return {"step": torch.tensor(steps), **self._allocated[weight]}

@@ -21,6 +21,7 @@ from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.megatron.microbatch import LossInputs, MicroBatch, loss_tokens
 from verl_mg.megatron.model_runner import LossClosure, ModelRunner, Report
+from verl_mg.megatron.muon import use_muon
 from verl_mg.megatron.optimizer_config import check_schedule, ddp_config, learning_rate_schedule, optimizer_config
 from verl_mg.megatron.parameter_gathers import ParameterGathers
 from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights_from_optimizer
@@ -67,7 +68,7 @@ class Trainer:
             name: name of the role, for messages.
 
         Raises:
-            UserError: the schedule needs `decay_steps`.
+            UserError: the schedule needs `decay_steps`, or Muon would train adapters.
         """
         check_schedule(config, name)
         self.runner, self._config, self._name = runner, config, name
@@ -89,7 +90,9 @@ class Trainer:
                 runner.model_chunks,
                 use_gloo_process_groups=False,
             )
-        if config.cpu_offload or config.moments_dtype != "float32":
+        if config.kind == "muon":
+            use_muon(self.optimizer, runner, config, self._name)
+        elif config.cpu_offload or config.moments_dtype != "float32":
             dtype = getattr(torch, config.moments_dtype)
             stream_weights(self.optimizer, config.cpu_offload, dtype, config.nvme_folder, self._name)
         else:

@@ -128,9 +128,5 @@ def orthogonalization_flops(tensor_index: TensorIndex) -> float:
     Args:
         tensor_index: tensors of the model.
     """
-    matrices = [
-        sorted(e.tensor.shape)
-        for e in tensor_index.entries.values()
-        if e.layer is not None and len(e.tensor.shape) == 2
-    ]
+    matrices = [sorted(e.tensor.shape) for e in tensor_index.entries.values() if e.is_layer_matrix]
     return float(sum(NEWTON_SCHULZ_STEPS * (4 * m * m * n + 2 * m**3) for m, n in matrices))

@@ -159,6 +159,11 @@ class TensorEntry:
     expert: int | None = None
     """Index of the expert in its layer."""
 
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is a matrix inside the layers: not the embedding, the output layer, a norm or a bias."""
+        return self.layer is not None and len(self.tensor.shape) == 2
+
 
 class TensorIndex:
     """All tensors of a checkpoint by name, layer by layer, expert by expert."""

@@ -152,7 +152,8 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
 def _options(config: Config, role: TrainableConfig) -> TrainingOptions:
     optimizer = role.optimizer
     megatron = config.megatron.model_dump()
-    return training_options(config.model.kernels, megatron, optimizer.cpu_offload, optimizer.moments_dtype)
+    moments = (optimizer.cpu_offload, optimizer.moments_dtype)
+    return training_options(config.model.kernels, megatron, *moments, optimizer.kind)
 
 
 def _role(config: Config, name: str, section: TrainableConfig | ReferenceConfig) -> RoleRequest:

@@ -38,6 +38,8 @@ class Elements:
     """Number of bf16 elements of experts."""
     float32: int
     """Number of float32 elements (router biases), which have no gradient."""
+    vocabulary: int = 0
+    """Number of the dense elements that are of the embedding or the output layer."""
 
     @property
     def trained(self) -> int:
@@ -59,9 +61,12 @@ def elements(weights: WeightTable, shard_map: ShardMap, rank: int) -> Elements:
         rank: the rank.
     """
     counts = {"dense": 0, "experts": 0, "float32": 0}
+    outside = {weights.model.embedding.name, weights.model.output.name}
+    vocabulary = 0
     for shard in shard_map.shards(rank).values():
         counts[_kind(weights, shard)] += math.prod(shard.shape)
-    return Elements(**counts)
+        vocabulary += math.prod(shard.shape) if any(piece.tensor in outside for piece in shard.pieces) else 0
+    return Elements(**counts, vocabulary=vocabulary)
 
 
 def _kind(weights: WeightTable, shard: Shard) -> str:
@@ -133,6 +138,7 @@ def _on_engine_stages(weights: WeightTable, layout: EngineLayout) -> tuple[Eleme
 def _optimizer_bytes(options: TrainingOptions, e: Elements, layout: Layout) -> int:
     dense, experts = -(-e.dense // (layout.dp * layout.cp)), -(-e.experts // layout.edp)
     states = options.state_bytes * (dense + experts) if options.sharded_states else options.state_bytes * e.trained
+    states += options.vocabulary_bytes * -(-e.vocabulary // (layout.dp * layout.cp if options.sharded_states else 1))
     return round((1 - options.offloaded_states) * states)
 
 

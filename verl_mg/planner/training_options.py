@@ -53,6 +53,8 @@ class TrainingOptions:
     """Whether weights are gathered during the first forward pass (`ddp.overlap_param_gather`)."""
     state_bytes: int = 12
     """Bytes of the optimizer's states of a parameter: main weight, moments, main gradient where it is a copy."""
+    vocabulary_bytes: int = 0
+    """Bytes of the second moment of embedding and output layer, where only these have one."""
     offloaded_states: float = 0.0
     """Fraction of the bytes of the optimizer's states that are in host memory."""
     host_steps: float = 0.0
@@ -76,6 +78,7 @@ def training_options(
     megatron: Mapping[str, Mapping[str, Any]],
     cpu_offload: bool = False,
     moments_dtype: str = "float32",
+    kind: str = "adamw",
 ) -> TrainingOptions:
     """Reads the options of a role.
 
@@ -84,6 +87,7 @@ def training_options(
         megatron: section `megatron` with its parts transformer, optimizer and ddp.
         cpu_offload: whether the moments are on the host (`optimizer.cpu_offload` of the role).
         moments_dtype: type of the moments (`optimizer.moments_dtype` of the role).
+        kind: adamw or muon (`optimizer.kind` of the role).
     """
     transformer, optimizer, ddp = (dict(megatron.get(part) or {}) for part in ("transformer", "optimizer", "ddp"))
     gradient_bytes = 4 if ddp.get("grad_reduce_in_fp32", True) else 2
@@ -91,7 +95,7 @@ def training_options(
     fraction = (
         float(optimizer.get("optimizer_offload_fraction", 1.0)) if optimizer.get("optimizer_cpu_offload") else 0.0
     )
-    muon = "muon" in str(optimizer.get("optimizer", "adam"))
+    muon = kind == "muon" or "muon" in str(optimizer.get("optimizer", "adam"))
     moments = _moment_bytes(optimizer, moments_dtype, muon)
     states = moments + _other_state_bytes(optimizer, gradient_bytes)
     return TrainingOptions(
@@ -110,7 +114,8 @@ def training_options(
         state_bytes=states,
         offloaded_states=moments / states if cpu_offload else fraction,
         host_steps=1.0 if cpu_offload else fraction,
-        sharded_states=not muon or _is_layer_wise(optimizer),
+        vocabulary_bytes=BYTES[moments_dtype] if kind == "muon" else 0,
+        sharded_states=not muon or kind == "muon" or _is_layer_wise(optimizer),
         muon=muon,
     )
 
