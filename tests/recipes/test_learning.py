@@ -80,9 +80,10 @@ def test_prime_with_a_fixed_policy_learns_outcomes(ranks, tasks, tmp_path):
 
 @pytest.mark.nightly
 def test_grpo_with_muon_in_first_iterations_improves_its_objective(ranks, tasks, tmp_path):
-    overrides = ["job.iterations=18", "job.save=false", "actor.optimizer.kind=muon", "actor.layout=tp2"]
+    overrides = ["job.iterations=18", "job.save=false", "actor.layout=tp2"]
+    overrides += ["actor.optimizer.kind=muon", "actor.optimizer.lr=1e-2"]
     lines = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", overrides)
-    Goal("reward/mean", RANDOM, -0.4, 0.2).check(lines)
+    Goal("reward/mean", RANDOM, -0.1, 0.2).check(lines)
 
 
 def check_refills(lines: Metrics, requested: int) -> None:
