@@ -5,10 +5,10 @@ values become nearly 1 (arXiv:2502.16982, section 2). A matrix is one of the che
 every expert have their own, under every layout and whichever parameter they are fused into.
 
 megatron-core's distributed optimizer cuts the flat weights among data-parallel ranks. Momentum and main weights stay
-there; only the updates of a step are exchanged, and return orthogonalized (arXiv:2502.16982, section 2.3).
+there; only the updates of a step are exchanged, and return orthogonalized (arXiv:2502.16982, section 2).
 
 All other weights are trained by AdamW: embedding, output layer, norms, biases and value heads. Routers are matrices of
-layers and trained by Muon, as Moonlight's and GLM-4.5's (arXiv:2508.06471, section 2.3).
+layers and trained by Muon, as in megatron-core 0.19.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7
 """Norm of a matrix below which it is not scaled up to 1, as in torch.optim.Muon."""
 UPDATE_RMS = 0.2
-"""Root mean square of an update before the learning rate, about that of AdamW's (arXiv:2502.16982, section 2.2)."""
+"""Root mean square of an update before the learning rate, about that of AdamW's (arXiv:2502.16982, section 2)."""
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
