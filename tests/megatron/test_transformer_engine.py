@@ -357,3 +357,13 @@ def test_train_value_head_with_transformer_engine_equals_torch(ranks, transforme
     alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), False, "value")[0])
     results = transformer_engine.run(4, train, model, "tp2-pp2", rows(model), *options(model, "value"))
     assert_equal(results, alone, 2e-5)
+
+
+@pytest.mark.nightly
+def test_train_with_muon_and_transformer_engine_equals_torch(ranks, transformer_engine, models):
+    """Each expert has a parameter of its own there, and ranks have copies of projections that are divided with torch."""
+    model, muon = models["deepseek_v3"], OPTIMIZER.model_copy(update={"kind": "muon"})
+    torchs = (False, "language", 1, torch.float32, None, "torch", muon)
+    alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), *torchs)[0])
+    results = transformer_engine.run(4, train, model, "tp2-ep2-etp1", rows(model), *options(model), muon)
+    assert_equal(results, alone, 2e-5)
