@@ -361,7 +361,7 @@ def test_train_value_head_with_transformer_engine_equals_torch(ranks, transforme
 
 @pytest.mark.nightly
 def test_train_with_muon_and_transformer_engine_equals_torch(ranks, transformer_engine, models):
-    """Each expert has a parameter of its own there, and ranks have copies of projections that are divided with torch."""
+    """Each expert has a parameter of its own there, and ranks have copies of projections that torch divides."""
     model, muon = models["deepseek_v3"], OPTIMIZER.model_copy(update={"kind": "muon"})
     torchs = (False, "language", 1, torch.float32, None, "torch", muon)
     alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), *torchs)[0])
