@@ -222,7 +222,8 @@ def test_partial_rollout_resumes_groups_with_the_version_of_each_token(reported)
     assert len(ids) == len(set(ids)) and len({row["group"] for row in everything}) == len(ids) / SAMPLES
     requested = ASKED + 2 * KEPT  # each later call asks for as many prompts as the one before returned
     assert len(ids) == requested * SAMPLES
-    assert sorted({version for row in everything for version in row["versions"]}) == [0, 1, 2, 3]
+    versions = {version for row in everything for version in row["versions"]}
+    assert {0, 1, 2} <= versions <= {0, 1, 2, 3}  # nothing may be left to write for the last call
     mixed = [row for row in everything if len(set(row["versions"])) > 1]
     assert mixed and all(row["versions"] == sorted(row["versions"]) for row in mixed)
     for number, rows_of_call in enumerate(calls):

@@ -93,7 +93,8 @@ def test_replay_on_other_ranks_is_close(ranks, inputs, first, tmp_path, count):
     there, here = of_training(first), of_training(tmp_path / "again")
     assert list(here) == [1, 2]
     for step in here:
-        # Adam's first step amplifies the last digits of small gradients, which shows in mismatch/max_abs.
+        # Adam's first step amplifies the last digits of small gradients, which shows in the largest difference of all.
+        assert here[step].pop("mismatch/max_abs") == pytest.approx(there[step].pop("mismatch/max_abs"), abs=3e-4)
         assert here[step] == pytest.approx(there[step], rel=1e-4, abs=3e-5)
 
 
