@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt
 
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from recipes.common.old_logprobs import OldLogprobs
 from recipes.common.rows import concat_rollouts
 from verl_mg.algorithms.advantages import group_relative, informative, soft_overlong_penalty
 from verl_mg.algorithms.losses import clipped_policy_loss
@@ -45,6 +46,8 @@ class Config(RecipeConfig):
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
     """Number of passes over the samples of an iteration."""
+    old_logprobs: OldLogprobs = "recompute"
+    """Log-probs of the policy before its update: computed by the actor, or taken from the rollout, or not needed."""
 
 
 def roles(cfg: Config) -> set[str]:
@@ -80,7 +83,10 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
         batch["loss_mask"] = batch["loss_mask"] & ~batch.expand_to_tokens(batch["truncated"])
 
     with job.concurrent_roles():
-        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.old_logprobs == "recompute":
+            batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        elif cfg.old_logprobs == "rollout":
+            batch["old_logprobs"] = batch["rollout_logprobs"]
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)

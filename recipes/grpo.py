@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt
 
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from recipes.common.old_logprobs import OldLogprobs
 from verl_mg.algorithms.advantages import group_relative
 from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss
@@ -41,6 +42,8 @@ class Config(RecipeConfig):
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
     """Number of passes over the samples of an iteration."""
+    old_logprobs: OldLogprobs = "recompute"
+    """Log-probs of the policy before its update: computed by the actor, or taken from the rollout, or not needed."""
 
 
 def roles(cfg: Config) -> set[str]:
@@ -62,7 +65,10 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch["reward"] = job.reward.wait(batch)
 
     with job.concurrent_roles():
-        batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        if cfg.old_logprobs == "recompute":
+            batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        elif cfg.old_logprobs == "rollout":
+            batch["old_logprobs"] = batch["rollout_logprobs"]
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)

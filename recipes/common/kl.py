@@ -127,8 +127,12 @@ def add_kl_loss(output: LossOutput, inputs: LossInputs, kl: KLConfig) -> LossOut
 
 
 def kl_sums(batch: Batch) -> Tensor:
-    """Returns (3,) float64: number of tokens, sum of their "k1" in nats, number of rows; they add up over ranks."""
-    divergence = estimators.penalty(batch["old_logprobs"], batch["ref_logprobs"], "k1")
+    """Returns (3,) float64: number of tokens, sum of their "k1" in nats, number of rows; they add up over ranks.
+
+    Without `old_logprobs` the divergence is that of the policy as the rollout engine reported it.
+    """
+    policy = batch["old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"]
+    divergence = estimators.penalty(policy, batch["ref_logprobs"], "k1")
     kept = divergence[batch["loss_mask"]].double()
     return torch.stack([kept.new_tensor(kept.numel()), kept.sum(), kept.new_tensor(len(batch))])
 

@@ -8,7 +8,7 @@ from verl_mg.planner.from_config import plan_request
 
 PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
 UNSEEN = {
-    "actor.lora={rank: 4}": "actor.lora: counted as if all weights were trained",
+    "actor.lora={rank: 4}": "actor.lora: counted as if all weights were trained, and the reference's separate",
     "reference.dynamic_context=true": "reference.dynamic_context: counted as if every row were sharded over all",
 }
 
@@ -20,8 +20,8 @@ def notes(*overrides: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("override", "note"), UNSEEN.items())
 def test_plan_request_uncounted_setting_adds_note(override, note):
-    (note,) = notes(override)
-    assert note.startswith(note)
+    (found,) = notes(override)
+    assert found.startswith(note)
 
 
 def test_plan_request_plain_job_has_no_notes():

@@ -142,6 +142,19 @@ def test_pending_metrics_are_read_after_the_block_and_not_before(use):
     assert use(metrics) == {"loss": 2.0} and repr(metrics) == "{'loss': 2.0}"
 
 
+def test_value_with_an_equal_key_is_computed_once_in_a_block_and_each_time_outside():
+    executor, computed = make_executor(), []
+
+    def value(key: list[int]) -> int:
+        return executor.once(key, lambda: computed.append(key) or len(computed))
+
+    for _ in range(2):
+        with executor.concurrent():
+            assert value([1]) == value([1]) and value([2]) == value([1]) + 1
+    assert computed == [[1], [2], [1], [2]]
+    assert value([1]) != value([1])
+
+
 def test_nested_blocks_are_refused():
     executor = make_executor()
     with executor.concurrent(), pytest.raises(RuntimeError, match="cannot be nested"), executor.concurrent():

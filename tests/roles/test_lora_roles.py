@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.rank_pool import job_context
 from tests.roles.updates import classifier, heads, square_loss
-from tests.tiny_models import oracle, random_rows, tiny_model
+from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.config import Config, LoraConfig, OptimizerConfig, load_config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
@@ -23,7 +23,7 @@ from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles import weight_sync
+from verl_mg.roles import role, weight_sync
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import HFEngineGroup
 from verl_mg.roles.models import Actor, Critic
@@ -261,3 +261,40 @@ def test_lora_targets_that_do_not_fit_are_named_before_building(models, tmp_path
         ModelRoleBuilder(config, 1, JobContext.create(HashStore())).check({"actor"})
     with pytest.raises(UserError, match=r"lora.alhpa: unknown key. Did you mean actor.lora.alpha"):
         load_config(None, ["model.path=m", "data.train=d", "actor.lora.alhpa=3"], type(config.algorithm))
+
+
+def actor_and_reference(model: Path, reference: dict[str, str]) -> tuple[bool, list[int], list[dict[int, Tensor]]]:
+    """Trains adapters; returns whether both share a model, how often rows were gathered, and the log-probs of both."""
+    config = Config.model_validate({
+        "model": {"path": model, "dtype": "float32"},
+        "data": {"train": model},
+        "actor": {"layout": "tp2", "lora": LORA, "optimizer": OPTIMIZER, "tokens_per_micro_batch": 60},
+        "reference": {"tokens_per_micro_batch": 60, **reference},
+    })  # fmt: skip
+    context = job_context()
+    builder = ModelRoleBuilder(config, dist.get_world_size(), context)
+    actor, reference_role = builder.build("actor"), builder.build("reference")
+    batch, gathered = rows(model), []
+    learn(actor, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        gather = role.gather_rows
+        patch.setattr(role, "gather_rows", lambda *arguments: gathered.append(1) or gather(*arguments))
+        with context.executor.concurrent():
+            columns = [each.compute_logprobs(batch) for each in (actor, reference_role)]
+    ids, lengths = batch["sample_id"].tolist(), batch.lengths.tolist()
+    found = [dict(zip(ids, column.split(lengths), strict=True)) for column in columns]
+    return actor.runner is reference_role.runner, gathered, found
+
+
+@pytest.mark.parametrize("reference", [{"layout": "tp2"}, {"layout": "pp2"}])
+def test_reference_of_an_actor_with_adapters_is_the_model_without_them(ranks, models, reference) -> None:
+    results = ranks.run(2, actor_and_reference, models["qwen3"], reference)
+    is_shared = reference["layout"] == "tp2"
+    assert all(result[0] == is_shared and len(result[1]) == (1 if is_shared else 2) for result in results)
+    batch = random_rows(COUNT, read_config(models["qwen3"]).vocab)
+    with torch.no_grad():
+        column, _ = oracle_outputs(oracle(models["qwen3"]), batch, 1.0)
+    expected = dict(enumerate(torch.where(batch["loss_mask"], column, 0.0).split(batch.lengths.tolist())))
+    assert_close([result[2][1] for result in results], expected)
+    trained = together([result[2][0] for result in results])
+    assert max((trained[i] - expected[i]).abs().max() for i in expected) > 1e-3

@@ -191,7 +191,10 @@ class CriticConfig(TrainableConfig):
 
 
 class ReferenceConfig(RoleSection):
-    """Frozen policy, built only if the recipe requests it."""
+    """Frozen policy, built only if the recipe requests it.
+
+    The reference of an actor with `lora` and the same path, layout and ranks is the actor without its adapters.
+    """
 
     path: Path | None = None
     """Hugging Face directory, such as that of a teacher. null: `model.path`, the initial policy."""

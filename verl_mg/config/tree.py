@@ -137,6 +137,13 @@ class Config(ConfigSection):
     algorithm: Any = None
     """Section of the recipe, its class `Config`."""
 
+    @property
+    def reference_is_unadapted_actor(self) -> bool:
+        """Whether the reference is the actor without its adapters, and has no weights of its own."""
+        actor, reference = self.actor, self.reference
+        same = all(getattr(actor, name) == getattr(reference, name) for name in ("layout", "ranks", "dynamic_context"))
+        return actor.lora is not None and same and reference.path in (None, self.model.path)
+
 
 def tree_for(algorithm: type[RecipeConfig]) -> type[Config]:
     """Returns the configuration class of a recipe whose section is `algorithm`."""

@@ -20,7 +20,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import check_recompute, transformer_config
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
+from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
 from verl_mg.roles.role import Role
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.sharding.weight_table import weight_table
@@ -53,6 +53,7 @@ class ModelRoleBuilder:
     ) -> None:
         self._config, self._ranks, self._learns, self._from_checkpoint = config, ranks, learns, from_checkpoint
         self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
+        self._built: dict[str, Any] = {}
         self._context = context
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._kernels = resolve_kernels(config.model.kernels, self._dtype)
@@ -108,7 +109,13 @@ class ModelRoleBuilder:
         A role with offload leaves the device at once, so that the next one has the whole of it. One that stays
         allocates everything that it keeps, so that engines size their cache by the memory that is left.
         """
+        self._built[role] = built = self._build(role)
+        return built
+
+    def _build(self, role: str) -> Role:
         section, kind = self._section(role), MODEL_ROLES[role]
+        if role == "reference" and "actor" in self._built and self._config.reference_is_unadapted_actor:
+            return UnadaptedPolicy(self._built["actor"], section.tokens_per_micro_batch, role)
         options: dict[str, Any] = {}
         if isinstance(section, TrainableConfig) and issubclass(kind, TrainableRole):
             options = {

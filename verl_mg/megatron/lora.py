@@ -14,6 +14,7 @@ no optimizer state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class Adapter(Module):
         self._row_parallel = isinstance(linear, RowParallelLinear) or getattr(linear, "parallel_mode", None) == "row"
         self._sequence_parallel, self._group = linear.sequence_parallel, linear.tp_group
         self._scale, self._height = scale, len(linear.weight)
+        self.enabled = True
+        """Whether the linear layer adds its adapters."""
         self.a, self.b = ParameterDict(), ParameterDict()
         for shard in shards:
             name = module_name(shard.tensor)
@@ -192,6 +195,17 @@ class Adapters:
             for piece in shard.pieces:
                 self.parameters[name].detach()[slices(piece.target)] = read(piece.tensor, piece.source)
 
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Returns a block in which the model is the one that the adapters are trained on."""
+        for adapter in self._adapters.values():
+            adapter.enabled = False
+        try:
+            yield
+        finally:
+            for adapter in self._adapters.values():
+                adapter.enabled = True
+
     def merge_into(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the parameters with their adapters merged into them, see `ModelRunner.merged_parameters`."""
         return _MergedParameters(parameters, self._adapters)
@@ -243,7 +257,7 @@ def _freeze(chunk: Any) -> None:
 def _add_adapter(linear: Any, inputs: tuple[Tensor], output: tuple[Any, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     base, bias = output
     base, hidden = base if isinstance(base, tuple) else (base, inputs[0])
-    return linear.adapter(hidden, base), bias
+    return linear.adapter(hidden, base) if linear.adapter.enabled else base, bias
 
 
 def _require_gradient(_: Module, inputs: Any, output: Tensor) -> Tensor:

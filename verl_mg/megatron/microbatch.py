@@ -138,8 +138,11 @@ class LossInputs:
 
     @property
     def old_logprobs(self) -> Tensor:
-        """Log-probs before the first update on the batch, in nats."""
-        return self.columns["old_logprobs"]
+        """Log-probs before the first update on the batch, in nats.
+
+        A batch without this column is used for one update: they are `logprobs`, as constants.
+        """
+        return self.columns["old_logprobs"] if "old_logprobs" in self.columns else self.logprobs.detach()
 
     @property
     def ref_logprobs(self) -> Tensor:

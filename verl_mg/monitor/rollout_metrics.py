@@ -63,12 +63,13 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
 def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     """Computes the difference of `old_logprobs` and `rollout_logprobs` over all ranks, see `mismatch.summarize`.
 
-    All ranks call it, also those without batches; batches without `old_logprobs` are skipped.
+    All ranks call it, also those without batches. Batches without `old_logprobs`, or with those of the rollout in their
+    place, are skipped.
     """
     parts = [
         mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
         for batch in batches
-        if "old_logprobs" in batch
+        if "old_logprobs" in batch and batch["old_logprobs"] is not batch["rollout_logprobs"]
     ]
     whole = mismatch.merge(all_gather_json(mismatch.merge(parts)))
     return {f"mismatch/{name}": value for name, value in mismatch.summarize(whole).items()}

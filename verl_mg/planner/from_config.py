@@ -142,7 +142,8 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
     for name, section in sections.items():
         role = getattr(config, section)
         if name in roles and name not in FROZEN and role.lora:
-            yield f"{name}.lora: counted as if all weights were trained"
+            shared = name == "actor" and "reference" in roles and config.reference_is_unadapted_actor
+            yield f"{name}.lora: counted as if all weights were trained" + ", and the reference's separate" * shared
         if name in roles and name not in FROZEN and role.optimizer.nvme_folder:
             yield f"{name}.optimizer.nvme_folder: counted as if the moments were in host memory"
         if name in roles and role.dynamic_context:

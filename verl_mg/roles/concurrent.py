@@ -95,6 +95,7 @@ class RoleExecutor:
     def __init__(self, timer: PhaseTimer) -> None:
         self._timer = timer
         self._queue: list[_Call] | None = None
+        self._shared: list[tuple[object, Any]] = []
 
     @contextmanager
     def concurrent(self) -> Iterator[None]:
@@ -109,8 +110,23 @@ class RoleExecutor:
         try:
             yield
         finally:
-            self._queue = None
+            self._queue, self._shared = None, []
         self._run(queue)
+
+    def once(self, key: object, compute: Callable[[], Result]) -> Result:
+        """Returns `compute()`; inside a `concurrent_roles` block the result of the first call with an equal key.
+
+        Args:
+            key: whatever the result depends on; equal on one rank where it is equal on all.
+            compute: computes the result, which is not changed later.
+        """
+        results: list[Result] = [result for known, result in self._shared if known == key]
+        if results:
+            return results[0]
+        result = compute()
+        if self._queue is not None:
+            self._shared.append((key, result))
+        return result
 
     def require_outside_block(self, name: str) -> None:
         """Raises RuntimeError inside a `concurrent_roles` block, where queued calls have not run yet.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl_mg.batch import Batch
+from verl_mg.layout.packing import MicroBatchPlan
 from verl_mg.roles.role import Role
 from verl_mg.roles.trainable import TrainableRole
 
@@ -22,6 +23,25 @@ class Policy(Role):
 
 class Actor(TrainableRole, Policy):
     """Policy with an optimizer."""
+
+
+class UnadaptedPolicy(Policy):
+    """Actor without its adapters (LoRA): the policy that training began with, in no memory of its own."""
+
+    def __init__(self, actor: Actor, tokens_per_micro_batch: int, name: str) -> None:
+        """Shares the model of an actor.
+
+        Args:
+            actor: actor with adapters.
+            tokens_per_micro_batch: tokens of a micro-batch on each rank of its context-parallel group together.
+            name: the role's name in metrics and messages.
+        """
+        self._share_model(actor, tokens_per_micro_batch, name)
+
+    def _compute_outputs(self, plan: MicroBatchPlan, micro_batches: list[Batch]) -> dict[int, Tensor]:
+        assert self.runner.lora is not None
+        with self.runner.lora.disabled():
+            return super()._compute_outputs(plan, micro_batches)
 
 
 class Critic(TrainableRole):

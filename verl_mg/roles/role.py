@@ -97,6 +97,13 @@ class Role:
         self._flops = row_flops(self.runner.table.config, self.runner.table.tensor_index)
         self.cpu_offload = CpuOffload(self.runner)
 
+    def _share_model(self, other: Role, tokens_per_micro_batch: int, name: str) -> None:
+        """Takes the place of the constructor in a role that has the model of another one."""
+        self.model_dir, self.name = other.model_dir, name
+        self.runner, self.cpu_offload, self._context = other.runner, other.cpu_offload, other._context
+        self._temperature, self._tokens_per_micro_batch = other._temperature, tokens_per_micro_batch
+        self._flops = other._flops
+
     def forward(self, batch: Batch, call: str = "forward", mask: Tensor | None = None) -> Tensor:
         """Computes the output of the model for tokens, without gradients.
 
@@ -116,7 +123,10 @@ class Role:
                 rows["loss_mask"] = mask
             index = self._context.rows.index(batch, rows)
             plan = self.plan_micro_batches(index, [[row] for row in range(len(index))])
-            micro_batches = self.gather_micro_batches(rows, index, plan)
+            # Roles with the same layout, such as actor and reference, read the same rows.
+            key = (_fingerprint(rows), self.runner.placement, self.runner.table.config, plan)
+            gather = partial(self.gather_micro_batches, rows, index, plan)
+            micro_batches = self._context.executor.once(key, gather) if mask is None else gather()
 
         def deliver(outputs: dict[int, Tensor]) -> Tensor:
             column = scatter_column(f"{self.name}.{call}", index, self._output_ranks(plan), outputs)
@@ -201,6 +211,11 @@ class Role:
         """Returns the rows of each micro-batch of a rank of the job; none outside the placement."""
         at = self.runner.placement.coordinates(rank)
         return plan.rows[at.dp * self.runner.layout.cp + at.cp] if at else []
+
+
+def _fingerprint(rows: Batch) -> list[tuple[int, int]]:
+    """Returns a value that changes with the columns, as long as their tensors exist."""
+    return [(id(rows[name]), rows[name]._version) for name in rows.names()]
 
 
 def columns_needed(schema: Mapping[str, ColumnSchema], stage: Stage, model: HFConfig) -> list[ColumnPart]:
