@@ -1,20 +1,24 @@
 """Tensors that report the device `cuda` and keep their values on the CPU.
 
 Every operation on them is checked as CUDA would check it (all tensors on one device, single numbers excepted), computed
-on the CPU, and recorded where the host would wait for the device. Values are real, and therefore also shapes that
-depend on values, as those of a mixture of experts. Other ranks are assumed to send what this rank sends.
+on the CPU, and recorded where it launches a kernel and where the host would wait for the device. Values are real, and
+therefore also shapes that depend on values, as those of a mixture of experts. Other ranks are assumed to send what this
+rank sends.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import attention
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
@@ -25,6 +29,13 @@ WAITING = {
 }
 """Operations whose result, or its size, the host needs before it continues."""
 COPIES = {aten._to_copy, aten.copy_}
+WITHOUT_KERNEL = {
+    *(aten._unsafe_view, aten._local_scalar_dense, aten.record_stream, aten.set_, aten.resize_),
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
+}
+"""Operations that move no data on the device, besides views."""
+UNFUSED = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "sort", "topk", "_embedding_bag", "scatter", "scatter_")
+"""Operations that torch.compile does not join with others."""
 PINNED = "is_in_pinned_memory"
 """Attribute of CPU tensors."""
 
@@ -70,12 +81,19 @@ class FakeCuda(TorchDispatchMode):
     Attributes:
         waits: (operation, `file:function` of the nearest frame of the project or of megatron-core) of each operation
             for which the host waits, in the order of time.
+        kernels: (operation, `file:function`) of each operation that launches a kernel, in the order of time. Every
+            operation of torch counts as one, also a sort, which has several; copies from and to the host count as
+            none. In a compiled function an uninterrupted run of operations that torch joins counts as one, which has
+            the function's name.
         receive: fills a tensor, on the CPU, that another rank sends to this one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[tuple[str, str]] = []
+        self.kernels: list[tuple[str, str]] = []
+        self._compiled: list[str] = []
+        self._whole = self._joined = False
         self.receive: Callable[[Tensor], object] = lambda tensor: tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,8 +112,26 @@ class FakeCuda(TorchDispatchMode):
                 self.waits.append((_name(func), _place()))
         result = self._on_cpu(func, tree_map(_values, args), tree_map(_values, kwargs))
         to_cuda = devices[0].type == "cuda" if devices else has_cuda
+        if to_cuda and all(isinstance(tensor, CudaTensor) or not tensor.dim() for tensor in tensors):
+            self._count(func)
         wrapped = {id(tensor.values): tensor for tensor in tensors if isinstance(tensor, CudaTensor)}
         return tree_map(lambda x: _wrapped(x, wrapped, to_cuda), result)
+
+    @contextmanager
+    def compiled(self, name: str, whole: bool) -> Iterator[None]:
+        """Context manager: operations are those of a compiled function; `whole`: it is one kernel whatever it does."""
+        self._compiled.append(name)
+        self._whole, self._joined = whole, False
+        yield
+        self._compiled.pop()
+
+    def _count(self, func: Any) -> None:
+        if _moves_nothing(func):
+            return
+        joins = bool(self._compiled) and (self._whole or _name(func) not in UNFUSED)
+        if not (joins and self._joined):
+            self.kernels.append((self._compiled[0] if joins else _name(func), _place()))
+        self._joined = joins
 
     def _on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "torch_attn":
@@ -124,6 +160,36 @@ class FakeCuda(TorchDispatchMode):
             if not host.is_cpu:  # to a new tensor in memory that is not pinned
                 return len(ends) > 1
         return len(ends) > 1 and not (non_blocking and getattr(host, PINNED, False))
+
+
+def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    """Stands for torch.compile: runs the function as it is and counts its kernels as those of a compiled one.
+
+    Args:
+        function: the function.
+        _: options of torch.compile.
+    """
+
+    flexible = function.__name__ == "flex_attention"
+    computed = _flex_attention if flexible else function
+
+    @wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeCuda)]
+        if not modes:
+            return function(*arguments, **options)
+        with modes[0].compiled(function.__name__, flexible):
+            return computed(*arguments, **options)
+
+    return run
+
+
+def _moves_nothing(func: Any) -> bool:
+    """Returns whether an operation allocates memory or returns views of its arguments, and launches no kernel."""
+    if func.overloadpacket in WITHOUT_KERNEL:
+        return True
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _mixed_product(*arguments: Any, out: Tensor | None = None) -> Tensor:
@@ -245,12 +311,33 @@ def _rms_norm_gradients(
     return of_x if mask[0] else None, of_weight
 
 
+def _flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Computes torch's FlexAttention by matrices, with what its kernel requires of a mask and of shapes."""
+    assert all(x.dim() == 4 and x.stride(-1) == 1 for x in (query, key, value)), "the kernel reads rows of heads"
+    repeat = query.shape[1] // key.shape[1]
+    assert repeat == 1 or enable_gqa, "fewer heads of keys need enable_gqa"
+    assert block_mask.seq_lengths == (query.shape[2], key.shape[2]), "the mask is one of other lengths"
+    tokens = torch.arange(query.shape[2], device="cuda")
+    first = torch.zeros((), dtype=torch.int32, device="cuda")
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = (query.float() @ key.float().mT) * (scale or query.shape[3] ** -0.5)
+    scores = score_mod(scores, first, first, tokens[:, None], tokens)
+    visible = block_mask.mask_mod(first, first, tokens[:, None], tokens)
+    context = (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value.float()).to(query.dtype)
+    return context.transpose(1, 2).contiguous().transpose(1, 2)  # in memory like the query
+
+
 def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Computes torch's variable-length attention sequence by sequence, with what its kernel requires."""
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     inputs = [given[name] for name in ("query", "key", "value")]
     assert all(x.dtype in (torch.float16, torch.bfloat16) for x in inputs), "the kernel computes in half precision"
-    assert len({x.shape[2] for x in inputs}) == 1, "the kernel has one width for queries, keys and values"
+    same = len({x.shape[2] for x in inputs}) == 1
+    assert same or attention.current_flash_attention_impl(), (
+        "FlashAttention-2 has one width for queries, keys and values"
+    )
     assert given["cu_seq_q"].dtype is torch.int32, "the kernel reads 32-bit lengths"
     repeat = inputs[0].shape[1] // inputs[1].shape[1]
     assert repeat == 1 or given.get("enable_gqa", True), "fewer heads of keys need enable_gqa"

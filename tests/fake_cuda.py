@@ -140,12 +140,13 @@ def main() -> None:
     built = library()
     built.register_hooks()
     import torch
+    import torch._dynamo  # it refers to the real torch.compile
 
     built.register_guard()
     torch.set_num_threads(1)
     torch.cuda.is_available = lambda: True
-    for module in ("verl_mg.megatron.trainer", "tests.cuda_tensors"):
-        importlib.import_module(module)
+    torch.compile = importlib.import_module("tests.cuda_tensors").compiled
+    importlib.import_module("verl_mg.megatron.trainer")
     _replace_cuda_functions()
     while True:
         try:

@@ -74,7 +74,7 @@ RENAMED_MODULES = {
     "verl_mg.megatron.groups": "verl_mg.megatron.process_groups",
     "verl_mg.megatron.guard": "verl_mg.megatron.update_guard",
     "verl_mg.megatron.host_adam": "verl_mg.megatron.streamed_adamw",
-    "verl_mg.megatron.latent": "verl_mg.megatron.attention",
+    "verl_mg.megatron.latent": "verl_mg.megatron.latent_attention",
     "verl_mg.megatron.linear": "verl_mg.megatron.layers",
     "verl_mg.megatron.norm": "verl_mg.megatron.layers",
     "verl_mg.megatron.ulysses": "verl_mg.megatron.attention",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.cuda_tensors import CUDA, CudaTensor, FakeCuda
@@ -28,6 +31,7 @@ from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.transformer_config import block_spec
 from verl_mg.models.hf_config import read_config
 
 Waits = Counter[tuple[str, str]]
@@ -111,6 +115,61 @@ def two_steps(_: FakeCuda, model: Path) -> training.Trained:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     device.group_backend = lambda: "fake"
     return training.train(model, "tp1", rows_of(model))
+
+
+@dataclass
+class LayerPasses:
+    """What the forward passes of a model's layers do; kernels and waits as in `FakeCuda`, of each layer."""
+
+    kernels: list[list[tuple[str, str]]] = field(default_factory=list)
+    waits: list[list[tuple[str, str]]] = field(default_factory=list)
+
+
+def passes_of_layers(fake: FakeCuda, model: Path) -> LayerPasses:
+    """One training pass over rows of different lengths in bfloat16, on one rank."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    device.group_backend = lambda: "fake"
+    groups = ParallelGroups(Placement(Layout.parse("tp1").fit(1), (0,)))
+    runner = ModelRunner(model, groups, torch.bfloat16, False, directories=LocalDirectories())
+    passes = LayerPasses()
+
+    def before(*_: object) -> None:
+        fake.kernels.clear()
+        fake.waits.clear()
+
+    def after(*_: object) -> None:
+        passes.kernels.append(list(fake.kernels))
+        passes.waits.append(list(fake.waits))
+
+    chunk: Any = runner.chunks[0]
+    for layer in chunk.decoder.layers:
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+    rows = rows_of(model)
+    assert len(set(rows.lengths.tolist())) > 1
+    trainer = Trainer(runner, OptimizerConfig())
+    trainer.update([rows], TEMPERATURE, policy_loss, "seq-mean-token-mean", 6.0, 50)
+    return passes
+
+
+def activations(_: FakeCuda, model: Path, capability: tuple[int, int], installed: bool) -> list[str]:
+    """Implementations of attention that are activated while a model is built twice."""
+    activated: list[str] = []
+    attention.register_flash_attention_impl("FA3", register_fn=lambda: activated.append("FA3") or mock.Mock())  # type: ignore[func-returns-value]
+    found = mock.Mock() if installed else None
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
+        mock.patch.object(importlib.util, "find_spec", lambda name: found if name == "flash_attn_interface" else None),
+    ):
+        for _ in range(2):
+            block_spec(read_config(model), range(2))
+    return activated
+
+
+def passes_with_flash_attention_3(fake: FakeCuda, model: Path) -> LayerPasses:
+    """As `passes_of_layers`, where it is active."""
+    with mock.patch.object(attention, "current_flash_attention_impl", lambda: "FA3"):
+        return passes_of_layers(fake, model)
 
 
 def losses(fake: FakeCuda) -> dict[str, list[tuple[str, str]]]:

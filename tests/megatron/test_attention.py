@@ -1,8 +1,12 @@
-"""The call of torch's variable-length kernel, against the installed function's signature and scaled dot products."""
+"""Calls of torch's kernels for packed sequences: signatures of the installed functions, and the results on the CPU.
+
+FlexAttention computes on the CPU too, by matrices; the kernel that it generates on GPUs is not covered.
+"""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +14,15 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from torch.nn.attention import varlen
+from torch.nn import attention as torch_attention
+from torch.nn.attention import flex_attention, varlen
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import verl_mg.megatron  # noqa: F401
+from tests.rank_pool import RankPool
+from verl_mg.megatron import flash_attention
 from verl_mg.megatron.attention import PackedAttention, describe_sequences
+from verl_mg.megatron.softcap_attention import block_mask
 
 LENGTHS, HEADS, WIDTH = (5, 1, 7), 6, 8
 INSTALLED = inspect.signature(varlen.varlen_attn)
@@ -50,9 +59,9 @@ def kernel(signature: inspect.Signature, calls: list[dict[str, Any]]) -> Callabl
     return attend
 
 
-def attention(window: int | None) -> PackedAttention:
+def attention(window: int | None, softcap: float | None = None) -> PackedAttention:
     config = TransformerConfig(num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, softmax_scale=0.3)
-    return PackedAttention(config, window=window)
+    return PackedAttention(config, window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("signature", [INSTALLED, without_gqa()], ids=["installed", "torch 2.11"])
@@ -80,3 +89,87 @@ def test_ragged_kernel_gets_what_it_takes(
     repeats = kv_heads < HEADS and "enable_gqa" not in signature.parameters
     assert calls[0]["key"].shape[1] == (HEADS if repeats else kv_heads)
     assert (calls[0]["value"] is value) == (value_width == WIDTH and not repeats)
+
+
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(6, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("window", [None, 40])
+def test_softcap_by_block_mask_equals_matrix_products(ranks: RankPool, kv_heads: int, window: int | None) -> None:
+    # Gradients through torch's compiler start threads in a process, from which no ranks could be forked again.
+    ((found, expected),) = ranks.run(1, attend_with_softcap, kv_heads, window)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def attend_with_softcap(kv_heads: int, window: int | None) -> list[list[Tensor]]:
+    """Output and gradients by a mask of blocks, and by matrix products."""
+    lengths = torch.tensor([150, 1, 7, 100])
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(258, heads, WIDTH, generator=generator) for heads in (HEADS, kv_heads, kv_heads)]
+    gradient = torch.randn(258, HEADS, WIDTH, generator=generator)
+    packed = describe_sequences(lengths, torch.ones(WIDTH // 2), 1.0)
+    module, results = attention(window, softcap=0.5), []
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # torch refuses gradients on the CPU, for its compiler; not compiled it computes them, and warns.
+        patch.setattr(flex_attention, "_validate_device", lambda *_: None)
+        warnings.simplefilter("ignore")
+        for attend in (module._with_block_mask, module._length_by_length):
+            leaves = [values.clone().requires_grad_() for values in inputs]
+            context = attend(*leaves, packed)
+            results.append([context.detach(), *torch.autograd.grad(context, leaves, gradient)])
+    return results
+
+
+@pytest.mark.parametrize("window", [None, 1, 140, 300])
+@pytest.mark.parametrize("lengths", [(300, 5, 130, 1, 77, 256), (128, 384), (9,)])
+def test_block_mask_equals_that_of_torch(lengths: tuple[int, ...], window: int | None) -> None:
+    total = sum(lengths)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+    def visible(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (sequence[query] == sequence[key]) & (query >= key) & (query - key < (window or total))
+
+    expected = create_block_mask(visible, None, None, total, total, device="cpu")
+    found = block_mask(torch.tensor(lengths), window, torch.device("cpu"))
+    assert found.seq_lengths == expected.seq_lengths and found.BLOCK_SIZE == expected.BLOCK_SIZE
+    assert listed(found) == listed(expected)
+    places = torch.arange(total)[:, None], torch.arange(total)
+    nothing = torch.zeros(())
+    assert found.mask_mod(nothing, nothing, *places).equal(visible(nothing, nothing, *places))
+
+
+def listed(mask: BlockMask) -> list[list[list[int]]]:
+    """Blocks of each row or column in which a mask is partly and wholly true."""
+    pairs = [
+        (getattr(mask, f"{kind}_num_blocks"), getattr(mask, f"{kind}_indices"))
+        for kind in ("kv", "full_kv", "q", "full_q")
+    ]
+    return [
+        [row[:count].tolist() for row, count in zip(indices[0, 0], counts[0, 0].tolist(), strict=True)]
+        for counts, indices in pairs
+    ]
+
+
+def test_installed_torch_has_flash_attention_3() -> None:
+    assert flash_attention.IMPLEMENTATION in torch_attention.list_flash_attention_impls()
+    register = torch_attention._registry._FLASH_ATTENTION_IMPLS[flash_attention.IMPLEMENTATION]
+    assert inspect.signature(register).parameters["module_path"].default == flash_attention.PACKAGE
+    assert list(inspect.signature(torch_attention.activate_flash_attention_impl).parameters) == ["impl"]
+    assert torch_attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width", "implementation", "expected"),
+    [
+        (128, 128, None, True),
+        (192, 128, None, False),
+        (192, 128, "FA3", True),
+        (192, 64, "FA3", False),
+        (256, 128, "FA3", False),
+        (64, 48, "FA3", True),
+    ],
+)
+def test_takes_value_width_is_that_of_the_active_kernel(
+    monkeypatch: pytest.MonkeyPatch, width: int, value_width: int, implementation: str | None, expected: bool
+) -> None:
+    monkeypatch.setattr(torch_attention, "current_flash_attention_impl", lambda: implementation)
+    assert flash_attention.takes_value_width(width, value_width) is expected

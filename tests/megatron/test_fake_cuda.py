@@ -16,6 +16,18 @@ from tests.tiny_models import LATENT, MIXTURES, VARIANTS, oracle, oracle_outputs
 LAYERS = 2
 FFN = 64
 """A multiple of 8 for each expert too, as grouped products on GPUs need."""
+KERNELS = {
+    "llama": 13,
+    "qwen2": 14,
+    "qwen3": 15,
+    "gemma2": 15,
+    "qwen3_moe": 28,
+    "mixtral": 26,
+    "deepseek_v2": 39,
+    "deepseek_v3": 41,
+}
+"""Kernels of the forward pass of a layer; docs/benchmarks.md has the same numbers."""
+COPIES_OF_HEADS = {"repeat_interleave", "repeat", "expand_copy", "constant_pad_nd"}
 EVERY_UPDATE = ("_to_copy", "verl_mg/megatron/trainer.py:_to_host")
 LAYOUTS = ("tp2", "cp2", "pp2", "tp2-cp2", "tp2-pp2")
 EXPERT_LAYOUTS = ("tp1-ep2", "tp2-ep2-etp1", "tp2-ep1-etp2")
@@ -69,6 +81,41 @@ def test_train_mixture_on_cuda_needs_no_wait_for_a_micro_batch(
     assert_trains(trained)
     assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
     assert_like_transformers(trained, models["qwen3_moe"])
+
+
+@pytest.mark.parametrize("family", KERNELS)
+def test_forward_of_a_layer_on_cuda_launches_at_most_these_kernels_and_waits_for_none(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str
+) -> None:
+    """`-s` prints them."""
+    passes = fake_cuda.run(cases.passes_of_layers, models[family])
+    print(f"{family}: {[len(kernels) for kernels in passes.kernels]}", *passes.kernels[-1], sep="\n    ")
+    assert passes.waits == [[]] * LAYERS
+    assert max(len(kernels) for kernels in passes.kernels) <= KERNELS[family]
+    copies = {operation for kernels in passes.kernels for operation, _ in kernels} & COPIES_OF_HEADS
+    assert copies == ({"constant_pad_nd"} if family in LATENT else set())  # FlashAttention-2 has one width
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "expected"),
+    [((9, 0), True, ["FA3"]), ((9, 0), False, []), ((8, 0), True, []), ((10, 0), True, [])],
+)
+def test_flash_attention_3_is_activated_once_where_it_can_run(
+    fake_cuda: FakeCudaProcess,
+    models: Mapping[str, Path],
+    capability: tuple[int, int],
+    installed: bool,
+    expected: list[str],
+) -> None:
+    assert fake_cuda.run(cases.activations, models["llama"], capability, installed) == expected
+
+
+def test_latent_attention_on_cuda_with_flash_attention_3_copies_no_values(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path]
+) -> None:
+    passes = fake_cuda.run(cases.passes_with_flash_attention_3, models["deepseek_v3"])
+    assert max(len(kernels) for kernels in passes.kernels) <= KERNELS["deepseek_v3"] - 2
+    assert "constant_pad_nd" not in {operation for operation, _ in passes.kernels[-1]}
 
 
 def test_two_steps_in_float32_on_cuda_equal_transformers(

@@ -131,7 +131,8 @@ def load(folder: Path) -> None:
 
     attention.has_ragged_kernel = lambda *_: True  # type: ignore[assignment]
     torch_attention: Any = attention.PackedAttention
-    torch_attention._with_ragged_kernel = torch_attention._length_by_length  # torch's own needs a GPU
+    # torch's own kernels need a GPU.
+    torch_attention._with_ragged_kernel = torch_attention._with_block_mask = torch_attention._length_by_length
     _pass_for_a_gpu(torch)
 
 

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: their description, context parallelism, grouped and multi-head latent attention.
+"""Attention over packed sequences: their description, exchanges between context-parallel ranks, and kernels.
 
 Shapes: T tokens of a micro-batch, all sequences one after the other on one axis without padding; a context-parallel
 rank has T / cp of them outside attention, and a tensor-parallel rank T / (cp * tp) outside the projections.
@@ -7,7 +7,7 @@ rank has T / cp of them outside attention, and a tensor-parallel rank T / (cp * 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
 from math import gcd
@@ -17,24 +17,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import (
-    all_to_all,
-    copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from verl_mg.device import copy_to
-from verl_mg.megatron.core_version import MLASelfAttention, fused
+from verl_mg.megatron.flash_attention import takes_value_width
 from verl_mg.megatron.gathered_attention import attend_to_gathered
-
-LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of latents: the checkpoints' modules use it whatever rms_norm_eps is."""
+from verl_mg.megatron.rotary_embedding import rotate
+from verl_mg.megatron.softcap_attention import BlockMask, attend_with_softcap, block_mask
 
 
 @dataclass
@@ -58,6 +51,8 @@ class PackedSequences(PackedSeqParams):
     """Ranks that share the micro-batch."""
     zigzag: bool = False
     """Whether a rank has two chunks of each sequence, see `token_order`, and not T / cp neighbouring tokens."""
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    """Masks of all layers with the same window, see `block_mask`."""
 
     def keep(self, local: Tensor) -> None:
         """Keeps the rotary embeddings of this rank's tokens only, for ranks with two chunks of each sequence.
@@ -81,10 +76,16 @@ class PackedSequences(PackedSeqParams):
         """`angles` of the elements of a head whose rotary pairs are one half apart: (longest, 1, 1, rotary width)."""
         return self.angles.repeat(1, 2)[:, None, None, :]
 
-    @cached_property
-    def angles_of_neighbours(self) -> Tensor:
-        """`angles` of the elements of a head whose rotary pairs are neighbours: (longest, 1, 1, rotary width)."""
-        return self.angles.repeat_interleave(2, dim=1)[:, None, None, :]
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Returns the mask of blocks of scores, see `softcap_attention`.
+
+        Args:
+            window: number of tokens that a token attends to at most, itself included; None for all.
+        """
+        if window not in self.block_masks:
+            assert self.lengths is not None and self.cos is not None
+            self.block_masks[window] = block_mask(self.lengths, window, self.cos.device)
+        return self.block_masks[window]
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -185,12 +186,9 @@ class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence, rotary embedding included.
 
     The heads are those of this tensor-parallel rank; context-parallel ranks divide them among themselves. Uses torch's
-    variable-length kernel where it exists (CUDA, half precision) and no softcap is set, otherwise scaled-dot-product
-    attention once for each length that occurs, and plain matrix products with a softcap.
+    variable-length kernel where it exists (CUDA, half precision), with a softcap a kernel of FlexAttention. Elsewhere
+    scaled-dot-product attention once for each length that occurs, with a softcap plain matrix products.
     """
-
-    interleaved = False
-    """Whether rotary pairs are neighbouring elements of a head, see `LatentConfig`, and not one half apart."""
 
     def __init__(
         self,
@@ -241,10 +239,12 @@ class PackedAttention(MegatronModule):
             return self.local_context(*self.with_positions(query, key, value, packed), packed).flatten(1)
         heads = to_heads(query, key, value, packed.cp_group)
         query, key, value = self.with_positions(*heads, packed)
-        if has_ragged_kernel(query.device, query.dtype) and self.softcap is None:
+        if not has_ragged_kernel(query.device, query.dtype):
+            context = self._length_by_length(query, key, value, packed)
+        elif self.softcap is None:
             context = self._with_ragged_kernel(query, key, value, packed)
         else:
-            context = self._length_by_length(query, key, value, packed)
+            context = self._with_block_mask(query, key, value, packed)
         return to_tokens(context, packed.cp_group).flatten(1)
 
     def local_context(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
@@ -286,12 +286,9 @@ class PackedAttention(MegatronModule):
             packed: description of the sequences.
 
         Returns:
-            (T, heads, d); with `interleaved` the even elements before the odd ones.
+            (T, heads, d).
         """
         assert packed.cos is not None and packed.sin is not None
-        if self.interleaved:
-            # Queries and keys are permuted in the same way, which leaves their products unchanged.
-            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return rotate(x, packed.cos, packed.sin)
 
     def _with_ragged_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
@@ -304,12 +301,16 @@ class PackedAttention(MegatronModule):
             options["enable_gqa"] = True
         elif repeat > 1:  # torch 2.11
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-        if width < query.shape[2]:
-            value = F.pad(value, (0, query.shape[2] - width))  # the kernel takes one width for all three
+        if not takes_value_width(query.shape[2], width):
+            value = F.pad(value, (0, query.shape[2] - width))
         cumulative, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         context = varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **options)
         assert isinstance(context, Tensor)
         return context[..., :width]
+
+    def _with_block_mask(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        assert self.softcap is not None
+        return attend_with_softcap(query, key, value, packed.block_mask(self.window), self.scale, self.softcap)
 
     def _length_by_length(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         sizes = [count * length for count, length in packed.runs]
@@ -350,150 +351,3 @@ class PackedAttention(MegatronModule):
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
         scores = self.softcap * torch.tanh(query @ key.mT * (self.scale / self.softcap))
         return scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype) @ value
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies a rotary position embedding in the half-split form of Llama (arXiv:2104.09864), in float32.
-
-    Args:
-        x: (T, heads, d).
-        cos: (T, 1, d) float32.
-        sin: (T, 1, d) float32; both halves are equal.
-
-    Returns:
-        (T, heads, d) in the dtype of `x`.
-    """
-    rotated: Tensor = _Rotation.apply(x, cos, sin)
-    return rotated
-
-
-class _Rotation(torch.autograd.Function):
-    """Rotation of the two halves of a head; its inverse is its derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, -1.0), None, None
-
-
-@fused
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    half = x.shape[-1] // 2
-    wide = x.float()
-    rotated = wide * cos
-    rotated[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-direction)
-    rotated[..., half:].addcmul_(wide[..., :half], sin[..., half:], value=direction)
-    return rotated.to(x.dtype)
-
-
-class MultiLatentAttention(MLASelfAttention):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), with megatron-core's projections.
-
-    Keys and values are computed from one narrow vector for each token, the latent; one rotary key serves all heads.
-    On a tensor-parallel rank:
-
-        (T / tp, h) -> down projection, sharded by rows -> gathered (T, rank) -> local tokens (T / tp, rank) -> norm
-                    -> up projection, sharded by heads -> (T, heads / tp, ...)
-
-    Rotary embeddings are left to `PackedMLA`.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.kv_layernorm.eps = LATENT_NORM_EPS
-        if self.config.q_lora_rank is not None:
-            self.q_layernorm.eps = LATENT_NORM_EPS
-
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Projects hidden states to the inputs of `PackedMLA`.
-
-        Args:
-            hidden_states: (T / tp, 1, h).
-            _: not read.
-            __: not read.
-
-        Returns:
-            Query (T, heads, nope + rope); rotary key (T, 1, rope); keys and values (T, heads, nope + v); the latents
-            of queries and of keys.
-        """
-        q_latent, kv_latent, rotary_key = self.latents(hidden_states)
-        to_query = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
-
-        def project(q_latent: Tensor, kv_latent: Tensor) -> tuple[Tensor, Tensor]:
-            return to_query(q_latent)[0], self.linear_kv_up_proj(kv_latent)[0]
-
-        if self.recompute_up_proj:
-            # megatron-core's forward pass frees the results after attention.
-            self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8 or self.config.fp4)
-            query, kv = self.qkv_up_checkpoint.checkpoint(project, q_latent, kv_latent)
-        else:
-            query, kv = project(q_latent, kv_latent)
-        heads = self.num_attention_heads_per_partition
-        return (
-            query.unflatten(-1, (heads, -1)).squeeze(1),
-            rotary_key,
-            kv.unflatten(-1, (heads, -1)).squeeze(1),
-            q_latent,
-            kv_latent,
-        )
-
-    def latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects hidden states to latents.
-
-        Args:
-            hidden_states: (T / tp, 1, h).
-
-        Returns:
-            Latents of queries (the hidden states, where the model has none) and of keys, (T / tp, 1, rank), as input of
-            the up projections; rotary keys (T, 1, rope).
-        """
-        c = self.config
-        q_latent = hidden_states
-        if c.q_lora_rank is not None:
-            q_latent = self.q_layernorm(self._local_tokens(self._full_rows(self.linear_q_down_proj, hidden_states)))
-        kv_and_rotary = self._full_rows(self.linear_kv_down_proj, hidden_states)
-        kv_latent, rotary_key = kv_and_rotary.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], dim=-1)
-        kv_latent = self.kv_layernorm(self._local_tokens(kv_latent))
-        # Each rank has the gradient from its heads only; this sums them in the backward pass.
-        return q_latent, kv_latent, copy_to_tensor_model_parallel_region(rotary_key, group=self.pg_collection.tp)
-
-    def _full_rows(self, down_projection: Any, hidden_states: Tensor) -> Tensor:
-        """Projects (T / tp, 1, h) to (T, 1, rank), the same on every tensor-parallel rank."""
-        part, _ = down_projection(hidden_states)
-        full: Tensor = gather_from_tensor_model_parallel_region(part, group=self.pg_collection.tp)
-        return full
-
-    def _local_tokens(self, x: Tensor) -> Tensor:
-        """Selects this tensor-parallel rank's tokens: (T, 1, rank) -> (T / tp, 1, rank)."""
-        local: Tensor = scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
-        return local
-
-
-class PackedMLA(PackedAttention):
-    """Packed attention whose queries and keys have a part without positions and a rotary part."""
-
-    def __init__(self, *arguments: Any, interleaved: bool, **options: Any) -> None:
-        """Creates the module; `interleaved`: whether rotary pairs are neighbouring elements, see `LatentConfig`."""
-        super().__init__(*arguments, **options)
-        self.interleaved = interleaved
-
-    def with_positions(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Builds queries and keys from the projections of `MultiLatentAttention`.
-
-        Returns:
-            Query and key (T, heads, nope + rope), value (T, heads, v).
-        """
-        nope = self.config.qk_head_dim
-        key_nope, value = value.split([nope, self.config.v_head_dim], dim=-1)
-        rotary_key = self.rotated(key, packed).expand(-1, query.shape[1], -1)
-        query = torch.cat([query[..., :nope], self.rotated(query[..., nope:], packed)], dim=-1)
-        return query, torch.cat([key_nope, rotary_key], dim=-1), value

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from verl_mg.device import copy_to
+from verl_mg.megatron.core_version import fused
 from verl_mg.megatron.layers import gated
 from verl_mg.megatron.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
@@ -48,15 +49,23 @@ class ExpertsLayer(MoELayer):
 
 
 @dataclass(frozen=True)
+class Ends:
+    """Ends of the experts' tokens, which are sorted by expert."""
+
+    places: Tensor
+    """(experts,) int32."""
+
+
+@dataclass(frozen=True)
 class _Copies:
     """Copies of tokens, sorted by a key: copy i is of token source[i]."""
 
     source: Tensor
     """(copies,) int64."""
-    order: Tensor
-    """(copies,) int64, the place of each copy where those of token t are at t * each and behind."""
     places: Tensor
     """(copies,) int64, inverse of `order`."""
+    order: Tensor
+    """(copies,) int64, the place of each copy where those of token t are at t * each and behind."""
     each: int
     """Copies of a token."""
 
@@ -64,8 +73,7 @@ class _Copies:
     def sorted_by(cls, keys: Tensor) -> tuple[_Copies, Tensor]:
         """Sorts copies by keys (tokens, each), stably; returns the sorted keys too."""
         by_key, order = keys.flatten().sort(stable=True)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return cls(order // keys.shape[1], order, places, keys.shape[1]), by_key
+        return cls(*_sources(order, keys.shape[1]), order, keys.shape[1]), by_key
 
     def take(self, tokens: Tensor) -> Tensor:
         """Copies tokens (tokens, h) to (copies, h); the backward pass sums the copies in a fixed order."""
@@ -82,6 +90,13 @@ class _Copies:
         if self.each == 1:
             return copies.index_select(0, self.places)
         return F.embedding_bag(self.places.view(-1, self.each), copies, mode="sum")  # gathers and adds in one kernel
+
+
+@fused
+def _sources(order: Tensor, each: int) -> tuple[Tensor, Tensor]:
+    """`_Copies.source` and `_Copies.places` of an order."""
+    numbers = torch.arange(len(order), device=order.device)
+    return order // each, torch.zeros_like(order).scatter(0, order, numbers)
 
 
 class _Take(torch.autograd.Function):
@@ -138,7 +153,7 @@ class TokenDispatcher(MoETokenDispatcher):
         self._received: list[int] = []
         self._of_etp: list[int] = []
         self._all, self._ep, self._etp = tp_ep_group, ep, etp
-        self._experts = config.num_moe_experts
+        self._experts = torch.arange(config.num_moe_experts, dtype=torch.int16, device=torch.cuda.current_device())
         self._local = config.num_moe_experts // ep.size()
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,9 +169,7 @@ class TokenDispatcher(MoETokenDispatcher):
         """
         self._shape = tokens.shape
         self._copies, by_expert = _Copies.sorted_by(routing_map.short())  # short keys are sorted in fewer passes
-        experts = torch.arange(self._experts, device=by_expert.device, dtype=by_expert.dtype)
-        ends = torch.searchsorted(by_expert, experts, right=True)
-        self._counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        self._ends = torch.searchsorted(by_expert, self._experts, right=True, out_int32=True)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(tokens)
         weights = probs.flatten().index_select(0, self._copies.order)
@@ -181,7 +194,7 @@ class TokenDispatcher(MoETokenDispatcher):
             self.shared_experts.linear_fc1_forward_and_act(received)
         return received, self._over_ep(probs, self._received, self._sent)
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Ends, Tensor]:
         """Gathers the copies of all etp ranks and sorts them by expert.
 
         Args:
@@ -189,7 +202,7 @@ class TokenDispatcher(MoETokenDispatcher):
             probs: (received,) float32 weights.
 
         Returns:
-            (n, h) copies, number of copies for each local expert (experts,), and (n,) weights.
+            (n, h) copies, number of copies for each local expert (experts,) or their ends, and (n,) weights.
         """
         if self._etp.size() > 1:
             hidden_states = gather_from_sequence_parallel_region(
@@ -197,7 +210,7 @@ class TokenDispatcher(MoETokenDispatcher):
             )
             probs = gather_from_sequence_parallel_region(probs, group=self._etp, output_split_sizes=self._of_etp)
         if self._all.size() == 1:
-            return hidden_states, self._counts, probs
+            return hidden_states, Ends(self._ends), probs
         self._by_expert, _ = _Copies.sorted_by(self._expert_of_received[:, None])
         return self._by_expert.take(hidden_states), self._counts, probs.index_select(0, self._by_expert.order)
 
@@ -242,8 +255,9 @@ class TokenDispatcher(MoETokenDispatcher):
 
     def _exchange_sizes(self) -> None:
         """Computes from the number of copies for each expert on each rank what is sent, received and sorted."""
-        parts = [torch.empty_like(self._counts) for _ in range(self._all.size())]
-        dist.all_gather(parts, self._counts, group=self._all)
+        sent = torch.diff(self._ends, prepend=self._ends.new_zeros(1))
+        parts = [torch.empty_like(sent) for _ in range(self._all.size())]
+        dist.all_gather(parts, sent, group=self._all)
         ep, etp = self._ep.size(), self._etp.size()
         counts = torch.stack(parts).view(ep, etp, ep, self._local)  # [from ep rank, etp rank, to ep rank, expert]
         on_host = counts.cpu()
@@ -279,18 +293,18 @@ class GroupedExperts(MegatronModule):
         selective = config.recompute_granularity == "selective"
         self._recompute_activation = selective and "moe_act" in config.recompute_modules
 
-    def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+    def forward(self, tokens: Tensor, counts: Tensor | Ends, weights: Tensor) -> tuple[Tensor, None]:
         """Applies each expert to its tokens.
 
         Args:
             tokens: (n, h), sorted by expert.
-            counts: (experts,), number of tokens of each expert.
+            counts: (experts,), number of tokens of each expert, or where they end.
             weights: (n,) float32, factor of each result.
 
         Returns:
             (n, h), and no bias.
         """
-        ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
+        ends = counts.places if isinstance(counts, Ends) else counts.to(tokens.device).cumsum(0, dtype=torch.int32)
         hidden = self.linear_fc1(tokens, ends)
         if not self._recompute_activation:
             return self.linear_fc2(gated(hidden, weights, self._gelu), ends), None

@@ -36,36 +36,55 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last axis: (..., hidden_size) -> (..., hidden_size)."""
-        if x.device.type != "cuda":
-            weight = 1.0 + self.weight.float() if self.zero_centered else self.weight
-            normalized: Tensor = _RMSNorm.apply(x, weight, self.eps)
-            return normalized
-        # One kernel in either direction where input and weight have the same type.
-        if self.zero_centered:
-            return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        if x.device.type == "cuda" and not self.zero_centered:
+            # One kernel in either direction where input and weight have the same type.
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        normalized: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.zero_centered)
+        return normalized
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm where torch has no kernel: the backward pass needs only the input and one number for each token."""
+    """RMSNorm where torch has no kernel: on the CPU, and with 1 + weight.
+
+    The backward pass needs only the input and one number for each token.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_() / x.shape[-1]
-        inverse = mean_square.add_(eps).rsqrt_()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        normalized, inverse = _normalized(x, weight, eps, zero_centered)
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight).to(x.dtype)
+        ctx.zero_centered = zero_centered
+        return normalized
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        normalized, weight_grad = x * inverse, None
-        weighted = normalized * grad  # float32, as `normalized`
-        if ctx.needs_input_grad[1]:
-            weight_grad = weighted.flatten(0, -2).sum(0).to(weight.dtype)
-        projection = (weighted @ weight.float()).unsqueeze(-1) / x.shape[-1]
-        x_grad = torch.addcmul(grad.float() * weight, normalized, projection, value=-1).mul_(inverse)
-        return x_grad.to(x.dtype), weight_grad, None
+        return *_norm_gradients(grad, x, weight, inverse, ctx.zero_centered, ctx.needs_input_grad[1]), None, None
+
+
+@fused
+def _normalized(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_() / x.shape[-1]
+    inverse = mean_square.add_(eps).rsqrt_()
+    return (x * inverse).mul_(_factor(weight, zero_centered)).to(x.dtype), inverse
+
+
+@fused
+def _norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, zero_centered: bool, needs_weight_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    factor = _factor(weight, zero_centered)
+    normalized, weight_grad = x * inverse, None
+    weighted = normalized * grad  # float32, as `normalized`
+    if needs_weight_grad:
+        weight_grad = weighted.flatten(0, -2).sum(0).to(weight.dtype)
+    projection = (weighted @ factor.float()).unsqueeze(-1) / x.shape[-1]
+    x_grad = torch.addcmul(grad.float() * factor, normalized, projection, value=-1).mul_(inverse)
+    return x_grad.to(x.dtype), weight_grad
+
+
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    return 1.0 + weight.float() if zero_centered else weight
 
 
 def gated(x: Tensor, scale: Tensor, gelu: bool) -> Tensor:

@@ -26,6 +26,7 @@ from verl_mg.device import copy_to
 from verl_mg.errors import UserError
 from verl_mg.layout import Stage
 from verl_mg.megatron.attention import PackedSequences
+from verl_mg.megatron.core_version import fused
 from verl_mg.megatron.process_groups import TokenShard
 from verl_mg.megatron.token_order import TokenOrder
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
@@ -121,6 +122,14 @@ class Router(TopKRouter):
             bias = torch.zeros(experts.count, dtype=torch.float32, device=torch.cuda.current_device())
             self.register_buffer("expert_bias", bias)
 
+    def gating(self, hidden: Tensor) -> Tensor:
+        """Computes logits: (t, 1, h) -> (t, 1, experts), in float32 where the model does."""
+        if hidden.device.type != "cuda" or hidden.dtype is torch.float32 or not self._experts.float32:
+            logits: Tensor = super().gating(hidden)
+            return logits
+        logits = _Logits.apply(hidden.flatten(0, 1), self.weight)
+        return logits[:, None]
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Routes tokens to experts.
 
@@ -144,28 +153,97 @@ class Router(TopKRouter):
         Returns:
             (t, k) float32 weights, and (t, k) int64, the experts.
         """
-        logits = logits.float()
-        scores = logits.sigmoid() if self._experts.sigmoid else logits.softmax(-1)
-        chosen = self._choose(scores.detach())
-        if self.given is not None:
-            chosen = torch.where((self.given >= 0).all(-1, keepdim=True), self.given.long(), chosen)
-        weights = scores.gather(1, chosen)
-        if self._experts.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights * self._experts.scale, chosen
+        with torch.no_grad():
+            bias = self.expert_bias if self._experts.router_bias else None
+            scores, ratings = _scores(logits, bias, self._experts.sigmoid)
+            chosen = self._choose(ratings)
+        weights: Tensor = _Weights.apply(logits, scores, chosen, self._experts)
+        return weights, chosen
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        """Chooses k experts for each token by scores: (t, experts) -> (t, k)."""
+    def _choose(self, ratings: Tensor) -> Tensor:
+        """Chooses k experts for each token by ratings: (t, experts) -> (t, k)."""
         e = self._experts
-        if e.router_bias:
-            scores = scores + self.expert_bias
         if e.groups > 1:
-            by_group = scores.unflatten(-1, (e.groups, -1))
-            ratings = by_group.topk(e.group_score_topk, dim=-1).values.sum(-1)
-            excluded = torch.ones_like(ratings, dtype=torch.bool)
-            excluded = excluded.scatter(1, ratings.topk(e.topk_groups, dim=-1).indices, False)
-            scores = by_group.masked_fill(excluded[..., None], -torch.inf).flatten(1)
-        return scores.topk(e.top_k, dim=-1).indices
+            by_group = ratings.unflatten(-1, (e.groups, -1))
+            best = by_group.topk(e.group_score_topk, dim=-1).values
+            groups = best.sum(-1).topk(e.topk_groups, dim=-1).indices
+            ratings = _of_groups(by_group, groups)
+        chosen = ratings.topk(e.top_k, dim=-1).indices
+        return chosen if self.given is None else _replayed(self.given, chosen)
+
+
+class _Weights(torch.autograd.Function):
+    """Weights of the chosen experts: their scores, as parts of their sum where the model normalizes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, scores: Tensor, chosen: Tensor, experts: ExpertsConfig) -> Tensor:
+        ctx.save_for_backward(scores, chosen)
+        ctx.experts, ctx.dtype = experts, logits.dtype
+        return _weights(scores, chosen, experts.normalized, experts.scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        scores, chosen = ctx.saved_tensors
+        e = ctx.experts
+        of_logits = _gradient_of_logits(grad, scores, chosen, e.sigmoid, e.normalized, e.scale)
+        return of_logits.to(ctx.dtype), None, None, None
+
+
+@fused
+def _scores(logits: Tensor, bias: Tensor | None, sigmoid: bool) -> tuple[Tensor, Tensor]:
+    """Scores of experts, and the ratings by which they are chosen: (t, experts) float32 each."""
+    scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+    return scores, scores if bias is None else scores + bias
+
+
+@fused
+def _weights(scores: Tensor, chosen: Tensor, normalized: bool, scale: float) -> Tensor:
+    weights = scores.gather(1, chosen)
+    if normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * scale
+
+
+@fused
+def _gradient_of_logits(
+    grad: Tensor, scores: Tensor, chosen: Tensor, sigmoid: bool, normalized: bool, scale: float
+) -> Tensor:
+    grad = grad * scale
+    if normalized:  # weights are s / sum(s)
+        parts = scores.gather(1, chosen)
+        total = parts.sum(-1, keepdim=True)
+        grad = (grad - (grad * parts).sum(-1, keepdim=True) / total) / total
+    of_scores = torch.zeros_like(scores).scatter(1, chosen, grad)
+    if sigmoid:
+        return of_scores * scores * (1 - scores)
+    return scores * (of_scores - (of_scores * scores).sum(-1, keepdim=True))
+
+
+@fused
+def _of_groups(by_group: Tensor, groups: Tensor) -> Tensor:
+    """Excludes experts of other groups: (t, groups, n) ratings and (t, m) groups -> (t, groups * n)."""
+    numbers = torch.arange(by_group.shape[1], device=groups.device)
+    admitted = (groups[:, :, None] == numbers).any(1)
+    return by_group.masked_fill(~admitted[..., None], -torch.inf).flatten(1)
+
+
+@fused
+def _replayed(given: Tensor, chosen: Tensor) -> Tensor:
+    return torch.where((given >= 0).all(-1, keepdim=True), given.long(), chosen)
+
+
+class _Logits(torch.autograd.Function):
+    """Product of hidden states and the router's weight, half precision, in float32: no copies of both in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return (grad @ weight.float()).to(hidden.dtype), (grad.T @ hidden.float()).to(weight.dtype)
 
 
 class IndexRouter(Router):

@@ -21,10 +21,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from verl_mg.config import MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
-from verl_mg.megatron.attention import MultiLatentAttention, PackedAttention, PackedMLA
+from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.config_fields import build_config, check_values, given_fields
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.experts import ExpertsLayer, GroupedExperts
+from verl_mg.megatron.flash_attention import use_fastest_kernels
+from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
 from verl_mg.megatron.layers import NormedRowParallelLinear, RMSNorm
 from verl_mg.megatron.refused_fields import TRANSFORMER
 from verl_mg.megatron.routing import IndexRouter, RoutedLayer
@@ -82,10 +84,13 @@ def transformer_config(
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
         "use_cpu_initialization": not on_gpu,
         "bias_dropout_fusion": on_gpu,
-        "bias_activation_fusion": on_gpu and c.activation == "silu",
+        "bias_activation_fusion": on_gpu,
         "masked_softmax_fusion": False,
         **_recomputation(recompute),
     }
+    if on_gpu and c.activation == "gelu_pytorch_tanh" and given.get("bias_activation_fusion", True):
+        # megatron-core's fused product with a gate computes the tanh approximation under this name.
+        fields["activation_func"] = torch.nn.functional.gelu
     return build_config("transformer", kind, fields, given)
 
 
@@ -169,6 +174,7 @@ def block_spec(c: HFConfig, layers: range, kernels: Kernels = "torch") -> Transf
         from verl_mg.megatron import transformer_engine_spec
 
         return transformer_engine_spec.block_spec(c, layers)
+    use_fastest_kernels()
     specs = [_layer_spec(c, layer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 

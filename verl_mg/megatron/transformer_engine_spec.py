@@ -29,15 +29,9 @@ from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from verl_mg.megatron.attention import (
-    LATENT_NORM_EPS,
-    MultiLatentAttention,
-    PackedAttention,
-    PackedMLA,
-    PackedSequences,
-    has_ragged_kernel,
-)
+from verl_mg.megatron.attention import PackedAttention, PackedSequences, has_ragged_kernel
 from verl_mg.megatron.core_version import submodules
+from verl_mg.megatron.latent_attention import LATENT_NORM_EPS, MultiLatentAttention, PackedMLA
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.models.hf_config import HFConfig
 
@@ -108,13 +102,11 @@ class FusedAttention(PackedAttention):
 
     def rotated(self, x: Tensor, packed: PackedSequences) -> Tensor:
         """Applies the rotary embedding to queries or keys in one kernel, in float32: (T, heads, d) -> (T, heads, d)."""
-        angles = packed.angles_of_neighbours if self.interleaved else packed.angles_of_halves
         cp, rank = (packed.cp_group.size(), packed.cp_group.rank()) if packed.zigzag else (1, 0)  # type: ignore[union-attr]
         rotated: Tensor = apply_rotary_pos_emb(
             x,
-            angles,
+            packed.angles_of_halves,
             tensor_format="thd",
-            interleaved=self.interleaved,
             fused=True,
             cu_seqlens=packed.cu_seqlens_q,
             cp_size=cp,
