@@ -319,12 +319,13 @@ def _flex_attention(
     repeat = query.shape[1] // key.shape[1]
     assert repeat == 1 or enable_gqa, "fewer heads of keys need enable_gqa"
     assert block_mask.seq_lengths == (query.shape[2], key.shape[2]), "the mask is one of other lengths"
-    tokens = torch.arange(query.shape[2], device="cuda")
+    queries, keys = (torch.arange(length, device="cuda") for length in block_mask.seq_lengths)
     first = torch.zeros((), dtype=torch.int32, device="cuda")
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = (query.float() @ key.float().mT) * (scale or query.shape[3] ** -0.5)
-    scores = score_mod(scores, first, first, tokens[:, None], tokens)
-    visible = block_mask.mask_mod(first, first, tokens[:, None], tokens)
+    if score_mod:
+        scores = score_mod(scores, first, first, queries[:, None], keys)
+    visible = block_mask.mask_mod(first, first, queries[:, None], keys)
     context = (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value.float()).to(query.dtype)
     return context.transpose(1, 2).contiguous().transpose(1, 2)  # in memory like the query
 

@@ -24,7 +24,7 @@ from verl_mg.algorithms.aggregation import MODES, aggregate
 from verl_mg.algorithms.losses import clipped_policy_loss, gspo_loss
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
-from verl_mg.config import OptimizerConfig
+from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron import trainer as trainer_module
 from verl_mg.megatron.microbatch import LossInputs
@@ -72,12 +72,21 @@ def policy_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return clipped_policy_loss(tokens.logprobs, tokens["noise"], tokens["advantages"], tokens.mask, 0.2, 0.2)
 
 
-def train(fake: FakeCuda, model: Path, layout: str, ranks: int, rank: int, recompute: bool) -> Trained:
+def train(
+    fake: FakeCuda,
+    model: Path,
+    layout: str,
+    ranks: int,
+    rank: int,
+    recompute: bool,
+    megatron: MegatronConfig | None = None,
+) -> Trained:
     """Inference and two updates; what other ranks would send is made up."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     device.group_backend = lambda: "fake"  # this process ends with the case
     groups = ParallelGroups(Placement(Layout.parse(layout).fit(ranks), tuple(range(ranks))))
-    runner = ModelRunner(model, groups, torch.bfloat16, recompute, directories=LocalDirectories())
+    options = {"directories": LocalDirectories(), "megatron": megatron}
+    runner = ModelRunner(model, groups, torch.bfloat16, recompute, **options)
     weights = runner.parameters()
     assert weights and all(isinstance(weight, CudaTensor) for weight in weights.values())
     if ranks > 1:  # ranks read parts of the weights and send them to each other

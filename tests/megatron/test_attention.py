@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import attention as torch_attention
@@ -21,8 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import verl_mg.megatron  # noqa: F401
 from tests.rank_pool import RankPool
 from verl_mg.megatron import flash_attention
-from verl_mg.megatron.attention import PackedAttention, describe_sequences
-from verl_mg.megatron.softcap_attention import block_mask
+from verl_mg.megatron.attention import PackedAttention, PackedSequences, describe_sequences
+from verl_mg.megatron.flex_attention import block_mask
+from verl_mg.megatron.token_order import zigzag_tokens
 
 LENGTHS, HEADS, WIDTH = (5, 1, 7), 6, 8
 INSTALLED = inspect.signature(varlen.varlen_attn)
@@ -102,37 +104,70 @@ def test_softcap_by_block_mask_equals_matrix_products(ranks: RankPool, kv_heads:
 
 def attend_with_softcap(kv_heads: int, window: int | None) -> list[list[Tensor]]:
     """Output and gradients by a mask of blocks, and by matrix products."""
-    lengths = torch.tensor([150, 1, 7, 100])
+    packed = describe_sequences(torch.tensor([150, 1, 7, 100]), torch.ones(WIDTH // 2), 1.0)
+    module = attention(window, softcap=0.5)
+    return outputs_and_gradients((module._with_block_mask, module._length_by_length), packed, 258, kv_heads)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention_to_gathered_keys_by_block_mask_equals_that_by_a_full_mask(
+    ranks: RankPool, softcap: float | None, window: int | None
+) -> None:
+    for found, expected in ranks.run(2, attend_to_gathered, softcap, window):
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+
+
+def attend_to_gathered(softcap: float | None, window: int | None) -> list[list[Tensor]]:
+    """Output and gradients of two chunks of each sequence, by a mask of blocks and by one of all tokens."""
+    packed = describe_sequences(torch.tensor([152, 4, 8, 600]), torch.ones(WIDTH // 2), 1.0)
+    packed.cp_group, packed.zigzag = dist.group.WORLD, True
+    module = attention(window, softcap)
+    return outputs_and_gradients((module._to_gathered_with_block_mask, module._to_gathered), packed, 382, 2)
+
+
+def outputs_and_gradients(
+    functions: Iterable[Callable[..., Tensor]], packed: PackedSequences, tokens: int, kv_heads: int
+) -> list[list[Tensor]]:
+    """Outputs of functions of attention, and gradients of queries, keys and values."""
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(258, heads, WIDTH, generator=generator) for heads in (HEADS, kv_heads, kv_heads)]
-    gradient = torch.randn(258, HEADS, WIDTH, generator=generator)
-    packed = describe_sequences(lengths, torch.ones(WIDTH // 2), 1.0)
-    module, results = attention(window, softcap=0.5), []
+    inputs = [torch.randn(tokens, heads, WIDTH, generator=generator) for heads in (HEADS, kv_heads, kv_heads)]
+    gradient, results = torch.randn(tokens, HEADS, WIDTH, generator=generator), []
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # torch refuses gradients on the CPU, for its compiler; not compiled it computes them, and warns.
         patch.setattr(flex_attention, "_validate_device", lambda *_: None)
         warnings.simplefilter("ignore")
-        for attend in (module._with_block_mask, module._length_by_length):
+        for attend in functions:
             leaves = [values.clone().requires_grad_() for values in inputs]
             context = attend(*leaves, packed)
             results.append([context.detach(), *torch.autograd.grad(context, leaves, gradient)])
     return results
 
 
+@pytest.mark.parametrize("chunks_of", [None, (2, 0), (2, 1), (4, 2)])
 @pytest.mark.parametrize("window", [None, 1, 140, 300])
-@pytest.mark.parametrize("lengths", [(300, 5, 130, 1, 77, 256), (128, 384), (9,)])
-def test_block_mask_equals_that_of_torch(lengths: tuple[int, ...], window: int | None) -> None:
+@pytest.mark.parametrize("lengths", [(304, 8, 136, 8, 72, 256), (128, 384), (8,), (2048, 8)])
+def test_block_mask_has_the_blocks_of_torch(
+    lengths: tuple[int, ...], window: int | None, chunks_of: tuple[int, int] | None
+) -> None:
     total = sum(lengths)
+    queries = zigzag_tokens(torch.tensor(lengths), *chunks_of) if chunks_of else torch.arange(total)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
     def visible(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (sequence[query] == sequence[key]) & (query >= key) & (query - key < (window or total))
+        place = queries[query]
+        return (sequence[place] == sequence[key]) & (place >= key) & (place - key < (window or total))
 
-    expected = create_block_mask(visible, None, None, total, total, device="cpu")
-    found = block_mask(torch.tensor(lengths), window, torch.device("cpu"))
+    expected = create_block_mask(visible, None, None, len(queries), total, device="cpu")
+    found = block_mask(torch.tensor(lengths), window, torch.device("cpu"), queries if chunks_of else None)
     assert found.seq_lengths == expected.seq_lengths and found.BLOCK_SIZE == expected.BLOCK_SIZE
-    assert listed(found) == listed(expected)
-    places = torch.arange(total)[:, None], torch.arange(total)
+    blocks, needed = listed(found), listed(expected)
+    assert blocks[1::2] == needed[1::2]
+    for rows, least in zip(blocks[::2], needed[::2], strict=True):
+        # A block of queries from both chunks reads also the keys between them.
+        assert rows == least if chunks_of is None else all(map(set.issuperset, map(set, rows), map(set, least)))
+    places = torch.arange(len(queries))[:, None], torch.arange(total)
     nothing = torch.zeros(())
     assert found.mask_mod(nothing, nothing, *places).equal(visible(nothing, nothing, *places))
 

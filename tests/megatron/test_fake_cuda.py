@@ -12,6 +12,7 @@ from tests.fake_cuda import FakeCudaProcess, recorded_cuda_calls
 from tests.megatron import fake_cuda_cases as cases
 from tests.megatron.training import assert_equal, train_in_plain_torch
 from tests.tiny_models import LATENT, MIXTURES, VARIANTS, oracle, oracle_outputs, tiny_model
+from verl_mg.config import MegatronConfig
 
 LAYERS = 2
 FFN = 64
@@ -50,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 def assert_trains(trained: cases.Trained) -> None:
     """Weights change, and the host waits for nothing of ours but once for the inferred values and for the metrics.
 
-    And for sizes, if ranks exchange tokens of experts: twice as often in the second update, which has two micro-batches.
+    And for sizes where ranks exchange tokens of experts: twice as often in the second update, of two micro-batches.
     """
     assert trained.grad_norm > 0 and trained.changed > 0
     ours = {phase: cases.in_package(waits, "verl_mg") for phase, waits in trained.waits.items()}
@@ -123,6 +124,15 @@ def test_latent_attention_on_cuda_with_flash_attention_3_copies_no_values(
     passes = fake_cuda.run(cases.passes_with_flash_attention_3, models["deepseek_v3"])
     assert max(len(kernels) for kernels in passes.kernels) <= KERNELS["deepseek_v3"] - 2
     assert "constant_pad_nd" not in {operation for operation, _ in passes.kernels[-1]}
+
+
+def test_train_with_gathered_keys_on_cuda_needs_no_wait_for_a_micro_batch(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path]
+) -> None:
+    gathered = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
+    trained = fake_cuda.run(cases.train, models["gemma2"], "cp2", 2, 1, False, gathered)
+    assert_trains(trained)
+    assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
 
 
 def test_two_steps_in_float32_on_cuda_equal_transformers(

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from verl_mg.device import copy_to
 from verl_mg.megatron.flash_attention import takes_value_width
-from verl_mg.megatron.gathered_attention import attend_to_gathered
+from verl_mg.megatron.flex_attention import BlockMask, attend_where_seen, block_mask
+from verl_mg.megatron.gathered_attention import attend_to_gathered, gather_tokens, gathered_order
 from verl_mg.megatron.rotary_embedding import rotate
-from verl_mg.megatron.softcap_attention import BlockMask, attend_with_softcap, block_mask
+from verl_mg.megatron.token_order import zigzag_tokens
 
 
 @dataclass
@@ -77,15 +78,25 @@ class PackedSequences(PackedSeqParams):
         return self.angles.repeat(1, 2)[:, None, None, :]
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Returns the mask of blocks of scores, see `softcap_attention`.
+        """Returns the mask of blocks of scores of this rank's queries, see `flex_attention`.
 
         Args:
             window: number of tokens that a token attends to at most, itself included; None for all.
         """
         if window not in self.block_masks:
             assert self.lengths is not None and self.cos is not None
-            self.block_masks[window] = block_mask(self.lengths, window, self.cos.device)
+            queries = None
+            if self.zigzag:
+                assert self.cp_group is not None
+                queries = zigzag_tokens(self.lengths, self.cp_group.size(), self.cp_group.rank())
+            self.block_masks[window] = block_mask(self.lengths, window, self.cos.device, queries)
         return self.block_masks[window]
+
+    @cached_property
+    def order_of_gathered(self) -> Tensor:
+        """Index of each token among those of all context-parallel ranks, with `zigzag`: (T,) int64."""
+        assert self.lengths is not None and self.cos is not None and self.cp_group is not None
+        return gathered_order(self.lengths, self.cp_group.size(), self.cos.device)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -187,7 +198,8 @@ class PackedAttention(MegatronModule):
 
     The heads are those of this tensor-parallel rank; context-parallel ranks divide them among themselves. Uses torch's
     variable-length kernel where it exists (CUDA, half precision), with a softcap a kernel of FlexAttention. Elsewhere
-    scaled-dot-product attention once for each length that occurs, with a softcap plain matrix products.
+    scaled-dot-product attention once for each length that occurs, with a softcap plain matrix products. Where ranks
+    exchange keys and values, see `local_context`, FlexAttention too, elsewhere a mask of all pairs of tokens.
     """
 
     def __init__(
@@ -259,8 +271,9 @@ class PackedAttention(MegatronModule):
         Returns:
             (T / cp, heads, d_v).
         """
-        assert packed.lengths is not None and packed.cp_group is not None
-        return attend_to_gathered(self._attend_where, query, key, value, packed.lengths, self.window, packed.cp_group)
+        if has_ragged_kernel(query.device, query.dtype):
+            return self._to_gathered_with_block_mask(query, key, value, packed)
+        return self._to_gathered(query, key, value, packed)
 
     def with_positions(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
@@ -309,8 +322,18 @@ class PackedAttention(MegatronModule):
         return context[..., :width]
 
     def _with_block_mask(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        assert self.softcap is not None
-        return attend_with_softcap(query, key, value, packed.block_mask(self.window), self.scale, self.softcap)
+        return attend_where_seen(query, key, value, packed.block_mask(self.window), self.scale, self.softcap)
+
+    def _to_gathered_with_block_mask(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
+    ) -> Tensor:
+        assert packed.cp_group is not None
+        key, value = (gather_tokens(part, packed.order_of_gathered, packed.cp_group) for part in (key, value))
+        return self._with_block_mask(query, key, value, packed)
+
+    def _to_gathered(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        assert packed.lengths is not None and packed.cp_group is not None
+        return attend_to_gathered(self._attend_where, query, key, value, packed.lengths, self.window, packed.cp_group)
 
     def _length_by_length(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         sizes = [count * length for count, length in packed.runs]

@@ -20,6 +20,31 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 (n, heads, L / cp, d_v)."""
 
 
+def gather_tokens(part: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gathers the tokens of all ranks; the backward pass sums the gradients of all ranks' tokens.
+
+    Args:
+        part: (T / cp, heads, d) of this rank.
+        order: (T,) int64 on the device, see `gathered_order`.
+        group: the cp ranks that share the sequences.
+
+    Returns:
+        (T, heads, d), sequence by sequence.
+    """
+    return gather_from_sequence_parallel_region(part.contiguous(), group=group)[order]
+
+
+def gathered_order(lengths: Tensor, cp: int, device: torch.device) -> Tensor:
+    """Returns the index of each token among those of all ranks, rank after rank: (T,) int64.
+
+    Args:
+        lengths: (n,) int64 on the CPU, tokens of each sequence, multiples of 2 * cp.
+        cp: number of ranks that share the sequences.
+        device: device of the result.
+    """
+    return copy_to(device, torch.cat([zigzag_tokens(lengths, cp, index) for index in range(cp)]).argsort())
+
+
 def attend_to_gathered(
     attend: Attend,
     query: Tensor,
@@ -44,13 +69,8 @@ def attend_to_gathered(
         (T / cp, heads, d_v).
     """
     cp, rank, repeat = group.size(), group.rank(), query.shape[1] // key.shape[1]
-    order = torch.cat([zigzag_tokens(lengths, cp, index) for index in range(cp)]).argsort()
-    order = copy_to(query.device, order)
-    key, value = (
-        # The backward pass sums the gradients of all ranks' tokens.
-        gather_from_sequence_parallel_region(part.contiguous(), group=group)[order].repeat_interleave(repeat, dim=1)
-        for part in (key, value)
-    )
+    order = gathered_order(lengths, cp, query.device)
+    key, value = (gather_tokens(part, order, group).repeat_interleave(repeat, dim=1) for part in (key, value))
     starts, outputs, computed = lengths.cumsum(0) - lengths, [], []
     for length in lengths.unique().tolist():
         begins = starts[lengths == length][:, None]

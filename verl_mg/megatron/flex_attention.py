@@ -1,11 +1,14 @@
-"""Attention over packed sequences with a softcap, by torch's FlexAttention: one kernel that skips blocks of the mask.
+"""Attention over packed sequences by torch's FlexAttention: one kernel that skips blocks of the mask.
 
+For what its variable-length kernel does not have: a softcap, and queries that are only some of a sequence's tokens.
 FlexAttention (arXiv:2412.05496) generates its kernel when it is compiled, which happens on GPUs alone; not compiled, as
 in tests, it computes the same with matrices. Scores are divided into blocks of 128 queries and 128 keys. Their mask is
 computed in host memory from the lengths of the sequences, so that nothing of the size of the scores exists.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,38 +23,40 @@ BLOCK = 128
 _flex_attention = fused(flex_attention)
 
 
-def block_mask(lengths: Tensor, window: int | None, device: torch.device) -> BlockMask:
-    """Describes which tokens see each other: earlier ones of the same sequence, and themselves.
+def block_mask(lengths: Tensor, window: int | None, device: torch.device, queries: Tensor | None = None) -> BlockMask:
+    """Describes which tokens a token sees: earlier ones of the same sequence, and itself.
 
     Args:
         lengths: (n,) int64 on the CPU, tokens of each sequence.
         window: number of tokens that a token attends to at most, itself included; None for all.
         device: device of queries and keys.
+        queries: (T of the queries,) int64 on the CPU, their places among all tokens, ascending; None for all tokens.
     """
     total = int(lengths.sum())
     tokens = torch.arange(total)
     first_seen = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     if window is not None:
         first_seen = torch.maximum(first_seen, tokens - window + 1)
-    starts = torch.arange(0, total, BLOCK)
-    ends = (starts + BLOCK).clamp(max=total)
-    blocks = torch.arange(len(starts))
-    # No token sees an earlier one than its predecessor does: the first and the last of a block are its bounds.
-    seen = (blocks <= blocks[:, None]) & (ends > first_seen[starts][:, None])  # of [queries, keys], some pair
-    whole = (blocks < blocks[:, None]) & (starts >= first_seen[ends - 1][:, None])  # every pair
-    whole &= (ends - starts == BLOCK)[:, None]  # torch reads these without a mask
+    places = tokens if queries is None else queries
+    first_seen = first_seen[places]
+    first, last = _bounds(len(places))
+    first_key, last_key = _bounds(total)
+    # No query sees an earlier key than its predecessor does: the first and the last of a block bound what it sees.
+    seen = (first_key <= places[last][:, None]) & (last_key >= first_seen[first][:, None])  # [queries, keys], some pair
+    whole = (last_key <= places[first][:, None]) & (first_key >= first_seen[last][:, None])  # every pair
+    whole &= (last - first == BLOCK - 1)[:, None]  # torch reads these without a mask
     partly = seen & ~whole
     listed = [_listed(blocks) for blocks in (partly, whole, partly.T, whole.T)]
     (in_part, part), (in_whole, full), (of_part, q_part), (of_whole, q_full) = (
         [copy_to(device, each) for each in pair] for pair in listed
     )
-    on_device = copy_to(device, first_seen.int())
+    bounds = copy_to(device, torch.stack([first_seen, places]).int())
 
     def visible(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= on_device[query])
+        return (key >= bounds[0, query]) & (key <= bounds[1, query])
 
     return BlockMask(
-        seq_lengths=(total, total),
+        seq_lengths=(len(places), total),
         kv_num_blocks=in_part,
         kv_indices=part,
         full_kv_num_blocks=in_whole,
@@ -65,29 +70,39 @@ def block_mask(lengths: Tensor, window: int | None, device: torch.device) -> Blo
     )
 
 
-def attend_with_softcap(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, softcap: float
+def attend_where_seen(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, softcap: float | None
 ) -> Tensor:
-    """Attends with scores z bounded as softcap * tanh(z / softcap) (Gemma 2, arXiv:2408.00118).
+    """Attends from tokens to those that they see.
 
     Args:
-        query: (T, heads, d).
+        query: (T of the queries, heads, d).
         key: (T, kv_heads, d).
         value: (T, kv_heads, d_v).
         mask: which tokens see each other.
         scale: factor of scores; None for 1 / sqrt(d).
-        softcap: the bound.
+        softcap: bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none.
 
     Returns:
-        (T, heads, d_v).
+        (T of the queries, heads, d_v).
     """
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    change = None if softcap is None else _bounded_by(softcap)
+    context: Tensor = _flex_attention(q, k, v, score_mod=change, block_mask=mask, scale=scale, enable_gqa=True)
+    return context[0].transpose(0, 1)
 
+
+def _bounded_by(softcap: float) -> Callable[..., Tensor]:
     def bounded(score: Tensor, *_: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    context: Tensor = _flex_attention(q, k, v, score_mod=bounded, block_mask=mask, scale=scale, enable_gqa=True)
-    return context[0].transpose(0, 1)
+    return bounded
+
+
+def _bounds(tokens: int) -> tuple[Tensor, Tensor]:
+    """Returns the first and the last index of each block of tokens."""
+    first = torch.arange(0, tokens, BLOCK)
+    return first, (first + BLOCK).clamp(max=tokens) - 1
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
