@@ -31,9 +31,11 @@ def count_non_finite(buffers: Iterable[Tensor]) -> Tensor:
     Returns:
         () float64 on the buffers' device; the host does not wait for it.
     """
-    # The maximum norm of no elements is undefined; that of NaN is NaN.
-    largest = [torch.linalg.vector_norm(buffer, float("inf")) for buffer in buffers if buffer.numel()]
-    return torch.stack(largest).isfinite().logical_not().sum(dtype=torch.float64) if largest else torch.zeros(())
+    # Extremes of no elements are undefined; those with NaN are NaN.
+    extremes = [torch.stack(buffer.aminmax()) for buffer in buffers if buffer.numel()]
+    if not extremes:
+        return torch.zeros(())
+    return torch.stack(extremes).isfinite().all(1).logical_not().sum(dtype=torch.float64)
 
 
 class UpdateGuard:
