@@ -3,9 +3,10 @@
     python -m tools.bench_end_to_end [--rounds 3] [--iterations 1] [--prompts 16] [--tokens 256] [--hidden 256]
 
 Both use the same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL) and optimizer, with
-one step per iteration; each draws its samples itself. Lengths have a heavy tail: most responses end early, some at the
-limit. Both get `--threads` threads, as that many ranks with one thread each or as one process with all of them; the
-better variant of each counts. tools/end_to_end_trl.py explains TRL's settings (tools/install_peers.sh installs TRL).
+one step per iteration, without a pass for old log-probs; each draws its samples itself. Lengths have a heavy tail: most
+responses end early, some at the limit. Both get `--threads` threads, as that many ranks with one thread each or as one
+process with all of them; the better variant of each counts. tools/end_to_end_trl.py explains TRL's settings
+(tools/install_peers.sh installs TRL).
 
 A run is a separate process tree, whose lines "step N" are timed by the reader. The first iteration is a warm-up; the
 others count completely, with rollout, training and logging. tokens/s: response tokens that a loss was computed on.
@@ -156,7 +157,7 @@ def _ours(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -
         "actor": {"optimizer": {"lr": work.lr, "clip_grad": 1.0}},
         "rollout": {"max_new_tokens": work.tokens, "temperature": work.temperature},
         "reward": {"function": f"{TOOLS / 'end_to_end_trl.py'}:score"},
-        "algorithm": {"prompts_per_iteration": work.prompts, "group_size": work.group},
+        "algorithm": {"prompts_per_iteration": work.prompts, "group_size": work.group, "old_logprobs": "skip"},
         "job": {"output": str(place), "iterations": work.iterations, "seed": work.seed, "save": False},
     }
     place.with_suffix(".yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -122,21 +122,21 @@ def _activate(gate: Tensor, gelu: bool) -> Tensor:
 @fused
 def _gated(x: Tensor, scale: Tensor, gelu: bool) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return (_activate(gate.float(), gelu) * up * scale[:, None]).to(x.dtype)
+    return _activate(gate.float(), gelu).mul_(up).mul_(scale[:, None]).to(x.dtype)
 
 
 @fused
 def _gated_backward(grad: Tensor, x: Tensor, scale: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
     gate, up = x.float().chunk(2, dim=-1)
     activated, grad = _activate(gate, gelu), grad.float()
-    scale_grad = (grad * activated * up).sum(-1)
+    scale_grad = (grad * activated).mul_(up).sum(-1)
     grad = grad * scale[:, None]
     gate_grad = (
         torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
         if gelu
         else torch.ops.aten.silu_backward(grad * up, gate)
     )
-    return torch.cat((gate_grad, grad * activated), dim=-1).to(x.dtype), scale_grad
+    return torch.cat((gate_grad, grad.mul_(activated)), dim=-1).to(x.dtype), scale_grad
 
 
 class NormedRowParallelLinear(RowParallelLinear):
