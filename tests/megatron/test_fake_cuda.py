@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.fake_cuda import FakeCudaProcess, recorded_cuda_calls
+from tests.fake_cuda import ROOT, FakeCudaProcess, recorded_cuda_calls
 from tests.megatron import fake_cuda_cases as cases
 from tests.megatron.training import assert_equal, train_in_plain_torch
 from tests.tiny_models import LATENT, MIXTURES, VARIANTS, oracle, oracle_outputs, tiny_model
@@ -200,3 +202,12 @@ def test_train_experts_on_cuda_runs_on_every_rank(
 ) -> None:
     for rank in range(2):
         assert_trains(fake_cuda.run(cases.train, models[family], layout, 2, rank, False))
+
+
+@pytest.mark.nightly
+def test_compiled_functions_equal_themselves_and_are_compiled_once_for_all_sizes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.megatron.compiled_cases"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("compilations") == 14

@@ -1,0 +1,102 @@
+"""Functions that torch.compile joins to kernels on GPUs, compiled for the CPU: python -m tests.megatron.compiled_cases
+
+A process of its own: torch's compiler has to see the functions of torch.cuda before the CPU platform replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.testing import assert_close
+
+TorchInGraphFunctionVariable._get_handlers()
+
+import verl_mg.megatron  # noqa: E402, F401
+from verl_mg.megatron import experts, flex_attention, layers, rotary_embedding, routing  # noqa: E402
+
+HEADS, PLAIN, ROTARY, WIDTH, EXPERTS, TOP_K = 4, 16, 8, 32, 16, 4
+
+
+def main() -> None:
+    """Compares results with those of the functions as they are, and counts compilations."""
+    torch.manual_seed(0)
+    for name, function, arguments in functions():
+        counter = CompileCounterWithBackend("inductor")
+        compiled = torch.compile(function, backend=counter, fullgraph=True)
+        for tokens in (40, 72, 88):
+            given = arguments(tokens)
+            assert_close(compiled(*given), function(*given), rtol=1e-2, atol=1e-2)  # bfloat16, rounded elsewhere
+        print(f"{name}: {counter.frame_count} compilations", flush=True)
+        assert counter.frame_count <= 2, "one for the first size, and one for all others"
+    attention()
+
+
+def functions() -> list[tuple[str, Callable[..., Any], Callable[[int], tuple[Any, ...]]]]:
+    """Name, function, and its arguments for a number of tokens."""
+    weight = half(WIDTH)
+    return [
+        ("end_rotated", rotary_embedding._end_rotated, lambda t: (half(t, HEADS, PLAIN + ROTARY), *angles(t), True)),
+        ("end_rotated_back", rotary_embedding._end_rotated_back, lambda t: (half(t, HEADS, 24), *angles(t), True)),
+        (
+            "joined",
+            rotary_embedding._joined,
+            lambda t: (half(t, HEADS, PLAIN), half(t, 1, ROTARY), *angles(t), True),
+        ),
+        ("summed_back", rotary_embedding._summed_back, lambda t: (half(t, HEADS, ROTARY), *angles(t), False)),
+        ("normalized", layers._normalized, lambda t: (half(t, 1, WIDTH), weight, 1e-6, True)),
+        (
+            "norm_gradients",
+            layers._norm_gradients,
+            lambda t: (half(t, 1, WIDTH), half(t, 1, WIDTH), weight, torch.rand(t, 1, 1), True, True),
+        ),
+        ("gated", layers._gated, lambda t: (half(t, 2 * WIDTH), torch.rand(t), False)),
+        ("scores", routing._scores, lambda t: (torch.randn(t, EXPERTS), torch.rand(EXPERTS), True)),
+        ("weights", routing._weights, lambda t: (torch.rand(t, EXPERTS), chosen(t), True, 2.5)),
+        (
+            "gradient_of_logits",
+            routing._gradient_of_logits,
+            lambda t: (torch.rand(t, TOP_K), torch.rand(t, EXPERTS), chosen(t), False, True, 2.5),
+        ),
+        ("of_groups", routing._of_groups, lambda t: (torch.rand(t, 8, 2), torch.randint(0, 8, (t, 3)))),
+        ("replayed", routing._replayed, lambda t: (chosen(t).short() - 1, chosen(t))),
+        ("sources", experts._sources, lambda t: (torch.randperm(t * TOP_K), TOP_K)),
+    ]
+
+
+def half(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def angles(tokens: int) -> tuple[Tensor, Tensor]:
+    return torch.rand(tokens, 1, ROTARY), torch.rand(tokens, 1, ROTARY)
+
+
+def chosen(tokens: int) -> Tensor:
+    return torch.rand(tokens, EXPERTS).topk(TOP_K).indices
+
+
+def attention() -> None:
+    """FlexAttention with a mask of its own for each micro-batch, which must not be compiled for each of them."""
+    counter = CompileCounterWithBackend("inductor")
+    plain = flex_attention._flex_attention
+    compiled = torch.compile(plain, backend=counter, fullgraph=True)
+    for lengths in ((300, 200), (300, 100, 5), (700, 13), (90,) * 9):
+        for window in (None, 40):
+            mask = flex_attention.block_mask(torch.tensor(lengths), window, torch.device("cpu"))
+            inputs = [torch.randn(sum(lengths), heads, WIDTH) for heads in (HEADS, 2, 2)]
+            results = []
+            for function in (compiled, plain):
+                flex_attention._flex_attention = function
+                results.append(flex_attention.attend_where_seen(*inputs, mask, 0.3, 0.5))
+            assert_close(*results, rtol=1e-4, atol=1e-5)
+    print(f"flex_attention: {counter.frame_count} compilations", flush=True)
+    assert counter.frame_count <= 4
+
+
+if __name__ == "__main__":
+    main()
