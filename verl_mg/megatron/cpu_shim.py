@@ -1,8 +1,9 @@
 """The CPU platform: replacements of the CUDA calls of megatron-core, so that it runs unchanged over gloo.
 
 megatron-core uses CUDA devices, streams and generators unconditionally. `install` replaces those calls by CPU ones.
-Every patch replaces something that would raise without a GPU, except `tensor_types_named_cuda`, which is therefore
-active only during an optimizer's calls. With CUDA present this module is never imported.
+Every patch replaces something that would raise without a GPU, except two: `tensor_types_named_cuda`, which is therefore
+active only during an optimizer's calls, and `_unless_alone`, which saves copies. With CUDA present this module is never
+imported.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _patch_megatron() -> None:
+    from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
@@ -124,8 +126,23 @@ def _patch_megatron() -> None:
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     dispatcher: Any = token_dispatcher
     dispatcher.maybe_move_tensor_to_cpu = _maybe_as_numpy
+    buffers: Any = param_and_grad_buffer
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
     regions: Any = mappings
     regions._gather_along_first_dim = _with_uneven_sizes(regions._gather_along_first_dim)
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves out collectives of one rank whose result is in its place already: gloo copies it there and back."""
+
+    @functools.wraps(collective)
+    def called(output: torch.Tensor, values: torch.Tensor, *, group: Any, async_op: bool, **options: Any) -> Any:
+        if group.size() == 1 and output.data_ptr() == values.data_ptr() and not async_op:
+            return None
+        return collective(output, values, group=group, async_op=async_op, **options)
+
+    return called
 
 
 def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -17,7 +17,6 @@ from verl_mg import device
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.reshard import execute, plan, schedule, split_into_chunks
-from verl_mg.reshard.chunking import TensorChunk
 from verl_mg.reshard.routing import assign_writes
 from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
@@ -43,8 +42,7 @@ def write_weights(runner: ModelRunner, writer: CheckpointWriter) -> None:
             writer.write(write.tensor, write.box, values[slices(write.parameter_box)])
     node = device.ranks_of_a_node(dist.get_world_size())
     for chunk in split_into_chunks(rows, rows.ranks, CHUNK_BYTES // runner.dtype.itemsize):
-        source = TensorChunk(whole, whole.shards, tuple(chunk.tensors))
-        moves = schedule(plan(source, chunk, node), rank, runner.dtype)
+        moves = schedule(plan(whole, chunk, node), rank, runner.dtype)
         held: Mapping[str, Tensor] = {name: served[name] for name in moves.source_shapes}
         staged = {
             name: torch.empty(shape, dtype=runner.dtype, device=device.current_device())
