@@ -38,6 +38,11 @@ def test_tensor_types_named_cuda_applies_only_inside():
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
+def test_compiler_of_torch_compiles_functions_on_the_patched_torch() -> None:
+    compiled = torch.compile(lambda x: torch.tanh(x), backend="eager")
+    assert compiled(torch.ones(3)).equal(torch.ones(3).tanh())
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("package", ["transformer_engine", "flash_mla"])
 def test_package_for_gpus_that_finds_no_driver_is_not_imported(tmp_path: Path, package: str) -> None:

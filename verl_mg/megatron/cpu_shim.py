@@ -84,9 +84,12 @@ def _quick_import() -> Iterator[None]:
 def _patch_torch() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
-    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
     cuda.Stream = cuda.Event = _Stream
-    cuda.stream = cuda.current_stream = cuda.default_stream = lambda *_, **__: _Stream()
+    # One function each, because torch's compiler identifies them by object and refuses to register one twice.
+    for name in ("synchronize", "empty_cache"):
+        setattr(cuda, name, lambda *_, **__: None)
+    for name in ("stream", "current_stream", "default_stream"):
+        setattr(cuda, name, lambda *_, **__: _Stream())
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
