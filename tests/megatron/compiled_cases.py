@@ -1,6 +1,6 @@
 """Functions that torch.compile joins to kernels on GPUs, compiled for the CPU: python -m tests.megatron.compiled_cases
 
-A process of its own: torch's compiler has to see the functions of torch.cuda before the CPU platform replaces them.
+A process of its own: gradients of compiled functions start threads, after which a test process could not fork ranks.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.testing import assert_close
 
-TorchInGraphFunctionVariable._get_handlers()
-
-import verl_mg.megatron  # noqa: E402, F401
-from verl_mg.megatron import experts, flex_attention, layers, rotary_embedding, routing  # noqa: E402
+import verl_mg.megatron  # noqa: F401
+from verl_mg.megatron import experts, flex_attention, layers, rotary_embedding, routing
 
 HEADS, PLAIN, ROTARY, WIDTH, EXPERTS, TOP_K = 4, 16, 8, 32, 16, 4
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl_mg.megatron  # noqa: F401
+from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_model
 from verl_mg.megatron.cpu_shim import tensor_types_named_cuda
 
@@ -38,9 +39,15 @@ def test_tensor_types_named_cuda_applies_only_inside():
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_compiler_of_torch_compiles_functions_on_the_patched_torch() -> None:
-    compiled = torch.compile(lambda x: torch.tanh(x), backend="eager")
-    assert compiled(torch.ones(3)).equal(torch.ones(3).tanh())
+def test_compiler_of_torch_compiles_functions_on_the_patched_torch(ranks: RankPool) -> None:
+    # After it, gradients start threads in the process, from which no ranks could be forked again.
+    (found,) = ranks.run(1, compiled_tanh)
+    assert found.equal(torch.ones(3).tanh())
+
+
+def compiled_tanh() -> torch.Tensor:
+    result: torch.Tensor = torch.compile(lambda x: torch.tanh(x), backend="eager")(torch.ones(3))
+    return result
 
 
 @pytest.mark.nightly
