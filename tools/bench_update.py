@@ -44,8 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": ("qwen3_moe", MIXTURE | SMALL | {"num_experts_per_tok": 4, "moe_intermediate_size": 64}),
     "moe_large": ("qwen3_moe", MIXTURE | LARGE | {"num_experts_per_tok": 8, "moe_intermediate_size": 96}),
 }
-"""Architecture, and fields of config.json. In `moe` an expert's products take about as long as to start them, as
-those of published models do on GPUs; in `moe_large` arithmetic takes most of the time, which no code makes less."""
+"""Architecture, and fields of config.json. The products of an expert are small in `moe` and larger in `moe_large`."""
 ROWS, LONGEST = 16, 384
 """Rows of an update, and tokens of the longest."""
 

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 import verl_mg.megatron  # noqa: F401
 from verl_mg.megatron import experts, flex_attention, layers, rotary_embedding, routing
+from verl_mg.megatron.token_order import zigzag_tokens
 
 HEADS, PLAIN, ROTARY, WIDTH, EXPERTS, TOP_K = 4, 16, 8, 32, 16, 4
 
@@ -78,18 +79,23 @@ def chosen(tokens: int) -> Tensor:
 
 
 def attention() -> None:
-    """FlexAttention with a mask of its own for each micro-batch, which must not be compiled for each of them."""
+    """FlexAttention with a mask of its own for each micro-batch, which must not be compiled for each of them.
+
+    Queries are those of all tokens, or of one of two context-parallel ranks.
+    """
     counter = CompileCounterWithBackend("inductor")
     plain = flex_attention._flex_attention
     compiled = torch.compile(plain, backend=counter, fullgraph=True)
-    for lengths in ((300, 200), (300, 100, 5), (700, 13), (90,) * 9):
-        for window in (None, 40):
-            mask = flex_attention.block_mask(torch.tensor(lengths), window, torch.device("cpu"))
-            inputs = [torch.randn(sum(lengths), heads, WIDTH) for heads in (HEADS, 2, 2)]
+    for lengths in ((304, 200), (304, 104, 8), (704, 16), (88,) * 9):
+        for window, cp in ((None, 1), (40, 1), (None, 2)):
+            queries = zigzag_tokens(torch.tensor(lengths), cp, 1) if cp > 1 else None
+            mask = flex_attention.block_mask(torch.tensor(lengths), window, torch.device("cpu"), queries)
+            tokens = sum(lengths)
+            inputs = [torch.randn(t, heads, WIDTH) for t, heads in ((tokens // cp, HEADS), (tokens, 2), (tokens, 2))]
             results = []
             for function in (compiled, plain):
                 flex_attention._flex_attention = function
-                results.append(flex_attention.attend_where_seen(*inputs, mask, 0.3, 0.5))
+                results.append(flex_attention.attend_with_block_mask(*inputs, mask, 0.3, 0.5))
             assert_close(*results, rtol=1e-4, atol=1e-5)
     print(f"flex_attention: {counter.frame_count} compilations", flush=True)
     assert counter.frame_count <= 4

@@ -103,7 +103,7 @@ def test_softcap_by_block_mask_equals_matrix_products(ranks: RankPool, kv_heads:
 
 
 def attend_with_softcap(kv_heads: int, window: int | None) -> list[list[Tensor]]:
-    """Output and gradients by a mask of blocks, and by matrix products."""
+    """Output and gradients by a block mask, and by matrix products."""
     packed = describe_sequences(torch.tensor([150, 1, 7, 100]), torch.ones(WIDTH // 2), 1.0)
     module = attention(window, softcap=0.5)
     return outputs_and_gradients((module._with_block_mask, module._length_by_length), packed, 258, kv_heads)
@@ -120,11 +120,16 @@ def test_attention_to_gathered_keys_by_block_mask_equals_that_by_a_full_mask(
 
 
 def attend_to_gathered(softcap: float | None, window: int | None) -> list[list[Tensor]]:
-    """Output and gradients of two chunks of each sequence, by a mask of blocks and by one of all tokens."""
+    """Output and gradients of two chunks of each sequence, by a block mask and by one of all tokens."""
     packed = describe_sequences(torch.tensor([152, 4, 8, 600]), torch.ones(WIDTH // 2), 1.0)
     packed.cp_group, packed.zigzag = dist.group.WORLD, True
     module = attention(window, softcap)
-    return outputs_and_gradients((module._to_gathered_with_block_mask, module._to_gathered), packed, 382, 2)
+
+    def to_gathered(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda query, key, value, packed: attend(query, *module._gathered(key, value, packed), packed)
+
+    functions = [to_gathered(attend) for attend in (module._with_block_mask, module._length_by_length)]
+    return outputs_and_gradients(functions, packed, 382, 2)
 
 
 def outputs_and_gradients(

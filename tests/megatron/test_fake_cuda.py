@@ -12,7 +12,7 @@ import torch
 
 from tests.fake_cuda import ROOT, FakeCudaProcess, recorded_cuda_calls
 from tests.megatron import fake_cuda_cases as cases
-from tests.megatron.training import assert_equal, train_in_plain_torch
+from tests.megatron.training import assert_equal, assert_logprobs_near, train_in_plain_torch
 from tests.tiny_models import LATENT, MIXTURES, VARIANTS, oracle, oracle_outputs, tiny_model
 from verl_mg.config import MegatronConfig
 
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 def assert_trains(trained: cases.Trained) -> None:
     """Weights change, and the host waits for nothing of ours but once for the inferred values and for the metrics.
 
-    And for sizes where ranks exchange tokens of experts: twice as often in the second update, of two micro-batches.
+    Where ranks exchange tokens of experts it waits for their sizes too, in each micro-batch: update 2 has two of them.
     """
     assert trained.grad_norm > 0 and trained.changed > 0
     ours = {phase: cases.in_package(waits, "verl_mg") for phase, waits in trained.waits.items()}
@@ -65,14 +65,13 @@ def assert_trains(trained: cases.Trained) -> None:
 
 
 def assert_like_transformers(trained: cases.Trained, model: Path) -> None:
-    """Log-probs differ by the rounding of bfloat16, which lets a few tokens of a mixture choose another expert."""
+    """Log-probs differ by the rounding of bfloat16."""
     rows = cases.rows_of(model)
     scored = rows["loss_mask"] & (rows.positions > 0)
     with torch.no_grad():
         expected, _ = oracle_outputs(oracle(model), rows, cases.TEMPERATURE)
     assert trained.logprobs is not None
-    error = (trained.logprobs - expected[scored]).abs()
-    assert error.mean() < 0.05 and error.quantile(0.95) < 0.5
+    assert_logprobs_near((trained.logprobs - expected[scored]).abs())
 
 
 def test_train_dense_on_cuda_needs_no_wait_for_a_micro_batch(

@@ -133,7 +133,6 @@ def load(folder: Path) -> None:
     torch_attention: Any = attention.PackedAttention
     # torch's own kernels need a GPU.
     torch_attention._with_ragged_kernel = torch_attention._with_block_mask = torch_attention._length_by_length
-    torch_attention._to_gathered_with_block_mask = torch_attention._to_gathered
     _pass_for_a_gpu(torch)
 
 

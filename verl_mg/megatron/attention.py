@@ -25,8 +25,8 @@ from torch import Tensor
 
 from verl_mg.device import copy_to
 from verl_mg.megatron.flash_attention import takes_value_width
-from verl_mg.megatron.flex_attention import BlockMask, attend_where_seen, block_mask
-from verl_mg.megatron.gathered_attention import attend_to_gathered, gather_tokens, gathered_order
+from verl_mg.megatron.flex_attention import BlockMask, attend_with_block_mask, block_mask
+from verl_mg.megatron.gathered_attention import attend_to_gathered, gather_tokens, order_of_gathered
 from verl_mg.megatron.rotary_embedding import rotate
 from verl_mg.megatron.token_order import zigzag_tokens
 
@@ -78,7 +78,7 @@ class PackedSequences(PackedSeqParams):
         return self.angles.repeat(1, 2)[:, None, None, :]
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Returns the mask of blocks of scores of this rank's queries, see `flex_attention`.
+        """Returns the block mask of this rank's queries, see `flex_attention`.
 
         Args:
             window: number of tokens that a token attends to at most, itself included; None for all.
@@ -93,10 +93,10 @@ class PackedSequences(PackedSeqParams):
         return self.block_masks[window]
 
     @cached_property
-    def order_of_gathered(self) -> Tensor:
+    def gathered_order(self) -> Tensor:
         """Index of each token among those of all context-parallel ranks, with `zigzag`: (T,) int64."""
         assert self.lengths is not None and self.cos is not None and self.cp_group is not None
-        return gathered_order(self.lengths, self.cp_group.size(), self.cos.device)
+        return order_of_gathered(self.lengths, self.cp_group.size(), self.cos.device)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -271,9 +271,10 @@ class PackedAttention(MegatronModule):
         Returns:
             (T / cp, heads, d_v).
         """
+        key, value = self._gathered(key, value, packed)
         if has_ragged_kernel(query.device, query.dtype):
-            return self._to_gathered_with_block_mask(query, key, value, packed)
-        return self._to_gathered(query, key, value, packed)
+            return self._with_block_mask(query, key, value, packed)
+        return self._length_by_length(query, key, value, packed)
 
     def with_positions(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
@@ -322,20 +323,18 @@ class PackedAttention(MegatronModule):
         return context[..., :width]
 
     def _with_block_mask(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        return attend_where_seen(query, key, value, packed.block_mask(self.window), self.scale, self.softcap)
+        return attend_with_block_mask(query, key, value, packed.block_mask(self.window), self.scale, self.softcap)
 
-    def _to_gathered_with_block_mask(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
-    ) -> Tensor:
+    def _gathered(self, key: Tensor, value: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
         assert packed.cp_group is not None
-        key, value = (gather_tokens(part, packed.order_of_gathered, packed.cp_group) for part in (key, value))
-        return self._with_block_mask(query, key, value, packed)
-
-    def _to_gathered(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        assert packed.lengths is not None and packed.cp_group is not None
-        return attend_to_gathered(self._attend_where, query, key, value, packed.lengths, self.window, packed.cp_group)
+        order, group = packed.gathered_order, packed.cp_group
+        return gather_tokens(key, order, group), gather_tokens(value, order, group)
 
     def _length_by_length(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        if packed.zigzag:
+            assert packed.lengths is not None and packed.cp_group is not None
+            cp, rank = packed.cp_group.size(), packed.cp_group.rank()
+            return attend_to_gathered(self._attend_where, query, key, value, packed.lengths, self.window, cp, rank)
         sizes = [count * length for count, length in packed.runs]
         outputs = []
         parts = (part.split(sizes) for part in (query, key, value))

@@ -1,9 +1,9 @@
-"""Attention over packed sequences by torch's FlexAttention: one kernel that skips blocks of the mask.
+"""Attention over packed sequences by torch's FlexAttention: one kernel that skips blocks which the mask excludes.
 
 For what its variable-length kernel does not have: a softcap, and queries that are only some of a sequence's tokens.
 FlexAttention (arXiv:2412.05496) generates its kernel when it is compiled, which happens on GPUs alone; not compiled, as
-in tests, it computes the same with matrices. Scores are divided into blocks of 128 queries and 128 keys. Their mask is
-computed in host memory from the lengths of the sequences, so that nothing of the size of the scores exists.
+in tests, it computes the same with matrices. Its block mask divides scores into blocks of 128 queries and 128 keys. It
+is computed in host memory from the lengths of the sequences, so that nothing of the size of the scores exists.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ _flex_attention = fused(flex_attention)
 
 
 def block_mask(lengths: Tensor, window: int | None, device: torch.device, queries: Tensor | None = None) -> BlockMask:
-    """Describes which tokens a token sees: earlier ones of the same sequence, and itself.
+    """Returns the causal block mask of packed sequences: a token sees earlier ones of its sequence, and itself.
 
     Args:
         lengths: (n,) int64 on the CPU, tokens of each sequence.
         window: number of tokens that a token attends to at most, itself included; None for all.
         device: device of queries and keys.
-        queries: (T of the queries,) int64 on the CPU, their places among all tokens, ascending; None for all tokens.
+        queries: (T of the queries,) int64 on the CPU, their indices among all tokens, ascending; None for all tokens.
     """
     total = int(lengths.sum())
     tokens = torch.arange(total)
     first_seen = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     if window is not None:
         first_seen = torch.maximum(first_seen, tokens - window + 1)
-    places = tokens if queries is None else queries
-    first_seen = first_seen[places]
-    first, last = _bounds(len(places))
+    positions = tokens if queries is None else queries
+    first_seen = first_seen[positions]
+    first, last = _bounds(len(positions))
     first_key, last_key = _bounds(total)
     # No query sees an earlier key than its predecessor does: the first and the last of a block bound what it sees.
-    seen = (first_key <= places[last][:, None]) & (last_key >= first_seen[first][:, None])  # [queries, keys], some pair
-    whole = (last_key <= places[first][:, None]) & (first_key >= first_seen[last][:, None])  # every pair
+    # [queries, keys]: some pair of the block, and every pair
+    seen = (first_key <= positions[last][:, None]) & (last_key >= first_seen[first][:, None])
+    whole = (last_key <= positions[first][:, None]) & (first_key >= first_seen[last][:, None])
     whole &= (last - first == BLOCK - 1)[:, None]  # torch reads these without a mask
     partly = seen & ~whole
     listed = [_listed(blocks) for blocks in (partly, whole, partly.T, whole.T)]
     (in_part, part), (in_whole, full), (of_part, q_part), (of_whole, q_full) = (
         [copy_to(device, each) for each in pair] for pair in listed
     )
-    bounds = copy_to(device, torch.stack([first_seen, places]).int())
+    bounds = copy_to(device, torch.stack([first_seen, positions]).int())
 
     def visible(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= bounds[0, query]) & (key <= bounds[1, query])
 
     return BlockMask(
-        seq_lengths=(len(places), total),
+        seq_lengths=(len(positions), total),
         kv_num_blocks=in_part,
         kv_indices=part,
         full_kv_num_blocks=in_whole,
@@ -70,10 +71,10 @@ def block_mask(lengths: Tensor, window: int | None, device: torch.device, querie
     )
 
 
-def attend_where_seen(
+def attend_with_block_mask(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, softcap: float | None
 ) -> Tensor:
-    """Attends from tokens to those that they see.
+    """Computes attention under a block mask, with a softcap if one is given.
 
     Args:
         query: (T of the queries, heads, d).
@@ -87,12 +88,12 @@ def attend_where_seen(
         (T of the queries, heads, d_v).
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    change = None if softcap is None else _bounded_by(softcap)
-    context: Tensor = _flex_attention(q, k, v, score_mod=change, block_mask=mask, scale=scale, enable_gqa=True)
+    score_mod = None if softcap is None else _tanh_softcap(softcap)
+    context: Tensor = _flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=True)
     return context[0].transpose(0, 1)
 
 
-def _bounded_by(softcap: float) -> Callable[..., Tensor]:
+def _tanh_softcap(softcap: float) -> Callable[..., Tensor]:
     def bounded(score: Tensor, *_: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 

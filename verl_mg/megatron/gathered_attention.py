@@ -16,7 +16,7 @@ from verl_mg.device import copy_to
 from verl_mg.megatron.token_order import zigzag_tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(query (n, heads, L / cp, d), key (n, heads, L, d), value (n, heads, L, d_v), visible (L / cp, L) bool) ->
+"""(query (n, heads, L / cp, d), key (n, kv_heads, L, d), value (n, kv_heads, L, d_v), visible (L / cp, L) bool) ->
 (n, heads, L / cp, d_v)."""
 
 
@@ -25,7 +25,7 @@ def gather_tokens(part: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tens
 
     Args:
         part: (T / cp, heads, d) of this rank.
-        order: (T,) int64 on the device, see `gathered_order`.
+        order: (T,) int64 on the device, see `order_of_gathered`.
         group: the cp ranks that share the sequences.
 
     Returns:
@@ -34,7 +34,7 @@ def gather_tokens(part: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tens
     return gather_from_sequence_parallel_region(part.contiguous(), group=group)[order]
 
 
-def gathered_order(lengths: Tensor, cp: int, device: torch.device) -> Tensor:
+def order_of_gathered(lengths: Tensor, cp: int, device: torch.device) -> Tensor:
     """Returns the index of each token among those of all ranks, rank after rank: (T,) int64.
 
     Args:
@@ -52,25 +52,24 @@ def attend_to_gathered(
     value: Tensor,
     lengths: Tensor,
     window: int | None,
-    group: dist.ProcessGroup,
+    cp: int,
+    rank: int,
 ) -> Tensor:
     """Computes causal attention of this rank's tokens; sequences of equal length are computed together.
 
     Args:
         attend: attention where a mask is true.
         query: (T / cp, heads, d), rotary embedding included.
-        key: (T / cp, kv_heads, d), rotary embedding included.
-        value: (T / cp, kv_heads, d_v).
+        key: (T, kv_heads, d) of all ranks, rotary embedding included.
+        value: (T, kv_heads, d_v) of all ranks.
         lengths: (n,) int64 on the CPU, tokens of each sequence, multiples of 2 * cp.
         window: number of tokens that a token attends to at most, itself included; None for all.
-        group: the cp ranks that share the sequences.
+        cp: number of ranks that share the sequences.
+        rank: this rank among them.
 
     Returns:
         (T / cp, heads, d_v).
     """
-    cp, rank, repeat = group.size(), group.rank(), query.shape[1] // key.shape[1]
-    order = gathered_order(lengths, cp, query.device)
-    key, value = (gather_tokens(part, order, group).repeat_interleave(repeat, dim=1) for part in (key, value))
     starts, outputs, computed = lengths.cumsum(0) - lengths, [], []
     for length in lengths.unique().tolist():
         begins = starts[lengths == length][:, None]

@@ -122,6 +122,7 @@ def _activate(gate: Tensor, gelu: bool) -> Tensor:
 @fused
 def _gated(x: Tensor, scale: Tensor, gelu: bool) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
+    # In place, here and below: less memory where this is not compiled, the same kernel where it is.
     return _activate(gate.float(), gelu).mul_(up).mul_(scale[:, None]).to(x.dtype)
 
 
