@@ -47,9 +47,9 @@ make_venv() {
     fi
 }
 
-# install_packages ARGUMENT...: those of pip install
+# install_packages ARGUMENT...: those of pip install, into $venv if it is set, else into the environment of the project
 install_packages() {
-    local python=$repository/.venv/bin/python uv
+    local python=${venv:-$repository/.venv}/bin/python uv
     if uv=$(PATH=$PATH:$repository/.venv/bin command -v uv); then
         # uv does not read the settings of pip, and has its own certificates by default.
         UV_SYSTEM_CERTS=1 UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-}} UV_INDEX=${UV_INDEX:-${PIP_EXTRA_INDEX_URL:-}} \

