@@ -1,16 +1,22 @@
 """GRPO updates and log-probs of an actor under every layout, compared with plain torch and `transformers`."""
 
+import json
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
+from tests.checkpoint.fp8_directories import dequantized_by_transformers, quantize_directory
 from tests.given_experts import with_experts
 from tests.roles.updates import COUNT, TEMPERATURE, actor_on, compare, oracle_update, rows, settings, with_entropy
-from tests.tiny_models import oracle, oracle_outputs
+from tests.tiny_models import oracle, oracle_outputs, tiny_model
 from verl_mg.batch import Batch
+from verl_mg.checkpoint.model_directory import SINGLE
+from verl_mg.models.hf_config import read_config
 from verl_mg.roles.row_index import RowIndexer
+from verl_mg.sharding.weight_table import weight_table
 
 LAYOUTS = [
     ("tp1", 2),
@@ -150,3 +156,19 @@ def test_each_pipeline_stage_gets_its_layers_of_the_routing_and_only_the_ends_ge
         assert set(found.names()) == names
         for name in names - {"routed_experts"}:
             assert torch.equal(found[name], expected[name])
+
+
+def save_unchanged(model, layout, folder):
+    """Saves the actor of a model as it was loaded."""
+    actor_on(model, layout, 24).save(folder, model)
+
+
+def test_save_of_an_fp8_checkpoint_writes_the_dtype_of_training(ranks, tmp_path):
+    model = tiny_model(tmp_path / "model", "deepseek_v3", layers=2)
+    quantize_directory(model, (4, 4))
+    ranks.run(2, save_unchanged, model, "tp2", tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    expected = dequantized_by_transformers(model, weight_table(read_config(model)), (4, 4))
+    saved = load_file(tmp_path / "saved" / SINGLE)
+    assert saved.keys() == expected.keys() and {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert all(torch.equal(saved[name].bfloat16(), expected[name].bfloat16()) for name in saved)

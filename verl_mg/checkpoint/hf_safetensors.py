@@ -18,6 +18,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from verl_mg.checkpoint.fp8 import block_of, dequantize, misfit
 from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectory
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile, header
 from verl_mg.errors import UserError
@@ -41,7 +42,7 @@ class CheckpointReader:
         self._files: dict[str, SafetensorsFile] = {}
 
     def read(self, tensor: str, box: Box) -> Tensor:
-        """Reads one box of a tensor.
+        """Reads one box of a tensor; an FP8 tensor is dequantized to float32.
 
         Args:
             tensor: Hugging Face name.
@@ -52,6 +53,23 @@ class CheckpointReader:
         """
         if tensor in self._initial:
             return self._initial[tensor][slices(box)]
+        values = self._stored(tensor, box)
+        return self._dequantized(tensor, box, values) if values.dtype is torch.float8_e4m3fn else values
+
+    def _dequantized(self, tensor: str, box: Box, values: Tensor) -> Tensor:
+        name = self._directory.scale_of(tensor)
+        scales, declared = self._stored(name, ()), self._directory.block
+        shape = self._files[self._directory.file_of[tensor]].tensors[tensor].shape
+        block = block_of(shape, tuple(scales.shape), declared)
+        if not block:
+            raise self._directory.unfit_scales(name, tensor, misfit(shape, tuple(scales.shape), declared))
+        try:
+            return dequantize(values, scales, box, block)
+        except ValueError as error:
+            raise self._directory.unfit_scales(name, tensor, f"{error} in the box {box}") from None
+
+    def _stored(self, tensor: str, box: Box) -> Tensor:
+        """Returns a box as it is in the file; the empty box is the whole tensor."""
         name = self._directory.file_with(tensor, box)
         if name not in self._files:
             self._files[name] = self._directory.open(name, f"the box {box} of {tensor!r}")

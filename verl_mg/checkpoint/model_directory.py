@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from verl_mg.checkpoint.fp8 import FP8, SCALE_DTYPES, BlockSize, block_of, declared_block, misfit, scale_name
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, SafetensorsFile, StoredTensor
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.errors import UserError
@@ -27,16 +28,18 @@ class ModelDirectory:
     Attributes:
         folder: the directory.
         file_of: name of the file of each tensor.
+        block: rows and columns of the blocks of FP8 tensors, each of which has a scale; None: of no blocks.
     """
 
-    def __init__(self, folder: Path, file_of: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, file_of: Mapping[str, str], block: BlockSize | None = None) -> None:
         """Stores the files.
 
         Args:
             folder: the directory.
             file_of: name of the file of each tensor.
+            block: rows and columns of the blocks of FP8 tensors.
         """
-        self.folder, self.file_of = folder, file_of
+        self.folder, self.file_of, self.block = folder, file_of, block
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
 
     @classmethod
@@ -47,16 +50,16 @@ class ModelDirectory:
             UserError: the directory has no safetensors files, or the index cannot be read.
         """
         folder = Path(folder)
-        index = folder / INDEX
+        index, block = folder / INDEX, declared_block(folder)
         if index.exists():
             try:
                 weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{index}: not a safetensors index ({error}). Download the model again.") from None
-            return cls(folder, weight_map)
+            return cls(folder, weight_map, block)
         if not (folder / SINGLE).exists():
             raise UserError(f"{folder}: no {SINGLE} and no {INDEX}. Convert the weights to safetensors files.")
-        directory = cls(folder, {})
+        directory = cls(folder, {}, block)
         header = directory.open(SINGLE).tensors
         directory.file_of, directory._headers[SINGLE] = dict.fromkeys(header, SINGLE), header
         return directory
@@ -109,22 +112,58 @@ class ModelDirectory:
         """
         for tensor, shard in shapes.items():
             box = full_box(shard.shape)
-            name = self.file_with(tensor, box)
-            if name not in self._headers:
-                self._headers[name] = self.open(name, f"the box {box} of {tensor!r}").tensors
-            if tensor not in self._headers[name]:
-                raise self.missing_in_file(tensor, box)
-            stored = self._headers[name][tensor]
+            name, stored = self.file_with(tensor, box), self._entry(tensor, box)
             if stored.shape != shard.shape:
                 raise UserError(
                     f"{self.folder / name}: tensor {tensor!r} has shape {stored.shape}, "
                     f"but {shard.shape} in config.json. Use the config.json of these weights."
                 )
-            if stored.dtype not in _FLOATS:
+            if stored.dtype == FP8:
+                self._check_scales(tensor, stored)
+            elif stored.dtype not in _FLOATS:
                 raise UserError(
                     f"{self.folder / name}: tensor {tensor!r} is {stored.dtype}; "
-                    f"supported are {', '.join(_FLOATS)}. Convert the checkpoint first."
+                    f"supported are {', '.join(_FLOATS)}, and {FP8} with scales. Convert the checkpoint first."
                 )
+
+    def scale_of(self, tensor: str) -> str:
+        """Returns the name of the scales of an FP8 tensor; UserError where the directory does not have them."""
+        name = scale_name(tensor, self.file_of)
+        if name is None:
+            raise UserError(
+                f"{self.folder / self.file_of[tensor]}: tensor {tensor!r} is {FP8}, but the directory has no scales of "
+                f"it ({tensor}_scale_inv). Download the model again."
+            )
+        return name
+
+    def unfit_scales(self, scales: str, tensor: str, reason: str) -> UserError:
+        """Returns the error for scales that do not fit their tensor.
+
+        Args:
+            scales: name of the scales.
+            tensor: Hugging Face name of the tensor.
+            reason: what is wrong.
+        """
+        return UserError(
+            f"{self.folder / self.file_of[scales]}: the scales {scales!r} of {tensor!r} cannot be used ({reason}). "
+            "Download the model again."
+        )
+
+    def _entry(self, tensor: str, box: Box) -> StoredTensor:
+        name = self.file_with(tensor, box)
+        if name not in self._headers:
+            self._headers[name] = self.open(name, f"the box {box} of {tensor!r}").tensors
+        if tensor not in self._headers[name]:
+            raise self.missing_in_file(tensor, box)
+        return self._headers[name][tensor]
+
+    def _check_scales(self, tensor: str, stored: StoredTensor) -> None:
+        scales = self.scale_of(tensor)
+        entry = self._entry(scales, ())
+        if entry.dtype not in SCALE_DTYPES:
+            raise self.unfit_scales(scales, tensor, f"they are {entry.dtype}")
+        if not block_of(stored.shape, entry.shape, self.block):
+            raise self.unfit_scales(scales, tensor, misfit(stored.shape, entry.shape, self.block))
 
     def missing_in_file(self, tensor: str, box: Box) -> UserError:
         """Returns the error for a tensor that is not in the file which the index names.
@@ -139,11 +178,11 @@ class ModelDirectory:
         )
 
     def packed(self) -> bytes:
-        """Returns the names of the tensors of each file, compressed."""
+        """Returns the names of the tensors of each file and the size of blocks, compressed."""
         tensors: dict[str, list[str]] = defaultdict(list)
         for tensor, name in self.file_of.items():
             tensors[name].append(tensor)
-        return zlib.compress(json.dumps(tensors).encode(), level=1)
+        return zlib.compress(json.dumps([tensors, self.block]).encode(), level=1)
 
     @classmethod
     def unpacked(cls, folder: Path, packed: bytes) -> ModelDirectory:
@@ -153,8 +192,9 @@ class ModelDirectory:
             folder: the directory.
             packed: result of `packed`.
         """
-        tensors = json.loads(zlib.decompress(packed))
-        return cls(folder, {tensor: name for name, names in tensors.items() for tensor in names})
+        tensors, block = json.loads(zlib.decompress(packed))
+        file_of = {tensor: name for name, names in tensors.items() for tensor in names}
+        return cls(folder, file_of, tuple(block) if block else None)
 
 
 class ModelDirectories:
@@ -187,4 +227,6 @@ class ModelDirectories:
         absent = optional - directory.file_of.keys()
         present = {name: shard for name, shard in shapes.items() if name not in absent}
         directory.check(present)
-        return ModelDirectory(folder, {name: directory.file_of[name] for name in present})
+        scales = filter(None, (scale_name(name, directory.file_of) for name in present))
+        names = (*present, *scales)
+        return ModelDirectory(folder, {name: directory.file_of[name] for name in names}, directory.block)

@@ -266,6 +266,7 @@ def _copy_small_files(source: Path, target: Path) -> None:
 def _patch_config(config: Path, runner: ModelRunner) -> None:
     """Patches the copied config.json: data type and architecture may differ from the source model."""
     tree = json.loads(config.read_text(encoding="utf-8"))
+    tree.pop("quantization_config", None)  # the weights are written in the dtype of training
     name = "torch_dtype" if "torch_dtype" in tree else "dtype"
     tree[name] = str(runner.dtype).removeprefix("torch.")
     if runner.table.head == "value":
