@@ -11,8 +11,8 @@ from verl_mg import device
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.models.hf_config import read_config
+from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.sglang import SGLangEngine
-from verl_mg.rollout.sglang.ipc_payload import Staging
 from verl_mg.sharding.weight_table import weight_table
 
 

@@ -53,7 +53,7 @@ IMPORTED_BY_JOBS = (
 )
 IMPORTED_BY_SGLANG = (
     "verl_mg.rollout.sglang.scheduler",
-    "verl_mg.rollout.sglang.engine_process",
+    "verl_mg.rollout.sglang.host",
     "verl_mg.rollout.sglang.tracing.trace_rank",
     "sglang.srt.models.registry",
     "sglang.srt.entrypoints.http_server",

@@ -30,9 +30,10 @@ from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import Request, Sampling
 from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_loop import EngineLoop
-from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, engine_arguments
+from verl_mg.rollout.ipc_payload import Staging
+from verl_mg.rollout.process_engine import EngineSettings
+from verl_mg.rollout.sglang import SGLangEngine, engine_arguments
 from verl_mg.rollout.sglang.arguments import environment
-from verl_mg.rollout.sglang.ipc_payload import Staging
 from verl_mg.rollout.work_queue import DynamicWorkQueue, Group
 from verl_mg.sharding.weight_table import weight_table
 

@@ -265,9 +265,7 @@ def show(rows: Sequence[Row], efficiency: Efficiency) -> None:
     print(f"{'row':98} published predicted   error   seconds of the parts")
     for row, off in errors.items():
         predicted = row.published * (1 + off)
-        print(
-            f"{row.name:98} {row.published:9,.4g} {predicted:9,.4g} {off:+7.0%}   {_parts(row, efficiency)}".rstrip()
-        )
+        print(f"{row.name:98} {row.published:9,.4g} {predicted:9,.4g} {off:+7.0%}   {_parts(row, efficiency)}".rstrip())
     for source in dict.fromkeys(row.source for row in rows):
         print(f"{source}: {summary([errors[row] for row in rows if row.source == source])}")
     for fitted, what in ((True, "in the fit"), (False, "not in the fit")):

@@ -1,10 +1,10 @@
 """Choice of the log-probs that the policy is compared with in its update: those of before the update.
 
-    recompute    a forward pass of the actor over the batch
-    rollout      those that the engine reported when it sampled: saves the pass; the ratio of new to old probability
-                 then contains the difference between engine and trainer, and the versions of a sample's weights
-    skip         those of the update itself, without their gradient: saves the pass; the same result where a batch is
-                 used for one optimizer step, since the policy has not changed yet
+recompute    a forward pass of the actor over the batch
+rollout      those that the engine reported when it sampled: saves the pass; the ratio of new to old probability
+             then contains the difference between engine and trainer, and the versions of a sample's weights
+skip         those of the update itself, without their gradient: saves the pass; the same result where a batch is
+             used for one optimizer step, since the policy has not changed yet
 """
 
 from typing import Annotated, Any, Literal

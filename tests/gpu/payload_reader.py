@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from verl_mg.rollout.sglang.ipc_payload import named_views
+from verl_mg.rollout.ipc_payload import named_views
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from verl_mg import device
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import Request, Sample, Sampling
-from verl_mg.rollout.sglang import EngineSettings, SGLangEngine
+from verl_mg.rollout.process_engine import EngineSettings
+from verl_mg.rollout.sglang import SGLangEngine
 
 START_S = 400
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)

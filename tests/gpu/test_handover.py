@@ -15,8 +15,8 @@ from tests.random_models import checkpoint, config
 from tests.rank_pool import RankPool
 from tests.traces import needs_sglang
 from verl_mg import device
+from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.sglang.arguments import ON_CPU
-from verl_mg.rollout.sglang.ipc_payload import Staging
 from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = needs_sglang

@@ -29,7 +29,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.roles.weight_sync import CHUNK_BYTES, KEPT_FREE_BYTES, SGLangEngineSync, fitting_chunk_bytes
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
-from verl_mg.rollout.sglang.ipc_payload import Staging
+from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.sharding.weight_table import weight_table
 
 SLOW_S = 0.3

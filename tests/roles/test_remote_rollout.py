@@ -28,7 +28,8 @@ from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles import remote_weight_sync
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
-from verl_mg.rollout.sglang import EngineSettings, engine_arguments
+from verl_mg.rollout.process_engine import EngineSettings
+from verl_mg.rollout.sglang import engine_arguments
 from verl_mg.rollout.sglang.arguments import environment
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.server_info import ServerRequirements

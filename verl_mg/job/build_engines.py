@@ -20,7 +20,8 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
 from verl_mg.roles.weight_sync import SGLangEngineSync, engine_ranks
 from verl_mg.rollout.hf.engine import HFEngine
-from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
+from verl_mg.rollout.process_engine import EngineSettings
+from verl_mg.rollout.sglang import SGLangEngine, check_on_cpu
 from verl_mg.sharding.weight_table import WeightTable
 
 RANK_BYTES = 6 * 2**30
@@ -139,7 +140,8 @@ def build_engine_group(
         inner,
         [r in leaders for r in range(world_size)],
         context,
-        sleep=rollout.sleep and not disjoint,
+        # On the CPU nothing is released: engines keep their weights.
+        sleep=rollout.sleep and not disjoint and device.current_device().type == "cuda",
         disjoint=disjoint,
         static=config.job.deterministic,
         wrap=wrap,

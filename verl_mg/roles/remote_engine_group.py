@@ -14,8 +14,8 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_weight_sync import ProcessGroupSync, RemoteWeightSync, SharedFolderSync
+from verl_mg.rollout.request_tracker import routed_shape
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
-from verl_mg.rollout.sglang.request_tracker import routed_shape
 from verl_mg.rollout.sglang.server_info import ServerRequirements, probe_server
 from verl_mg.sharding.weight_table import WeightTable
 

@@ -23,8 +23,8 @@ from verl_mg.reshard import Schedule, Traffic, aliased_parameters, aliases, exec
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.hf.engine import HFEngine
+from verl_mg.rollout.ipc_payload import Staging, staging_bytes
 from verl_mg.rollout.sglang.engine import SGLangEngine
-from verl_mg.rollout.sglang.ipc_payload import Staging, staging_bytes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import WeightTable
 

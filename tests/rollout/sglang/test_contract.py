@@ -23,11 +23,12 @@ from verl_mg.job import build_engines
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.weight_sync import engine_ranks
-from verl_mg.rollout.sglang import EngineSettings, engine_arguments
-from verl_mg.rollout.sglang import ports as ports_module
+from verl_mg.rollout import ports as ports_module
+from verl_mg.rollout.ports import BLOCK_SIZE, PortBlock
+from verl_mg.rollout.process_engine import EngineSettings
+from verl_mg.rollout.sglang import engine_arguments
 from verl_mg.rollout.sglang.arguments import environment, port_arguments
-from verl_mg.rollout.sglang.engine import _tags
-from verl_mg.rollout.sglang.ports import BLOCK_SIZE, PortBlock
+from verl_mg.rollout.sglang.host import _tags
 
 LIMITS = {"dtype": torch.bfloat16, "max_running": 16, "max_positions": 256}
 ENGINES = {
@@ -107,7 +108,7 @@ def test_environment_on_gpus_is_what_sglang_reads(sglang_says):
 
 @needs_sglang
 def test_sleep_releases_all_kinds_of_memory_that_sglang_has(sglang_says):
-    assert _tags(weights=True, kv=True) == set(sglang_says["tags"])
+    assert set(_tags(weights=True, kv=True)) == set(sglang_says["tags"])
 
 
 @needs_sglang

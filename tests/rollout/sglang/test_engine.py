@@ -17,8 +17,9 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
-from verl_mg.rollout.sglang import EngineSettings, SGLangEngine, check_on_cpu
-from verl_mg.rollout.sglang.ipc_payload import Staging
+from verl_mg.rollout.ipc_payload import Staging
+from verl_mg.rollout.process_engine import EngineSettings
+from verl_mg.rollout.sglang import SGLangEngine, check_on_cpu
 
 pytestmark = needs_sglang
 SETTINGS = EngineSettings(
@@ -122,7 +123,7 @@ def test_engine_request_over_its_time_is_cut_alone(engine, monkeypatch):
 
 def test_engine_request_without_answer_times_out(engine, monkeypatch):
     monkeypatch.setattr(engine, "_request_timeout", 0.2)
-    monkeypatch.setattr("verl_mg.rollout.sglang.request_tracker.ABORT_SECONDS", 0.3)
+    monkeypatch.setattr("verl_mg.rollout.request_tracker.ABORT_SECONDS", 0.3)
     (scheduler,) = schedulers(engine)
     scheduler.suspend()
     try:
@@ -159,7 +160,7 @@ def test_engine_sleep_with_requests_in_flight_cuts_them(engine, model):
 
 @pytest.mark.nightly
 def test_engine_sleep_with_requests_that_do_not_end_kills_it(engine, model, monkeypatch):
-    monkeypatch.setattr("verl_mg.rollout.sglang.engine.IDLE_SECONDS", 0.5)
+    monkeypatch.setattr("verl_mg.rollout.process_engine.IDLE_SECONDS", 0.5)
     (scheduler,) = schedulers(engine)
     scheduler.suspend()
     engine.submit(requests(), LONG)
@@ -206,7 +207,7 @@ def test_engine_killed_while_generating_restarts_and_finishes(engine, model):
 def test_engine_of_a_dead_rank_leaves_no_process(engine):
     """What the kernel does to the socket of a rank that is killed."""
     processes = [psutil.Process(engine.pid), process_of(engine), *process_of(engine).children(recursive=True)]
-    engine._host._socket.shutdown(socket.SHUT_RDWR)
+    engine._running_process._socket.shutdown(socket.SHUT_RDWR)
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []
 

@@ -8,15 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.rollout.sglang.probes import CHECK_DERIVED
+from tests.rollout.sglang import probes
 from tests.sglang_engines import bring_weights
 from tests.traces import needs_sglang
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import Request, Sampling
-from verl_mg.rollout.sglang import EngineSettings, SGLangEngine
-from verl_mg.rollout.sglang.ipc_payload import Staging
-from verl_mg.rollout.sglang.weight_loader import LOADER
+from verl_mg.rollout.process_engine import EngineSettings
+from verl_mg.rollout.sglang import SGLangEngine
 
 pytestmark = needs_sglang
 SETTINGS = EngineSettings(layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=128)
@@ -49,21 +48,17 @@ def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
         assert sample.tokens == tuple(expected[0, 4:].tolist()) and set(sample.policy_versions) == {2}
 
 
-def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path):
+def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path, monkeypatch):
     """Attention over latents does not run on the CPU; that its weights are derived anew shows all the same."""
     model = made(tmp_path / "model", "deepseek_v2", kv_heads=4, rope_scaling=YARN)
     config = json.loads((model / "config.json").read_text())
     config |= {"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1}
     (model / "config.json").write_text(json.dumps(config))
-    settings = dataclasses.replace(SETTINGS, extra={"custom_weight_loader": [LOADER, CHECK_DERIVED]})
+    monkeypatch.setattr("verl_mg.rollout.sglang.engine.HOST", probes.__name__)
+    settings = dataclasses.replace(SETTINGS, extra={"custom_weight_loader": [probes.LOADER]})
     engine = SGLangEngine(model, settings, tmp_path / "0.log")
     try:
         bring_weights(engine, model, version=1)
-        engine.begin_update()
-        nothing = Staging({}, {}, torch.device("cpu")).payload()
-        number = engine._call(
-            "update_weights_from_tensor", serialized_named_tensors=[nothing], load_format=CHECK_DERIVED
-        )
-        engine.loaded(number)
+        bring_weights(engine, model, version=2)
     finally:
         engine.close()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,14 @@ import torch
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims
+from verl_mg.rollout.engine_process import inherited_environment
+from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang.weight_loader import LOADER
 
 CPU_TILE = 32
 """On the CPU, SGLang pads widths of matrices to multiples of this on each rank."""
 CPU_KEY_VALUE_TOKENS = 2**16
 """Largest key-value cache of an engine on the CPU, in tokens."""
-OF_THE_LAUNCHER = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT"),
-}
-"""Environment variables of a rank that would mislead an engine."""
-OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
-"""Environment variables of a rank that are for training alone. SGLang's release of memory refuses `expandable_segments`
-of the allocator, and SGLang computes on more hardware queues than Megatron."""
 ON_CPU = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_NCCL_SO_PATH": "none",
@@ -34,36 +27,6 @@ ON_CPU = {
 }
 """Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used. The
 few small functions that SGLang compiles would delay the first request to each process by seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Settings with which an engine is started."""
-
-    layout: EngineLayout
-    """Parallel sizes of the engine."""
-    dtype: torch.dtype
-    """Dtype of the weights."""
-    max_running: int
-    """Largest number of requests at the same time."""
-    max_positions: int
-    """Largest number of tokens of a prompt with its response."""
-    memory_fraction: float = 0.6
-    """Share of a GPU's memory for weights and key-value cache."""
-    first_gpu: int = 0
-    """Index of the first GPU."""
-    gpu_step: int = 1
-    """Distance between the indices of two GPUs of the engine."""
-    sleeps: bool = True
-    """Whether the engine can release its memory, which costs some speed; on GPUs."""
-    seed: int = 0
-    """Seed of the engine."""
-    routed_experts: bool = False
-    """Whether samples contain the experts of each token."""
-    deterministic: bool = False
-    """Whether a sample depends only on its seed, and not on concurrent requests; on GPUs."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further server arguments by SGLang's names; they take precedence."""
 
 
 def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
@@ -142,11 +105,7 @@ def environment(settings: EngineSettings) -> dict[str, str]:
     Args:
         settings: settings of the engine.
     """
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in OF_THE_LAUNCHER | OF_TRAINING and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
-    }
+    inherited = inherited_environment()
     if torch.cuda.is_available():
         return _variables_on_gpus(settings) | inherited
     cores = sorted(os.sched_getaffinity(0))

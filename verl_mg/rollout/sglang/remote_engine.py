@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.rollout.engine import EngineDiedError
-from verl_mg.rollout.sglang.request_tracker import EngineLimits, RequestTracker, parse_response
+from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
+from verl_mg.rollout.sglang.requests import parse_response, request_fields
 from verl_mg.rollout.sglang.server_info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
 
 T = TypeVar("T")
@@ -107,8 +108,8 @@ class RemoteEngine(RequestTracker):
         for rid in list(self._running):
             self._abort_request(rid)
 
-    def _generate(self, rid: str, fields: dict[str, Any]) -> None:
-        self._client.start(self._post_request(rid, fields))
+    def _generate(self, rid: str, request: dict[str, Any]) -> None:
+        self._client.start(self._post_request(rid, request_fields(request)))
 
     async def _post_request(self, rid: str, fields: dict[str, Any]) -> None:
         self._open.add(rid)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_mg.rollout.sglang.ipc_payload import named_views
+from verl_mg.rollout.ipc_payload import named_views
 
 LOADER = f"{__name__}.load_chunk"
 """Name of the loader, for the server argument `custom_weight_loader` and as load format."""

@@ -1,4 +1,4 @@
-"""Ports of the SGLang engines on a machine: a block of its own for each engine of each job."""
+"""Ports of the engines on a machine: a block of its own for each engine of each job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PortBlock:
                     return
                 self._first.close()
         raise UserError(
-            f"SGLang: no {BLOCK_SIZE} consecutive ports of {PORTS.start} to {PORTS.stop - 1} are free on this machine. "
+            f"engine: no {BLOCK_SIZE} consecutive ports of {PORTS.start} to {PORTS.stop - 1} are free on this machine. "
             "End engines of other jobs, or use another machine."
         )
 

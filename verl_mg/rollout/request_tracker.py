@@ -1,4 +1,4 @@
-"""Requests in flight in SGLang, common to an engine of this job and a server."""
+"""Requests in flight in an engine, whether it is a process of this job or a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,30 @@ ABORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """A request as it is sent to an engine, the same for all kinds of engines."""
+
+    tokens: list[int]
+    """Token ids in front of the first new one."""
+    max_new_tokens: int
+    """Largest number of new tokens."""
+    temperature: float
+    """Divisor of the logits; 0 is greedy decoding."""
+    top_p: float
+    """Candidates have this share of the distribution; 1: no limit."""
+    top_k: int
+    """Number of candidates; 0: no limit."""
+    stop_token_ids: list[int]
+    """Tokens that end the response."""
+    seed: int | None
+    """Seed of the sample, where the engine supports seeds per request."""
+    routed_experts: bool
+    """Whether the sample contains the experts of each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """Limits and properties of an SGLang engine."""
+    """Limits and properties of an engine."""
 
     max_running: int
     """Largest number of requests at the same time."""
@@ -53,7 +75,7 @@ class _Running:
 
 
 class RequestTracker(RolloutEngine):
-    """Keeps the requests in flight; subclasses implement the transport to SGLang.
+    """Keeps the requests in flight; subclasses implement the transport to the engine.
 
     A request that exceeds its time limit is aborted alone, and its sample has the finish "timeout".
     """
@@ -80,7 +102,7 @@ class RequestTracker(RolloutEngine):
         return self._limits.max_running // 4
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Sends requests to SGLang; UserError for a prompt that is empty or fills the context."""
+        """Sends requests to the engine; UserError for a prompt that is empty or fills the context."""
         for request in requests:
             self._check(request)
             if request.remaining_tokens(sampling) <= 0:
@@ -97,14 +119,14 @@ class RequestTracker(RolloutEngine):
         return samples
 
     def resume(self) -> None:
-        """Submits all requests again that were in flight when SGLang was lost, with new ids."""
+        """Submits all requests again that were in flight when the engine was lost, with new ids."""
         unfinished, self._running = self._running, {}
         for running in unfinished.values():
             self._send(running)
 
     @abstractmethod
-    def _generate(self, rid: str, fields: dict[str, Any]) -> None:
-        """Sends a request with the id `rid`; no id is the beginning of another."""
+    def _generate(self, rid: str, request: dict[str, Any]) -> None:
+        """Sends the fields of an `EngineRequest` with the id `rid`; no id is the beginning of another."""
 
     @abstractmethod
     def _abort_request(self, rid: str) -> None:
@@ -115,7 +137,7 @@ class RequestTracker(RolloutEngine):
         """Handles one message, a result by `_complete`; queue.Empty after `timeout` seconds without any."""
 
     def _complete(self, rid: str, result: dict[str, Any]) -> None:
-        """Makes a sample from the result of `parse_response` or {"error": TEXT}; ignores unknown ids."""
+        """Makes a sample from a result as of `EngineHost.generate`, or {"error": TEXT}; ignores unknown ids."""
         if (running := self._running.pop(rid, None)) is not None:
             self._done.append(running.request.prepend_partial(self._sample(running, result)))
 
@@ -132,24 +154,19 @@ class RequestTracker(RolloutEngine):
     def _send(self, running: _Running) -> None:
         request, sampling = running.request, running.sampling
         context = request.context
-        parameters: dict[str, Any] = {
-            "max_new_tokens": min(request.remaining_tokens(sampling), self._limits.max_positions - len(context)),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            # SGLang also stops at the model's end of sequence, unless it is to ignore all stop tokens.
-            "ignore_eos": not sampling.stop_token_ids,
-            "skip_special_tokens": False,
-        }
-        if self._limits.seeded:
-            parameters["sampling_seed"] = request.seed
-        fields: dict[str, Any] = {"input_ids": list(context), "sampling_params": parameters, "return_logprob": True}
-        if self._limits.routed is not None:
-            fields["return_routed_experts"] = True
+        fields = EngineRequest(
+            tokens=list(context),
+            max_new_tokens=min(request.remaining_tokens(sampling), self._limits.max_positions - len(context)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=request.seed if self._limits.seeded else None,
+            routed_experts=self._limits.routed is not None,
+        )
         rid = f"{request.id}.{next(self._numbers)}"
         self._running[rid] = running
-        self._generate(rid, fields)
+        self._generate(rid, asdict(fields))
 
     def _drain(self, deadline: float) -> None:
         """Handles messages until there is a sample, then those that have already arrived."""
@@ -164,7 +181,8 @@ class RequestTracker(RolloutEngine):
         if "error" in result:
             if "abort" not in result["error"].lower():
                 raise UserError(
-                    f"request {request.id}: SGLang rejects it ({result['error']}). Shorten it, or see the engine's log."
+                    f"request {request.id}: the engine rejects it ({result['error']}). Shorten it, or see the log of the "
+                    "engine."
                 )
             return Sample(request.id, (), (), (), "timeout" if running.timed_out else "abort")
         tokens = tuple(result["tokens"])
@@ -193,20 +211,8 @@ class RequestTracker(RolloutEngine):
                 self._done.append(running.request.prepend_partial(Sample(running.request.id, (), (), (), "timeout")))
 
 
-def parse_response(response: dict[str, Any]) -> dict[str, Any]:
-    """Extracts the fields of a sample from SGLang's response to a request."""
-    meta = response["meta_info"]
-    return {
-        "tokens": response["output_ids"],
-        "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
-        "finish": meta["finish_reason"]["type"],
-        "spans": meta.get("weight_versions") or [],
-        "routed_experts": meta.get("routed_experts"),
-    }
-
-
 def routed_shape(model: Path) -> tuple[int, int]:
-    """Returns (layers, experts per token) of SGLang's routing data; UserError for a model without experts."""
+    """Returns (layers, experts per token) of an engine's routing data; UserError for a model without experts."""
     from verl_mg.models.hf_config import read_config
 
     config = read_config(model)
@@ -216,7 +222,7 @@ def routed_shape(model: Path) -> tuple[int, int]:
 
 
 def _versions(spans: Sequence[dict[str, Any]], count: int, version: int) -> tuple[int, ...]:
-    """Returns the policy version of each token from SGLang's spans."""
+    """Returns the policy version of each token from an engine's spans."""
     versions = [version] * count
     for span in spans:
         versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from verl_mg.rollout.sglang import ipc_payload
-from verl_mg.rollout.sglang.ipc_payload import ALIGNMENT, Staging, named_views, staging_bytes
+from verl_mg.rollout import ipc_payload
+from verl_mg.rollout.ipc_payload import ALIGNMENT, Staging, named_views, staging_bytes
 from verl_mg.sharding.boxes import Piece, Shard
 
 CPU = torch.device("cpu")

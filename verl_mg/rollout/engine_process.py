@@ -1,0 +1,152 @@
+"""Handle of an engine's process, in the rank that starts it.
+
+The process runs `PYTHON -m MODULE SOCKET`, where MODULE is the host of the engine (see `engine_host`). Both ends of the
+socket exchange lines of JSON. The end of the stream ends the process together with the engine's processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import verl_mg
+from verl_mg.errors import UserError
+from verl_mg.rollout.engine import EngineDiedError
+
+LOG_TAIL_LINES = 12
+"""Lines of an engine's log in an error message."""
+NOISE = "Ignore import error when loading"
+"""SGLang logs this for each model class whose optional dependencies are missing."""
+OF_THE_LAUNCHER = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+}
+"""Environment variables of a rank that would mislead an engine."""
+OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
+"""Environment variables of a rank that are for training alone. SGLang's release of memory refuses `expandable_segments`
+of the allocator, and engines compute on more hardware queues than Megatron."""
+PACKAGE_ROOT = str(Path(verl_mg.__file__).parents[1])
+"""Folder from which the host's module is imported, also by an interpreter in which this package is not installed."""
+
+
+@dataclass(frozen=True)
+class EngineProgram:
+    """Program that the process of an engine runs."""
+
+    engine: str
+    """Name of the engine, in messages."""
+    python: str
+    """Interpreter of the process."""
+    module: str
+    """Module of the engine's host."""
+    arguments: Mapping[str, Any]
+    """Arguments of the engine by its own names, as JSON."""
+    environment: Mapping[str, str]
+    """Environment variables of the process."""
+
+
+class EngineProcess:
+    """Handle of an engine process. A thread puts its messages into `inbox`, and None at the end of the stream."""
+
+    def __init__(self, program: EngineProgram, log: Path) -> None:
+        """Starts the process.
+
+        Args:
+            program: what it runs.
+            log: file to which its output is appended.
+        """
+        self._engine, self._log = program.engine, log
+        self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        ours, theirs = socket.socketpair()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join(filter(None, [PACKAGE_ROOT, program.environment.get("PYTHONPATH")]))
+        with log.open("ab") as output, theirs:
+            self._process = subprocess.Popen(
+                [program.python, "-m", program.module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**program.environment, "PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C is handled by the job, which ends the engine
+            )
+        self._socket = ours
+        threading.Thread(target=self._read_messages, daemon=True, name="engine-messages").start()
+        self.send({"arguments": dict(program.arguments)})
+
+    @property
+    def pid(self) -> int:
+        """Process id; the engine's own processes are its children."""
+        return self._process.pid
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Waits until the engine is ready; UserError with the end of the log where it cannot start."""
+        try:
+            message = self.inbox.get(timeout=timeout)
+        except queue.Empty:
+            self.kill()
+            raise UserError(
+                f"{self._engine}: the engine did not start within {timeout:.0f} s. See its log {self._log}, "
+                f"which ends:{self.log_tail()}"
+            ) from None
+        if message is None:
+            self.kill()
+            raise UserError(
+                f"{self._engine}: the engine cannot start. See its log {self._log}, which ends:{self.log_tail()}"
+            )
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message; a process that has ended is reported by the inbox instead."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def log_tail(self) -> str:
+        """Returns the last lines of the log, each after a line break."""
+        with self._log.open(errors="replace") as lines:
+            kept = deque((line for line in lines if line.strip() and NOISE not in line), LOG_TAIL_LINES)
+        return "".join(f"\n  {line.rstrip()}" for line in kept)
+
+    def died(self) -> EngineDiedError:
+        """Returns the exception to raise when the stream has ended."""
+        self.kill()
+        return EngineDiedError(f"the engine's process ended; its log {self._log} ends:{self.log_tail()}")
+
+    def close(self, timeout: float = 20.0) -> None:
+        """Waits for the engine to end, and kills it after `timeout` seconds."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills the process and all of the engine's processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _read_messages(self) -> None:
+        with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
+            for line in lines:
+                self.inbox.put(json.loads(line))
+        self.inbox.put(None)
+
+
+def inherited_environment() -> dict[str, str]:
+    """Returns the environment of an engine process: this one without what is only for the rank."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in OF_THE_LAUNCHER | OF_TRAINING and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
+    }

@@ -1,0 +1,247 @@
+"""Engine in a process of its own, which this rank starts: requests, weights, memory and restart."""
+
+from __future__ import annotations
+
+import queue
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from verl_mg.layout import EngineLayout
+from verl_mg.rollout.engine import EngineDiedError
+from verl_mg.rollout.engine_process import EngineProcess, EngineProgram
+from verl_mg.rollout.ports import PortBlock
+from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
+
+START_SECONDS = 1800.0
+CALL_SECONDS = 600.0
+IDLE_SECONDS = 60.0
+"""Time limit of an engine for ending its requests when they are aborted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Settings with which an engine is started."""
+
+    layout: EngineLayout
+    """Parallel sizes of the engine."""
+    dtype: torch.dtype
+    """Dtype of the weights."""
+    max_running: int
+    """Largest number of requests at the same time."""
+    max_positions: int
+    """Largest number of tokens of a prompt with its response."""
+    memory_fraction: float = 0.6
+    """Share of a GPU's memory for weights and key-value cache."""
+    first_gpu: int = 0
+    """Index of the first GPU."""
+    gpu_step: int = 1
+    """Distance between the indices of two GPUs of the engine."""
+    sleeps: bool = True
+    """Whether the engine can release its memory, which costs some speed; on GPUs."""
+    seed: int = 0
+    """Seed of the engine."""
+    routed_experts: bool = False
+    """Whether samples contain the experts of each token."""
+    deterministic: bool = False
+    """Whether a sample depends only on its seed, and not on concurrent requests; on GPUs."""
+    python: Path | None = None
+    """Interpreter of the engine's process; None: this process's."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments by the engine's own names; they take precedence."""
+
+
+class ProcessEngine(RequestTracker):
+    """An engine in a separate process, started by this rank; subclasses say what the process runs.
+
+    When the process ends unexpectedly, methods raise `EngineDiedError`; then call `restart`, send the weights, and
+    call `resume`.
+    """
+
+    NAME: ClassVar[str]
+    """Name of the kind of engine, in messages."""
+
+    def __init__(self, settings: EngineSettings, limits: EngineLimits, log: Path, request_timeout: float) -> None:
+        """Starts the process.
+
+        Args:
+            settings: settings of the engine.
+            limits: limits of the engine.
+            log: file to which the engine's output is appended.
+            request_timeout: seconds after which a request is aborted.
+
+        Raises:
+            UserError: the engine cannot start; the message contains the end of its log.
+        """
+        super().__init__(limits, request_timeout)
+        self.settings, self._log = settings, log
+        self._results: dict[int, tuple[bool, str]] = {}
+        self._process: EngineProcess | None = None
+        self._ports: PortBlock | None = None
+        self.restart()
+
+    @abstractmethod
+    def _program(self, ports: Sequence[int]) -> EngineProgram:
+        """Returns what the process runs.
+
+        Args:
+            ports: consecutive free ports, of this engine alone.
+        """
+
+    def restart(self) -> None:
+        """Starts a new process, without weights; unfinished requests wait for `resume`."""
+        self.close()
+        self._ports = PortBlock()
+        self._process = EngineProcess(self._program(self._ports.ports), self._log)
+        self._process.wait_until_ready(START_SECONDS)
+        self._version = -1
+        self._asleep: set[str] = set()
+
+    def close(self) -> None:
+        """Ends the engine's process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        if self._ports is not None:
+            self._ports.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine process."""
+        return self._running_process.pid
+
+    def health(self) -> bool:
+        """Returns whether the weights have been sent."""
+        return self._process is not None and self._version >= 0
+
+    def abort(self) -> None:
+        """Aborts all requests in flight."""
+        self._running_process.send({"abort": None})
+
+    def _generate(self, rid: str, request: dict[str, Any]) -> None:
+        self._running_process.send({"generate": rid, "request": request})
+
+    def _abort_request(self, rid: str) -> None:
+        self._running_process.send({"abort": rid})
+
+    def _receive(self, timeout: float) -> None:
+        self._handle(self._running_process.inbox.get(timeout=timeout))
+
+    def _handle(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            self._version = -1
+            self._running_process.inbox.put(None)  # every further call raises too
+            raise self._running_process.died()
+        if "call" in message:
+            self._results[message["call"]] = message["ok"], message["message"]
+        else:
+            self._complete(message["sample"], message)
+
+    def pause(self, *, keep_cache: bool) -> None:
+        """Stops generation between two tokens, for an update of the weights with requests in flight.
+
+        Args:
+            keep_cache: whether requests continue on keys and values of the old weights; else these are computed anew.
+        """
+        self._wait(self._call("pause", keep_cache=keep_cache))
+
+    def unpause(self) -> None:
+        """Continues generation after `pause`."""
+        self._wait(self._call("unpause"))
+
+    def begin_update(self) -> None:
+        """Begins an update of the weights; no requests may be in flight, unless the engine is paused."""
+        self._wait(self._call("begin_update"))
+
+    def load(self, payloads: Sequence[str], version: int | None, *, flush: bool = True) -> int:
+        """Starts copying the tensors of the payloads into the parameters.
+
+        Args:
+            payloads: one payload per rank of the engine.
+            version: policy version, with the last payloads of an update.
+            flush: whether the last payloads flush the cache of the old weights.
+
+        Returns:
+            A number for `loaded`.
+        """
+        return self._call("load", payloads=list(payloads), version=version, flush=flush and version is not None)
+
+    def loaded(self, number: int) -> None:
+        """Waits until the engine has copied the tensors of a `load`."""
+        self._wait(number)
+
+    def end_update(self, version: int) -> None:
+        """Ends an update; the weights are policy version `version` from now on."""
+        self._wait(self._call("end_update", version=version))
+        self._version = version
+
+    def sleep(self, *, weights: bool = True, kv: bool = True) -> None:
+        """Releases memory of the engine; requests in flight are aborted.
+
+        Args:
+            weights: whether to release the weights, whose values are lost.
+            kv: whether to release the key-value cache.
+
+        Raises:
+            EngineDiedError: the engine does not end its requests; its process is killed, which releases the memory.
+        """
+        parts = _parts(weights, kv) - self._asleep
+        if parts:
+            try:
+                self._wait(self._call("sleep", **_selection(parts), timeout_s=IDLE_SECONDS))
+            except RuntimeError as error:
+                self._version = -1
+                self._running_process.kill()
+                raise EngineDiedError(f"the engine does not end its requests and was killed ({error})") from None
+            self._asleep |= parts
+        if weights:
+            self._version = -1
+
+    def wake(self, *, weights: bool = True, kv: bool = True) -> None:
+        """Allocates released memory again.
+
+        Args:
+            weights: whether to allocate the weights, which remain undefined until an update.
+            kv: whether to allocate the key-value cache.
+        """
+        if parts := _parts(weights, kv) & self._asleep:
+            self._wait(self._call("wake", **_selection(parts)))
+            self._asleep -= parts
+
+    def _call(self, method: str, **fields: Any) -> int:
+        number = next(self._numbers)
+        self._running_process.send({"call": number, "method": method, "fields": fields})
+        return number
+
+    def _wait(self, number: int) -> None:
+        deadline = time.monotonic() + CALL_SECONDS
+        process = self._running_process
+        while number not in self._results:
+            try:
+                self._handle(process.inbox.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                raise EngineDiedError(
+                    f"the engine does not respond for {CALL_SECONDS:.0f} s; its log ends:{process.log_tail()}"
+                ) from None
+        ok, text = self._results.pop(number)
+        if not ok:
+            raise RuntimeError(f"{self.NAME}: {text}")
+
+    @property
+    def _running_process(self) -> EngineProcess:
+        if self._process is None:
+            raise RuntimeError("the engine is closed")
+        return self._process
+
+
+def _parts(weights: bool, kv: bool) -> set[str]:
+    return {part for part, selected in (("weights", weights), ("kv", kv)) if selected}
+
+
+def _selection(parts: set[str]) -> dict[str, bool]:
+    return {"weights": "weights" in parts, "kv": "kv" in parts}

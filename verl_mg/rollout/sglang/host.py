@@ -1,0 +1,128 @@
+"""Host of an `sglang.Engine`: `python -m verl_mg.rollout.sglang.host SOCKET`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verl_mg.rollout import engine_host
+from verl_mg.rollout.engine_host import EngineHost
+from verl_mg.rollout.sglang.requests import parse_response, request_fields
+from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages
+
+IDLE_RETRY_SECONDS = 0.01
+"""Pause between two attempts to find the schedulers idle, a step after their last request."""
+
+
+class SGLangHost(EngineHost):
+    """Runs SGLang's engine and its tokenizer manager."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._engine, self._manager = engine, engine.tokenizer_manager
+        self._tp: int = engine.server_args.tp_size
+
+    async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Implements `EngineHost.generate`."""
+        return parse_response(await self._engine.async_generate(rid=rid, **request_fields(request)))
+
+    def abort(self, rid: str | None) -> None:
+        """Implements `EngineHost.abort`."""
+        self._manager.abort_request(rid=rid or "", abort_all=rid is None)
+
+    async def begin_update(self) -> None:
+        """Opens a session of SGLang."""
+        await self._request("begin_weight_update", "BeginWeightUpdateReqInput")
+
+    async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
+        """Implements `EngineHost.load` by our weight loader."""
+        await self._request(
+            "update_weights_from_tensor",
+            "UpdateWeightsFromTensorReqInput",
+            serialized_named_tensors=[merge_stages(payloads[rank :: self._tp]) for rank in range(self._tp)],
+            load_format=LOADER,
+            flush_cache=flush,
+            weight_version=None if version is None else str(version),
+        )
+
+    async def end_update(self, version: int) -> None:
+        """Closes the session; SGLang recomputes derived weights (MLA's w_kc and w_vc) in one without a load."""
+        await self._request("end_weight_update", "EndWeightUpdateReqInput")
+        await self._request("begin_weight_update", "BeginWeightUpdateReqInput")
+        await self._request("end_weight_update", "EndWeightUpdateReqInput")
+
+    async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:
+        """Waits until SGLang is idle, else its schedulers end when they release memory; then releases it."""
+        try:
+            await asyncio.wait_for(self._become_idle(), timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{len(self.open_requests)} requests are not complete {timeout_s:.0f} s after they were aborted"
+            ) from None
+        await self._request("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags=_tags(weights, kv))
+
+    async def wake(self, weights: bool, kv: bool) -> None:
+        """Implements `EngineHost.wake`."""
+        await self._request("resume_memory_occupation", "ResumeMemoryOccupationReqInput", tags=_tags(weights, kv))
+
+    async def pause(self, keep_cache: bool) -> None:
+        """Pauses the schedulers, and puts running requests back into their queue unless the cache is kept."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        mode = "in_place" if keep_cache else "retract"
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def unpause(self) -> None:
+        """Continues generation in the schedulers."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        # Its way to free memory asks CUDA for figures, also on a machine without.
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def shutdown(self) -> None:
+        """Ends all processes of SGLang."""
+        self._engine.shutdown()
+
+    async def _become_idle(self) -> None:
+        """Aborts all requests and waits until the schedulers have nothing left to do."""
+        await self.abort_until_sent(None)
+        # Each message wakes a scheduler that sleeps while it is idle: a flush that waits inside would take its second.
+        while not (await self._manager.flush_cache()).success:
+            await asyncio.sleep(IDLE_RETRY_SECONDS)
+
+    async def _request(self, method: str, kind: str, **fields: Any) -> None:
+        from sglang.srt.managers import io_struct
+
+        result = await getattr(self._manager, method)(getattr(io_struct, kind)(**fields), None)
+        # Some manager calls return None on success.
+        if result is not None and not result[0]:
+            raise RuntimeError(str(result[1]))
+
+
+def _tags(weights: bool, kv: bool) -> list[str]:
+    """Returns SGLang's names of what is selected; its graphs are only needed together with the cache."""
+    return [tag for tag, selected in (("cuda_graph", kv), ("kv_cache", kv), ("weights", weights)) if selected]
+
+
+def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> SGLangHost:
+    """Starts SGLang and returns its host.
+
+    Args:
+        arguments: keyword arguments of `sglang.Engine`.
+        loop: event loop of the process.
+    """
+    from verl_mg.rollout.sglang.scheduler import Engine
+
+    engine = Engine(**arguments)
+    # Some models of SGLang import megatron-core, which replaces this function by its own: pickled tensors would name
+    # that one, and SGLang refuses names that it does not know.
+    load_from_bytes: Any = torch.storage._load_from_bytes
+    load_from_bytes.__module__, load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
+    return SGLangHost(engine)
+
+
+if __name__ == "__main__":
+    engine_host.main(create)

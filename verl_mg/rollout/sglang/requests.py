@@ -1,0 +1,41 @@
+"""Requests and responses in SGLang's own fields, for its engine and its servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def request_fields(request: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of SGLang's `generate` for a request.
+
+    Args:
+        request: fields of `request_tracker.EngineRequest`.
+    """
+    parameters: dict[str, Any] = {
+        "max_new_tokens": request["max_new_tokens"],
+        "temperature": request["temperature"],
+        "top_p": request["top_p"],
+        "top_k": request["top_k"] or -1,
+        "stop_token_ids": request["stop_token_ids"],
+        # SGLang also stops at the model's end of sequence, unless it is to ignore all stop tokens.
+        "ignore_eos": not request["stop_token_ids"],
+        "skip_special_tokens": False,
+    }
+    if request["seed"] is not None:
+        parameters["sampling_seed"] = request["seed"]
+    fields: dict[str, Any] = {"input_ids": request["tokens"], "sampling_params": parameters, "return_logprob": True}
+    if request["routed_experts"]:
+        fields["return_routed_experts"] = True
+    return fields
+
+
+def parse_response(response: dict[str, Any]) -> dict[str, Any]:
+    """Extracts the fields of a sample from SGLang's response to a request; see `EngineHost.generate`."""
+    meta = response["meta_info"]
+    return {
+        "tokens": response["output_ids"],
+        "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
+        "finish": meta["finish_reason"]["type"],
+        "spans": meta.get("weight_versions") or [],
+        "routed_experts": meta.get("routed_experts"),
+    }
