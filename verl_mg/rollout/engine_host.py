@@ -73,7 +73,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     async def end_update(self, version: int) -> None:
-        """Ends an update; what is derived from weights is computed anew."""
+        """Ends an update; what is derived from weights is recomputed."""
 
     @abstractmethod
     async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:
@@ -99,7 +99,7 @@ class EngineHost(ABC):
         """Stops generation between two tokens, for an update of the weights with requests in flight.
 
         Args:
-            keep_cache: whether requests continue on keys and values of the old weights; else these are computed anew.
+            keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
         """
 
     @abstractmethod

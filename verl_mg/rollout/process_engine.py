@@ -146,7 +146,7 @@ class ProcessEngine(RequestTracker):
         """Stops generation between two tokens, for an update of the weights with requests in flight.
 
         Args:
-            keep_cache: whether requests continue on keys and values of the old weights; else these are computed anew.
+            keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
         """
         self._wait(self._call("pause", keep_cache=keep_cache))
 
