@@ -44,9 +44,9 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=2)
-    recipe = load_recipe(wide_repeat_digit.RECIPE)
+    recipe = load_recipe(wide_repeat_digit.RECIPES / "ppo.py")
     placement = ["actor.ranks=0", "critic.ranks=1", "reference.ranks=1"]
-    task = wide_repeat_digit.overrides(folder, options.prompts, options.tokens)
+    task = wide_repeat_digit.overrides(folder, "ppo", options.prompts, options.tokens)
     config = load_config(None, [*task, *placement], recipe.config)
     job = Job(config, recipe.roles(config.algorithm), store)
     job.start()

@@ -31,7 +31,7 @@ from verl_mg.job.job import Job
 from verl_mg.job.recipe import Recipe, load_recipe, requested_roles
 from verl_mg.run.loop import one_iteration
 
-RECIPE = wide_repeat_digit.RECIPE.with_name("grpo.py")
+RECIPE = wide_repeat_digit.RECIPES / "grpo.py"
 COUNTED = ("all_gather", "all_reduce", "all_to_all_single", "barrier", "broadcast", "new_group")
 
 
@@ -99,8 +99,7 @@ def _rank(rank: int, options: argparse.Namespace, folder: Path, port: int, start
 
 
 def _config(recipe: Recipe, options: argparse.Namespace, folder: Path) -> Config:
-    task = [setting for setting in wide_repeat_digit.overrides(folder, options.ranks, 8) if "critic" not in setting]
-    task = [setting for setting in task if "num_epochs" not in setting]
+    task = wide_repeat_digit.overrides(folder, "grpo", 4 * options.ranks, 8)
     layouts = [f"actor.layout={options.layout}", "reference.layout=tp2", f"job.output={folder / 'run'}"]
     return load_config(None, [*task, *layouts, "algorithm.group_size=2"], recipe.config)
 

@@ -1,10 +1,12 @@
-"""Times of the phases of a PPO iteration, as a run reports them with profile.synchronize=true.
+"""Times of the phases of an iteration of PPO or GRPO, as a run reports them with profile.synchronize=true.
 
-    python -m tools.bench_profile [--ranks 2] [--hidden 512] [--layers 4] [--iterations 4] [KEY=VALUE ...]
+    python -m tools.bench_profile [--recipe ppo] [--engine hf] [--ranks 2] [--hidden 512] [--layers 4] [--iterations 4]
+        [--tokens 48] [--prompts 48] [KEY=VALUE ...]
 
-The task of recipes/tasks/repeat_digit.py with a wider model: actor, critic and reference with a layer stack each,
-`hf` engines, one thread a rank. The last line says how much of an iteration is around the models' own work: moving
-rows, advantages, packing, the weight sync, logging. Further arguments are overrides, such as critic.ranks=1.
+The task of recipes/tasks/repeat_digit.py with a wider model: actor, reference and PPO's critic with a layer stack each,
+one thread a rank. Engines other than `hf` are one engine of `tp` ranks, colocated. The last line says how much of an
+iteration is around the models' own work: moving rows, advantages, packing, the weight sync, logging. Further arguments
+are overrides, such as critic.ranks=1.
 """
 
 import argparse
@@ -24,23 +26,31 @@ def main() -> None:
         task = Path(folder)
         wide_repeat_digit.make(task, options.hidden, options.layers)
         launch = [sys.executable, "-m", "verl_mg.launch", f"--nproc-per-node={options.ranks}"]
-        train = ["-m", "verl_mg", "train", str(wide_repeat_digit.RECIPE), *_overrides(task, options.iterations)]
+        recipe = wide_repeat_digit.RECIPES / f"{options.recipe}.py"
+        train = ["-m", "verl_mg", "train", str(recipe), *_overrides(task, options)]
         subprocess.run([*launch, *train, *options.overrides], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"ranks": 2, "hidden": 512, "layers": 4, "iterations": 4}.items():
+    parser.add_argument("--recipe", choices=("ppo", "grpo"), default="ppo")
+    parser.add_argument("--engine", choices=("hf", "sglang", "vllm"), default="hf")
+    sizes = {"ranks": 2, "hidden": 512, "layers": 4, "iterations": 4, "tokens": 48, "prompts": 48}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("overrides", nargs="*")
     return parser.parse_args()
 
 
-def _overrides(task: Path, iterations: int) -> list[str]:
+def _overrides(task: Path, options: argparse.Namespace) -> list[str]:
+    engine = [f"rollout.engine={options.engine}"]
+    if options.engine != "hf":
+        engine.append(f"rollout.layout=tp{options.ranks}")
     return [
-        *wide_repeat_digit.overrides(task),
+        *wide_repeat_digit.overrides(task, options.recipe, options.prompts, options.tokens),
+        *engine,
         f"job.output={task / 'run'}",
-        f"job.iterations={iterations}",
+        f"job.iterations={options.iterations}",
         "job.save=false",
         "profile.synchronize=true",
     ]

@@ -1,4 +1,4 @@
-"""The task of recipes/tasks/repeat_digit.py with a model wide enough to be worth timing, for PPO."""
+"""The task of recipes/tasks/repeat_digit.py with a model wide enough to be worth timing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from recipes.tasks import repeat_digit
 from verl_mg.models.tiny_model import make_tiny_model
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "ppo.py"
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def make(folder: Path, hidden: int, layers: int) -> None:
@@ -30,22 +30,24 @@ def make(folder: Path, hidden: int, layers: int) -> None:
     )
 
 
-def overrides(folder: Path, prompts: int = 48, tokens: int = 48) -> list[str]:
-    """Returns overrides for PPO with a reference: two epochs of two optimizer steps.
+def overrides(folder: Path, recipe: str = "ppo", prompts: int = 48, tokens: int = 48) -> list[str]:
+    """Returns overrides with a reference, and two optimizer steps in each of PPO's two epochs.
 
     Args:
         folder: the folder of `make`.
-        prompts: prompts of an iteration.
+        recipe: ppo or grpo.
+        prompts: prompts of an iteration of PPO; GRPO has groups of 4 samples of a quarter of them.
         tokens: most tokens of a response.
     """
+    groups = {"ppo": (prompts, 1), "grpo": (prompts // 4, 4)}
+    steps = {"ppo": ["critic_warmup=0", "num_minibatches=2", "num_epochs=2"], "grpo": ["num_minibatches=2"]}
     return [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'data' / 'train.jsonl'}",
         f"reward.function={repeat_digit.__file__}:score",
         f"rollout.max_new_tokens={tokens}",
-        f"algorithm.prompts_per_iteration={prompts}",
-        "algorithm.critic_warmup=0",
+        f"algorithm.prompts_per_iteration={groups[recipe][0]}",
         "algorithm.kl.coefficient=0.01",
-        "algorithm.num_minibatches=2",
-        "algorithm.num_epochs=2",
+        *(f"algorithm.{step}" for step in steps[recipe]),
+        *([f"algorithm.group_size={groups[recipe][1]}"] if recipe == "grpo" else []),
     ]

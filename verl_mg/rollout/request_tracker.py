@@ -181,8 +181,8 @@ class RequestTracker(RolloutEngine):
         if "error" in result:
             if "abort" not in result["error"].lower():
                 raise UserError(
-                    f"request {request.id}: the engine rejects it ({result['error']}). Shorten it, or see the log of the "
-                    "engine."
+                    f"request {request.id}: the engine rejects it ({result['error']}). Shorten it, or see the "
+                    "log of the engine."
                 )
             return Sample(request.id, (), (), (), "timeout" if running.timed_out else "abort")
         tokens = tuple(result["tokens"])
