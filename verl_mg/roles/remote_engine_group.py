@@ -13,7 +13,8 @@ from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper
 from verl_mg.roles.models import Actor
-from verl_mg.roles.remote_weight_sync import ProcessGroupSync, RemoteWeightSync, SharedFolderSync
+from verl_mg.roles.process_group_sync import ProcessGroupSync
+from verl_mg.roles.remote_weight_sync import RemoteWeightSync, SharedFolderSync, gather_views
 from verl_mg.rollout.request_tracker import routed_shape
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.server_info import ServerRequirements, probe_server
@@ -58,7 +59,10 @@ class RemoteEngineGroup(EngineGroup):
         """Transfers the weights to all servers."""
         self._actor, self.version = actor, actor.num_updates
         self._offload.load_exclusively(actor.cpu_offload, training=False)
-        return self._sync.transfer(actor)
+        engines = {self._server: self._inner} if self._inner else {}
+        for engine in engines.values():
+            engine.wait_until_up()
+        return self._sync.transfer(actor, engines, gather_views(engines)).metrics
 
     def restart_engine(self) -> None:
         """Waits until this rank's server answers again and all ranks have transferred its weights."""
@@ -74,7 +78,10 @@ class RemoteEngineGroup(EngineGroup):
         """Transfers weights to a server that was restarted."""
         assert self._actor is not None
         self._offload.load_exclusively(self._actor.cpu_offload, training=False)
-        self._sync.transfer_to_engine(self._actor, engine)
+        engines = {self._server: self._inner} if self._inner and self._server == engine else {}
+        for server in engines.values():
+            server.wait_until_up()
+        self._sync.transfer(self._actor, engines, gather_views(engines))
 
 
 def check_servers(config: Config, table: WeightTable) -> None:
@@ -138,14 +145,14 @@ def build_remote_engines(
         )
     is_leader = [_server_of(rank, rollout, world_size) != NO_SERVER for rank in range(world_size)]
     static = config.job.deterministic
-    return RemoteEngineGroup(_weight_sync(config, engine, number), engine, number, is_leader, context, static, wrap)
+    return RemoteEngineGroup(_weight_sync(config, table), engine, number, is_leader, context, static, wrap)
 
 
-def _weight_sync(config: Config, engine: RemoteEngine | None, number: int) -> RemoteWeightSync:
+def _weight_sync(config: Config, table: WeightTable) -> RemoteWeightSync:
     rollout = config.rollout
     if rollout.weight_transfer == "disk":
-        return SharedFolderSync(engine, number, rollout.shared_folder or Path(), config.model.path)
-    return ProcessGroupSync(engine, number, _leaders(len(rollout.urls), dist.get_world_size()), rollout.urls)
+        return SharedFolderSync(rollout.shared_folder or Path(), config.model.path)
+    return ProcessGroupSync(table, broadcast_to_all=rollout.weight_transfer == "broadcast")
 
 
 def _requirements(config: Config, table: WeightTable) -> ServerRequirements:
@@ -154,8 +161,9 @@ def _requirements(config: Config, table: WeightTable) -> ServerRequirements:
         table.config,
         config.data.max_prompt_tokens + rollout.max_new_tokens,
         routed_shape(config.model.path) if rollout.replay_routing else None,
-        device.current_device().type if rollout.weight_transfer == "process_group" else None,
+        device.current_device().type if rollout.weight_transfer != "disk" else None,
         seeded=config.job.deterministic,
+        shards=rollout.weight_transfer == "shards",
     )
 
 

@@ -17,6 +17,7 @@ from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
 from verl_mg.rollout.sglang.requests import parse_response, request_fields
 from verl_mg.rollout.sglang.server_info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
+from verl_mg.rollout.sglang.shard_receiver import RECEIVER, ShardRequest
 
 T = TypeVar("T")
 
@@ -210,6 +211,37 @@ class RemoteEngine(RequestTracker):
         if version is not None:
             body["weight_version"] = str(version)
         return self._post_change("/update_weights_from_distributed", body)
+
+    def update_shards(self, request: ShardRequest, version: int) -> Future[None]:
+        """Starts a whole update in which all ranks receive their shards in place, from the ranks of the job.
+
+        When it is complete the ranks' reports are in the job's store; `confirm` makes the weights those of the job.
+
+        Args:
+            request: where the ranks find their schedules.
+            version: policy version of the weights.
+        """
+        return self._client.start(self._update_shards(request, version))
+
+    async def _update_shards(self, request: ShardRequest, version: int) -> None:
+        body = {
+            # One payload for each tensor-parallel rank; all stages read it.
+            "serialized_named_tensors": [request.payload()] * self.info.tp,
+            "load_format": RECEIVER,
+            "selector": "target",
+            "flush_cache": True,
+            "weight_version": str(version),
+        }
+        await self._checked_post("/begin_weight_update", {})
+        await self._checked_post("/update_weights_from_tensor", body)
+        await self._checked_post("/end_weight_update", {})
+        # SGLang recomputes derived weights (MLA's w_kc and w_vc) in a session without a load.
+        await self._checked_post("/begin_weight_update", {})
+        await self._checked_post("/end_weight_update", {})
+
+    def confirm(self, version: int) -> None:
+        """Takes note that all ranks have the weights of a policy version."""
+        self._version = version
 
     def end_update(self, version: int) -> None:
         """Ends an update; the weights are policy version `version` from now on."""

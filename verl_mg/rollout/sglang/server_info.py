@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
+from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 
 QUERY_SECONDS = 60.0
 """Time limit of a query."""
@@ -46,6 +49,12 @@ class ServerInfo:
     """Whether samples depend only on their seeds."""
     routed: bool
     """Whether samples contain the experts of each token."""
+    layout: str
+    """Parallel sizes of one replica, as `EngineLayout` parses them."""
+    nodes: int
+    """Number of machines that it spans."""
+    shard_obstacle: str
+    """Reason why its ranks cannot receive their shards; empty where they can."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class ServerRequirements:
     """Device type of the job, where the server's ranks join a process group with it."""
     seeded: bool = False
     """Whether samples must depend only on their seeds."""
+    shards: bool = False
+    """Whether its ranks must be able to receive their shards."""
 
 
 def probe_server(url: str, requirements: ServerRequirements) -> ServerInfo:
@@ -110,6 +121,9 @@ async def describe(client: JsonSession) -> ServerInfo:
             max_running=server["internal_states"][0]["effective_max_running_requests_per_dp"] * server["dp_size"],
             seeded=bool(server["enable_deterministic_inference"]),
             routed=bool(server["enable_return_routed_experts"]),
+            layout=str(_layout(server)),
+            nodes=server["nnodes"],
+            shard_obstacle=_shard_obstacle(server),
         )
     except RefusedError as error:
         if error.status >= 500:
@@ -161,12 +175,34 @@ def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
             f"{url}: runs on {info.device}, the job on {requirements.group_device}: no process group can contain both. "
             "Set rollout.weight_transfer=disk."
         )
-    if max(info.dp, info.pp) > 1:
+    if requirements.shards and info.shard_obstacle:
+        raise UserError(
+            f"{url}: rollout.weight_transfer=shards is not possible: {info.shard_obstacle}. Start the server with "
+            f"--custom-weight-loader {RECEIVER}, or set rollout.weight_transfer=broadcast."
+        )
+    if info.dp > 1 or (info.pp > 1 and info.shard_obstacle):
         # SGLang gives the ranks of all replicas and stages the same rank in the group.
         raise UserError(
             f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group "
             "supports only tp. Start it with --tp-size alone, or set rollout.weight_transfer=disk."
         )
+
+
+def _layout(server: dict[str, Any]) -> EngineLayout:
+    return EngineLayout(
+        tp=server["tp_size"], pp=server["pp_size"], ep=server["ep_size"], adp=server.get("attn_dp_size", 1)
+    )
+
+
+def _shard_obstacle(server: dict[str, Any]) -> str:
+    """Returns the first argument of a server that keeps its ranks from receiving their shards."""
+    if RECEIVER not in (server["custom_weight_loader"] or ()):
+        return f"it was started without --custom-weight-loader {RECEIVER}"
+    if server["quantization"] is not None:
+        return f"its weights are quantized ({server['quantization']})"
+    if server["enable_eplb"] or server["ep_num_redundant_experts"] or server["init_expert_location"] != "trivial":
+        return "its experts are not in the order of the checkpoint (--enable-eplb and the like)"
+    return ""
 
 
 async def _vocabulary(client: JsonSession) -> int | None:

@@ -1,0 +1,97 @@
+"""Plans with ranks outside the job: servers of several layouts behind its ranks, whose schedules travel as text."""
+
+import json
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.random_models import assemble, checkpoint, config
+from tests.reshard.nccl_model import Communicator, Operation, stuck_ranks
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.models.hf_config import HFConfig
+from verl_mg.reshard import Plan, execute, plan, schedule
+from verl_mg.reshard.schedule_json import pack_schedules, unpack_schedules
+from verl_mg.sharding.boxes import slices
+from verl_mg.sharding.joined_map import JoinedShardMap
+from verl_mg.sharding.weight_table import weight_table
+
+
+def servers(c: HFConfig, *placed: tuple[str, tuple[int, ...]]) -> JoinedShardMap:
+    """Engines of several layouts, each layout on some ranks."""
+    placements = [EnginePlacement(EngineLayout.parse(layout), ranks) for layout, ranks in placed]
+    return JoinedShardMap([weight_table(c).shard_map_sglang(placement) for placement in placements])
+
+
+def job(c: HFConfig, layout: str, ranks: int):
+    return weight_table(c).shard_map_megatron(Placement(Layout.parse(layout).fit(ranks), tuple(range(ranks))))
+
+
+def receive_from_text(family: str) -> list[str]:
+    """What is wrong with the parameters of this rank, if it is one of a server, and with the count of its bytes."""
+    c, rank = config(family), dist.get_rank()
+    source, target = job(c, "tp2-pp2", 4), servers(c, ("tp2", (4, 5)), ("tp1", (6, 7)))
+    moves, tensors = plan(source, target, 4), checkpoint(c, torch.float32)
+    (parts,) = unpack_schedules(pack_schedules([schedule(moves, rank, torch.float32)]))
+    held = {name: assemble(shard, tensors) for name, shard in source.shards(rank).items()}
+    got = {name: torch.full(shard.shape, torch.nan) for name, shard in target.shards(rank).items()}
+    for name, shard in target.shards(rank).items():
+        for box in shard.padding:
+            got[name][slices(box)] = 0
+    traffic = execute(parts, held, got)
+    expected = {name: assemble(shard, tensors) for name, shard in target.shards(rank).items()}
+    wrong = [name for name, values in expected.items() if not torch.equal(got[name], values)]
+    if traffic.bytes_received != moves.lower_bound(rank, 4):
+        wrong.append(f"{traffic.bytes_received} bytes")
+    return wrong
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_packed_schedules_move_shards_to_servers_of_two_layouts(ranks, family):
+    assert ranks.run(8, receive_from_text, family) == [[]] * 8
+
+
+def test_packed_schedules_are_read_as_they_were():
+    c = config("qwen3_moe")
+    moves = plan(job(c, "tp2-ep2-etp1", 4), servers(c, ("tp4-ep2", (4, 5, 6, 7)), ("tp2", (8, 9))), 4)
+    schedules = [schedule(moves, rank, torch.bfloat16, 2**10) for rank in range(10)]
+    assert unpack_schedules(pack_schedules(schedules)) == schedules
+
+
+def test_packed_schedules_of_another_format_raise():
+    text = json.loads(zlib.decompress(pack_schedules([]))) | {"format": 0}
+    with pytest.raises(ValueError, match="format 0, this version of verl_mg reads"):
+        unpack_schedules(zlib.compress(json.dumps(text).encode()))
+
+
+def test_joined_map_with_a_rank_twice_raises():
+    with pytest.raises(ValueError, match="two of the shard maps"):
+        servers(config("qwen3"), ("tp2", (4, 5)), ("tp1", (5,)))
+
+
+def in_group(moves: Plan) -> dict[int, list[list[Operation]]]:
+    """Group calls under the ranks of the group, which have no gaps."""
+    everyone = sorted({*moves.source.ranks, *moves.target.ranks})
+    place = {rank: number for number, rank in enumerate(everyone)}
+    return {
+        place[rank]: [
+            [Operation(place[message.peer], message.outgoing, message.nbytes) for message in bucket.messages]
+            for bucket in schedule(moves, rank, torch.bfloat16, 2**10).buckets
+        ]
+        for rank in everyone
+    }
+
+
+def test_nccl_model_plan_with_servers_on_hosts_of_other_sizes_finishes():
+    c = config("qwen3")
+    # Servers of one host begin at a multiple of the job's ranks on a node.
+    moves = plan(job(c, "tp2-pp2", 8), servers(c, ("tp2", (8, 9, 16, 17, 18, 19)), ("tp4", (24, 25, 26, 27))), 8)
+    groups = in_group(moves)
+    for size in (0, 2**10, 2**12):
+        assert stuck_ranks(groups, Communicator(range(len(groups)), 8, channels_per_peer=2), size) == {}
+    traffic = moves.traffic(2)
+    alone, two = sum(traffic[rank].received for rank in (8, 9)), range(16, 20)
+    assert sum(traffic[rank].received for rank in two) == 2 * alone
+    # The two servers on one host receive from outside at most what one of them needs.
+    assert 0 < sum(traffic[rank].entered for rank in two) <= alone

@@ -1,0 +1,87 @@
+"""Weight sync to SGLang servers over process groups: shards to the servers that can receive them, else broadcasts."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
+from verl_mg.roles.broadcast_sync import BroadcastSync
+from verl_mg.roles.models import Actor
+from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult
+from verl_mg.roles.shard_sync import ShardSync
+from verl_mg.rollout.sglang.arguments import check_on_cpu
+from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.shard_receiver import RECEIVER
+from verl_mg.sharding.weight_table import WeightTable
+
+log = logging.getLogger(__name__)
+
+
+class ProcessGroupSync:
+    """Transfer over process groups, by the way that each server supports."""
+
+    def __init__(self, table: WeightTable, broadcast_to_all: bool = False) -> None:
+        """Creates the sync.
+
+        Args:
+            table: weights of the actor.
+            broadcast_to_all: whether servers that could receive shards receive the whole model too.
+        """
+        self._table, self._broadcast_to_all = table, broadcast_to_all
+        self._shards, self._broadcast = ShardSync(table), BroadcastSync()
+        self._warned: set[str] = set()
+
+    def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
+        """Transfers the actor's weights to some servers."""
+        obstacles = {view.number: self._obstacle(view) for view in servers}
+        receiving = [view for view in servers if not obstacles[view.number]]
+        others = [view for view in servers if obstacles[view.number]]
+        metrics: Counter[str] = Counter()
+        if receiving:
+            result = self._shards.transfer(actor, engines, receiving)
+            if result.lost:
+                return result
+            metrics.update(result.metrics)
+        if others:
+            result = self._broadcast.transfer(actor, engines, others)
+            metrics.update(result.metrics)
+            if not self._broadcast_to_all and dist.get_rank() == SENDER:
+                self._warn(others, obstacles, result.metrics)
+        return SyncResult(dict(metrics))
+
+    def _obstacle(self, view: ServerView) -> str:
+        """Returns why a server receives the whole model; empty where its ranks receive their shards."""
+        if self._broadcast_to_all:
+            return "rollout.weight_transfer=broadcast"
+        return view.shard_obstacle or table_obstacle(self._table, EngineLayout.parse(view.layout))
+
+    def _warn(self, views: Sequence[ServerView], obstacles: Mapping[int, str], metrics: Mapping[str, float]) -> None:
+        new = [view for view in views if view.url not in self._warned]
+        self._warned |= {view.url for view in new}
+        if new:
+            received, needed = metrics["weight_sync/bytes_received"], metrics["weight_sync/bytes_lower_bound"]
+            log.warning(
+                "%s: %s. Each rank of %d servers receives the whole model through one rank: %.3g GB per update instead "
+                "of about %.3g GB. Start servers with --custom-weight-loader %s where verl_mg can be imported.",
+                new[0].url, obstacles[new[0].number], len(views), received / 1e9, needed / 1e9, RECEIVER,
+            )  # fmt: skip
+
+
+def table_obstacle(table: WeightTable, layout: EngineLayout) -> str:
+    """Returns why the shards of a server are not known; empty where they are.
+
+    Args:
+        table: weights of the actor.
+        layout: layout of the server.
+    """
+    try:
+        table.check_engine_layout(layout)
+        check_on_cpu(table.model_dims, layout)
+    except UserError as error:
+        return str(error).rstrip(".")
+    return ""

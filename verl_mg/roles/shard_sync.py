@@ -1,0 +1,332 @@
+"""Weight sync from every rank of the job straight into the ranks of SGLang servers outside the job.
+
+The ranks of the servers are further ranks of one plan, behind those of the job. Each rank of the job computes its own
+schedule and those of some ranks of servers, which it puts into a store; `rollout.sglang.shard_receiver` executes them
+at the other end. Servers on one host count as a node, into which a byte is sent once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from verl_mg import device
+from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
+from verl_mg.distributed.outside_group import Rendezvous, connect_all, connect_store, join_outside_group, local_address
+from verl_mg.errors import UserError
+from verl_mg.http_client import RefusedError, UnreachableError
+from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
+from verl_mg.reshard.schedule_json import pack_schedules
+from verl_mg.roles.broadcast_sync import no_connection
+from verl_mg.roles.models import Actor
+from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult
+from verl_mg.roles.weight_sync import source_tensors, sources_of
+from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.shard_receiver import (
+    ARRIVAL_POLL_SECONDS,
+    GO_KEY,
+    GROUP_SECONDS,
+    AbortWatch,
+    Report,
+    ShardRequest,
+    abort_key,
+    arrival_key,
+    report_key,
+    schedule_key,
+)
+from verl_mg.sharding.boxes import Box
+from verl_mg.sharding.joined_map import JoinedShardMap
+from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.weight_table import WeightTable
+
+CHUNK_BYTES = 2**30
+"""Bytes that a rank of a server receives in one schedule: adapters are merged for one schedule at a time."""
+TIMEOUT = timedelta(seconds=GROUP_SECONDS)
+NUM_PLANS = 4
+"""Plans that are kept: servers that come and go often leave the same ones behind."""
+
+Shape = tuple[tuple[int, str], ...]
+"""(first rank, layout) of each server in a plan."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan as this rank takes part in it."""
+
+    schedules: Sequence[Schedule]
+    """Schedules of this rank, one for each chunk."""
+    packed: Mapping[int, bytes]
+    """Schedules of some ranks of servers; all ranks together have those of all."""
+    padding: Mapping[int, Mapping[str, Sequence[Box]]]
+    """Boxes of their parameters that are padding, which no rank sends."""
+    lower_bound: int
+    """The fewest bytes that these ranks of servers can receive."""
+
+
+@dataclass
+class _Session:
+    """A process group of the job and some servers, used until other servers take part."""
+
+    members: list[tuple[int, str]]
+    """Number and start of each server."""
+    rendezvous: Rendezvous | None
+    """On the rank that has the store."""
+    store: TCPStore
+    """Connection to the store."""
+    backend: str
+    """Backend of the group."""
+    request: ShardRequest
+    """Request to a server, without its first rank and the number of the transfer."""
+    everyone: Sequence[int]
+    """Ranks of the job and of all servers."""
+    ranks: Mapping[int, range]
+    """Ranks of each server."""
+    planned: _Planned
+    """The plan."""
+    group: dist.ProcessGroup | None = None
+    """The group, once all have joined."""
+    num_transfers: int = 0
+    """Transfers so far."""
+
+    def request_to(self, server: int) -> ShardRequest:
+        """Returns the request to a server in the current transfer."""
+        where = self.request
+        return ShardRequest(
+            address=where.address, port=where.port, group=where.group,
+            first_rank=self.ranks[server].start, number=self.num_transfers,
+        )  # fmt: skip
+
+
+class ShardSync:
+    """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it."""
+
+    def __init__(self, table: WeightTable) -> None:
+        """Creates the sync; groups are created with the first transfer.
+
+        Args:
+            table: weights of the actor.
+        """
+        self._table = table
+        self._session: _Session | None = None
+        self._planned = lru_cache(NUM_PLANS)(self._plan)
+
+    def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
+        """Transfers the actor's weights to some servers.
+
+        Raises:
+            UserError: a server that runs has not received its shards.
+        """
+        started = time.perf_counter()
+        session = self._open(actor, servers)
+        session.num_transfers += 1
+        updates = {
+            view: engines[view.number].update_shards(session.request_to(view.number), actor.num_updates)
+            for view in servers
+            if view.number in engines
+        }
+        for update in updates.values():
+            update.add_done_callback(lambda done: _abort_after_failure(session, done))
+        error, moved = "", {"weight_sync/bytes_sent": 0}
+        try:
+            if self._join(session, updates):
+                moved["weight_sync/bytes_sent"] = self._send(session, actor)
+        except (RuntimeError, UserError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            _abort(session)
+        reports, problems, lost = self._collect(session, updates)
+        moved["weight_sync/bytes_sent"] += sum(report.bytes_sent for report in reports)
+        moved["weight_sync/bytes_received"] = sum(report.bytes_received for report in reports)
+        moved["weight_sync/bytes_lower_bound"] = session.planned.lower_bound
+        outcome = all_gather_json({"error": error, "problems": problems, "lost": lost})
+        all_lost = frozenset(number for rank in outcome for number in rank["lost"])
+        refused = [text for rank in outcome for text in rank["problems"]]
+        broken = [rank["error"] for rank in outcome if rank["error"]]
+        if all_lost or refused or broken:
+            self._close()
+        if not all_lost and (refused or broken):
+            raise UserError(
+                "rollout.weight_transfer=shards: the servers have not received the weights "
+                f"({(refused or broken)[0]}). See the servers' logs, or write rollout.weight_transfer=broadcast."
+            )
+        if not all_lost:
+            for view in updates:
+                engines[view.number].confirm(actor.num_updates)
+        seconds = {"time/weight_sync": time.perf_counter() - started}
+        return SyncResult(sum_over_ranks([moved]) | seconds, all_lost)
+
+    # -- one transfer
+
+    def _join(self, session: _Session, updates: Mapping[ServerView, Future[None]]) -> bool:
+        """Creates the group, unless it exists; False if a server did not get as far as joining it."""
+        if session.group is not None:
+            return True
+        arrived = all([_has_arrived(session, view.number, update) for view, update in updates.items()])
+        if not all(all_gather_json(arrived)):
+            _abort(session)
+            return False
+        session.store.set(GO_KEY, "")
+        session.group = join_outside_group(
+            session.store, session.request.group, dist.get_rank(), session.everyone, session.backend, TIMEOUT
+        )
+        try:
+            connect_all(session.group, device.current_device())
+        except dist.DistBackendError as error:
+            if session.backend == "nccl":
+                raise no_connection(error) from None
+            raise
+        return True
+
+    def _send(self, session: _Session, actor: Actor) -> int:
+        """Sends the boxes of this rank; returns their bytes."""
+        assert session.group is not None
+        parameters, wait_for = sources_of(actor.runner)
+        sent = 0
+        with AbortWatch(session.store, session.num_transfers, session.group):
+            for part in session.planned.schedules:
+                sources = source_tensors(part, actor.runner, parameters)
+                sent += execute(part, sources, {}, session.group, wait_for).bytes_sent
+        return sent
+
+    def _collect(
+        self, session: _Session, updates: Mapping[ServerView, Future[None]]
+    ) -> tuple[list[Report], list[str], list[int]]:
+        """Waits for this rank's servers; returns reports of their ranks, problems, and the servers that were lost."""
+        reports: list[Report] = []
+        problems: list[str] = []
+        lost: list[int] = []
+        for view, update in updates.items():
+            try:
+                update.result()
+            except UnreachableError:
+                lost.append(view.number)
+                continue
+            except RefusedError as error:
+                problems.append(f"{view.url}: {error}")
+                continue
+            for rank in session.ranks[view.number]:
+                key = report_key(session.num_transfers, rank)
+                report = Report.parse(session.store.get(key))
+                session.store.delete_key(key)
+                reports.append(report)
+                if report.error:
+                    problems.append(f"{view.url}: {report.error}")
+        return reports, problems, lost
+
+    # -- the group
+
+    def _open(self, actor: Actor, servers: Sequence[ServerView]) -> _Session:
+        """Returns the session of these servers: the last one, unless others took part or one was restarted."""
+        members = [(view.number, view.start) for view in servers]
+        if self._session and self._session.members == members:
+            return self._session
+        self._close()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        ranks = _place(servers, world_size, device.ranks_of_a_node(world_size))
+        rendezvous = Rendezvous(local_address([view.url for view in servers]), TIMEOUT) if rank == SENDER else None
+        where = [rendezvous.name, rendezvous.address, rendezvous.port] if rendezvous else []
+        name, address, port = all_gather_json(where)[SENDER]
+        store = rendezvous.store if rendezvous else connect_store(address, port, TIMEOUT)
+        backend = "nccl" if device.current_device().type == "cuda" else "gloo"
+        everyone = [*range(world_size), *(member for some in ranks.values() for member in some)]
+        planned = self._planned(actor, tuple((ranks[view.number].start, view.layout) for view in servers))
+        for member, packed in planned.packed.items():
+            described = {"ranks": everyone, "backend": backend, "padding": planned.padding[member]}
+            _set_bytes(store, schedule_key(member), json.dumps(described).encode() + b"\n" + packed)
+        request = ShardRequest(address=address, port=port, group=name, first_rank=0, number=0)
+        self._session = _Session(members, rendezvous, store, backend, request, everyone, ranks, planned)
+        return self._session
+
+    def _close(self) -> None:
+        """Leaves the group; servers leave theirs when they are asked to join another one."""
+        session, self._session = self._session, None
+        if session and session.group:
+            session.group.abort()  # NCCL would wait for servers that are gone
+            dist.destroy_process_group(session.group)
+
+    # -- the plan
+
+    def _plan(self, actor: Actor, shape: Shape) -> _Planned:
+        rank, world_size, dtype = dist.get_rank(), dist.get_world_size(), actor.runner.dtype
+        target, first = self._target(shape)
+        node = device.ranks_of_a_node(world_size)
+        receivers = target.ranks[rank::world_size]
+        mine: list[Schedule] = []
+        theirs: dict[int, list[Schedule]] = defaultdict(list)
+        lower_bound = 0
+        for chunk in split_into_chunks(target, first, CHUNK_BYTES // dtype.itemsize):
+            moves = plan(actor.runner.shard_map(), chunk, node)
+            mine.append(schedule(moves, rank, dtype))
+            for member in receivers:
+                theirs[member].append(schedule(moves, member, dtype))
+                lower_bound += moves.lower_bound(member, dtype.itemsize)
+        padding = {
+            member: {name: shard.padding for name, shard in target.shards(member).items() if shard.padding}
+            for member in receivers
+        }
+        packed = {member: pack_schedules(parts) for member, parts in theirs.items()}
+        return _Planned(mine, packed, padding, lower_bound)
+
+    def _target(self, shape: Shape) -> tuple[ShardMap, list[int]]:
+        """Returns the shard map of all servers, and the ranks of the first server of each layout."""
+        by_layout: dict[str, list[int]] = defaultdict(list)
+        for start, layout in shape:
+            by_layout[layout] += range(start, start + EngineLayout.parse(layout).ranks)
+        placements = [EnginePlacement(EngineLayout.parse(text), tuple(ranks)) for text, ranks in by_layout.items()]
+        maps = [self._table.shard_map_sglang(placement) for placement in placements]
+        first = [rank for placement in placements for rank in placement.ranks[: placement.layout.ranks]]
+        return (maps[0] if len(maps) == 1 else JoinedShardMap(maps)), first
+
+
+def _place(servers: Sequence[ServerView], world_size: int, node: int) -> dict[int, range]:
+    """Returns the ranks of each server in the plan, behind those of the job; those of one host begin a new node.
+
+    Args:
+        servers: the servers.
+        world_size: ranks of the job.
+        node: ranks of the job on a node.
+    """
+    by_host: dict[str, list[ServerView]] = defaultdict(list)
+    for view in servers:
+        by_host[urlsplit(view.url).hostname or view.url].append(view)
+    ranks, end = {}, world_size
+    for views in by_host.values():
+        end = -(-end // node) * node
+        for view in views:
+            ranks[view.number] = range(end, end + view.ranks)
+            end += view.ranks
+    return {view.number: ranks[view.number] for view in servers}
+
+
+def _has_arrived(session: _Session, server: int, update: Future[None]) -> bool:
+    """Waits until all ranks of a server are about to join the group; False if its update ends before."""
+    keys = [arrival_key(rank) for rank in session.ranks[server]]
+    while not session.store.check(keys):
+        if update.done():
+            return False
+        time.sleep(ARRIVAL_POLL_SECONDS)
+    return True
+
+
+def _abort_after_failure(session: _Session, update: Future[None]) -> None:
+    if update.exception() is not None:
+        _abort(session)
+
+
+def _abort(session: _Session) -> None:
+    """Announces to all members that the transfer cannot be completed."""
+    session.store.set(abort_key(session.num_transfers), "")
+
+
+def _set_bytes(store: TCPStore, key: str, value: bytes) -> None:
+    store.set(key, value)  # type: ignore[arg-type]  # torch's annotation knows only text

@@ -1,0 +1,241 @@
+"""Receives the shards of a server's rank straight from the ranks of a job; called inside SGLang's schedulers.
+
+A server is started with `--custom-weight-loader verl_mg.rollout.sglang.shard_receiver.receive_shards`, where verl_mg
+can be imported. A request of SGLang's own `/update_weights_from_tensor` then contains a `ShardRequest` instead of
+weights: where the job's store is. Each rank reads its schedule there, joins a process group with the ranks of the job,
+and receives its boxes in place. It reports in the store, since an exception here would end SGLang's schedulers.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from verl_mg.distributed.outside_group import connect_all, connect_store, join_outside_group
+from verl_mg.reshard import Schedule, execute
+from verl_mg.reshard.schedule_json import unpack_schedules
+from verl_mg.sharding.boxes import slices
+
+RECEIVER = f"{__name__}.receive_shards"
+"""Name of the loader, for the server argument `custom_weight_loader` and as load format."""
+STORE_SECONDS, GROUP_SECONDS = 60.0, 600.0
+"""Longest wait for the job's store, and for its ranks."""
+ARRIVAL_POLL_SECONDS = 0.02
+"""Interval at which members look whether all others have arrived."""
+ABORT_POLL_SECONDS = 0.5
+"""Interval at which a member looks whether a transfer was aborted, because another member is gone."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRequest:
+    """Request to a server to receive its shards."""
+
+    address: str
+    """Host of the job's store."""
+    port: int
+    """Port of the job's store."""
+    group: str
+    """Name of the process group; a new name is a new group."""
+    first_rank: int
+    """Number of the server's first rank in the group; the others follow, stage by stage."""
+    number: int
+    """Number of the transfer in this group."""
+
+    def payload(self) -> str:
+        """Returns the request as SGLang passes it to a loader: a named tensor of text, by value, in base64."""
+        text = torch.frombuffer(bytearray(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
+        return base64.b64encode(pickle.dumps([("request", text)])).decode()
+
+
+@dataclass(frozen=True)
+class Report:
+    """Report of a rank of a server about a transfer."""
+
+    bytes_received: int = 0
+    """Bytes received over the wire, counted at the messages."""
+    bytes_sent: int = 0
+    """Bytes sent to other ranks of servers."""
+    seconds: float = 0.0
+    """Duration of the transfer."""
+    error: str = ""
+    """Description of what went wrong; empty where all shards have arrived."""
+
+    @classmethod
+    def parse(cls, text: bytes) -> Report:
+        """Reads a report from the store."""
+        return cls(**json.loads(text))
+
+
+def schedule_key(rank: int) -> str:
+    """Returns the key of the store with the members of the group and a rank's packed schedules."""
+    return f"schedules/{rank}"
+
+
+def arrival_key(rank: int) -> str:
+    """Returns the key of the store that a rank sets when it is about to join the group."""
+    return f"arrived/{rank}"
+
+
+GO_KEY = "go"
+"""Key of the store that is set when the ranks of all servers have arrived."""
+
+
+def report_key(number: int, rank: int) -> str:
+    """Returns the key of the store with a rank's report of a transfer.
+
+    Args:
+        number: of the transfer.
+        rank: number of the rank in the group.
+    """
+    return f"report/{number}/{rank}"
+
+
+def abort_key(number: int) -> str:
+    """Returns the key of the store that is set when a transfer cannot be completed."""
+    return f"abort/{number}"
+
+
+class AbortWatch:
+    """Aborts a process group when the key of the store is set: NCCL would wait for ever for a member that is gone."""
+
+    def __init__(self, store: TCPStore, number: int, group: dist.ProcessGroup) -> None:
+        """Starts to look at the key in a thread.
+
+        Args:
+            store: of the job.
+            number: of the transfer.
+            group: process group of the transfer.
+        """
+        self._store, self._key, self._group = store, abort_key(number), group
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(ABORT_POLL_SECONDS):
+            try:
+                aborted = self._store.check([self._key])
+            except dist.DistError:  # the rank of the job that has the store is gone
+                aborted = True
+            if aborted:
+                self._group.abort()
+                return
+
+
+class ShardReceiver:
+    """The membership of this process in the group of a job, if it has joined one."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._store: TCPStore | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._schedules: list[Schedule] = []
+
+    def receive(self, model: Any, request: ShardRequest, rank: int) -> None:
+        """Receives the shards of this rank, and reports.
+
+        Args:
+            model: SGLang's model on this rank.
+            request: of the job.
+            rank: number of this rank in the group.
+        """
+        started = time.perf_counter()
+        try:
+            if request.group != self._name:
+                self._leave()
+                self._store = connect_store(request.address, request.port, timedelta(seconds=STORE_SECONDS))
+            report = self._transfer(model, request, rank)
+        except Exception as error:
+            log.exception("verl_mg: the weights were not received")
+            self._leave()
+            report = Report(error=f"{type(error).__name__}: {error}")
+        try:
+            if self._store is not None:
+                fields = asdict(report) | {"seconds": time.perf_counter() - started}
+                self._store.set(report_key(request.number, rank), json.dumps(fields))
+        except dist.DistError:
+            log.exception("verl_mg: the job is gone")
+
+    def _transfer(self, model: Any, request: ShardRequest, rank: int) -> Report:
+        assert self._store is not None
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        if self._group is None:
+            self._join(parameters, request, rank)
+        assert self._group is not None
+        received = sent = 0
+        with AbortWatch(self._store, request.number, self._group), torch.no_grad():
+            for part in self._schedules:
+                traffic = execute(part, {}, parameters, self._group)
+                received, sent = received + traffic.bytes_received, sent + traffic.bytes_sent
+        return Report(received, sent)
+
+    def _join(self, parameters: Mapping[str, Tensor], request: ShardRequest, rank: int) -> None:
+        assert self._store is not None
+        text, _, packed = self._store.get(schedule_key(rank)).partition(b"\n")
+        described = json.loads(text)
+        self._schedules = unpack_schedules(packed)
+        with torch.no_grad():
+            for name, boxes in described["padding"].items():
+                for box in boxes:
+                    parameters[name][slices(box)] = 0
+        self._store.set(arrival_key(rank), "")
+        while not self._store.check([GO_KEY]):
+            if self._store.check([abort_key(request.number)]):
+                raise RuntimeError("another server is gone")
+            time.sleep(ARRIVAL_POLL_SECONDS)
+        timeout = timedelta(seconds=GROUP_SECONDS)
+        self._group = join_outside_group(
+            self._store, request.group, rank, described["ranks"], described["backend"], timeout
+        )
+        self._name = request.group
+        connect_all(self._group, next(iter(parameters.values())).device)
+
+    def _leave(self) -> None:
+        """Leaves the group; NCCL must not wait for members that are gone."""
+        group, self._group, self._name = self._group, None, ""
+        if group is not None:
+            group.abort()
+            dist.destroy_process_group(group)
+
+
+@cache
+def _receiver() -> ShardReceiver:
+    """Returns the receiver of this process: SGLang calls a function, and keeps nothing for it."""
+    return ShardReceiver()
+
+
+def receive_shards(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Receives the shards of this rank in place.
+
+    Args:
+        model: SGLang's model on this rank.
+        named_tensors: the payload of a `ShardRequest`.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    ((_, text),) = named_tensors
+    request = ShardRequest(**json.loads(bytes(text.tolist())))
+    parallel = get_parallel()
+    _receiver().receive(model, request, request.first_rank + parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
