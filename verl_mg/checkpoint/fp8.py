@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES
 from verl_mg.errors import UserError
-from verl_mg.sharding.boxes import Box
+from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
 
 FP8 = DTYPE_NAMES[torch.float8_e4m3fn]
 """Name of the dtype of FP8 tensors in safetensors files."""
@@ -28,9 +28,6 @@ SCALE_DTYPES = tuple(
 )
 """Names of the dtypes of scales."""
 _SUFFIXES = ("_scale_inv", "_scale")
-
-BlockSize = tuple[int, int]
-"""Rows and columns of a tensor that have a common scale."""
 
 
 def scale_name(tensor: str, names: Container[str]) -> str | None:
@@ -91,16 +88,6 @@ def misfit(shape: tuple[int, ...], scales: tuple[int, ...], declared: BlockSize 
     """
     wanted = f"blocks of {declared} in config.json" if declared else "one scale for the tensor or for each row"
     return f"their shape is {scales}, which does not fit the tensor's shape {shape} and {wanted}"
-
-
-def scale_grid(shape: tuple[int, ...], block: BlockSize) -> tuple[int, ...]:
-    """Returns the number of blocks in each dimension of a tensor; the last ones may be incomplete.
-
-    Args:
-        shape: shape of the tensor.
-        block: rows and columns of a block.
-    """
-    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
 
 
 def dequantize(values: Tensor, scales: Tensor, box: Box, block: BlockSize) -> Tensor:

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl_mg.checkpoint.fp8 import FP8, SCALE_DTYPES, BlockSize, block_of, declared_block, misfit, scale_name
+from verl_mg.checkpoint.fp8 import FP8, SCALE_DTYPES, block_of, declared_block, misfit, scale_name
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, SafetensorsFile, StoredTensor
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.errors import UserError
-from verl_mg.sharding.boxes import Box, Shard, full_box
+from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

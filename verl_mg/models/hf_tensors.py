@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+import torch
+
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig, LatentConfig
 
 
@@ -144,6 +146,16 @@ class TensorInfo:
     """Shape of the whole tensor."""
     float32: bool = False
     """Whether the tensor is float32 in every runtime."""
+    dtype: torch.dtype | None = None
+    """Dtype in which the tensor travels, where it is not that of the model."""
+
+    def wire_dtype(self, default: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which the tensor travels.
+
+        Args:
+            default: dtype of the model.
+        """
+        return torch.float32 if self.float32 else self.dtype or default
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,10 @@ class Plan:
             tensor: Hugging Face name.
             itemsize: bytes of an element of tensors that need not stay float32.
         """
-        return FLOAT32_BYTES if self.source.tensors[tensor].float32 else itemsize
+        info = self.source.tensors[tensor]
+        if info.float32:
+            return FLOAT32_BYTES
+        return info.dtype.itemsize if info.dtype else itemsize
 
     def position(self, tensor: str) -> int:
         """Returns the position of a tensor in the order in which tensors are moved."""

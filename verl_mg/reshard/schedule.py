@@ -137,14 +137,14 @@ def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCK
     Args:
         plan: the plan.
         rank: global rank.
-        dtype: type of the elements on the wire, except for tensors that stay float32.
+        dtype: type of the elements on the wire, except for tensors that have their own.
         bucket_bytes: bytes that a rank may send and receive in an epoch; larger tensors are cut.
     """
     moves, epochs = plan.rank_plan(rank), plan.epochs(dtype.itemsize, bucket_bytes)
     contents: dict[int, dict[tuple[int, bool], list[Segment]]] = defaultdict(lambda: defaultdict(list))
     for outgoing, transfers in ((True, moves.sends), (False, moves.receives)):
         for transfer in transfers:
-            wire_dtype = torch.float32 if plan.source.tensors[transfer.tensor].float32 else dtype
+            wire_dtype = plan.source.tensors[transfer.tensor].wire_dtype(dtype)
             parts = epochs.of[transfer.tensor]
             for number, box in cut(transfer.box, len(parts)):
                 at = translate_box(box, transfer.box, transfer.parameter_box)

@@ -15,6 +15,8 @@ from verl_mg.errors import UserError
 
 Box = tuple[tuple[int, int], ...]
 """Half-open ranges, one for each dimension: ((0, 4), (8, 16)) is rows 0 to 3 of columns 8 to 15."""
+BlockSize = tuple[int, int]
+"""Rows and columns of the blocks of a matrix, of which each has a scale."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ def box_shape(box: Box) -> tuple[int, ...]:
 def numel(box: Box) -> int:
     """Returns the number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
+
+
+def scale_grid(shape: tuple[int, ...], block: BlockSize) -> tuple[int, ...]:
+    """Returns the number of blocks in each dimension of a matrix; the last ones may be incomplete.
+
+    Args:
+        shape: shape of the matrix.
+        block: rows and columns of a block.
+    """
+    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
 
 
 def slices(box: Box) -> tuple[slice, ...]:

@@ -1,0 +1,157 @@
+"""Pairs of layouts between which 8 ranks move encoded weights, and the quantizers of engines as oracles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.oracles.installed_source import installed_functions
+from tests.random_models import config
+from tests.reshard.moves import hold, shard_map_of
+from verl_mg.models.hf_config import HFConfig
+from verl_mg.reshard import execute, plan, schedule
+from verl_mg.reshard.encode import Encoder
+from verl_mg.reshard.encoded_shard_map import EncodedSource, EncodedTarget, quantized_tensors
+from verl_mg.reshard.encoding import FP8, Encoding, Int4
+from verl_mg.sharding.boxes import slices
+from verl_mg.sharding.weight_table import weight_table
+
+BLOCK = 4
+DENSE = config("qwen3", hidden_size=24, intermediate_size=24, num_hidden_layers=2)
+"""Four tensor-parallel ranks cut its 24 rows within blocks, and a key-value head has half of a block."""
+LATENT = config("deepseek_v3", hidden_size=16, kv_lora_rank=12, qk_rope_head_dim=6, num_hidden_layers=3, v_head_dim=2)
+"""Its projection to 18 rows ends within a block."""
+WORDS = config("qwen3_moe", hidden_size=16, moe_intermediate_size=16, num_attention_heads=16, num_hidden_layers=2)
+"""Its parts of rows are multiples of 8 on two ranks."""
+CASES: list[tuple[HFConfig, str, str, int]] = [
+    # (model, source, target, whether blocks are distributed over ranks)
+    (DENSE, "megatron tp4-pp2", "engine tp2", 1),
+    (DENSE, "megatron pp2", "engine tp2", 0),
+    (DENSE, "megatron tp4", "engine tp1", 1),
+    (DENSE, "megatron tp4-pp1 +0", "engine tp2 +4", 1),
+    (LATENT, "megatron tp2-ep4-etp1", "engine tp2-ep2", 1),
+    (LATENT, "megatron te-tp4-ep2-etp2", "engine tp2", 1),
+    (config("qwen3_moe", hidden_size=12, num_hidden_layers=2), "megatron tp1-ep4", "engine tp2-ep2", 0),
+    (config("mixtral", intermediate_size=24, num_hidden_layers=2), "megatron tp4-ep2-etp4", "engine tp2", 1),
+    (WORDS, "megatron tp2-ep2-etp2", "engine tp2", 0),
+]
+SGLANG, VLLM = FP8(rows=BLOCK, columns=BLOCK), FP8(rows=BLOCK, columns=BLOCK, by_reciprocal=True)
+CHANNELS = FP8(scale_suffix="_scale", rows=1, columns=None, smallest=0.0, by_reciprocal=True)
+INT4 = Int4(columns=8)
+Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def sglang_blocks() -> Quantizer:
+    """SGLang's quantizer of bfloat16 weights to FP8 blocks with float32 scales."""
+    file = "srt/layers/quantization/mxfp8_block_convert.py"
+    function = installed_functions("sglang", file, "bf16_to_block_fp8_128", torch=torch)["bf16_to_block_fp8_128"]
+    return partial(function, block=BLOCK)
+
+
+def vllm_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """vLLM's `per_block_cast_to_fp8` (vllm/utils/deep_gemm.py), step by step: it multiplies by the reciprocal."""
+    rows, columns = (math.ceil(size / BLOCK) * BLOCK for size in weight.shape)
+    padded = torch.zeros((rows, columns), dtype=weight.dtype)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    view = padded.view(-1, BLOCK, columns // BLOCK, BLOCK)
+    scale = view.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / 448.0
+    values = (view * (1.0 / scale)).to(torch.float8_e4m3fn).view_as(padded)
+    return values[: weight.shape[0], : weight.shape[1]].contiguous(), scale.view(rows // BLOCK, columns // BLOCK)
+
+
+def sglang_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """SGLang's `per_token_quant_fp8` (kernels/jit/csrc/gemm/per_token_quant_fp8.cuh) for many rows, step by step."""
+    scale = weight.float().abs().amax(1, keepdim=True) / 448.0
+    inverse = torch.where(scale == 0, torch.zeros(()), 1.0 / scale)
+    return (weight.float() * inverse).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def compressed_tensors_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The quantizer and packer of compressed-tensors, in which both engines load INT4."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=INT4.columns, symmetric=True)
+    groups = weight.unflatten(1, (-1, INT4.columns))
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    return pack_to_int32(quantize(weight, scale, zero, args, dtype=torch.int8), 4), scale
+
+
+def checkpoint(c: HFConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random values whose magnitudes differ from place to place; one block and one row are 0."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, shard in weight_table(c).huggingface().items():
+        values = torch.randn(shard.shape, generator=generator)
+        values *= 10 ** (4 * torch.rand(shard.shape, generator=generator) - 3)
+        if len(shard.shape) == 2:
+            values[:BLOCK, :BLOCK], values[-1] = 0, 0
+        tensors[name] = values.to(dtype)
+    return tensors
+
+
+def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> dict[str, object]:
+    """Moves encoded weights; returns what this rank received and counted."""
+    c, source_text, target_text, _ = CASES[case]
+    rank, plain = dist.get_rank(), shard_map_of(c, source_text)
+    names = quantized_tensors(weight_table(c))
+    source = EncodedSource(plain, encoding, names)
+    target = EncodedTarget(shard_map_of(c, target_text), encoding, names)
+    part = source.part(list(target.tensors))
+    moved = plan(part, target, node)
+    parts = schedule(moved, rank, dtype, 4000)
+    encoder = Encoder(part, parts, dtype)
+    encoded = encoder.run(hold(plain, checkpoint(c, dtype)))
+    got = {}
+    for name, shard in target.shards(rank).items():
+        wire = target.tensors[shard.pieces[0].tensor].wire_dtype(dtype) if shard.pieces else dtype
+        got[name] = torch.zeros(shard.shape, dtype=wire)
+    traffic = execute(parts, encoded.tensors, got)
+    return {
+        "parameters": got,
+        "received": traffic.bytes_received,
+        "lower_bound": moved.lower_bound(rank, dtype.itemsize),
+        "on_paper": moved.traffic(dtype.itemsize)[rank].received,
+        "exchanged": encoded.bytes_exchanged,
+    }
+
+
+def differing(case: int, encoding: Encoding, dtype: torch.dtype, rank: int, got: dict[str, Tensor]) -> list[str]:
+    """Parameters of a rank that are not the parts of whole tensors that the oracle has quantized."""
+    quantizer = sglang_channels if encoding is CHANNELS else compressed_tensors_groups
+    c, _, target, _ = CASES[case]
+    tensors, names, wrong = checkpoint(c, dtype), quantized_tensors(weight_table(c)), []
+    for name, shard in shard_map_of(c, target).shards(rank).items():
+        for piece in shard.pieces:
+            if piece.tensor not in names:
+                continue
+            values, scales = quantizer(tensors[piece.tensor])
+            for part, whole, suffix in ((values, encoding.packed, encoding.value_suffix),
+                                        (scales, encoding.columns, encoding.scale_suffix)):  # fmt: skip
+                *at, (left, right) = piece.target
+                *box, (first, last) = piece.source
+                columns = (0, 1) if whole is None else (left // whole, right // whole)
+                expected = part[slices((*box, (0, 1) if whole is None else (first // whole, last // whole)))]
+                found = got[name + suffix][slices((*at, columns))].reshape(expected.shape)
+                if not torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)):
+                    wrong.append(name + suffix)
+    return wrong
+
+
+def engine_parameters(case: int, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The engine's parameters before they are quantized."""
+    c, _, target, _ = CASES[case]
+    tensors, result = checkpoint(c, dtype), {}
+    for name, shard in shard_map_of(c, target).shards(rank).items():
+        result[name] = torch.zeros(shard.shape, dtype=tensors[shard.pieces[0].tensor].dtype)
+        for piece in shard.pieces:
+            room = result[name][slices(piece.target)]
+            room.copy_(tensors[piece.tensor][slices(piece.source)].view(room.shape))
+    return result

@@ -1,0 +1,136 @@
+"""Encoding of a rank's weights before they are sent, exactly as if each tensor was quantized as a whole.
+
+    1  the largest magnitudes of all blocks are computed from this rank's boxes
+    2  those of blocks that are distributed over ranks are maximized over the ranks: one collective, 4 bytes a block
+    3  scales and values follow from them, element by element
+
+Ranks need memory for the encoded values of one part of the model at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_mg import device
+from verl_mg.reshard.encoded_shard_map import EncodedPart
+from verl_mg.reshard.encoding import add_largest, encode_box
+from verl_mg.reshard.schedule import Schedule
+from verl_mg.sharding.boxes import Piece, box_shape, slices
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The encoded source of one part of a model on one rank."""
+
+    tensors: Mapping[str, Tensor]
+    """Parameters of the source, as a schedule expects them."""
+    bytes_exchanged: int
+    """Bytes of the largest magnitudes that the ranks have exchanged, in addition to those of the schedule."""
+
+
+class Encoder:
+    """Encoder of one part of a model, used for every weight sync."""
+
+    def __init__(self, part: EncodedPart, schedule: Schedule, dtype: torch.dtype) -> None:
+        """Plans the encoding of this rank.
+
+        Args:
+            part: shard map of the part.
+            schedule: schedule of this rank, from the part to its target.
+            dtype: dtype of the model.
+        """
+        self._part, self._source, self._dtype, self._schedule = part, part.source, dtype, schedule
+        self._encoding = part.source.encoding
+        encoded = [name for name in part.tensors if name in part.source.encoded]
+        masks: dict[Hashable, torch.Tensor] = {}
+        for name in encoded:
+            key = part.source.plain_key(name)
+            if key not in masks:
+                masks[key] = torch.from_numpy(np.ascontiguousarray(part.source.shared_blocks(name)))
+        self._shared = {name: masks[part.source.plain_key(name)] for name in encoded}
+        self.num_exchanged = sum(int(mask.sum()) for mask in self._shared.values())
+        """Number of blocks that are distributed over ranks."""
+        self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+        for parameter, shard in part.source.plain_shards(schedule.rank).items():
+            for piece in shard.pieces:
+                if piece.tensor in self._shared:
+                    self._pieces[piece.tensor].append((parameter, piece))
+
+    def run(
+        self,
+        parameters: Mapping[str, Tensor],
+        wait_for: Callable[[str], object] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Encoded:
+        """Encodes what this rank sends; all ranks of the group call it together.
+
+        Args:
+            parameters: this rank's parameters before they are encoded.
+            wait_for: called with the name of a parameter before it is read.
+            group: process group of all ranks; None for the default group.
+        """
+        here = device.current_device()
+        sent = self._schedule.source_parameters
+        largest: dict[str, Tensor] = {}
+        for tensor, pieces in self._pieces.items():
+            names = {parameter + self._encoding.value_suffix for parameter, _ in pieces}
+            if not (names & sent or self._source.scales_of(tensor) in sent or self._shared[tensor].any()):
+                continue
+            shape = self._source.shape_of(tensor)
+            largest[tensor] = torch.zeros(self._encoding.grid(shape), device=here)
+            for parameter, piece in pieces:
+                if wait_for:
+                    wait_for(parameter)
+                values = self._values(parameters, parameter, piece)
+                add_largest(largest[tensor], values, piece.source, self._encoding.block(shape))
+        self._exchange(largest, here, group)
+        result = {name: tensor for name, tensor in parameters.items() if name in self._schedule.source_shapes}
+        for name, shard in self._part.shards(self._schedule.rank).items():
+            if shard.pieces[0].tensor in self._shared:
+                dtype = self._encoding.dtype
+                memory = torch.empty(shard.shape if name in sent else (), dtype=dtype, device=here)
+                result[name] = memory.expand(shard.shape)  # what is not sent needs no memory
+        for tensor, magnitudes in largest.items():
+            scales = self._encoding.scales(magnitudes, self._dtype)
+            result[self._source.scales_of(tensor)] = scales
+            for parameter, piece in self._pieces[tensor]:
+                name = parameter + self._encoding.value_suffix
+                if name in sent:
+                    values = self._values(parameters, parameter, piece)
+                    encode_box(self._encoding, values, scales, piece.source, self._memory_of(result[name], piece))
+        for name, shape in self._schedule.source_shapes.items():
+            if name not in result:
+                result[name] = torch.empty((), device=here).expand(shape)
+        return Encoded(result, 4 * self.num_exchanged)
+
+    def _values(self, parameters: Mapping[str, Tensor], parameter: str, piece: Piece) -> Tensor:
+        box = parameters[parameter].detach()[slices(piece.target)]
+        return box.view(box_shape(piece.source)).to(self._dtype)
+
+    def _memory_of(self, parameter: Tensor, piece: Piece) -> Tensor:
+        """Returns the memory of a piece's encoded values."""
+        start, stop = piece.target[-1]
+        box = (*piece.target[:-1], (start // self._encoding.packed, stop // self._encoding.packed))
+        return parameter[slices(box)].view(*box_shape(piece.source)[:-1], (stop - start) // self._encoding.packed)
+
+    def _exchange(self, largest: Mapping[str, Tensor], here: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Maximizes the largest magnitudes of blocks that are distributed over ranks."""
+        if not self.num_exchanged:
+            return
+        masks = {tensor: mask.to(here) for tensor, mask in self._shared.items() if mask.any()}
+        parts = [
+            largest[tensor][mask] if tensor in largest else torch.zeros(int(mask.sum()), device=here)
+            for tensor, mask in masks.items()
+        ]
+        everyone = torch.cat(parts)
+        dist.all_reduce(everyone, dist.ReduceOp.MAX, group)
+        for (tensor, mask), part in zip(masks.items(), everyone.split([len(part) for part in parts]), strict=True):
+            if tensor in largest:
+                largest[tensor][mask] = part

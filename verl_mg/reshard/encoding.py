@@ -1,0 +1,206 @@
+"""Encodings of weights on the wire: formats of quantized engines, computed from the largest magnitude of each block.
+
+    fp8_block     float8_e4m3fn, a float32 scale for each block of 128 x 128: `weight`, `weight_scale_inv`
+    fp8_channel   float8_e4m3fn, a float32 scale for each row: `weight`, `weight_scale`
+    int4          8 integers of a row in an int32, a scale for each 128 of a row: `weight_packed`, `weight_scale`
+
+Once the largest magnitude of a block is known, each of its elements is quantized by itself. So a rank can quantize any
+part of a block, and the values are those of the whole tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from verl_mg.errors import UserError
+from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
+
+Wire = Literal["cast", "fp8_block", "fp8_channel", "int4"]
+"""Form in which the weights of an engine travel; `cast`: in its dtype, not quantized."""
+SLAB_ELEMENTS = 2**20
+"""Elements that are quantized at a time, which bounds the memory of intermediate values."""
+_FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Encoding(ABC):
+    """A format of quantized matrices; each block of elements has a scale."""
+
+    dtype: torch.dtype
+    """Dtype of the values on the wire."""
+    scale_dtype: torch.dtype | None
+    """Dtype of the scales; None: that of the model."""
+    scale_suffix: str
+    """End of the names of scales, behind the name of the parameter."""
+    value_suffix: str = ""
+    """End of the names of values, behind the name of the parameter."""
+    rows: int = 128
+    """Rows of a block."""
+    columns: int | None = 128
+    """Columns of a block; None: all of the tensor."""
+    packed: int = 1
+    """Columns in one element on the wire."""
+
+    def block(self, shape: tuple[int, ...]) -> BlockSize:
+        """Returns the rows and columns of the blocks of a matrix."""
+        return self.rows, self.columns or shape[-1]
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the scales of a matrix."""
+        return scale_grid(shape, self.block(shape))
+
+    @abstractmethod
+    def scales(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the scales of blocks.
+
+        Args:
+            largest: largest magnitude of each block, float32.
+            dtype: dtype of the model.
+        """
+
+    @abstractmethod
+    def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Returns values on the wire.
+
+        Args:
+            values: (rows, columns) in the dtype of the model.
+            scales: scale of each value, broadcast to its shape.
+        """
+
+
+@dataclass(frozen=True)
+class FP8(Encoding):
+    """Values in float8_e4m3fn; the largest one of a block is the largest that the dtype has."""
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+    scale_dtype: torch.dtype | None = torch.float32
+    scale_suffix: str = "_scale_inv"
+    smallest: float = 1e-4
+    """Smallest value that is taken for the largest magnitude of a block."""
+    by_reciprocal: bool = False
+    """Whether values are multiplied by the rounded reciprocal of the scale, as vLLM does, and not divided by it."""
+
+    def scales(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the largest magnitude over the largest value of float8_e4m3fn."""
+        return largest.clamp(min=self.smallest) / _FP8_MAX
+
+    def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Returns float8_e4m3fn values; those of a block with scale 0 are 0."""
+        if self.by_reciprocal:
+            factors = torch.where(scales == 0, scales, scales.reciprocal())
+            return (values.float() * factors).clamp(-_FP8_MAX, _FP8_MAX).to(self.dtype)
+        return (values.float() / scales).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Int4(Encoding):
+    """Integers from -8 to 7, eight in an int32, in the format `pack-quantized` of compressed-tensors."""
+
+    dtype: torch.dtype = torch.int32
+    scale_dtype: torch.dtype | None = None
+    scale_suffix: str = "_scale"
+    value_suffix: str = "_packed"
+    rows: int = 1
+    packed: int = 8
+
+    def scales(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the largest magnitude over half of the range from -8 to 7, rounded to the dtype of the model."""
+        scales = largest.to(dtype) / 7.5
+        return torch.where(scales == 0, torch.full_like(scales, torch.finfo(dtype).eps), scales)
+
+    def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Returns (rows, columns / 8) int32; the first of eight columns is in the lowest bits."""
+        numbers = (values / scales).clamp(-8, 7).round().to(torch.int32) + 8
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
+        # The eighth number fills the sign bit: shifted and added as int64, then cut to 32 bits.
+        words = (numbers.unflatten(-1, (-1, self.packed)).long() << shifts).sum(-1)
+        return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def encoding_of(wire: Wire, by_reciprocal: bool = False) -> Encoding | None:
+    """Returns an encoding by its name; None for `cast`.
+
+    Args:
+        wire: name of the encoding.
+        by_reciprocal: whether the engine's quantizer of blocks multiplies by the rounded reciprocal of a scale: that of
+            vLLM does, that of SGLang divides.
+    """
+    match wire:
+        case "fp8_block":
+            return FP8(by_reciprocal=by_reciprocal)
+        case "fp8_channel":
+            return FP8(scale_suffix="_scale", rows=1, columns=None, smallest=0.0, by_reciprocal=True)
+        case "int4":
+            return Int4()
+    return None
+
+
+def add_largest(largest: Tensor, values: Tensor, box: Box, block: BlockSize) -> None:
+    """Raises the largest magnitudes of the blocks of a tensor to those of the elements in a box.
+
+    Args:
+        largest: (block rows, block columns) float32, largest magnitudes of the whole tensor so far.
+        values: (rows, columns) elements of the box.
+        box: the box in the tensor.
+        block: rows and columns of a block.
+    """
+    (top, bottom), (left, right) = box
+    height, width = block
+    columns = slice(left // width, -(-right // width))
+    one_column = columns.stop - columns.start == 1
+    step = max(1, SLAB_ELEMENTS // ((right - left) * height)) * height
+    for start in range(top - top % height, bottom, step):  # slabs of whole block rows
+        first, last = max(start, top), min(start + step, bottom)
+        magnitudes = values[first - top : last - top].abs()
+        # Blocks that the box cuts are filled with zeros.
+        sides = (0, 0) if one_column else (left % width, -right % width)
+        margins = (*sides, first - start, -last % height)
+        magnitudes = pad(magnitudes, margins) if any(margins) else magnitudes
+        across = magnitudes.shape[1] if one_column else width
+        of_blocks = magnitudes.view(-1, height, magnitudes.shape[1] // across, across).amax((1, 3)).float()
+        part = largest[start // height : -(-last // height), columns]
+        part.copy_(torch.maximum(part, of_blocks))
+
+
+def encode_box(encoding: Encoding, values: Tensor, scales: Tensor, box: Box, target: Tensor) -> None:
+    """Quantizes the elements of a box.
+
+    Args:
+        encoding: the format.
+        values: (rows, columns) elements of the box, in the dtype of the model.
+        scales: scales of the whole tensor.
+        box: the box in the tensor.
+        target: (rows, columns / packed) memory of the result.
+    """
+    (top, bottom), (left, right) = box
+    columns = torch.arange(left, right, device=values.device) // encoding.columns if encoding.columns else None
+    step = max(1, SLAB_ELEMENTS // (right - left))
+    for start in range(top, bottom, step):
+        stop = min(start + step, bottom)
+        factors = scales[torch.arange(start, stop, device=values.device) // encoding.rows]
+        factors = factors if columns is None else factors[:, columns]
+        target[start - top : stop - top] = encoding.quantize(values[start - top : stop - top], factors)
+
+
+def check_packing(encoding: Encoding, tensor: str, box: Box) -> None:
+    """Checks that a box consists of whole elements of the wire.
+
+    Args:
+        encoding: the format.
+        tensor: name of the tensor, for the error.
+        box: the box in the tensor.
+
+    Raises:
+        UserError: it begins or ends within an element.
+    """
+    if any(edge % encoding.packed for edge in box[-1]):
+        raise UserError(
+            f"{tensor}: the box {box} ends within {encoding.packed} columns that one number on the wire contains. "
+            "Choose a layout whose parts of a row are multiples of it."
+        )
