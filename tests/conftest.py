@@ -91,10 +91,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _use_warm_starts_for_sglang() -> None:
     """Start engines and traces without the imports of SGLang, in this process and in the ranks forked from it."""
     from tests import warm_start
+    from verl_mg.rollout import engine_python
     from verl_mg.rollout.sglang import engine as sglang_engine
-    from verl_mg.rollout.sglang.tracing import tracer
 
-    for module in (sglang_engine, tracer):
+    for module in (sglang_engine, engine_python):
         module.sys = SimpleNamespace(executable=warm_start.sglang().python)  # type: ignore[attr-defined]
 
 

@@ -115,7 +115,7 @@ def engines(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> EnginePlacement
 
 def shard_map(c: HFConfig) -> st.SearchStrategy[ShardMap]:
     """The model in any dialect, on all ranks."""
-    return sources(c) | engines(c).map(weight_table(c).shard_map_sglang)
+    return sources(c) | engines(c).map(weight_table(c).shard_map_engine)
 
 
 @st.composite

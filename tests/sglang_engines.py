@@ -25,7 +25,7 @@ def bring_weights(engine: SGLangEngine, model: Path, version: int) -> None:
     """As a sync does it, each rank's shard of the table read from the checkpoint."""
     layout, held = engine.settings.layout, []
     for rank in range(layout.ranks):
-        shards = weight_table(read_config(model)).sglang(layout, rank)
+        shards = weight_table(read_config(model)).engine_shards(layout, rank)
         dtypes = dict.fromkeys(shards, engine.settings.dtype)
         held.append(Staging(shards, dtypes, device.current_device()))
         with CheckpointReader(ModelDirectory.find(model)) as reader:

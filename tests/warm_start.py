@@ -39,7 +39,8 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from verl_mg.rollout.sglang.arguments import ON_CPU
+from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU
+from verl_mg.rollout.vllm.arguments import ON_CPU as VLLM_ON_CPU
 
 IMPORTED_BY_JOBS = (
     "verl_mg.cli",
@@ -54,13 +55,21 @@ IMPORTED_BY_JOBS = (
 IMPORTED_BY_SGLANG = (
     "verl_mg.rollout.sglang.scheduler",
     "verl_mg.rollout.sglang.host",
-    "verl_mg.rollout.sglang.tracing.trace_rank",
+    "verl_mg.rollout.tracing.trace_rank",
     "sglang.srt.models.registry",
     "sglang.srt.entrypoints.http_server",
 )
+IMPORTED_BY_VLLM = (
+    "verl_mg.rollout.tracing.trace_rank",
+    "verl_mg.rollout.vllm.unloaded_model",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3_moe",
+)
 MAX_FILES = 64
-SGLANG_ENVIRONMENT = ON_CPU | {"CUDA_VISIBLE_DEVICES": ""}
-
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+VLLM_PYTHON = Path(sys.prefix).with_name(".venv-vllm") / "bin" / "python"
+"""Python of vLLM's environment, beside that of the tests."""
 
 OWNER = "WARM_START_OWNER"
 """Variable with the pid of the first process of the test session; the servers end with it."""
@@ -70,13 +79,20 @@ _ROOT = Path(__file__).parents[1]
 class WarmStart:
     """A server for the programs of a test session; it starts with the first of them."""
 
-    def __init__(self, name: str, imported: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        imported: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        python: str | Path = sys.executable,
+    ) -> None:
         """Writes the executable.
 
         Args:
             name: name of the server.
             imported: names of the modules that the programs need not import.
             environment: variables that the modules read when they are imported.
+            python: path of the Python that runs the programs.
         """
         owner = os.environ.setdefault(OWNER, str(os.getpid()))
         self._folder = Path(tempfile.gettempdir()) / f"warm-{name}-{owner}"
@@ -84,7 +100,7 @@ class WarmStart:
         """Path of an executable that runs Python programs in forks of the server."""
         with contextlib.suppress(FileExistsError):  # by another process of the session
             self._folder.mkdir()
-            command = [sys.executable, "-m", __name__, str(self._folder), owner, *imported]
+            command = [str(python), "-m", __name__, str(self._folder), owner, *imported]
             environment = {"PYTHONPATH": str(_ROOT), **(environment or {})}
             (self._folder / "server.json").write_text(json.dumps({"command": command, "environment": environment}))
             client = Path(__file__).with_name("warm_client.py")
@@ -113,7 +129,13 @@ def shared() -> WarmStart:
 @cache
 def sglang() -> WarmStart:
     """The server of this test session for engines, servers and traces of SGLang."""
-    return WarmStart("sglang", IMPORTED_BY_SGLANG, SGLANG_ENVIRONMENT)
+    return WarmStart("sglang", IMPORTED_BY_SGLANG, SGLANG_ON_CPU | ON_CPU)
+
+
+@cache
+def vllm() -> WarmStart:
+    """The server of this test session for engines and traces of vLLM, in vLLM's environment."""
+    return WarmStart("vllm", IMPORTED_BY_VLLM, VLLM_ON_CPU | ON_CPU, VLLM_PYTHON)
 
 
 class _Server:

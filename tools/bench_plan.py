@@ -27,7 +27,7 @@ def make_plan(model: str, train: str, rollout: str, ranks: int) -> Plan:
     """The plan of a colocated sync."""
     weights, everyone = weight_table(read_config(CONFIGS / f"{model}.json")), tuple(range(ranks))
     source = weights.shard_map_megatron(Placement(Layout.parse(train).fit(ranks), everyone))
-    return plan(source, weights.shard_map_sglang(EnginePlacement(EngineLayout.parse(rollout), everyone)), NODE)
+    return plan(source, weights.shard_map_engine(EnginePlacement(EngineLayout.parse(rollout), everyone)), NODE)
 
 
 def one_rank(rollout: str) -> str:

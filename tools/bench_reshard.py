@@ -167,7 +167,7 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     else:
         engines = EnginePlacement(EngineLayout.parse(case.target), tuple(range(RANKS)))
         engines = best_stride(shard_map, weights, engines, RANKS)
-        wanted = weights.shard_map_sglang(engines)
+        wanted = weights.shard_map_engine(engines)
         target = {name: torch.empty(s.shape, dtype=torch.bfloat16) for name, s in wanted.shards(rank).items()}
         where = f"{engines.engines} engines {engines.layout} at stride {engines.stride}"
     begin = time.perf_counter()

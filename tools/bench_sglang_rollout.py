@@ -105,7 +105,7 @@ def by_queue(engine: SGLangEngine, requests: list[Request], sampling: Sampling, 
 
 
 def load_weights(engine: SGLangEngine, model: Path) -> None:
-    shards = weight_table(read_config(model)).sglang(EngineLayout(), 0)
+    shards = weight_table(read_config(model)).engine_shards(EngineLayout(), 0)
     staging = Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
     with CheckpointReader(ModelDirectory.find(model)) as reader:
         load_shards(reader, shards, staging.tensors)

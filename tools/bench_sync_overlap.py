@@ -58,7 +58,7 @@ def _rank(rank: int, folder: str, repeats: int) -> None:
     groups = ParallelGroups(Placement.on(Layout.parse("tp2"), RANKS))
     runner = ModelRunner(Path(folder) / "model", groups, torch.float32, megatron=OVERLAP)
     trainer = Trainer(runner, OptimizerConfig(lr=1e-3, clip_grad=0.0))
-    whole = runner.table.shard_map_sglang(EnginePlacement(EngineLayout.parse("tp4"), tuple(range(RANKS))))
+    whole = runner.table.shard_map_engine(EnginePlacement(EngineLayout.parse("tp4"), tuple(range(RANKS))))
     moves = schedule(plan(runner.shard_map(), whole, RANKS), rank, runner.dtype)
     engine = {name: torch.zeros(shard.shape) for name, shard in whole.shards(rank).items()}
     seconds: dict[str, list[float]] = {"after": [], "overlap": []}

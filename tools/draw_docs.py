@@ -41,7 +41,7 @@ def resharding(engine: str) -> Plan:
     everyone = tuple(range(8))
     source = weights().shard_map_megatron(Placement(Layout.parse("tp4-pp2"), everyone))
     engines = best_stride(source, weights(), EnginePlacement(EngineLayout.parse(engine), everyone), ranks_per_node=8)
-    return plan(source, weights().shard_map_sglang(engines), ranks_per_node=8)
+    return plan(source, weights().shard_map_engine(engines), ranks_per_node=8)
 
 
 # -- one weight, cut in two ways
@@ -56,7 +56,7 @@ def qkv() -> Picture:
         for rank in range(4)
     ]
     sglang = [
-        weights().sglang(EngineLayout.parse("tp2"), rank)["model.layers.0.self_attn.qkv_proj.weight"]
+        weights().engine_shards(EngineLayout.parse("tp2"), rank)["model.layers.0.self_attn.qkv_proj.weight"]
         for rank in range(2)
     ]
     for x, head, below in (

@@ -127,7 +127,7 @@ class SimulatedJob:
         checkpointer = tuple(range(self.ranks))
         groups = [*models, *engines, checkpointer]
         joined = Counter(rank for group in groups for rank in group)
-        sync = plan(self._source, self.table.shard_map_sglang(self.engines), NODE)
+        sync = plan(self._source, self.table.shard_map_engine(self.engines), NODE)
         rows = _RowTraffic(self)
         return Figures(
             groups=max(joined.values()),

@@ -143,10 +143,12 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
     trace = commands.add_parser(
-        "trace", help="record from SGLang's loader which part of a model each of its ranks holds"
+        "trace", help="record from an engine's loader which part of a model each of its ranks holds"
     )
     trace.add_argument("model", help="a Hugging Face model directory; config.json is enough")
     trace.add_argument("--rollout", metavar="LAYOUT", default="tp2", help="layout of the engine (default: %(default)s)")
+    trace.add_argument("--engine", choices=("sglang", "vllm"), default="sglang", help="engine (default: %(default)s)")
+    trace.add_argument("--python", metavar="PATH", help="Python that has the engine (default: this one)")
     trace.add_argument(
         "--output", metavar="FILE", default="sharding_table.json", help="file to write (default: %(default)s)"
     )
@@ -228,7 +230,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _trace(arguments: argparse.Namespace) -> None:
     from verl_mg.layout import EngineLayout
-    from verl_mg.rollout.sglang.tracing.tracer import write_trace
+    from verl_mg.rollout.tracing.tracer import TracedEngine, write_trace
 
-    write_trace(arguments.model, arguments.output, EngineLayout.parse(arguments.rollout))
+    engine = TracedEngine(arguments.engine, Path(arguments.python) if arguments.python else None)
+    write_trace(arguments.model, arguments.output, EngineLayout.parse(arguments.rollout), engine)
     print(f"sharding table {arguments.output}")

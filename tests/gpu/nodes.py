@@ -74,7 +74,7 @@ def cases(folder: Path, world: World) -> dict[str, Case]:
     def megatron(layout: str) -> ShardMap:
         return table.shard_map_megatron(Placement.on(Layout.parse(layout), ranks))
 
-    engines = table.shard_map_sglang(EnginePlacement(EngineLayout(tp=inside), tuple(range(ranks)), 1))
+    engines = table.shard_map_engine(EnginePlacement(EngineLayout(tp=inside), tuple(range(ranks)), 1))
     first, last = (table.shard_map_replicated(range(start, start + node)) for start in (0, ranks - node))
     moves = {
         f"tp{inside}-pp{nodes} to engines tp{inside}": (megatron(f"tp{inside}-pp{nodes}"), engines),

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verl_mg.rollout.sglang.tracing.position_codes import PositionCodes, decode
-from verl_mg.rollout.sglang.tracing.tracer import checkpoint_shapes
+from verl_mg.rollout.tracing.position_codes import PositionCodes, decode
+from verl_mg.rollout.tracing.tracer import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 
 

@@ -68,7 +68,7 @@ def test_elements_are_equal_on_all_ranks_of_a_stage(raw, layout):
 def test_elements_are_equal_on_all_ranks_of_an_engine(layout):
     inputs, engine = tiny(MIXTURE), EngineLayout.parse(layout)
     placement = EnginePlacement(engine, tuple(range(8)))
-    shard_map, memory = inputs.weights.shard_map_sglang(placement), rollout_memory(inputs, engine)
+    shard_map, memory = inputs.weights.shard_map_engine(placement), rollout_memory(inputs, engine)
     for rank in range(8):
         assert elements(inputs.weights, shard_map, rank) == memory.elements[placement.coordinates(rank).pp]
 

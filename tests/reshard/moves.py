@@ -68,7 +68,7 @@ def shard_map_of(c: HFConfig, text: str) -> ShardMap:
         return weight_table(c).shard_map_replicated(ranks)
     written, _, stride = rest[0].partition("@")
     if kind == "engine":
-        return weight_table(c).shard_map_sglang(EnginePlacement(EngineLayout.parse(written), ranks, int(stride or 1)))
+        return weight_table(c).shard_map_engine(EnginePlacement(EngineLayout.parse(written), ranks, int(stride or 1)))
     layout = Layout.parse(written.removeprefix("te-"))
     fitted = layout.fit(len(ranks)) if len(ranks) % layout.ranks == 0 else layout
     kernels = "transformer_engine" if written.startswith("te-") else "torch"

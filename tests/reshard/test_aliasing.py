@@ -41,7 +41,7 @@ def test_aliased_parameters_are_correct_and_not_written_again():
 def test_aliases_different_or_received_shards_are_not_shared():
     weights = weight_table(config("qwen3_moe"))
     source = weights.shard_map_megatron(Placement.on(Layout.parse("tp2"), 2))
-    found = aliases(plan(source, weights.shard_map_sglang(EnginePlacement(EngineLayout(), (0, 1)))), 0)
+    found = aliases(plan(source, weights.shard_map_engine(EnginePlacement(EngineLayout(), (0, 1)))), 0)
     # One rank of two holds whole what is not cut, and nothing else.
     assert found and all("norm" in name or name.endswith("mlp.gate.weight") for name in found)
 

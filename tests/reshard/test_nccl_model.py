@@ -54,7 +54,7 @@ def chunk_plans(
     weights = weight_table(read_config(CONFIGS / f"{model}.json"))
     source = weights.shard_map_megatron(Placement(Layout.parse(actor).fit(len(actor_ranks)), tuple(actor_ranks)))
     placement = EnginePlacement(EngineLayout.parse(engine), tuple(engine_ranks))
-    whole = weights.shard_map_sglang(placement)
+    whole = weights.shard_map_engine(placement)
     chunks = split_into_chunks(whole, placement.ranks[: placement.layout.ranks], 2**29)
     return [plan(source, chunk, ranks_per_node=8) for chunk in chunks]
 

@@ -21,7 +21,7 @@ from verl_mg.sharding.weight_table import weight_table
 def servers(c: HFConfig, *placed: tuple[str, tuple[int, ...]]) -> JoinedShardMap:
     """Engines of several layouts, each layout on some ranks."""
     placements = [EnginePlacement(EngineLayout.parse(layout), ranks) for layout, ranks in placed]
-    return JoinedShardMap([weight_table(c).shard_map_sglang(placement) for placement in placements])
+    return JoinedShardMap([weight_table(c).shard_map_engine(placement) for placement in placements])
 
 
 def job(c: HFConfig, layout: str, ranks: int):

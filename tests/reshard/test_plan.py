@@ -37,7 +37,7 @@ def moves(draw: st.DrawFn) -> tuple[ShardMap, ShardMap, int, dict[str, torch.Ten
         weights, apart = weight_table(c), tuple(range(RANKS, 2 * RANKS))
         to_engines = st.builds(lambda found: EnginePlacement(found.layout, apart, found.stride), engines(c))
         to_megatron = st.builds(lambda layout: Placement(layout, apart), layouts(c))
-        target = draw(to_engines.map(weights.shard_map_sglang) | to_megatron.map(weights.shard_map_megatron))
+        target = draw(to_engines.map(weights.shard_map_engine) | to_megatron.map(weights.shard_map_megatron))
     return source, target, draw(st.sampled_from([2, 4, 8, 16])), checkpoint(c)
 
 
@@ -141,7 +141,7 @@ def test_best_stride_moves_the_fraction_of_hybridflow_table_2(train, rollout, st
     assert best.stride == stride
     matrices = sum(t.numel() for t in checkpoint(c).values() if t.dim() > 1)
     norms = sum(t.numel() for t in checkpoint(c).values() if t.dim() == 1)
-    for rank, traffic in plan(source, weights.shard_map_sglang(best), RANKS).traffic(2).items():
+    for rank, traffic in plan(source, weights.shard_map_engine(best), RANKS).traffic(2).items():
         assert abs(traffic.received - 2 * fraction * matrices) <= 2 * norms, rank
 
 

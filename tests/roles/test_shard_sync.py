@@ -47,7 +47,7 @@ def needed_bytes(model: Path, layout: EngineLayout) -> int:
     boxes = {
         (rank, piece.tensor, piece.source)
         for rank in range(layout.ranks)
-        for shard in table.sglang(layout, rank).values()
+        for shard in table.engine_shards(layout, rank).values()
         for piece in shard.pieces
     }
     return 4 * sum(numel(box) for _, _, box in boxes)

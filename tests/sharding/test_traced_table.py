@@ -37,7 +37,7 @@ SHARDS = {
     ),
     "scale": Shard((), (Piece("scale", (), ()),)),
 }
-TABLE = TracedTable("Qwen3MoeForCausalLM", "0.5.23", EngineLayout(tp=2, ep=2), (SHARDS, SHARDS))
+TABLE = TracedTable("Qwen3MoeForCausalLM", "sglang", "0.5.23", EngineLayout(tp=2, ep=2), (SHARDS, SHARDS))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_traced_table_written_and_read_is_equal(path):
 
 def test_traced_table_file_has_documented_format(path):
     content = json.loads(path.read_text())
-    assert content["format"] == 1
+    assert (content["format"], content["engine"], content["version"]) == (2, "sglang", "0.5.23")
     assert content["layout"] == {"tp": 2, "ep": 2, "attention_dp": 1, "pp": 1}
     assert content["ranks"][1]["lm_head.weight"] == {
         "shape": [4, 8],
@@ -74,9 +74,10 @@ def head(content):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda c: c.update(format=2), "format: Input should be 1"),
-        (lambda c: c.update(format="1"), "format: "),
-        (lambda c: c.pop("sglang"), "sglang: Field required"),
+        (lambda c: c.update(format=1), "format: Input should be 2"),
+        (lambda c: c.update(format="2"), "format: "),
+        (lambda c: c.update(engine="tgi"), "engine: Input should be 'sglang' or 'vllm'"),
+        (lambda c: c.pop("version"), "version: Field required"),
         (lambda c: c.update(more=1), "more: Extra inputs are not permitted"),
         (lambda c: c["layout"].update(tp=3), "layout: rollout"),
         (lambda c: c["layout"].update(tp=2.0), "layout.tp: Input should be a valid integer"),
@@ -128,13 +129,13 @@ def test_traced_table_shard_map_places_engines_on_their_ranks():
 
 def traced(weights: WeightTable, layout: EngineLayout) -> TracedTable:
     """The table that a trace of a correct engine gives: parameters in another order than the built-in table's."""
-    ranks = tuple(dict(reversed(weights.sglang(layout, rank).items())) for rank in range(layout.ranks))
-    return TracedTable(weights.config.architecture, "0.5", layout, ranks)
+    ranks = tuple(dict(reversed(weights.engine_shards(layout, rank).items())) for rank in range(layout.ranks))
+    return TracedTable(weights.config.architecture, "sglang", "0.5", layout, ranks)
 
 
 def moves(weights: WeightTable, source, placement, ranks_per_node):
     """Sends, receives, messages and (in any order) copies of every rank, and the bytes of all ranks."""
-    moved = plan(source, weights.shard_map_sglang(placement), ranks_per_node)
+    moved = plan(source, weights.shard_map_engine(placement), ranks_per_node)
     plans = {rank: moved.rank_plan(rank) for rank in {*source.ranks, *placement.ranks}}
     buckets = {rank: schedule(moved, rank, torch.bfloat16, 4000).buckets for rank in plans}
     per_rank = {rank: (p.sends, p.receives, sorted(map(repr, p.copies))) for rank, p in plans.items()}

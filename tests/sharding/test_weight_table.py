@@ -142,7 +142,7 @@ def test_sglang_table_shards_equal_slices_of_full_tensors(data):
     c = data.draw(configs())
     placement = data.draw(engines(c))
     layout, tensors = placement.layout, checkpoint(c)
-    held = weight_table(c).shard_map_sglang(placement)
+    held = weight_table(c).shard_map_engine(placement)
     for rank in placement.ranks:
         at = placement.coordinates(rank)
         values = {name: assemble(shard, tensors) for name, shard in held.shards(rank).items()}
@@ -172,7 +172,7 @@ def test_vocabulary_shards_concatenated_equal_the_vocabulary(tp, vocab):
     c = config("llama", vocab_size=vocab)
     tensors, model = checkpoint(c), weight_table(c)
     megatron = [model.megatron(Layout(tp=tp), rank)["embedding.word_embeddings.weight"] for rank in range(tp)]
-    sglang = [model.sglang(EngineLayout(tp=tp), rank)["model.embed_tokens.weight"] for rank in range(tp)]
+    sglang = [model.engine_shards(EngineLayout(tp=tp), rank)["model.embed_tokens.weight"] for rank in range(tp)]
     for parts, rows in ((megatron, model.padded_vocab(tp)), (sglang, -(-vocab // 64) * 64)):
         whole = torch.cat([assemble(shard, tensors) for shard in parts])
         assert torch.equal(whole[:vocab], tensors["model.embed_tokens.weight"])
@@ -182,7 +182,7 @@ def test_vocabulary_shards_concatenated_equal_the_vocabulary(tp, vocab):
 
 def test_sglang_table_indivisible_vocabulary_is_padded_further():
     c = config("llama", num_attention_heads=6, num_key_value_heads=6, intermediate_size=12, vocab_size=65)
-    assert weight_table(c).sglang(EngineLayout(tp=3), 0)["lm_head.weight"].shape[0] == 64
+    assert weight_table(c).engine_shards(EngineLayout(tp=3), 0)["lm_head.weight"].shape[0] == 64
 
 
 def test_megatron_table_qkv_bias_follows_query_groups():
@@ -197,10 +197,10 @@ def test_tied_output_layer_is_a_parameter_only_on_another_stage():
     tied = weight_table(config("qwen3", tie_word_embeddings=True))
     assert "lm_head.weight" not in tied.huggingface()
     assert "output_layer.weight" not in tied.megatron(Layout(), 0)
-    assert "lm_head.weight" not in tied.sglang(EngineLayout(), 0)
+    assert "lm_head.weight" not in tied.engine_shards(EngineLayout(), 0)
     for last, name in (
         (tied.megatron(Layout(pp=2), 1), "output_layer.weight"),
-        (tied.sglang(EngineLayout(pp=2), 1), "lm_head.weight"),
+        (tied.engine_shards(EngineLayout(pp=2), 1), "lm_head.weight"),
     ):
         assert last[name].pieces[0].tensor == "model.embed_tokens.weight"
 
@@ -273,7 +273,39 @@ def test_shard_map_megatron_indivisible_layout_is_user_error(family, layout, mes
 )
 def test_sglang_table_unsupported_layout_is_user_error(family, changes, layout, message):
     with pytest.raises(UserError, match=message):
-        weight_table(config(family, **changes)).sglang(EngineLayout.parse(layout), 0)
+        weight_table(config(family, **changes)).engine_shards(EngineLayout.parse(layout), 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout", "message"),
+    [
+        ("qwen3", {}, "tp4-adp2", "vLLM has no data-parallel attention"),
+        ("qwen3_moe", {}, "tp4-ep2", r"Write ep4, or leave out ep\."),
+        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 12}, "tp3", "128 rows, which tp3 does not divide"),
+        ("gemma2", {"tie_word_embeddings": False}, "tp2", "no output layer besides the embedding"),
+    ],
+)
+def test_vllm_table_unsupported_layout_is_user_error(family, changes, layout, message):
+    with pytest.raises(UserError, match=message):
+        weight_table(config(family, **changes)).for_engine("vllm").engine_shards(EngineLayout.parse(layout), 0)
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
+    c = data.draw(configs())
+    layout = EngineLayout(tp=data.draw(st.sampled_from([1, 2, 4])))
+    if c.architecture == "gemma2" and not c.tied:
+        return
+    for rank in range(layout.tp):
+        sglang, vllm = (weight_table(c).for_engine(name).engine_shards(layout, rank) for name in ("sglang", "vllm"))
+        renamed = {
+            name.replace("experts.w", "experts.routed_experts.w").replace(
+                "fused_qkv_a_proj_with_mqa", "fused_qkv_a_proj"
+            ): s
+            for name, s in sglang.items()
+        }
+        assert renamed == dict(vllm)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Syn
         Placement(train.fit(len(inputs.placement_ranks)), inputs.placement_ranks)
     )
     placement = best_stride(source, inputs.weights, EnginePlacement(rollout, inputs.engine_ranks), inputs.node)
-    traffic = plan(source, inputs.weights.shard_map_sglang(placement), inputs.node).traffic(WEIGHT_BYTES)
+    traffic = plan(source, inputs.weights.shard_map_engine(placement), inputs.node).traffic(WEIGHT_BYTES)
     nodes = [ranks[first : first + inputs.node] for first in range(0, inputs.ranks, inputs.node)]
     return Sync(
         placement.stride,

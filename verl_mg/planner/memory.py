@@ -131,7 +131,7 @@ def _on_stages(weights: WeightTable, layout: Layout) -> tuple[Elements, ...]:
 
 @cache
 def _on_engine_stages(weights: WeightTable, layout: EngineLayout) -> tuple[Elements, ...]:
-    shard_map = weights.shard_map_sglang(EnginePlacement(layout, tuple(range(layout.ranks))))
+    shard_map = weights.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
     return tuple(elements(weights, shard_map, stage * layout.tp) for stage in range(layout.pp))
 
 

@@ -345,7 +345,7 @@ def best_stride(
     """
 
     def bytes_received(candidate: EnginePlacement) -> int:
-        traffic = plan(source, table.shard_map_sglang(candidate), ranks_per_node).traffic(itemsize=2)
+        traffic = plan(source, table.shard_map_engine(candidate), ranks_per_node).traffic(itemsize=2)
         return sum(rank.received for rank in traffic.values())
 
     candidates = list(placement.strides(ranks_per_node))

@@ -186,7 +186,7 @@ def _to_chunk(chunk: TensorChunk, messages: Schedule, dtype: torch.dtype) -> _Ch
 
 def _fused_tensors(table: WeightTable) -> Iterator[list[str]]:
     """Yields tensors that SGLang fuses into one parameter, for some loaders need all in one call; experts do not."""
-    for shard in table.sglang(EngineLayout(), 0).values():
+    for shard in table.engine_shards(EngineLayout(), 0).values():
         names = [piece.tensor for piece in shard.pieces]
         if all(table.tensor_index.entries[name].expert is None for name in names):
             yield names

@@ -283,7 +283,7 @@ class ShardSync:
         for start, layout in shape:
             by_layout[layout] += range(start, start + EngineLayout.parse(layout).ranks)
         placements = [EnginePlacement(EngineLayout.parse(text), tuple(ranks)) for text, ranks in by_layout.items()]
-        maps = [self._table.shard_map_sglang(placement) for placement in placements]
+        maps = [self._table.shard_map_engine(placement) for placement in placements]
         first = [rank for placement in placements for rank in placement.ranks[: placement.layout.ranks]]
         return (maps[0] if len(maps) == 1 else JoinedShardMap(maps)), first
 

@@ -240,7 +240,7 @@ class SGLangEngineSync:
     def _plan(self, actor: Actor, placement: EnginePlacement) -> _Transfer:
         """Returns the transfer, once: layouts do not change between iterations. All ranks call it together."""
         rank, dtype = dist.get_rank(), actor.runner.dtype
-        whole = self._table.shard_map_sglang(placement)
+        whole = self._table.shard_map_engine(placement)
         first = placement.ranks[: placement.layout.ranks * placement.stride : placement.stride]
         node = device.ranks_of_a_node(dist.get_world_size())
         device.release_unused_memory()

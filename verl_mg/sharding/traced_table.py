@@ -1,12 +1,12 @@
 """Sharding table that was traced from an engine's weight loader, stored as a JSON file.
 
-    {"format": 1, "architecture": "Qwen3ForCausalLM", "sglang": "0.5.23",
+    {"format": 2, "architecture": "Qwen3ForCausalLM", "engine": "sglang", "version": "0.5.23",
      "layout": {"tp": 2, "ep": 1, "attention_dp": 1, "pp": 1},
      "ranks": [{"lm_head.weight": {"shape": [4, 8], "pieces": [["lm_head.weight", [[0, 3], [0, 8]], [[0, 3], [0, 8]]]],
                                    "padding": [[[3, 4], [0, 8]]]}, ...}, ...]}
 
 A piece is the name of a Hugging Face tensor, a box of the tensor, and the box of the parameter with these elements.
-`verl-mg trace` writes such a file. Jobs and `verl-mg plan` use it instead of the built-in table of SGLang with
+`verl-mg trace` writes such a file. Jobs and `verl-mg plan` use it instead of the built-in table of the engine with
 `rollout.sharding_table=FILE` (`WeightTable.with_traced_table`).
 """
 
@@ -27,6 +27,9 @@ from verl_mg.models.hf_tensors import TensorInfo
 from verl_mg.sharding.boxes import Piece, Shard, check_shard
 from verl_mg.sharding.shard_map import ExplicitShardMap
 
+EngineName = Literal["sglang", "vllm"]
+"""Rollout engines with processes of their own, by their names in `rollout.engine`."""
+
 
 @dataclass(frozen=True)
 class TracedTable:
@@ -34,8 +37,10 @@ class TracedTable:
 
     architecture: str
     """Model class, as in `architectures` of config.json."""
-    sglang: str
-    """Version of SGLang whose loader was traced."""
+    engine: EngineName
+    """Engine whose loader was traced."""
+    version: str
+    """Version of the engine."""
     layout: EngineLayout
     """Layout of the engine."""
     ranks: tuple[dict[str, Shard], ...]
@@ -62,6 +67,22 @@ class TracedTable:
             raise UserError(
                 f"rollout.layout={layout}: rollout.sharding_table was traced for {self.layout}. "
                 f"Write rollout.layout={self.layout}, or run verl-mg trace with --rollout {layout}."
+            )
+
+    def check_engine(self, path: Path, engine: EngineName) -> None:
+        """Checks that the table was traced from an engine.
+
+        Args:
+            path: file of the table, for the error.
+            engine: the engine of the job.
+
+        Raises:
+            UserError: it was traced from another one.
+        """
+        if engine != self.engine:
+            raise UserError(
+                f"{path}: it was traced from {self.engine}, but rollout.engine={engine}. Run verl-mg trace with "
+                f"--engine {engine}."
             )
 
     def check_model(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
@@ -131,9 +152,10 @@ class _Rank(_Strict):
 
 
 class _File(_Strict):
-    format: Literal[1]  # version of the file format
+    format: Literal[2]  # version of the file format
     architecture: str
-    sglang: str
+    engine: EngineName
+    version: str
     layout: _Layout
     ranks: tuple[dict[str, _Parameter], ...]
 
@@ -150,9 +172,10 @@ def write_traced_table(path: str | Path, table: TracedTable) -> None:
     """
     layout = table.layout
     file = _File(
-        format=1,
+        format=2,
         architecture=table.architecture,
-        sglang=table.sglang,
+        engine=table.engine,
+        version=table.version,
         layout=_Layout(tp=layout.tp, ep=layout.ep, attention_dp=layout.adp, pp=layout.pp),
         ranks=tuple(_parameters(shards) for shards in table.ranks),
     )
@@ -174,7 +197,7 @@ def read_traced_table(path: str | Path) -> TracedTable:
     if len(file.ranks) != layout.ranks:
         raise UserError(f"{path}: ranks: {len(file.ranks)} entries, but layout {layout} has {layout.ranks} ranks.")
     ranks = [_shards(path, f"ranks.{number}", rank) for number, rank in enumerate(file.ranks)]
-    return TracedTable(file.architecture, file.sglang, layout, tuple(ranks))
+    return TracedTable(file.architecture, file.engine, file.version, layout, tuple(ranks))
 
 
 def write_rank_shards(path: str | Path, shards: Mapping[str, Shard]) -> None:

@@ -1,4 +1,4 @@
-"""Weight table of a model: its tensors, and their shards in Megatron, SGLang and `transformers`."""
+"""Weight table of a model: its tensors, and their shards in Megatron, in rollout engines and in `transformers`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import Literal
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, ModelDims, Placement
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.hf_tensors import Experts, ModelSpec, TensorIndex, TensorSpec, model_spec
-from verl_mg.sharding import megatron, sglang, transformers
+from verl_mg.sharding import engine_table, megatron, sglang, transformers, vllm
 from verl_mg.sharding.boxes import Piece, Shard, full_box
+from verl_mg.sharding.engine_table import EngineRules
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
 from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex, ShardMap
-from verl_mg.sharding.traced_table import TracedTable, read_traced_table
+from verl_mg.sharding.traced_table import EngineName, TracedTable, read_traced_table
 
 Head = Literal["language", "value"]
 """Output layer of a model: the language model's, or the single row of a value or reward model."""
+ENGINE_RULES: Mapping[EngineName, EngineRules] = {"sglang": sglang.RULES, "vllm": vllm.RULES}
+"""Differences of each engine from the common table."""
 SCORE = "score.weight"
 """Name of the value head's tensor, as in `transformers`' models for token classification."""
 
@@ -32,8 +35,14 @@ class WeightTable:
     """Configuration of the model."""
     head: Head = "language"
     """With "value" a single row replaces the language model's output layer."""
+    engine: EngineName = "sglang"
+    """Rollout engine whose shards `shard_map_engine` returns; see `for_engine`."""
     traced: TracedTable | None = field(default=None, compare=False)
-    """Traced table of the rollout engine, which replaces the built-in table of SGLang; see `with_traced_table`."""
+    """Traced table of the rollout engine, which replaces the built-in table; see `with_traced_table`."""
+
+    def for_engine(self, engine: EngineName) -> WeightTable:
+        """Returns this table with the parameters of a rollout engine."""
+        return replace(self, engine=engine)
 
     def with_traced_table(self, path: Path | None) -> WeightTable:
         """Returns this table with the engine's part read from a file of `verl-mg trace`.
@@ -42,11 +51,12 @@ class WeightTable:
             path: value of `rollout.sharding_table`; None keeps the built-in table.
 
         Raises:
-            UserError: the file cannot be read, is damaged, or was traced for another model.
+            UserError: the file cannot be read, is damaged, or was traced for another engine or model.
         """
         if path is None:
             return self
         traced = read_traced_table(path)
+        traced.check_engine(path, self.engine)
         traced.check_model(path, self.tensor_index.tensors)
         return replace(self, traced=traced)
 
@@ -82,14 +92,14 @@ class WeightTable:
         layout.coordinates(rank)  # IndexError beyond the layout
         return self.shard_map_megatron(Placement(layout, tuple(range(layout.ranks))), kernels).shards(rank)
 
-    def sglang(self, layout: EngineLayout, rank: int) -> Mapping[str, Shard]:
-        """Returns the parameters of one rank of an engine by their name in SGLang's model class.
+    def engine_shards(self, layout: EngineLayout, rank: int) -> Mapping[str, Shard]:
+        """Returns the parameters of one rank of an engine by their name in the engine's model class.
 
         Args:
             layout: engine layout.
             rank: 0 <= rank < layout.ranks.
         """
-        return self.shard_map_sglang(EnginePlacement(layout, tuple(range(layout.ranks)))).shards(rank)
+        return self.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks)))).shards(rank)
 
     def transformers(self) -> dict[str, Shard]:
         """Returns the parameters of the module of `transformers` 5, unsharded."""
@@ -137,32 +147,33 @@ class WeightTable:
             indices[rank] = ParallelIndex(at.pp, at.ep, axis_index)
         return self._derive(stages, sizes, layout.ep, indices)
 
-    def shard_map_sglang(self, placement: EnginePlacement) -> ShardMap:
-        """Returns the shards of the ranks of SGLang's engines, from the traced table where there is one.
+    def shard_map_engine(self, placement: EnginePlacement) -> ShardMap:
+        """Returns the shards of the ranks of engines, from the traced table where there is one.
 
         Args:
             placement: engine layout and its ranks.
 
         Raises:
-            UserError: SGLang cannot shard the model in this way, or the table was traced for another layout.
+            UserError: the engine cannot shard the model in this way, or the table was traced for another layout.
         """
-        layout, config = placement.layout, self.config
+        layout, config, rules = placement.layout, self.config, ENGINE_RULES[self.engine]
         self.check_engine_layout(layout)
         if self.traced:
             return self.traced.shard_map(placement, self.tensor_index.tensors)
-        layer_params = cache(lambda layer: sglang.layer_params(layer, config))
-        final_norm, output = sglang.output_params(self.model)
+        layer_params = cache(lambda layer: engine_table.layer_params(layer, config, rules))
+        embedding, (final_norm, output) = (
+            engine_table.embedding_param(self.model),
+            engine_table.output_params(self.model),
+        )
         stages = []
         for stage in range(layout.pp):
-            first, last = stage == 0, stage == layout.pp - 1
-            blocks = [ParamBlock("", (sglang.embedding_param(self.model),))] if first else []
+            ends = rules.pipeline_ends(config, self.tied, stage == 0, stage == layout.pp - 1)
+            blocks = [ParamBlock("", (embedding,))] if ends.embedding else []
             for layer in layout.layers(config.layers, stage):
                 blocks.append(ParamBlock(f"model.layers.{layer}.", layer_params(self.model.layers[layer]), layer))
-            if last:
+            if ends.final_norm:
                 blocks.append(ParamBlock("", (final_norm,)))
-            # A tied output layer is the embedding, where that is on the same stage.
-            on_every_stage = config.architecture in sglang.OUTPUT_ON_EVERY_STAGE
-            if (last or on_every_stage) and not (self.tied and first):
+            if ends.output:
                 blocks.append(ParamBlock("", (output,)))
             stages.append(blocks)
         sizes: dict[Axis, int] = {
@@ -184,6 +195,8 @@ class WeightTable:
             }
             indices[rank] = ParallelIndex(at.pp, at.ep, axis_index)
         return self._derive(stages, sizes, layout.ep, indices)
+
+    shard_map_sglang, sglang = shard_map_engine, engine_shards
 
     def shard_map_replicated(self, ranks: Sequence[int]) -> DerivedShardMap:
         """Returns the shards of ranks that each have the whole module of `transformers`."""
@@ -219,12 +232,12 @@ class WeightTable:
         """Checks that the engine can shard the model in this way.
 
         Raises:
-            UserError: SGLang does not support it, or the traced table has another layout.
+            UserError: the engine does not support it, or the traced table has another layout.
         """
         if self.traced:
             self.traced.check_layout(layout)
         else:
-            sglang.check_supported(self.config, layout)
+            ENGINE_RULES[self.engine].check_supported(self.config, layout)
         layout.check(self.model_dims)
 
     @property

@@ -8,7 +8,7 @@ remote_engine     a server that the user has started, over HTTP
 server_info       properties of such a server, compared with the job's requirements
 scheduler         SGLang's schedulers, adapted to the CPU
 weight_loader     copies the shards into an engine's parameters, inside SGLang
-tracing           weight tables read from SGLang's loaders
+unloaded_model    SGLang's model of a rank, for traces of its weight loader
 """
 
 from verl_mg.rollout.sglang.arguments import check_on_cpu, engine_arguments

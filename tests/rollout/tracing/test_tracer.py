@@ -1,27 +1,29 @@
-"""Facts about SGLang and transformers, written by hand, against what the tracer reads off their loaders."""
+"""Facts about SGLang, vLLM and transformers, written by hand, against what the tracer reads off their loaders."""
 
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests import warm_start
 from tests.oracles import transformers_trace
 from tests.oracles.transformers_trace import trace_transformers
 from tests.tiny_models import tiny_model
-from tests.traces import change_config, folder_of, needs_sglang, sglang_traces
+from tests.traces import change_config, folder_of, needs_sglang, needs_vllm, sglang_traces
 from verl_mg.cli import main
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import read_config
 from verl_mg.reshard import plan
-from verl_mg.rollout.sglang.tracing import tracer
-from verl_mg.rollout.sglang.tracing.position_codes import PositionCodes
-from verl_mg.rollout.sglang.tracing.tracer import (
+from verl_mg.rollout.tracing import tracer
+from verl_mg.rollout.tracing.position_codes import PositionCodes
+from verl_mg.rollout.tracing.tracer import (
+    TracedEngine,
     checkpoint_shapes,
-    trace_sglang,
-    trace_sglang_many,
+    trace,
     write_trace,
 )
 from verl_mg.sharding.boxes import Piece, Shard, full_box
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.timeout(1200)  # importing SGLang takes long on a machi
 LAYER = "model.layers.1."
 TP1, TP2, TP4, PP2 = EngineLayout(), EngineLayout(tp=2), EngineLayout(tp=4), EngineLayout(pp=2)
 EP2, ADP2 = EngineLayout(tp=2, ep=2), EngineLayout(tp=2, adp=2)
+SGLANG = TracedEngine("sglang")
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +151,12 @@ def test_trace_of_broken_directory_names_it(tmp_path):
 
 def test_trace_without_sglang_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"SGLang is not installed. Run bash tools/install_sglang_cpu\.sh"):
-        trace_sglang(tmp_path, EngineLayout())
+    with pytest.raises(UserError, match=r"SGLang is not installed\. .*bash tools/install_sglang_cpu\.sh"):
+        trace([(tmp_path, EngineLayout())], SGLANG)
 
 
 def test_tracer_module_imports_without_sglang():
-    code = "import sys, verl_mg.rollout.sglang.tracing.tracer; sys.exit('sglang' in sys.modules)"
+    code = "import sys, verl_mg.rollout.tracing.tracer; sys.exit('sglang' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -163,9 +166,10 @@ def test_trace_of_qwen3_weights_round_trips_through_a_file(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3")
     vocab = checkpoint_shapes(folder)["lm_head.weight"][0]
     assert vocab < 32
-    write_trace(folder, tmp_path / "table.json", TP2)
+    write_trace(folder, tmp_path / "table.json", TP2, SGLANG)
     dialect = read_traced_table(tmp_path / "table.json")
-    assert (dialect.architecture, dialect.sglang, dialect.layout) == ("Qwen3ForCausalLM", "0.5.23", TP2)
+    assert (dialect.architecture, dialect.engine) == ("Qwen3ForCausalLM", "sglang")
+    assert (dialect.version, dialect.layout) == ("0.5.23", TP2)
     layer = "model.layers.3."
     for rank, shards in enumerate(dialect.ranks):
         q, k, v = (f"{layer}self_attn.{kind}_proj.weight" for kind in "qkv")
@@ -190,8 +194,8 @@ def test_trace_command_writes_table_that_plan_accepts(traces, tmp_path, capsys):
     assert list(read_traced_table(tmp_path / "table.json").ranks) == traces["qwen3_moe", EP2]
     engines, weights = EnginePlacement(EP2, (0, 1, 2, 3)), weight_table(read_config(folder_of("qwen3_moe")))
     source = weights.shard_map_megatron(Placement.on(Layout.parse("tp1-ep4"), 4))
-    traced = plan(source, weights.with_traced_table(tmp_path / "table.json").shard_map_sglang(engines))
-    known = plan(source, weights.shard_map_sglang(engines))
+    traced = plan(source, weights.with_traced_table(tmp_path / "table.json").shard_map_engine(engines))
+    known = plan(source, weights.shard_map_engine(engines))
     assert [traced.bytes_received(rank, 2) for rank in range(4)] == [known.lower_bound(rank, 2) for rank in range(4)]
     assert traced.bytes_received(0, 2) > 0
 
@@ -279,7 +283,7 @@ def test_trace_of_pipeline_stages_copies_tied_embedding(traces):
 @pytest.mark.nightly  # test_trace_command_writes_table_that_plan_accepts compares another model
 def test_trace_of_many_models_equals_a_fresh_process():
     traced_second = sglang_traces([("llama", TP2), ("deepseek_v3", EP2)])["deepseek_v3", EP2]
-    assert trace_sglang(folder_of("deepseek_v3"), EP2) == traced_second
+    assert trace([(folder_of("deepseek_v3"), EP2)], SGLANG) == [traced_second]
 
 
 @needs_sglang
@@ -310,7 +314,7 @@ def test_trace_of_uneven_vocabulary_pads_the_last_rank(traces):
 def test_trace_of_unloadable_model_raises_one_line(tmp_path, family, fields, complaint):
     folder = change_config(folder_of(family), tmp_path, **fields)
     with pytest.raises(UserError, match=complaint) as error:
-        trace_sglang_many([(folder, TP2)])
+        trace([(folder, TP2)], SGLANG)
     assert str(error.value).startswith(f"{folder}: ")
     assert "\n" not in str(error.value)
 
@@ -319,15 +323,15 @@ def test_trace_of_unloadable_model_raises_one_line(tmp_path, family, fields, com
 def test_trace_with_dead_rank_raises_its_last_lines(monkeypatch):
     monkeypatch.setattr(tracer, "jobs_file", lambda folder: folder / "elsewhere.json")
     with pytest.raises(UserError, match=r"rank \d ended with exit code 1. Its last lines: .*FileNotFoundError"):
-        trace_sglang(folder_of("llama"), TP2)
+        trace([(folder_of("llama"), TP2)], SGLANG)
 
 
 def test_trace_without_architectures_names_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracer, "_require_sglang", lambda: None)
+    monkeypatch.setattr(tracer, "engine_python", lambda engine, python: sys.executable)
     with pytest.raises(UserError, match=r"config\.json: not a readable configuration"):
-        trace_sglang(tmp_path, TP2)
+        trace([(tmp_path, TP2)], SGLANG)
     with pytest.raises(UserError, match=r"config\.json: architectures is missing"):
-        trace_sglang(change_config(folder_of("llama"), tmp_path / "x", architectures=None), TP2)
+        trace([(change_config(folder_of("llama"), tmp_path / "x", architectures=None), TP2)], SGLANG)
 
 
 def test_codes_under_another_default_dtype_stay_float32():
@@ -337,3 +341,36 @@ def test_codes_under_another_default_dtype_stay_float32():
         assert PositionCodes(shapes).tensor("a", 0).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------
+
+
+def test_trace_without_vllm_names_the_remedy(tmp_path):
+    with pytest.raises(UserError, match=r"rollout\.engine=vllm: vLLM is not installed\. .*tools/install_vllm_cpu\.sh"):
+        trace([(tmp_path, TP2)], TracedEngine("vllm"))
+    with pytest.raises(UserError, match=rf"rollout\.python={sys.executable}: it has no vLLM"):
+        trace([(tmp_path, TP2)], TracedEngine("vllm", Path(sys.executable)))
+    with pytest.raises(UserError, match=r"rollout\.python=nowhere: it cannot be started \(No such file"):
+        trace([(tmp_path, TP2)], TracedEngine("vllm", Path("nowhere")))
+
+
+@needs_vllm
+def test_trace_command_with_vllm_writes_table_that_only_vllm_takes(tmp_path):
+    file, python = tmp_path / "table.json", warm_start.vllm().python
+    folder = folder_of("deepseek_v3")
+    main(["trace", str(folder), "--rollout", "tp2-ep2", "--engine", "vllm", "--python", python, "--output", str(file)])
+    table = read_traced_table(file)
+    assert (table.engine, table.version, table.layout) == ("vllm", "0.32.0", EP2)
+    for rank, shards in enumerate(table.ranks):
+        q_a, kv_a = (f"{LAYER}self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+        assert shards[f"{LAYER}self_attn.fused_qkv_a_proj.weight"] == fused((q_a, 0, 24), (kv_a, 0, 24))
+        prefix = f"{LAYER}mlp.experts."
+        assert shards[f"{prefix}routed_experts.w2_weight"] == stacked(
+            (4, 64, 32),
+            [(f"{prefix}{4 * rank + e}.down_proj.weight", ((0, 64), (0, 32)), e, 0) for e in range(4)],
+        )
+    weights = weight_table(read_config(folder))
+    assert weights.for_engine("vllm").with_traced_table(file).traced == table
+    with pytest.raises(UserError, match="it was traced from vllm, but rollout.engine=sglang"):
+        weights.with_traced_table(file)

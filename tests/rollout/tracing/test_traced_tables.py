@@ -1,4 +1,4 @@
-"""The tables of SGLang and of `transformers` against their own loaders, element by element."""
+"""The tables of SGLang, of vLLM and of `transformers` against their own loaders, element by element."""
 
 import pytest
 
@@ -10,11 +10,15 @@ from tests.traces import (
     folder_of,
     layouts_of,
     needs_sglang,
+    needs_vllm,
     nightly_layouts_of,
     sglang_traces,
+    vllm_layouts_of,
+    vllm_traces,
 )
+from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
-from verl_mg.rollout.sglang.tracing.tracer import checkpoint_shapes
+from verl_mg.rollout.tracing.tracer import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import weight_table
 
@@ -65,13 +69,40 @@ def test_sglang_table_of_further_layouts_equals_load_weights(family):
     assert_table_equals({layout: ranks for (_, layout), ranks in traced.items()}, family)
 
 
-def assert_table_equals(traced, family):
+@needs_vllm
+@pytest.mark.timeout(600)
+def test_vllm_table_equals_load_weights():
+    """What differs from SGLang: names of experts and latent attention, and the ends of the pipeline."""
+    traced = vllm_traces([
+        ("llama", EngineLayout(pp=2)),
+        ("qwen2_tied", EngineLayout(pp=2)),
+        ("gemma2", EngineLayout(pp=2)),
+        ("qwen3_moe", EngineLayout(tp=2)),
+        ("mixtral", EngineLayout(pp=2)),
+        ("deepseek_v3", EngineLayout(tp=2, ep=2)),
+    ])  # fmt: skip
+    for (family, layout), ranks in traced.items():
+        assert_table_equals({layout: ranks}, family, "vllm")
+
+
+@needs_vllm
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_vllm_table_of_all_families_and_layouts_equals_load_weights():
+    traced = vllm_traces([(family, layout) for family in FAMILIES for layout in vllm_layouts_of(family)])
+    assert len(traced) == 60
+    for (family, layout), ranks in traced.items():
+        assert_table_equals({layout: ranks}, family, "vllm")
+
+
+def assert_table_equals(traced, family, engine="sglang"):
     """Each rank's shards of the table are those of {layout: shards of each rank}, which use all tensors."""
     weights, names = weight_table(read_config(folder_of(family))), checkpoint_shapes(folder_of(family)).keys()
+    weights = weights.for_engine(engine)
     assert traced
     for layout, ranks in traced.items():
         assert len(ranks) == layout.ranks
         for rank, shards in enumerate(ranks):
-            assert comparable(weights.sglang(layout, rank)) == comparable(shards), (str(layout), rank)
+            assert comparable(weights.engine_shards(layout, rank)) == comparable(shards), (str(layout), rank)
         used = {piece.tensor for shards in ranks for shard in shards.values() for piece in shard.pieces}
         assert used == names, str(layout)

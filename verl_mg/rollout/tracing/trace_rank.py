@@ -1,18 +1,17 @@
-"""One rank of a trace of SGLang: `python -m verl_mg.rollout.sglang.tracing.trace_rank FOLDER RANK`, started by
-`tracer`.
+"""One rank of a trace: `PYTHON -m verl_mg.rollout.tracing.trace_rank ENGINE FOLDER RANK`, started by `tracer`.
 
-FOLDER/jobs.json lists the jobs. For each job with this rank, SGLang's groups and model class are set up, its
-`load_weights` runs, and all is torn down again; the shards go to FOLDER/JOB-RANK.json. The first job that fails ends
-the process, with the reason in FOLDER/JOB-RANK.error.
+PYTHON is that of the engine's processes. FOLDER/jobs.json lists the jobs. For each job with this rank, the engine's
+groups and model class are set up, its `load_weights` runs, and all is torn down again; the shards go to
+FOLDER/JOB-RANK.json. The first job that fails ends the process, with the reason in FOLDER/JOB-RANK.error. Rank 0 writes
+the engine's version to FOLDER/version.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,9 +20,9 @@ from torch import Tensor
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
-from verl_mg.rollout.sglang.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
+from verl_mg.rollout.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 from verl_mg.sharding.boxes import Shard
-from verl_mg.sharding.traced_table import write_rank_shards
+from verl_mg.sharding.traced_table import EngineName, write_rank_shards
 
 
 class TraceJob(TypedDict):
@@ -48,6 +47,11 @@ def jobs_file(folder: Path) -> Path:
     return folder / "jobs.json"
 
 
+def version_file(folder: Path) -> Path:
+    """Returns the path of the engine's version."""
+    return folder / "version"
+
+
 def result_file(folder: Path, job: int, rank: int) -> Path:
     """Returns the path of a rank's shards.
 
@@ -70,10 +74,11 @@ def error_file(folder: Path, job: int, rank: int) -> Path:
     return folder / f"{job}-{rank}.error"
 
 
-def main(folder: Path, rank: int) -> int:
+def main(engine: EngineName, folder: Path, rank: int) -> int:
     """Runs this rank's part of all jobs.
 
     Args:
+        engine: engine that is traced.
         folder: folder of the trace.
         rank: rank of the engines.
 
@@ -81,13 +86,16 @@ def main(folder: Path, rank: int) -> int:
         The exit status of the process.
     """
     jobs: list[TraceJob] = json.loads(jobs_file(folder).read_text(encoding="utf-8"))
+    unloaded_model = importlib.import_module(f"verl_mg.rollout.{engine}.unloaded_model").unloaded_model
+    if rank == 0:
+        version_file(folder).write_text(importlib.import_module(engine).__version__, encoding="utf-8")
     for number, job in enumerate(jobs):
         layout = EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
         if rank >= layout.ranks:
             continue
         codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
         try:
-            with _sglang_model(job["model"], layout, rank, folder / f"{number}.store") as model:
+            with unloaded_model(job["model"], layout, rank, folder / f"{number}.store") as model:
                 write_rank_shards(result_file(folder, number, rank), _traced(model, codes))
         except Exception as error:
             traceback.print_exc()
@@ -104,51 +112,6 @@ def _reason(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     message = " ".join(str(error).split()) or place.line
     return f"{type(error).__name__} in {place.name}: {message}"
-
-
-@contextmanager
-def _sglang_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """Builds SGLang's model of one rank of an engine as a server does, in float32 and not loaded."""
-    from sglang.srt import runtime_context
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import parallel_state
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
-    from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.model_loader.loader import _initialize_model
-    from sglang.srt.model_loader.utils import set_default_torch_dtype
-    from sglang.srt.server_args import ServerArgs
-
-    arguments = ServerArgs(
-        model_path=model_dir,
-        device="cpu",
-        dtype="float32",
-        tp_size=layout.tp,
-        pp_size=layout.pp,
-        ep_size=layout.ep,
-        attn_dp_size=layout.adp,
-        disable_shared_experts_fusion=True,
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        disable_custom_all_reduce=True,
-        disable_cuda_graph=True,
-        disable_overlap_schedule=True,
-        skip_tokenizer_init=True,
-        mem_fraction_static=0.1,
-    )
-    ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
-    runtime_context.publish(arguments, role="scheduler", ranks=ranks)
-    parallel_state.init_distributed_environment(
-        layout.ranks, rank, f"file://{store.absolute()}", local_rank=rank, backend="gloo"
-    )
-    parallel_state.initialize_model_parallel()
-    initialize_dp_attention(arguments)
-    initialize_moe_config()
-    with set_default_torch_dtype(torch.float32):
-        yield _initialize_model(ModelConfig.from_server_args(arguments), LoadConfig())
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
-    runtime_context.reset_context()
 
 
 @torch.no_grad()
@@ -175,4 +138,4 @@ def _traced(model: Any, codes: PositionCodes) -> dict[str, Shard]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))  # type: ignore[arg-type]

@@ -1,24 +1,21 @@
-"""Traces SGLang: which box of which checkpoint tensor each element of each parameter is, as its loader fills it.
+"""Traces an engine: which box of which checkpoint tensor each element of each parameter is, as its loader fills it.
 
-SGLang's model classes load codes of positions instead of weights (see `position_codes`), so a directory with only a
-config.json can be traced. SGLang runs on the CPU in real processes that communicate over gloo. The trace shows the
-result of `load_weights`, before any processing of loaded weights, and without the padding of heads and intermediate
-sizes that an SGLang server adds on the CPU only: the shards of a server on GPUs with
-`--disable-shared-experts-fusion`.
+The engine's model classes load codes of positions instead of weights (see `position_codes`), so a directory with only a
+config.json can be traced. The engine runs on the CPU in real processes that communicate over gloo. The trace shows the
+result of `load_weights`, before any processing of loaded weights, and without the padding and packing that engines add
+on the CPU only: the shards of an engine on GPUs, of SGLang with `--disable-shared-experts-fusion`.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,67 +25,79 @@ from safetensors import SafetensorError, safe_open
 import verl_mg
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
-from verl_mg.rollout.sglang.arguments import ON_CPU
-from verl_mg.rollout.sglang.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file
+from verl_mg.rollout.engine_python import NAMES, engine_python
+from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU
+from verl_mg.rollout.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file, version_file
+from verl_mg.rollout.vllm.arguments import ON_CPU as VLLM_ON_CPU
 from verl_mg.sharding.boxes import Shard
-from verl_mg.sharding.traced_table import TracedTable, read_rank_shards, write_traced_table
+from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_shards, write_traced_table
 
 Shapes = dict[str, tuple[int, ...]]
 
 LOG_LINES = 8  # of a failed rank, in the error
 
 
-def trace_sglang(model_dir: str | Path, layout: EngineLayout) -> list[dict[str, Shard]]:
-    """Traces one model in one layout.
+ON_CPU = {"sglang": SGLANG_ON_CPU, "vllm": VLLM_ON_CPU}
+"""Environment of the processes of each engine."""
+
+
+@dataclass(frozen=True)
+class TracedEngine:
+    """An engine and the Python in which it runs."""
+
+    name: EngineName
+    """The engine."""
+    python: Path | None = None
+    """Path of a Python that can import it; None is the Python of this process."""
+
+
+def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine) -> list[list[dict[str, Shard]]]:
+    """Traces several models and layouts with one set of processes, which import the engine once.
 
     Args:
-        model_dir: Hugging Face directory; weights are not needed.
-        layout: layout of the engine.
-
-    Returns:
-        {parameter: shard} of each rank of the engine, as in `trace_sglang_many`.
-    """
-    (ranks,) = trace_sglang_many([(model_dir, layout)])
-    return ranks
-
-
-def trace_sglang_many(jobs: Sequence[tuple[str | Path, EngineLayout]]) -> list[list[dict[str, Shard]]]:
-    """Traces several models and layouts with one set of processes, which import SGLang once.
-
-    Args:
-        jobs: (model directory, layout) of each trace.
+        jobs: (model directory, layout) of each trace; weights are not needed.
+        engine: the engine.
 
     Returns:
         For each job, for each rank of its engine (`pp_rank * tp + tp_rank`): {parameter: shard} of all
         `named_parameters()`, tied ones once, and of the saved buffers that the loader fills.
 
     Raises:
-        UserError: SGLang is not installed, it cannot build or load a model, a parameter is not filled, or values are
-            changed while loading. The first job that fails ends all.
+        UserError: the engine is not installed, it cannot build or load a model, a parameter is not filled, or values
+            are changed while loading. The first job that fails ends all.
     """
-    _require_sglang()
-    described = [_job(Path(model_dir), layout) for model_dir, layout in jobs]
-    with tempfile.TemporaryDirectory(prefix="trace-") as name:
-        folder = Path(name)
-        jobs_file(folder).write_text(json.dumps(described), encoding="utf-8")
-        _run_ranks(folder, described, max((layout.ranks for _, layout in jobs), default=0))
-        return [
-            [read_rank_shards(result_file(folder, number, rank)) for rank in range(layout.ranks)]
-            for number, (_, layout) in enumerate(jobs)
-        ]
+    return _trace(jobs, engine)[1]
 
 
-def write_trace(model_dir: str | Path, output: str | Path, layout: EngineLayout) -> None:
-    """Traces SGLang and writes the table as a JSON file; raises UserError as `trace_sglang_many`.
+def write_trace(model_dir: str | Path, output: str | Path, layout: EngineLayout, engine: TracedEngine) -> None:
+    """Traces an engine and writes the table as a JSON file; raises UserError as `trace`.
 
     Args:
         model_dir: Hugging Face directory; weights are not needed.
         output: file to write.
         layout: layout of the engine.
+        engine: the engine.
     """
     architecture = _architecture(Path(model_dir))
-    ranks = tuple(trace_sglang(model_dir, layout))
-    write_traced_table(output, TracedTable(architecture, importlib.metadata.version("sglang"), layout, ranks))
+    version, (ranks,) = _trace([(model_dir, layout)], engine)
+    write_traced_table(output, TracedTable(architecture, engine.name, version, layout, tuple(ranks)))
+
+
+def _trace(
+    jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine
+) -> tuple[str, list[list[dict[str, Shard]]]]:
+    """Returns the version of the engine, and the traces."""
+    python = engine_python(engine.name, engine.python)
+    described = [_job(Path(model_dir), layout) for model_dir, layout in jobs]
+    with tempfile.TemporaryDirectory(prefix="trace-") as name:
+        folder = Path(name)
+        jobs_file(folder).write_text(json.dumps(described), encoding="utf-8")
+        _run_ranks(folder, described, max((layout.ranks for _, layout in jobs), default=0), engine.name, python)
+        traces = [
+            [read_rank_shards(result_file(folder, number, rank)) for rank in range(layout.ranks)]
+            for number, (_, layout) in enumerate(jobs)
+        ]
+        return version_file(folder).read_text(encoding="utf-8"), traces
 
 
 def checkpoint_shapes(model_dir: str | Path) -> Shapes:
@@ -118,11 +127,6 @@ def _shapes_by_transformers(model_dir: Path) -> Shapes:
         # `save_pretrained` does the same between the state dict and the files.
         kept = remove_tied_weights_from_state_dict(model.state_dict(), model)
         return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, kept).items()}
-
-
-def _require_sglang() -> None:
-    if importlib.util.find_spec("sglang") is None:
-        raise UserError("verl-mg trace: SGLang is not installed. Run bash tools/install_sglang_cpu.sh.")
 
 
 def _config(model_dir: Path) -> dict[str, Any]:
@@ -162,10 +166,10 @@ def _as_user_error(library: str, model_dir: Path) -> Iterator[None]:
         raise UserError(f"{model_dir}: {library} cannot load it: {type(error).__name__}: {reason}") from error
 
 
-def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int) -> None:
+def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: EngineName, python: str) -> None:
     """Starts the ranks and waits for them; the first failure ends all with a UserError."""
     root = Path(verl_mg.__file__).parents[1]
-    variables = os.environ | ON_CPU
+    variables = os.environ | ON_CPU[engine]
     variables |= {
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -175,19 +179,21 @@ def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int) -> None:
     try:
         for rank in range(count):
             with open(_log(folder, rank), "wb") as log:
-                command = [sys.executable, "-m", "verl_mg.rollout.sglang.tracing.trace_rank", str(folder), str(rank)]
+                command = [python, "-m", "verl_mg.rollout.tracing.trace_rank", engine, str(folder), str(rank)]
                 ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
         while any(process.poll() is None for process in ranks):
-            _raise_failure(folder, jobs, ranks)
+            _raise_failure(folder, jobs, ranks, engine)
             time.sleep(0.05)
-        _raise_failure(folder, jobs, ranks)
+        _raise_failure(folder, jobs, ranks, engine)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
-def _raise_failure(folder: Path, jobs: Sequence[TraceJob], ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _raise_failure(
+    folder: Path, jobs: Sequence[TraceJob], ranks: Sequence[subprocess.Popen[bytes]], engine: EngineName
+) -> None:
     failed = [rank for rank, process in enumerate(ranks) if process.poll()]
     if not failed:
         return
@@ -201,7 +207,7 @@ def _raise_failure(folder: Path, jobs: Sequence[TraceJob], ranks: Sequence[subpr
         _, number, path = min(reasons)  # the others may have failed because this rank ended
         job = jobs[number]
         layout = EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
-        raise UserError(f"{job['model']}: SGLang at {layout}: {path.read_text(encoding='utf-8')}")
+        raise UserError(f"{job['model']}: {NAMES[engine]} at {layout}: {path.read_text(encoding='utf-8')}")
     log = _log(folder, failed[0]).read_text(encoding="utf-8", errors="replace").splitlines()
     raise UserError(
         f"verl-mg trace: rank {failed[0]} ended with exit code {ranks[failed[0]].returncode}. Its last lines: "

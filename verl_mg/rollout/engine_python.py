@@ -1,0 +1,50 @@
+"""The Python of engine processes, which may be that of another environment than this one."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from verl_mg.errors import UserError
+from verl_mg.sharding.traced_table import EngineName
+
+NAMES: dict[EngineName, str] = {"sglang": "SGLang", "vllm": "vLLM"}
+"""Names of the engines in messages."""
+INSTALLATION: dict[EngineName, str] = {
+    "sglang": "Install it with pip install 'verl-mg[sglang]', or bash tools/install_sglang_cpu.sh on a CPU",
+    "vllm": "Install it in an environment of its own, on a CPU with bash tools/install_vllm_cpu.sh, and give the path "
+    "of its bin/python as rollout.python",
+}
+"""Remedies where an engine is missing."""
+
+
+def engine_python(engine: EngineName, python: Path | None) -> str:
+    """Returns the path of the Python in which an engine runs.
+
+    Args:
+        engine: the engine.
+        python: value of `rollout.python`; None is the Python of this process.
+
+    Raises:
+        UserError: it cannot import the engine.
+    """
+    if python is None:
+        if importlib.util.find_spec(engine) is None:
+            raise UserError(
+                f"rollout.engine={engine}: {NAMES[engine]} is not installed. {INSTALLATION[engine]}, or write "
+                "rollout.engine=hf."
+            )
+        return sys.executable
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine!r}) is None)"
+    try:
+        done = subprocess.run([python, "-c", code], stdin=subprocess.DEVNULL, capture_output=True)
+    except OSError as error:
+        raise UserError(
+            f"rollout.python={python}: it cannot be started ({error.strerror}). Give the path of a Python, such as "
+            ".venv-vllm/bin/python."
+        ) from None
+    if done.returncode:
+        raise UserError(f"rollout.python={python}: it has no {NAMES[engine]}. {INSTALLATION[engine]}.")
+    return str(python.absolute())

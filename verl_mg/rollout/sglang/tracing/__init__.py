@@ -1,1 +1,0 @@
-"""Sharding tables read from SGLang's weight loaders, by loading codes of positions instead of weights."""

@@ -1,0 +1,64 @@
+"""SGLang's model of one rank without weights, for traces of its weight loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_mg.layout import EngineLayout
+
+
+@contextmanager
+def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
+    """Builds SGLang's model of one rank of an engine as a server does, in float32 and not loaded.
+
+    Args:
+        model_dir: model directory.
+        layout: layout of the engine.
+        rank: rank of the engine.
+        store: file by which the ranks find each other.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(
+        model_path=model_dir,
+        device="cpu",
+        dtype="float32",
+        tp_size=layout.tp,
+        pp_size=layout.pp,
+        ep_size=layout.ep,
+        attn_dp_size=layout.adp,
+        disable_shared_experts_fusion=True,
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        disable_custom_all_reduce=True,
+        disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        skip_tokenizer_init=True,
+        mem_fraction_static=0.1,
+    )
+    ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
+    runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+    parallel_state.init_distributed_environment(
+        layout.ranks, rank, f"file://{store.absolute()}", local_rank=rank, backend="gloo"
+    )
+    parallel_state.initialize_model_parallel()
+    initialize_dp_attention(arguments)
+    initialize_moe_config()
+    with set_default_torch_dtype(torch.float32):
+        yield _initialize_model(ModelConfig.from_server_args(arguments), LoadConfig())
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    runtime_context.reset_context()

@@ -1,0 +1,59 @@
+"""Model of one rank of vLLM without weights, for traces of its weight loader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_mg.layout import EngineLayout
+from verl_mg.rollout.vllm.arguments import layer_partition
+
+
+@contextmanager
+def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
+    """Builds vLLM's model of one rank of an engine as a worker does, in float32 and not loaded.
+
+    Args:
+        model_dir: model directory.
+        layout: layout of the engine.
+        rank: rank of the engine.
+        store: file by which the ranks find each other.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import utils as model_utils
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    os.environ["VLLM_DIST_IDENT"] = f"{store.parent.name}-{store.stem}"  # names the shared memory of this group
+    arguments = EngineArgs(
+        model_dir,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        tensor_parallel_size=layout.tp,
+        pipeline_parallel_size=layout.pp,
+        enable_expert_parallel=layout.ep > 1,
+        distributed_executor_backend="mp",
+        enforce_eager=True,
+        load_format="dummy",
+        max_model_len=64,
+        kv_cache_memory_bytes=1 << 20,
+    )
+    config = arguments.create_engine_config()
+    os.environ.update(layer_partition(config.model_config.hf_text_config.num_hidden_layers, layout))
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(layout.ranks, rank, f"file://{store.absolute()}", rank, "gloo")
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+        with set_default_torch_dtype(torch.float32):
+            model = initialize_model(config)
+        yield model
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    # What other stages have is remembered by the address of the model, where the next model may be.
+    model_utils._model_to_pp_missing_layer_names.clear()

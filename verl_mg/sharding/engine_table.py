@@ -1,0 +1,150 @@
+"""Table of the rollout engines: the parameters of the model classes of SGLang 0.5 and vLLM 0.32, as their
+`load_weights` fills them.
+
+Both have the same names, fusions and shards. What differs is in `EngineRules`: two names, the parameters at the ends of
+the pipeline, and which layouts are supported. `sglang` and `vllm` have the rules of each. Shared experts are a separate
+layer, as with SGLang's `--disable-shared-experts-fusion`. Derived tensors (MLA's `w_kc` and `w_vc` in SGLang, `W_UK_T`
+and `W_UV` in vLLM) are not parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import HFConfig
+from verl_mg.models.hf_tensors import MLP, Experts, GroupedAttention, LatentAttention, LayerSpec, ModelSpec
+from verl_mg.sharding.param_spec import (
+    Axis,
+    HeadRows,
+    ParamSpec,
+    VocabularyRows,
+    optional_param,
+    split_columns,
+    split_rows,
+)
+
+VOCABULARY = VocabularyRows(64, on_each_rank=False)
+ATTENTION, FEED_FORWARD = "self_attn.", "mlp."
+DATA_PARALLEL_ATTENTION = frozenset({"qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
+"""Architectures whose attention SGLang can shard on a separate axis (data-parallel attention)."""
+EXPERT_BLOCK = {"mixtral": "block_sparse_moe."}
+"""Prefix of the experts where it differs from `mlp.`."""
+
+
+@dataclass(frozen=True)
+class PipelineEnds:
+    """Parameters outside the layers that a pipeline stage has."""
+
+    embedding: bool
+    """Whether it has the input embedding."""
+    final_norm: bool
+    """Whether it has the norm behind the last layer."""
+    output: bool
+    """Whether it has an output layer besides the embedding."""
+
+
+@dataclass(frozen=True)
+class EngineRules:
+    """Differences of an engine from the common table."""
+
+    name: str
+    """Name of the engine in messages."""
+    experts: str
+    """Prefix of the stacked experts in a layer's block of experts."""
+    latent_down: str
+    """Name of the fused down-projections of queries, keys and values of latent attention."""
+    check_supported: Callable[[HFConfig, EngineLayout], None]
+    """Raises a UserError for a layout that the model class of this architecture does not support."""
+    pipeline_ends: Callable[[HFConfig, bool, bool, bool], PipelineEnds]
+    """(configuration, is the output layer tied, is it the first stage, is it the last) -> what the stage has."""
+
+
+def embedding_param(model: ModelSpec) -> ParamSpec:
+    """Returns the input embedding."""
+    return ParamSpec("model.embed_tokens.weight", (model.embedding,), VOCABULARY, "vocabulary")
+
+
+def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
+    """Returns the final norm and the output layer."""
+    return (
+        ParamSpec("model.norm.weight", (model.final_norm,)),
+        ParamSpec("lm_head.weight", (model.output,), VOCABULARY, "tensor"),
+    )
+
+
+def layer_params(layer: LayerSpec, config: HFConfig, rules: EngineRules) -> tuple[ParamSpec, ...]:
+    """Returns the parameters of one transformer layer.
+
+    Args:
+        layer: the Hugging Face tensors of the layer.
+        config: configuration of the model.
+        rules: of the engine.
+    """
+    axis: Axis = "attention" if config.architecture in DATA_PARALLEL_ATTENTION else "tensor"
+    mlp_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
+    return (
+        ParamSpec("input_layernorm.weight", (layer.input_norm,)),
+        *(
+            _grouped_attention(layer.attention, config, axis)
+            if isinstance(layer.attention, GroupedAttention)
+            else _latent_attention(layer.attention, rules)
+        ),
+        *optional_param("post_attention_layernorm.weight", layer.after_attention_norm),
+        ParamSpec(f"{mlp_norm}.weight", (layer.mlp_norm,)),
+        *(_mlp(FEED_FORWARD, layer.mlp) if isinstance(layer.mlp, MLP) else _experts(layer.mlp, config, rules)),
+        *optional_param("post_feedforward_layernorm.weight", layer.after_mlp_norm),
+    )
+
+
+def _grouped_attention(a: GroupedAttention, config: HFConfig, axis: Axis) -> tuple[ParamSpec, ...]:
+    heads = HeadRows(config.kv_heads)
+    params = [
+        ParamSpec(ATTENTION + "qkv_proj.weight", (a.q, a.k, a.v), heads, axis),
+        ParamSpec(ATTENTION + "o_proj.weight", (a.out,), split_columns, axis),
+    ]
+    if a.biases:
+        params.append(ParamSpec(ATTENTION + "qkv_proj.bias", a.biases, heads, axis))
+    for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
+        params.append(ParamSpec(f"{ATTENTION}{name}_norm.weight", (norm,)))
+    return tuple(params)
+
+
+def _latent_attention(a: LatentAttention, rules: EngineRules) -> tuple[ParamSpec, ...]:
+    params = [
+        ParamSpec(ATTENTION + "kv_a_layernorm.weight", (a.kv_norm,)),
+        ParamSpec(ATTENTION + "kv_b_proj.weight", (a.kv_up,), split_rows, "attention"),
+        ParamSpec(ATTENTION + "o_proj.weight", (a.out,), split_columns, "attention"),
+    ]
+    if a.q_down is None or a.q_norm is None:
+        return (
+            ParamSpec(ATTENTION + "q_proj.weight", (a.q,), split_rows, "attention"),
+            ParamSpec(ATTENTION + "kv_a_proj_with_mqa.weight", (a.kv_down,)),
+            *params,
+        )
+    return (
+        ParamSpec(f"{ATTENTION}{rules.latent_down}.weight", (a.q_down, a.kv_down)),
+        ParamSpec(ATTENTION + "q_a_layernorm.weight", (a.q_norm,)),
+        ParamSpec(ATTENTION + "q_b_proj.weight", (a.q,), split_rows, "attention"),
+        *params,
+    )
+
+
+def _mlp(prefix: str, mlp: MLP) -> tuple[ParamSpec, ...]:
+    return (
+        ParamSpec(prefix + "gate_up_proj.weight", (mlp.gate, mlp.up), split_rows, "tensor"),
+        ParamSpec(prefix + "down_proj.weight", (mlp.down,), split_columns, "tensor"),
+    )
+
+
+def _experts(e: Experts, config: HFConfig, rules: EngineRules) -> tuple[ParamSpec, ...]:
+    prefix = EXPERT_BLOCK.get(config.architecture, FEED_FORWARD)
+    stacked = prefix + rules.experts
+    return (
+        ParamSpec(prefix + "gate.weight", (e.router,)),
+        *optional_param(prefix + "gate.e_score_correction_bias", e.router_bias),
+        ParamSpec(stacked + "w13_weight", (e.each.gate, e.each.up), split_rows, "expert"),
+        ParamSpec(stacked + "w2_weight", (e.each.down,), split_columns, "expert"),
+        *(_mlp(prefix + "shared_experts.", e.shared) if e.shared else ()),
+    )

@@ -1,0 +1,62 @@
+"""Rules of vLLM 0.32 for the table of the engines."""
+
+from __future__ import annotations
+
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import HFConfig
+from verl_mg.sharding.engine_table import VOCABULARY, EngineRules, PipelineEnds
+
+ENDS_ON_EVERY_STAGE = frozenset({"gemma2", "mixtral", "qwen3_moe"})
+"""Architectures whose model class builds embedding, final norm and output layer on every pipeline stage."""
+
+
+def check_supported(config: HFConfig, layout: EngineLayout) -> None:
+    """Checks that vLLM's model class supports a layout.
+
+    Args:
+        config: configuration of the model.
+        layout: layout of an engine.
+
+    Raises:
+        UserError: for a feature that vLLM does not have.
+    """
+    if layout.adp > 1:
+        raise UserError(
+            f"rollout.layout={layout}: vLLM has no data-parallel attention inside an engine. Leave out adp."
+        )
+    if layout.ep not in (1, layout.tp):
+        raise UserError(
+            f"rollout.layout={layout}: vLLM distributes experts over all ranks of a stage or none. Write "
+            f"ep{layout.tp}, or leave out ep."
+        )
+    if (rows := VOCABULARY.padded(config.vocab, 1)) % layout.tp:
+        raise UserError(
+            f"rollout.layout={layout}: vLLM pads the vocabulary to {rows} rows, which tp{layout.tp} does not divide. "
+            "Choose another tp, or write rollout.engine=sglang."
+        )
+    if config.architecture == "gemma2" and not config.tied:
+        raise UserError(
+            "rollout.engine=vllm: vLLM's model class of gemma2 has no output layer besides the embedding, but this "
+            "model has one. Use rollout.engine=hf."
+        )
+
+
+def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> PipelineEnds:
+    """Returns what a pipeline stage has besides its layers.
+
+    Args:
+        config: configuration of the model.
+        tied: whether the output layer is the embedding, which the last stage then has too.
+        first: whether it is the first stage.
+        last: whether it is the last stage.
+    """
+    everywhere = config.architecture in ENDS_ON_EVERY_STAGE
+    return PipelineEnds(
+        embedding=everywhere or first or (tied and last),
+        final_norm=everywhere or last,
+        output=(everywhere or last) and not tied,
+    )
+
+
+RULES = EngineRules("vLLM", "experts.routed_experts.", "fused_qkv_a_proj", check_supported, pipeline_ends)
