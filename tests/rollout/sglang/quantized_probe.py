@@ -1,7 +1,9 @@
-"""What SGLang's own loader makes of a quantized checkpoint: `python -m tests.rollout.sglang.quantized_probe FOLDER RANK`.
+"""What SGLang's own loader makes of a quantized checkpoint.
 
-FOLDER has config.json with its quantization_config, and job.json. The model is built as for a GPU; its parameters become
-float32, so that they can hold codes of positions.
+    python -m tests.rollout.sglang.quantized_probe FOLDER RANK
+
+FOLDER has config.json with its quantization_config, and job.json. The model is built as for a GPU; its parameters
+become float32, so that they can hold codes of positions.
 """
 
 from __future__ import annotations
