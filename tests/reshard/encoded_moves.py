@@ -15,8 +15,8 @@ from tests.random_models import config
 from tests.reshard.moves import hold, shard_map_of
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule
-from verl_mg.reshard.encode import Encoder
-from verl_mg.reshard.encoded_shard_map import EncodedSource, EncodedTarget, quantized_tensors
+from verl_mg.reshard.encode import Encoder, encoded_maps
+from verl_mg.reshard.encoded_shard_map import quantized_tensors
 from verl_mg.reshard.encoding import FP8, Encoding, Int4
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table
@@ -101,14 +101,13 @@ def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> di
     """Moves encoded weights; returns what this rank received and counted."""
     c, source_text, target_text, _ = CASES[case]
     rank, plain = dist.get_rank(), shard_map_of(c, source_text)
-    names = quantized_tensors(weight_table(c))
-    source = EncodedSource(plain, encoding, names)
-    target = EncodedTarget(shard_map_of(c, target_text), encoding, names)
+    maps = encoded_maps(weight_table(c), plain, shard_map_of(c, target_text), encoding)
+    source, target = maps.source, maps.target
     part = source.part(list(target.tensors))
     moved = plan(part, target, node)
     parts = schedule(moved, rank, dtype, 4000)
     encoder = Encoder(part, parts, dtype)
-    encoded = encoder.run(hold(plain, checkpoint(c, dtype)))
+    encoded = encoder.run(hold(plain, checkpoint(c, dtype)), lambda _: None)
     got = {}
     for name, shard in target.shards(rank).items():
         wire = target.tensors[shard.pieces[0].tensor].wire_dtype(dtype) if shard.pieces else dtype

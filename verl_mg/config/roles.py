@@ -228,6 +228,10 @@ class RolloutConfig(ConfigSection):
     layout: str = "tp1"
     """Parallel sizes of one SGLang engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
     data-parallel attention (adp), in which ep and adp divide the tp ranks."""
+    wire: Literal["cast", "fp8_block", "fp8_channel"] = "cast"
+    """Form in which SGLang engines of the job have their weights, and receive them. cast: the dtype of the model. The
+    others are quantized by the ranks that send, and need GPUs. fp8_block: FP8 with a scale for each block of 128 x 128,
+    as DeepSeek-V3. fp8_channel: FP8 with a scale for each row."""
     sharding_table: Path | None = None
     """File of `verl-mg trace` with the parameters of an engine, instead of the built-in table of SGLang. It must be
     traced from this model and for `layout`. None: the built-in table of the architecture."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
+from verl_mg.reshard.encode import encoded_maps
+from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, SGLangEngineGroup
 from verl_mg.roles.models import Actor
@@ -27,6 +30,18 @@ from verl_mg.sharding.weight_table import WeightTable
 RANK_BYTES = 6 * 2**30
 """Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
 buffers of NCCL."""
+
+QUANTIZATIONS: dict[Wire, dict[str, Any] | None] = {
+    "cast": None,
+    "fp8_block": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "fp8_channel": {"quant_method": "w8a8_fp8"},
+}
+"""Field `quantization_config` with which SGLang builds its model for each `rollout.wire`."""
 
 
 def num_training_ranks(config: Config, world_size: int) -> int:
@@ -82,6 +97,8 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
             "rollout.sharding_table: only SGLang engines inside the job use a table. Leave it out, or write "
             "rollout.engine=sglang without rollout.urls."
         )
+    if rollout.wire != "cast":
+        _check_wire(config, table)
     if rollout.urls:
         check_servers(config, table)
     elif rollout.engine == "sglang":
@@ -98,6 +115,22 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
             check_on_cpu(table.model_dims, layout)
 
         resolve_engine_layout(placement.layout, len(placement.ranks), experts.count if experts else 0, check)
+
+
+def _check_wire(config: Config, table: WeightTable) -> None:
+    """Checks that the engines can have quantized weights."""
+    rollout, layout = config.rollout, EngineLayout.parse(config.rollout.layout)
+    key = f"rollout.wire={rollout.wire}"
+    if rollout.engine != "sglang" or rollout.urls:
+        raise UserError(f"{key}: only SGLang engines inside the job have such weights. Write rollout.wire=cast.")
+    if not torch.cuda.is_available():
+        raise UserError(f"{key}: SGLang computes with FP8 weights on GPUs only. Write rollout.wire=cast.")
+    encoding, engine = encoding_of(rollout.wire), EnginePlacement(layout, tuple(range(layout.ranks)))
+    assert encoding
+    whole = table.with_traced_table(rollout.sharding_table).shard_map_engine(engine)
+    maps = encoded_maps(table, whole, whole, encoding)
+    for rank in maps.target.ranks:
+        maps.target.shards(rank)  # UserError for blocks that the layout cuts
 
 
 def build_engine_group(
@@ -136,7 +169,7 @@ def build_engine_group(
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0
     return SGLangEngineGroup(
-        SGLangEngineSync(placement, inner, table),
+        SGLangEngineSync(placement, inner, table, rollout.wire),
         inner,
         [r in leaders for r in range(world_size)],
         context,
@@ -172,6 +205,7 @@ def _settings(
     return EngineSettings(
         layout=placement.layout,
         dtype=dtype,
+        quantization=QUANTIZATIONS[config.rollout.wire],
         max_running=config.rollout.max_running_requests,
         max_positions=table.config.max_positions,
         memory_fraction=_memory_fraction(config, device.total_memory()),

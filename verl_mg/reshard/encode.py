@@ -10,7 +10,7 @@ Ranks need memory for the encoded values of one part of the model at a time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +19,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg import device
-from verl_mg.reshard.encoded_shard_map import EncodedPart
-from verl_mg.reshard.encoding import add_largest, encode_box
+from verl_mg.reshard.encoded_shard_map import EncodedPart, EncodedSource, EncodedTarget, quantized_tensors
+from verl_mg.reshard.encoding import Encoding, add_largest, encode_box
 from verl_mg.reshard.schedule import Schedule
 from verl_mg.sharding.boxes import Piece, box_shape, slices
+from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.weight_table import WeightTable
+
+
+@dataclass(frozen=True)
+class EncodedMaps:
+    """The shard maps of encoded weights."""
+
+    source: EncodedSource
+    """Shards of the ranks that encode."""
+    target: EncodedTarget
+    """Parameters of the engines."""
+
+    @property
+    def keep_together(self) -> Iterable[Sequence[str]]:
+        """Names of values and their scales, which are in one part of the model."""
+        return [(name, self.target.scales_of(name)) for name in self.target.encoded]
+
+
+def encoded_maps(table: WeightTable, source: ShardMap, target: ShardMap, encoding: Encoding) -> EncodedMaps:
+    """Returns the shard maps of the weights that engines quantize.
+
+    Args:
+        table: weight table of the model.
+        source: shards of the ranks that encode.
+        target: shards of the engines, not quantized.
+        encoding: format of the engines.
+    """
+    names = quantized_tensors(table)
+    return EncodedMaps(EncodedSource(source, encoding, names), EncodedTarget(target, encoding, names))
 
 
 @dataclass(frozen=True)
@@ -63,31 +93,38 @@ class Encoder:
                 if piece.tensor in self._shared:
                     self._pieces[piece.tensor].append((parameter, piece))
 
+    @property
+    def source_parameters(self) -> set[str]:
+        """Parameters that are read before they are encoded."""
+        read = {name for tensor in self._pieces if self._is_read(tensor) for name, _ in self._pieces[tensor]}
+        scales = {self._source.scales_of(tensor) for tensor in self._pieces}
+        values = {name + self._encoding.value_suffix for pieces in self._pieces.values() for name, _ in pieces}
+        return read | (self._schedule.source_parameters - scales - values)
+
     def run(
         self,
         parameters: Mapping[str, Tensor],
-        wait_for: Callable[[str], object] | None = None,
+        wait_for: Callable[[str], object],
         group: dist.ProcessGroup | None = None,
     ) -> Encoded:
         """Encodes what this rank sends; all ranks of the group call it together.
 
         Args:
             parameters: this rank's parameters before they are encoded.
-            wait_for: called with the name of a parameter before it is read.
+            wait_for: called with the name of each parameter that is read, before it is.
             group: process group of all ranks; None for the default group.
         """
         here = device.current_device()
         sent = self._schedule.source_parameters
+        for name in self.source_parameters:
+            wait_for(name)
         largest: dict[str, Tensor] = {}
         for tensor, pieces in self._pieces.items():
-            names = {parameter + self._encoding.value_suffix for parameter, _ in pieces}
-            if not (names & sent or self._source.scales_of(tensor) in sent or self._shared[tensor].any()):
+            if not self._is_read(tensor):
                 continue
             shape = self._source.shape_of(tensor)
             largest[tensor] = torch.zeros(self._encoding.grid(shape), device=here)
             for parameter, piece in pieces:
-                if wait_for:
-                    wait_for(parameter)
                 values = self._values(parameters, parameter, piece)
                 add_largest(largest[tensor], values, piece.source, self._encoding.block(shape))
         self._exchange(largest, here, group)
@@ -109,6 +146,12 @@ class Encoder:
             if name not in result:
                 result[name] = torch.empty((), device=here).expand(shape)
         return Encoded(result, 4 * self.num_exchanged)
+
+    def _is_read(self, tensor: str) -> bool:
+        """Returns whether this rank sends a part of a tensor, or others need its largest magnitudes."""
+        names = {parameter + self._encoding.value_suffix for parameter, _ in self._pieces[tensor]}
+        names.add(self._source.scales_of(tensor))
+        return bool(names & self._schedule.source_parameters or self._shared[tensor].any())
 
     def _values(self, parameters: Mapping[str, Tensor], parameter: str, piece: Piece) -> Tensor:
         box = parameters[parameter].detach()[slices(piece.target)]

@@ -20,6 +20,8 @@ from verl_mg.distributed.groups import new_group
 from verl_mg.layout import EnginePlacement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.reshard import Schedule, Traffic, aliased_parameters, aliases, execute, plan, schedule, split_into_chunks
+from verl_mg.reshard.encode import Encoder, encoded_maps
+from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.hf.engine import HFEngine
@@ -96,6 +98,8 @@ class _Chunk:
     """Shards that this rank assembles for the SGLang rank on its device, by parameter."""
     dtypes: Mapping[str, torch.dtype]
     """Type of each parameter."""
+    encoder: Encoder | None = None
+    """Encoder of this rank's weights, for quantized engines."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +172,18 @@ class _EngineUpdate:
 class SGLangEngineSync:
     """Transfer into SGLang: each rank assembles the shard of the SGLang rank on its device and shares its memory."""
 
-    def __init__(self, placement: EnginePlacement, engine: SGLangEngine | None, table: WeightTable) -> None:
+    def __init__(
+        self, placement: EnginePlacement, engine: SGLangEngine | None, table: WeightTable, wire: Wire = "cast"
+    ) -> None:
         """Creates the groups of the engines' ranks; all ranks call it together.
 
         Args:
             placement: ranks and layout of the engines.
             engine: on the first rank of each engine, else None.
             table: weight table of the actor, with the engine's traced table where the configuration names one.
+            wire: form in which the engines have their weights.
         """
-        self._placement, self._engine, self._table = placement, engine, table
+        self._placement, self._engine, self._table, self._encoding = placement, engine, table, encoding_of(wire)
         self._ranks_of = engine_ranks(placement)
         # Every rank takes part in the creation of every group.
         groups = {number: new_group(ranks, "gloo") for number, ranks in self._ranks_of.items()}
@@ -216,8 +223,11 @@ class SGLangEngineSync:
         parameters, wait_for = sources_of(actor.runner)
         for number, chunk in enumerate(planned.chunks):
             filled = Staging(chunk.shards, chunk.dtypes, device.current_device(), size)
-            tensors = source_tensors(chunk.schedule, actor.runner, parameters)
-            traffic.append(execute(chunk.schedule, tensors, filled.tensors, wait_for=wait_for))
+            tensors = source_tensors(chunk.encoder or chunk.schedule, actor.runner, parameters)
+            if chunk.encoder:
+                tensors = chunk.encoder.run(tensors, wait_for).tensors
+            arriving = None if chunk.encoder else wait_for
+            traffic.append(execute(chunk.schedule, tensors, filled.tensors, wait_for=arriving))
             update.finish_load()
             if receives:
                 payloads = self._gather_payloads(None if update.died else filled.payload())
@@ -245,16 +255,17 @@ class SGLangEngineSync:
         node = device.ranks_of_a_node(dist.get_world_size())
         device.release_unused_memory()
         max_bytes = fitting_chunk_bytes(all_gather_json(device.free_memory()))
-        chunks, lower_bound = [], 0
-        for chunk in split_into_chunks(whole, first, max_bytes // dtype.itemsize):
-            moves = plan(actor.runner.shard_map(), chunk, node)
+        chunks, lower_bound, source = [], 0, actor.runner.shard_map()
+        maps = encoded_maps(self._table, source, whole, self._encoding) if self._encoding else None
+        target, together = (maps.target, maps.keep_together) if maps else (whole, ())
+        for chunk in split_into_chunks(target, first, max_bytes // dtype.itemsize, together):
+            part = maps.source.part(list(chunk.tensors)) if maps else None
+            moves = plan(part or source, chunk, node)
             lower_bound += moves.lower_bound(rank, dtype.itemsize)
             shards = chunk.shards(rank)
-            dtypes = {
-                name: torch.float32 if chunk.tensors[shard.pieces[0].tensor].float32 else dtype
-                for name, shard in shards.items()
-            }
-            chunks.append(_Chunk(schedule(moves, rank, dtype), shards, dtypes))
+            dtypes = {name: chunk.tensors[shard.pieces[0].tensor].wire_dtype(dtype) for name, shard in shards.items()}
+            messages = schedule(moves, rank, dtype)
+            chunks.append(_Chunk(messages, shards, dtypes, Encoder(part, messages, dtype) if part else None))
         return _Transfer(chunks, lower_bound)
 
 
@@ -283,11 +294,13 @@ def sources_of(runner: ModelRunner) -> tuple[dict[str, Tensor], Callable[[str], 
     return parameters, lambda name: runner.gathers.wait([parameters[name]])
 
 
-def source_tensors(chunk: Schedule, runner: ModelRunner, parameters: dict[str, Tensor]) -> Mapping[str, Tensor]:
+def source_tensors(
+    chunk: Schedule | Encoder, runner: ModelRunner, parameters: dict[str, Tensor]
+) -> Mapping[str, Tensor]:
     """Returns the tensors that this rank's messages of a chunk are taken from, adapters merged into copies.
 
     Args:
-        chunk: the messages.
+        chunk: the messages, or the encoder of what they contain.
         runner: of the actor.
         parameters: the runner's parameters.
     """

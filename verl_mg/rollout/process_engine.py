@@ -32,6 +32,8 @@ class EngineSettings:
     """Parallel sizes of the engine."""
     dtype: torch.dtype
     """Dtype of the weights."""
+    quantization: Mapping[str, Any] | None = None
+    """Field `quantization_config` of the engine's weights; None: they are not quantized, whatever config.json says."""
     max_running: int
     """Largest number of requests at the same time."""
     max_positions: int

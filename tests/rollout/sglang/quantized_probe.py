@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from verl_mg.layout import EngineLayout
-from verl_mg.rollout.sglang.tracing import trace_rank
-from verl_mg.rollout.sglang.tracing.position_codes import PositionCodes
+from verl_mg.rollout.sglang.unloaded_model import unloaded_model
+from verl_mg.rollout.sglang.weight_loader import as_loaded
+from verl_mg.rollout.tracing.position_codes import PositionCodes
+from verl_mg.rollout.tracing.trace_rank import _traced
 from verl_mg.sharding.traced_table import write_rank_shards
 
 OF_THE_CACHE = ("k_scale", "v_scale")
@@ -51,8 +53,25 @@ def main(folder: Path, rank: int) -> None:
     loader._initialize_model = quantized(loader._initialize_model, fields)
     layout = EngineLayout.parse(job["layout"])
     codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
-    with torch.no_grad(), trace_rank._sglang_model(str(folder), layout, rank, folder / "store") as model:
-        write_rank_shards(folder / f"{rank}.json", trace_rank._traced(model, codes))
+    with torch.no_grad(), unloaded_model(str(folder), layout, rank, folder / "store") as model:
+        write_rank_shards(folder / f"{rank}.json", _traced(model, codes))
+        if fields["quant_method"] == "w8a8_fp8":
+            check_transposed(model)
+
+
+def check_transposed(model: Any) -> None:
+    """Matrices are transposed in place after the first load, and after each update, which processes them twice."""
+    from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, W8A8Fp8LinearMethod):
+            before = module.weight.data
+            for _ in range(3):  # the first load, then SGLangHost.end_update
+                method.process_weights_after_loading(module)
+            memory = as_loaded(module.weight)
+            assert module.weight.shape == before.t().shape and not module.weight.is_contiguous()
+            assert memory.data_ptr() == before.data_ptr() and memory.shape == before.shape
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,8 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         "ep_size": layout.ep,
         "max_running_requests": settings.max_running,
         "random_seed": settings.seed,
+        # The weights arrive as training or the encoder has them, not as the checkpoint does.
+        "json_model_override_args": json.dumps({"quantization_config": settings.quantization}),
         # Requests and samples are token ids; no text is involved.
         "skip_tokenizer_init": True,
         # A separate layer, as in the weight table.

@@ -44,4 +44,14 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     ((places, memory),) = MultiprocessingSerializer.deserialize(payloads[get_parallel().pp_rank])
     parameters = dict(model.named_parameters())
     for name, tensor in named_views(places, memory):
-        default_weight_loader(parameters[name], tensor)
+        default_weight_loader(as_loaded(parameters[name]), tensor)
+
+
+def as_loaded(parameter: Tensor) -> Tensor:
+    """Returns the memory of a parameter in the shape in which SGLang creates it.
+
+    When FP8 matrices with scales of rows are loaded, SGLang transposes them, in the same memory.
+    """
+    values = parameter.data
+    transposed = values.dim() == 2 and not values.is_contiguous() and values.t().is_contiguous()
+    return values.t() if transposed else values
