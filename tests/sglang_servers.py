@@ -73,6 +73,11 @@ class RunningServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        """Process group of the server."""
+        return self._process.pid
+
     def wait_until_ready(self) -> RunningServer:
         until = time.monotonic() + START_SECONDS
         while not answers(f"{self.url}/ready"):

@@ -195,8 +195,14 @@ class JsonSession:
     the server may have begun to work on them; only connecting is.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, headers_of: Callable[[str], Mapping[str, str]] = lambda path: {}) -> None:
+        """Starts the thread; connects with the first request.
+
+        Args:
+            url: address of the server.
+            headers_of: returns further HTTP headers of the requests to a path, such as its key.
+        """
+        self.url, self._headers_of = url.rstrip("/"), headers_of
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=f"http-{self.url}")
         self._thread.start()
@@ -255,7 +261,8 @@ class JsonSession:
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
         limits = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
         try:
-            response = await self._client.request(method, path, json=body, timeout=limits)
+            headers = self._headers_of(path)
+            response = await self._client.request(method, path, json=body, timeout=limits, headers=headers)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise UnreachableError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
         try:

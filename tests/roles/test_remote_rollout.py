@@ -192,10 +192,11 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
     in_flight = []
 
     def lose() -> None:
-        while len(job.rollout._engines.engine._running) < 8:
+        client = job.rollout._engines.engine._servers[0].client
+        while len(client.in_flight()) < 8:
             time.sleep(0.01)
         time.sleep(0.3)
-        in_flight.append(len(job.rollout._engines.engine._running))
+        in_flight.append(len(client.in_flight()))
         door.shut()
         time.sleep(1.0)
         door.open()
@@ -212,7 +213,7 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
         "ids": batch["sample_id"].tolist(),
         "ended": bool(ended),
         "versions": batch["policy_versions"][batch["loss_mask"]].unique().tolist(),
-        "deaths": job.rollout.metrics["rollout/engine_deaths"],
+        "lost": job.rollout._engines.engine.take_num_lost() if leads else 0,
         "in_flight": in_flight,
     }
 
@@ -220,7 +221,7 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
 def test_lost_server_requests_are_submitted_again(server, ranks):
     output = ranks.run(2, lose_the_server, server, free_port())
     assert sorted(i for rank in output for i in rank["ids"]) == list(range(40))
-    assert output[0]["deaths"] == 1 and output[0]["in_flight"][0] >= 8
+    assert output[0]["lost"] == 1 and output[0]["in_flight"][0] >= 8
     assert all(rank["ended"] and rank["versions"] == [0] for rank in output)
 
 
@@ -279,7 +280,7 @@ def test_remote_engine_timeout_aborts_one_request(engine, monkeypatch):
     assert other.finish == "length" and len(other.tokens) == 58
 
 
-def test_remote_engine_server_that_stays_away_raises(server, monkeypatch):
+def test_remote_engine_server_that_stays_away_raises(server):
     door = Door(port := free_port(), server.port)
     engine = RemoteEngine(f"http://127.0.0.1:{port}", ServerRequirements(read_config(server.folder / "model"), 64))
     engine.load_folder(server.folder / "model", 7)
@@ -289,9 +290,9 @@ def test_remote_engine_server_that_stays_away_raises(server, monkeypatch):
     with pytest.raises(EngineDiedError, match=rf"the server http://127\.0\.0\.1:{port} is lost: "):
         all_of(engine, 6)
     assert not engine.health()
-    monkeypatch.setattr("verl_mg.rollout.sglang.remote_engine.RESTART_SECONDS", 0.0)
-    with pytest.raises(UserError, match=rf"^http://127\.0\.0\.1:{port}: .* does not respond for 0 s .*Start it again"):
-        engine.restart()
+    with pytest.raises(EngineDiedError, match=rf"the server http://127\.0\.0\.1:{port} is lost: "):
+        engine.reconnect()
+    assert sorted(request.id for request, _ in engine.take_unfinished()) == [10, 11, 12, 13, 14, 15]
     engine.close()
 
 
@@ -347,7 +348,27 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
             r"^http://127\.0\.0\.1:1: no server responds .*correct rollout\.urls\.$",
         ),
         (["rollout.urls=[URL/path]"], r"^URL/path: not an SGLang server \(.*\)\. Correct rollout\.urls\.$"),
-        (["rollout.urls=[URL, http://b]"], r"^rollout\.urls: 2 servers for 1 ranks"),
+        (
+            ["rollout.urls_file=/dev/null"],
+            r"^rollout\.urls_file=/dev/null: names no server\. Write one address a line\.$",
+        ),
+        (
+            ["rollout.urls_file=/nowhere"],
+            r"^rollout\.urls_file=/nowhere: cannot be read \(.*\)\. Write one address a line\.$",
+        ),
+        (
+            ["rollout.urls=[URL]", "rollout.urls_file=/dev/null", "job.deterministic=true"],
+            r"^job\.deterministic=true: servers that come and go .* Write rollout\.urls instead",
+        ),
+        (
+            ["rollout.urls=[URL]", "rollout.api_key_env=NOT_SET_ANYWHERE"],
+            r"^rollout\.api_key_env=NOT_SET_ANYWHERE: this environment variable is not set",
+        ),
+        (
+            ["rollout.urls=[URL]", "rollout.weight_transfer=shards"],
+            r"^URL: rollout\.weight_transfer=shards is not possible: it was started without --custom-weight-loader "
+            r"verl_mg\.rollout\.sglang\.shard_receiver\.receive_shards",
+        ),
         (["rollout.urls=[URL, URL]"], r"^rollout\.urls: a server is named twice"),
         (
             ["rollout.urls=[URL]", "rollout.weight_transfer=disk"],

@@ -54,7 +54,7 @@ def num_training_ranks(config: Config, world_size: int) -> int:
     Raises:
         UserError: no rank is left, or the engines cannot have ranks of their own.
     """
-    num_ranks = 0 if config.rollout.urls else config.rollout.num_ranks
+    num_ranks = 0 if config.rollout.has_servers else config.rollout.num_ranks
     if num_ranks >= world_size:
         raise UserError(
             f"rollout.num_ranks={num_ranks}: none of the job's {world_size} ranks is left to train. Start at least "
@@ -82,7 +82,7 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
     rollout = config.rollout
     if config.actor.offload and rollout.engine == "hf":
         raise UserError("actor.offload=true: the engine hf works on the actor's own memory. Leave it out.")
-    if rollout.prefetch and not (rollout.urls or rollout.num_ranks):
+    if rollout.prefetch and not (rollout.has_servers or rollout.num_ranks):
         raise UserError(
             "rollout.prefetch=true: only engines on ranks of their own generate samples while training computes. Write "
             "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or leave rollout.prefetch out."
@@ -92,14 +92,14 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
             "job.deterministic=true: which prompts are complete first depends on time. Write rollout.extra_prompts=0, "
             "so that all are kept."
         )
-    if rollout.sharding_table and (rollout.urls or rollout.engine != "sglang"):
+    if rollout.sharding_table and (rollout.has_servers or rollout.engine != "sglang"):
         raise UserError(
             "rollout.sharding_table: only SGLang engines inside the job use a table. Leave it out, or write "
             "rollout.engine=sglang without rollout.urls."
         )
     if rollout.wire != "cast":
         _check_wire(config, table)
-    if rollout.urls:
+    if rollout.has_servers:
         check_servers(config, table)
     elif rollout.engine == "sglang":
         if importlib.util.find_spec("sglang") is None:
@@ -152,7 +152,7 @@ def build_engine_group(
         )
         return HFEngineGroup(engine, context, wrap)
     table = actor.runner.table.with_traced_table(rollout.sharding_table)
-    if rollout.urls:
+    if rollout.has_servers:
         return build_remote_engines(config, table, context, wrap)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = device.ranks_of_a_node(world_size)

@@ -131,7 +131,7 @@ def _check(config: Config, roles: set[str]) -> None:
         raise UserError(
             f"rollout.engine={config.rollout.engine}: only SGLang engines can be planned. Set rollout.engine=sglang."
         )
-    if config.rollout.urls:
+    if config.rollout.has_servers:
         raise UserError("rollout.urls: servers outside the job cannot be planned. Leave the key out of the plan.")
     if config.model.dtype != "bfloat16":
         raise UserError(f"model.dtype={config.model.dtype}: only bf16 can be planned. Set model.dtype=bfloat16.")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -26,6 +25,7 @@ from verl_mg.reshard.chunking import TensorChunk
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult
 from verl_mg.roles.weight_sync import source_tensors, sources_of, transfer_metrics
+from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.sharding.shard_map import ExplicitShardMap
 from verl_mg.sharding.weight_table import WeightTable
@@ -73,46 +73,65 @@ class BroadcastSync:
         self._group_name = ""
         self._members: list[tuple[int, str]] = []
         self._planned = cache(self._plan)
+        self._lost: set[int] = set()
+        """Servers of this rank that were lost in the current transfer."""
 
     def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
         """Transfers the actor's weights to some servers."""
         started = time.perf_counter()
-        mine = [engines[view.number] for view in servers if view.number in engines]
+        mine = {view.number: engines[view.number] for view in servers if view.number in engines}
+        self._lost = set()
         self._ensure_group(engines, servers)
         chunks, lower_bound = self._planned(actor)
         traffic, sending = [], 0.0
         parameters, wait_for = sources_of(actor.runner)
-        for engine in mine:
-            engine.begin_update()
+        for number, engine in mine.items():
+            self._wait(number, engine.begin_update)
         buffer = self._allocate_buffer(chunks)
-        for number, chunk in enumerate(chunks):
+        for place, chunk in enumerate(chunks):
             flat = buffer[: chunk.nbytes] if buffer is not None else None
             tensors = chunk.views(flat)
             sources = source_tensors(chunk.schedule, actor.runner, parameters)
             traffic.append(execute(chunk.schedule, sources, tensors, wait_for=wait_for))
             received = time.perf_counter()
-            self._broadcast(mine, chunk, flat, actor.num_updates if number == len(chunks) - 1 else None)
+            self._broadcast(mine, chunk, flat, actor.num_updates if place == len(chunks) - 1 else None)
             sending += time.perf_counter() - received
-        for engine in mine:
-            engine.end_update(actor.num_updates)
+        for number, engine in mine.items():
+            self._wait(number, partial(engine.end_update, actor.num_updates))
+        lost = frozenset(number for rank in all_gather_json(sorted(self._lost)) for number in rank)
+        if lost:
+            self._leave(engines)
         metrics = transfer_metrics(traffic, lower_bound, started)
         whole = sum(chunk.nbytes for chunk in chunks)
         metrics["weight_sync/bytes_received"] += whole * sum(view.ranks for view in servers)
         metrics["weight_sync/bytes_lower_bound"] += whole * len(servers)  # each server needs the model once
-        return SyncResult(metrics | {"time/weight_sync_sending": sending})
+        return SyncResult(metrics | {"time/weight_sync_sending": sending}, lost)
 
     def _broadcast(
-        self, engines: Sequence[RemoteEngine], chunk: _Chunk, flat: Tensor | None, version: int | None
+        self, engines: Mapping[int, RemoteEngine], chunk: _Chunk, flat: Tensor | None, version: int | None
     ) -> None:
+        """Broadcasts a chunk, unless a server was lost: all ranks see that together, and no server hangs."""
+        if any(all_gather_json(bool(self._lost))):
+            return
         dtypes = [str(dtype).removeprefix("torch.") for dtype in chunk.dtypes.values()]
-        receiving = [
-            engine.receive(self._group_name, chunk.shapes, dtypes, chunk.shapes.values(), version) for engine in engines
-        ]
+        receiving = {
+            number: engine.receive(self._group_name, chunk.shapes, dtypes, chunk.shapes.values(), version)
+            for number, engine in engines.items()
+        }
         sending = self._group.send(flat) if self._group and flat is not None else None
         # First the servers, which may refuse: then nothing would ever be sent.
-        _wait_for_all(engines, receiving)
+        for number, future in receiving.items():
+            self._wait(number, partial(engines[number].wait, future))
         if sending:
             sending.wait()
+
+    def _wait(self, number: int, work: Callable[[], None]) -> None:
+        """Does what a server takes part in, and takes note if it is lost."""
+        try:
+            work()
+        except EngineDiedError as error:
+            log.warning("rollout: %s", error)
+            self._lost.add(number)
 
     def _allocate_buffer(self, chunks: Sequence[_Chunk]) -> Tensor | None:
         """Returns memory for one chunk at a time, on the sending rank."""
@@ -135,16 +154,16 @@ class BroadcastSync:
         where = [rendezvous.name, rendezvous.address, rendezvous.port] if rendezvous else []
         name, address, port = all_gather_json(where)[SENDER]
         backend = "nccl" if device.current_device().type == "cuda" else "gloo"
-        joining, first, mine = [], 1, []
+        joining, first = {}, 1
         for view in servers:
             if view.number in engines:
-                mine.append(engines[view.number])
-                joining.append(mine[-1].join_group(name, address, port, first, total, backend))
+                joining[view.number] = engines[view.number].join_group(name, address, port, first, total, backend)
             first += view.ranks
         if rendezvous:
             group = join_outside_group(rendezvous.store, name, SENDER, range(total), backend, JOIN_TIMEOUT)
             self._group = _RemoteProcessGroup(rendezvous.store, group)
-        _wait_for_all(mine, joining)
+        for number, future in joining.items():
+            self._wait(number, partial(engines[number].wait, future))
         self._group_name, self._members = name, members
 
     def _leave(self, engines: Mapping[int, RemoteEngine]) -> None:
@@ -170,11 +189,6 @@ class BroadcastSync:
             lower_bound += moves.lower_bound(rank, dtype.itemsize)
             chunks.append(_to_chunk(chunk, schedule(moves, rank, dtype), dtype))
         return chunks, lower_bound
-
-
-def _wait_for_all(engines: Sequence[RemoteEngine], changes: Sequence[Future[None]]) -> None:
-    for engine, change in zip(engines, changes, strict=True):
-        engine.wait(change)
 
 
 def _to_chunk(chunk: TensorChunk, messages: Schedule, dtype: torch.dtype) -> _Chunk:

@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 from verl_mg import device
-from verl_mg.config import Config, RolloutConfig
+from verl_mg.config import Config
+from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper
 from verl_mg.roles.models import Actor
 from verl_mg.roles.process_group_sync import ProcessGroupSync
-from verl_mg.roles.remote_weight_sync import RemoteWeightSync, SharedFolderSync, gather_views
+from verl_mg.roles.remote_weight_sync import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
+from verl_mg.roles.server_monitor import ServerList, ServerMonitor, read_urls
 from verl_mg.rollout.request_tracker import routed_shape
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.server_info import ServerRequirements, probe_server
+from verl_mg.rollout.sglang.server_keys import ServerKeys
+from verl_mg.rollout.sglang.server_pool import LOST_SECONDS, ServerPool
 from verl_mg.sharding.weight_table import WeightTable
 
-NO_SERVER = -1
-"""Number of the server of a rank that leads none."""
+MAX_LEADERS = 64
+"""Ranks that lead servers of `rollout.urls_file`: all leaders read the counters of the work queue again and again."""
+RETRY_SECONDS = 0.5
+"""Pause between two attempts to find a server for the weights."""
+
+log = logging.getLogger(__name__)
 
 
 class RemoteEngineGroup(EngineGroup):
-    """SGLang servers that were started outside the job, each led by one rank."""
+    """SGLang servers that were started outside the job; each rank that leads servers has them in a pool.
+
+    The loss of a server is not the death of an engine: the pool gives its samples to others. A server that responds
+    again, or a new one, is announced as restarted, and all ranks transfer the weights to it.
+    """
 
     rows_are_local, disjoint = False, True
 
     def __init__(
         self,
         sync: RemoteWeightSync,
-        inner: RemoteEngine | None,
-        server: int,
+        pool: ServerPool | None,
         is_leader: Sequence[bool],
         context: JobContext,
         static: bool = False,
@@ -43,73 +57,114 @@ class RemoteEngineGroup(EngineGroup):
 
         Args:
             sync: transfers weights.
-            inner: client of the server that this rank leads, if any.
-            server: number of that server, or NO_SERVER.
-            is_leader: for each rank, whether it leads a server.
+            pool: the servers that this rank leads, if any.
+            is_leader: for each rank, whether it leads servers.
             context: the shared services of the job.
-            static: whether each server has a fixed share of the work.
+            static: whether each leader has a fixed share of the work.
             wrap: wraps the engine.
         """
         super().__init__(is_leader, static, context)
-        self.engine = wrap(inner) if inner else None
-        self._inner, self._server, self._sync = inner, server, sync
+        self.engine = wrap(pool) if pool else None
+        self._pool, self._sync = pool, sync
+        self._monitor: ServerMonitor | None = None
         self._actor: Actor | None = None
 
+    def watch(self, monitor: ServerMonitor) -> None:
+        """Starts to look after this rank's servers; the group ends it."""
+        self._monitor = monitor
+        monitor.start()
+
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights to all servers."""
+        """Transfers the weights to all servers; those that are lost meanwhile are left out.
+
+        Raises:
+            UserError: no server responds for LOST_SECONDS.
+        """
         self._actor, self.version = actor, actor.num_updates
         self._offload.load_exclusively(actor.cpu_offload, training=False)
-        engines = {self._server: self._inner} if self._inner else {}
-        for engine in engines.values():
-            engine.wait_until_up()
-        return self._sync.transfer(actor, engines, gather_views(engines)).metrics
+        started = time.monotonic()
+        while True:
+            metrics = self._transfer(actor, None)
+            if metrics is not None:
+                break
+            self._check_patience(started)
+            time.sleep(RETRY_SECONDS)
+        lost = sum_over_ranks([{"rollout/lost_servers": self._pool.take_num_lost() if self._pool else 0}])
+        return metrics | lost
+
+    def close(self) -> None:
+        """Disconnects from the servers."""
+        if self._monitor:
+            self._monitor.close()
+        if self._pool:
+            self._pool.close()
 
     def restart_engine(self) -> None:
-        """Waits until this rank's server answers again and all ranks have transferred its weights."""
-        assert self._inner is not None
-        self._inner.restart()
-        self.events.announce_restart(self._server)
-        while not self._inner.health():
-            for server in self.events.unseen_restarts():
-                self.recover(server)
-        self._inner.resume()
+        """Does nothing: a pool never dies."""
 
     def recover(self, engine: int) -> None:
-        """Transfers weights to a server that was restarted."""
+        """Transfers weights to a server that is new or was restarted, unless it has received them since."""
         assert self._actor is not None
         self._offload.load_exclusively(self._actor.cpu_offload, training=False)
-        engines = {self._server: self._inner} if self._inner and self._server == engine else {}
-        for server in engines.values():
-            server.wait_until_up()
-        self._sync.transfer(self._actor, engines, gather_views(engines))
+        self._transfer(self._actor, engine)
+
+    def _transfer(self, actor: Actor, only: int | None) -> dict[str, float] | None:
+        """Transfers the weights to all servers that respond, or to one; returns None if none has received them."""
+        engines = self._pool.receivers(None if only is None else [only]) if self._pool else {}
+        views = gather_views(engines)
+        metrics = None
+        while views:
+            result = self._sync.transfer(actor, engines, views)
+            for number in result.lost & engines.keys():
+                assert self._pool is not None
+                self._pool.lose(number, f"{engines[number].url} was lost during a weight sync")
+            if not result.lost:
+                metrics = result.metrics | {"rollout/servers": float(len(views))}
+                break
+            views = [view for view in views if view.number not in result.lost]
+        if self._pool:
+            self._pool.confirm([view.number for view in views if view.number in engines])
+        return metrics
+
+    def _check_patience(self, started: float) -> None:
+        waited = time.monotonic() - started
+        if all_gather_json(waited > LOST_SECONDS)[SENDER]:
+            raise UserError(
+                f"rollout.urls: no server responds for {LOST_SECONDS:.0f} s. Start servers, then the job again."
+            )
 
 
 def check_servers(config: Config, table: WeightTable) -> None:
-    """Checks the section `rollout` and this rank's server before anything is built.
+    """Checks the section `rollout` and this rank's servers before anything is built.
 
     Args:
         config: of the job.
         table: weights of the actor.
 
     Raises:
-        UserError: the section is not sound, or the server does not fit the job.
+        UserError: the section is not sound, or a server of `rollout.urls` does not fit the job.
     """
-    rollout, world_size = config.rollout, dist.get_world_size()
+    rollout = config.rollout
     if rollout.engine != "sglang":
         raise UserError(
             f"rollout.urls: these are SGLang servers, but rollout.engine is {rollout.engine}. Write sglang."
         )
     if len(set(rollout.urls)) < len(rollout.urls):
         raise UserError("rollout.urls: a server is named twice. Name each once.")
-    if len(rollout.urls) > world_size:
+    if rollout.urls_file and config.job.deterministic:
         raise UserError(
-            f"rollout.urls: {len(rollout.urls)} servers for {world_size} ranks. Start at least one rank for each."
+            "job.deterministic=true: servers that come and go make samples depend on time. Write rollout.urls instead "
+            "of rollout.urls_file."
         )
+    if rollout.urls_file and not (rollout.urls or read_urls(rollout.urls_file)):
+        raise UserError(f"rollout.urls_file={rollout.urls_file}: names no server. Write one address a line.")
     if rollout.weight_transfer == "disk":
         _check_folder(rollout.shared_folder)
-    number = _server_of(dist.get_rank(), rollout, world_size)
-    if number != NO_SERVER:
-        probe_server(rollout.urls[number], _requirements(config, table))
+    keys = _keys(config)
+    leaders = _leaders(config)
+    for number, url in enumerate(rollout.urls):
+        if leaders[number % len(leaders)] == dist.get_rank():
+            probe_server(url, _requirements(config, table), keys)
 
 
 def _check_folder(folder: Path | None) -> None:
@@ -133,19 +188,30 @@ def build_remote_engines(
         context: the shared services of the job.
         wrap: wraps each engine.
     """
-    rollout, world_size = config.rollout, dist.get_world_size()
-    number = _server_of(dist.get_rank(), rollout, world_size)
-    engine = None
-    if number != NO_SERVER:
-        engine = RemoteEngine(
-            rollout.urls[number],
-            _requirements(config, table),
-            max_running=rollout.max_running_requests,
-            request_timeout=rollout.request_timeout_s,
-        )
-    is_leader = [_server_of(rank, rollout, world_size) != NO_SERVER for rank in range(world_size)]
-    static = config.job.deterministic
-    return RemoteEngineGroup(_weight_sync(config, table), engine, number, is_leader, context, static, wrap)
+    rollout, rank, leaders = config.rollout, dist.get_rank(), _leaders(config)
+    requirements, keys = _requirements(config, table), _keys(config)
+
+    def connect(url: str, borrowed: bool, on_arrival: Callable[[], None]) -> RemoteEngine:
+        return RemoteEngine(
+            url, requirements, keys, max_running=rollout.max_running_requests,
+            request_timeout=rollout.request_timeout_s, borrowed=borrowed, on_arrival=on_arrival,
+        )  # fmt: skip
+
+    servers = None
+    if rank == SENDER:
+        store = context.store.clone()  # type: ignore[attr-defined]
+        servers = ServerList(PrefixStore("servers", store), leaders, rollout.urls, rollout.urls_file)
+    dist.barrier()  # the list exists
+    pool = ServerPool(connect) if rank in leaders else None
+    is_leader = [other in leaders for other in range(dist.get_world_size())]
+    group = RemoteEngineGroup(
+        _weight_sync(config, table), pool, is_leader, context, static=config.job.deterministic, wrap=wrap
+    )
+    if pool:
+        # A connection of its own: while a thread waits for a key its connection is blocked.
+        store = context.store.clone()  # type: ignore[attr-defined]
+        group.watch(ServerMonitor(pool, store, rank, lambda: group.version, servers))
+    return group
 
 
 def _weight_sync(config: Config, table: WeightTable) -> RemoteWeightSync:
@@ -167,11 +233,13 @@ def _requirements(config: Config, table: WeightTable) -> ServerRequirements:
     )
 
 
-def _leaders(num_servers: int, world_size: int) -> list[int]:
-    """Returns the rank that leads each server, spread evenly over the ranks."""
-    return [server * world_size // num_servers for server in range(num_servers)]
+def _keys(config: Config) -> ServerKeys:
+    return ServerKeys.from_environment(config.rollout.api_key_env, config.rollout.admin_key_env)
 
 
-def _server_of(rank: int, rollout: RolloutConfig, world_size: int) -> int:
-    leaders = _leaders(len(rollout.urls), world_size)
-    return leaders.index(rank) if rank in leaders else NO_SERVER
+def _leaders(config: Config) -> list[int]:
+    """Returns the ranks that lead servers, spread evenly over the ranks; the first one always does."""
+    world_size = dist.get_world_size()
+    most = MAX_LEADERS if config.rollout.urls_file else len(config.rollout.urls)
+    count = min(world_size, most)
+    return [number * world_size // count for number in range(count)]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.layout import EngineLayout
 from verl_mg.roles.models import Actor
+from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 
 SENDER = 0
@@ -106,10 +107,14 @@ class SharedFolderSync:
             actor.save(weights, self._model_dir)
             self._written = actor.num_updates
         saved = time.perf_counter()
+        lost = []
         for view in servers:
             if view.number in engines:
-                engines[view.number].load_folder(weights, actor.num_updates)
-        dist.barrier()
+                try:
+                    engines[view.number].load_folder(weights, actor.num_updates)
+                except EngineDiedError:
+                    lost.append(view.number)
+        all_lost = frozenset(number for rank in all_gather_json(lost) for number in rank)
         if dist.get_rank() == SENDER:
             for old in set(self._folder.glob("weights-*")) - {weights}:
                 shutil.rmtree(old)
@@ -119,5 +124,6 @@ class SharedFolderSync:
                 "time/weight_sync": now - started,
                 "time/weight_sync_writing": saved - started,
                 "time/weight_sync_loading": now - saved,
-            }
+            },
+            all_lost,
         )

@@ -6,6 +6,10 @@ host              the main object of such an engine's process
 requests          requests and responses in SGLang's own fields
 remote_engine     a server that the user has started, over HTTP
 server_info       properties of such a server, compared with the job's requirements
+server_keys       keys of such servers, from environment variables
+server_pool       several such servers as one engine, which come and go
+pool_member       state of a server in a pool
+shard_receiver    receives the shards of a server's rank, inside SGLang
 scheduler         SGLang's schedulers, adapted to the CPU
 weight_loader     copies the shards into an engine's parameters, inside SGLang
 unloaded_model    SGLang's model of a rank, for traces of its weight loader

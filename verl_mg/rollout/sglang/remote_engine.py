@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
-from verl_mg.rollout.engine import EngineDiedError
+from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
 from verl_mg.rollout.sglang.requests import parse_response, request_fields
 from verl_mg.rollout.sglang.server_info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
+from verl_mg.rollout.sglang.server_keys import ServerKeys
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER, ShardRequest
 
 T = TypeVar("T")
 
-RESTART_SECONDS = 600.0
-"""Time limit for the restart of a lost server: loading a large model takes minutes."""
+HEALTH_SECONDS = 20.0
+"""Time limit of a server for saying that it runs."""
 UPDATE_SECONDS = 1800.0
 """Time limit of a server for loading weights."""
 RETRY_SECONDS = 0.5
@@ -32,25 +32,38 @@ RETRY_SECONDS = 0.5
 class RemoteEngine(RequestTracker):
     """Client of a server whose weights this job sends.
 
-    When the server is lost, methods raise `EngineDiedError`; then call `restart`, send the weights, and call `resume`.
+    When the server is lost, methods raise `EngineDiedError`; then `take_unfinished` returns what another server is to
+    generate, and `reconnect` tries to reach it again.
     """
 
     def __init__(
-        self, url: str, requirements: ServerRequirements, *, max_running: int = 256, request_timeout: float = 3600.0
+        self,
+        url: str,
+        requirements: ServerRequirements,
+        keys: ServerKeys | None = None,
+        *,
+        max_running: int = 256,
+        request_timeout: float = 3600.0,
+        borrowed: bool = False,
+        on_arrival: Callable[[], None] = lambda: None,
     ) -> None:
         """Connects to the server and checks it.
 
         Args:
             url: address of the server.
             requirements: properties that the job needs.
+            keys: keys of the servers.
             max_running: largest number of requests at the same time; the server may allow fewer.
             request_timeout: seconds after which a request is aborted.
+            borrowed: whether another rank leads the server, so that its requests are left alone.
+            on_arrival: called in a thread of the client when a result has arrived.
 
         Raises:
             UserError: no server responds, or it does not meet the requirements.
         """
-        self.info = probe_server(url, requirements)
-        self._client, self._requirements = JsonSession(url), requirements
+        keys = keys or ServerKeys()
+        self.info = probe_server(url, requirements, keys)
+        self._client, self._requirements = JsonSession(url, keys.headers), requirements
         self.url = self._client.url
         limits = EngineLimits(
             max_running=min(max_running, self.info.max_running),
@@ -61,30 +74,59 @@ class RemoteEngine(RequestTracker):
         super().__init__(limits, request_timeout)
         self._inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._open: set[str] = set()  # used only by the client's thread
-        self._reset()
+        self._on_arrival = on_arrival
+        if not borrowed:
+            self._reset()
 
-    def restart(self) -> None:
-        """Waits until the server is running again; unfinished requests wait for `resume`."""
-        self.wait_until_up()
+    def reconnect(self) -> None:
+        """Connects to a server that was lost, and ends what it may still be doing.
+
+        Raises:
+            EngineDiedError: it does not respond.
+            UserError: it does not meet the requirements.
+        """
         self._version = -1
+        self.refresh()
         self._reset()
 
-    def wait_until_up(self) -> str:
-        """Waits until the server responds, and returns an id of its start; UserError after `RESTART_SECONDS`."""
-        deadline = time.monotonic() + RESTART_SECONDS
-        while True:
-            try:
-                self.info = self._run(describe(self._client))
-            except UnreachableError as error:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"{self.url}: the server was lost and does not respond for {RESTART_SECONDS:.0f} s ({error}). "
-                        "Start it again, then the job."
-                    ) from None
-                time.sleep(RETRY_SECONDS)
-                continue
-            check(self.url, self.info, self._requirements)
-            return self.info.start
+    def refresh(self) -> None:
+        """Queries the server's properties again.
+
+        Raises:
+            EngineDiedError: it does not respond.
+            UserError: it does not meet the requirements.
+        """
+        try:
+            self.info = self._run(describe(self._client))
+        except UnreachableError as error:
+            raise self._lost(error) from None
+        check(self.url, self.info, self._requirements)
+
+    def check_weights(self) -> None:
+        """Checks that the server responds and has the weights that were sent last; EngineDiedError otherwise."""
+        expected = str(self._version)
+        try:
+            model = self._run(self._client.get("/model_info", HEALTH_SECONDS))
+        except (UnreachableError, RefusedError) as error:
+            raise self._lost(error) from None
+        if self._version >= 0 and model.get("weight_version") != expected:
+            raise self._lost("it was restarted, and does not have the weights of this job")
+
+    def in_flight(self) -> list[tuple[Request, Sampling]]:
+        """Returns the requests in flight, with their sampling parameters."""
+        return [(running.request, running.sampling) for running in self._running.values()]
+
+    def take_unfinished(self) -> list[tuple[Request, Sampling]]:
+        """Returns the requests in flight and forgets them; results that still arrive are ignored."""
+        taken, self._running = self.in_flight(), {}
+        self._version = -1
+        return taken
+
+    def take_done(self) -> list[Sample]:
+        """Returns the completed samples that `collect` has not returned."""
+        done = list(self._done)
+        self._done.clear()
+        return done
 
     def close(self) -> None:
         """Disconnects from the server, which keeps running."""
@@ -93,6 +135,9 @@ class RemoteEngine(RequestTracker):
     def health(self) -> bool:
         """Returns whether the weights have been sent."""
         return self._version >= 0
+
+    def _lost(self, reason: object) -> EngineDiedError:
+        return EngineDiedError(f"the server {self.url} is lost: {reason}")
 
     def _reset(self) -> None:
         """Ends requests and updates that were left by an earlier job, or by this one before the server was lost."""
@@ -124,6 +169,7 @@ class RemoteEngine(RequestTracker):
             result = {"lost" if error.status >= 500 else "error": str(error)}
         self._open.discard(rid)
         self._inbox.put((rid, result))
+        self._on_arrival()
 
     def _abort_request(self, rid: str) -> None:
         self._client.start(self._repeat_abort(rid))
@@ -140,7 +186,7 @@ class RemoteEngine(RequestTracker):
         # Results of requests that were submitted again under another id are ignored.
         if "lost" in result and rid in self._running:
             self._version = -1
-            raise EngineDiedError(f"the server {self.url} is lost: {result['lost']}")
+            raise self._lost(result["lost"])
         self._complete(rid, result)
 
     def load_folder(self, folder: Path, version: int) -> None:
@@ -249,7 +295,12 @@ class RemoteEngine(RequestTracker):
         self._version = version
 
     def wait(self, change: Future[None]) -> None:
-        """Waits for a change of the weights; UserError where the server cannot make it."""
+        """Waits for a change of the weights.
+
+        Raises:
+            EngineDiedError: the server is lost.
+            UserError: the server cannot make the change.
+        """
         try:
             change.result()
         except RefusedError as error:
@@ -258,9 +309,7 @@ class RemoteEngine(RequestTracker):
                 "See its log."
             ) from None
         except UnreachableError as error:
-            raise UserError(
-                f"{self.url}: the server was lost during a weight sync ({error}). Start it again, then the job."
-            ) from None
+            raise self._lost(error) from None
 
     def _post_change(self, path: str, body: dict[str, Any]) -> Future[None]:
         return self._client.start(self._checked_post(path, body))

@@ -11,10 +11,12 @@ from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.rollout.sglang.server_keys import ServerKeys
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 
 QUERY_SECONDS = 60.0
 """Time limit of a query."""
+UNAUTHORIZED, FORBIDDEN = 401, 403
 INVALID_TOKEN = 2**31 - 1
 """Token id outside of every vocabulary."""
 
@@ -75,17 +77,18 @@ class ServerRequirements:
     """Whether its ranks must be able to receive their shards."""
 
 
-def probe_server(url: str, requirements: ServerRequirements) -> ServerInfo:
+def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -> ServerInfo:
     """Queries a server and checks it.
 
     Args:
         url: address of the server.
         requirements: properties that the job needs.
+        keys: keys of the servers.
 
     Raises:
         UserError: no server responds, or it does not meet the requirements.
     """
-    client = JsonSession(url)
+    client = JsonSession(url, keys.headers)
     try:
         info = client.start(describe(client)).result()
     except UnreachableError as error:
@@ -128,6 +131,11 @@ async def describe(client: JsonSession) -> ServerInfo:
     except RefusedError as error:
         if error.status >= 500:
             raise UnreachableError(str(error)) from None
+        if error.status in (UNAUTHORIZED, FORBIDDEN):
+            raise UserError(
+                f"{client.url}: refuses the job's key ({error}). Write the name of an environment variable with the "
+                "server's --api-key as rollout.api_key_env."
+            ) from None
         raise UserError(f"{client.url}: not an SGLang server ({error}). Correct rollout.urls.") from None
     except (KeyError, IndexError, TypeError) as error:
         raise UserError(

@@ -1,0 +1,181 @@
+"""Real servers outside a job: shards at the lower bound of bytes; one joins, one is removed, one is killed."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.roles.sglang_jobs import checked_answers, inputs, sglang_job, trained_once
+from tests.sglang_servers import RunningServer, receiving_server
+from tests.traces import needs_sglang
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import read_config
+from verl_mg.sharding.boxes import numel
+from verl_mg.sharding.weight_table import weight_table
+
+pytestmark = needs_sglang
+WAIT_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return inputs(tmp_path_factory.mktemp("membership"), "qwen3")
+
+
+KEYS = {"TEST_SERVER_KEY": "key-of-users", "TEST_ADMIN_KEY": "key-of-administrators"}
+
+OF_KEYS = ("rollout.api_key_env=TEST_SERVER_KEY", "rollout.admin_key_env=TEST_ADMIN_KEY")
+BYTES = ("bytes_sent", "bytes_received", "bytes_lower_bound")
+
+
+@pytest.fixture(scope="module")
+def servers(folder) -> Iterator[list[RunningServer]]:
+    """Two servers of two ranks that receive shards; the third one has one rank, and gets its weights by broadcast."""
+    model, keys = folder / "model", {"api_key": KEYS["TEST_SERVER_KEY"], "admin_api_key": KEYS["TEST_ADMIN_KEY"]}
+    running = [receiving_server(model, folder / f"server-{i}.log", "tp2", **keys) for i in range(2)]
+    running.append(RunningServer(model, folder / "server-2.log", "tp1", **keys))
+    try:
+        yield [server.wait_until_ready() for server in running]
+    finally:
+        for server in running:
+            server.kill()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def with_keys(work: Callable[..., object], *arguments: object) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, key in KEYS.items():
+            patch.setenv(name, key)
+        return work(*arguments)
+
+
+def needed_bytes(model: Path, layout: EngineLayout) -> int:
+    """Elements of the shards of a server's ranks, in float32, each once for each rank: they have nothing before."""
+    table = weight_table(read_config(model))
+    boxes = {
+        (rank, piece.tensor, piece.source)
+        for rank in range(layout.ranks)
+        for shard in table.engine_shards(layout, rank).values()
+        for piece in shard.pieces
+    }
+    return 4 * sum(numel(box) for _, _, box in boxes)
+
+
+def train(folder: Path, urls: list[str]) -> list[dict[str, object]]:
+    job, recipe = sglang_job(
+        folder, f"rollout.urls=[{','.join(urls)}]", "actor.layout=tp2-pp2", "rollout.weight_transfer=shards", *OF_KEYS
+    )
+    output = []
+    for update in range(2):
+        seen = trained_once(job, recipe, folder, f"checkpoint-{update}")
+        output.append(seen | {"bytes": [job.rollout.metrics[f"weight_sync/{key}"] for key in BYTES]})
+    job.rollout.close()
+    return output
+
+
+def test_shards_of_tp2_pp2_reach_two_servers_at_the_lower_bound(folder, servers, ranks):
+    results = ranks.run(4, with_keys, train, folder, [server.url for server in servers[:2]])
+    for output in zip(*results, strict=True):
+        assert len(checked_answers(folder, output)) == 5
+        sent, received, lower_bound = output[0]["bytes"]
+        assert sent == received == lower_bound == 2 * needed_bytes(folder / "model", EngineLayout(tp=2))
+
+
+def come_and_go(folder: Path, urls: list[str], processes: list[int]) -> dict[str, object]:
+    """Servers 0 and 1 at first; 2 joins and 0 is removed in the first rollout, 1 is killed in the second one."""
+    rank, file = dist.get_rank(), folder / "servers.txt"
+    file.write_text(f"{urls[0]}\n\n# a comment\n{urls[1]}/\n")
+    dist.barrier()
+    job, recipe = sglang_job(
+        folder, f"rollout.urls_file={file}", "actor.layout=tp2", "rollout.max_running_requests=1",
+        "rollout.max_new_tokens=50", "algorithm.prompts_per_iteration=16", "algorithm.group_size=6",
+        *OF_KEYS,
+    )  # fmt: skip
+    pool = job.rollout._engines.engine
+    served: dict[int, set[int]] = {}
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            for number, server in list(pool._servers.items()):
+                if server.client:
+                    served.setdefault(number, set()).update(request.id for request, _ in server.client.in_flight())
+
+    def join_and_remove() -> None:
+        if rank == 0:
+            wait_until(lambda: bool(served.get(0)))
+            file.write_text("\n".join(urls))
+            wait_until(lambda: bool(served.get(2)))
+            file.write_text("\n".join(urls[1:]))
+
+    def kill() -> None:
+        if rank == 1:
+            wait_until(lambda: bool(served.get(1)))
+            os.killpg(processes[1], signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    with ThreadPoolExecutor(1) as threads:
+        disturbance = threads.submit(join_and_remove)
+        recipe.iteration(job, job.config.algorithm)
+        disturbance.result()
+        first = {number: len(ids) for number, ids in served.items()}
+        servers = job.rollout.metrics["rollout/servers"]
+        served.clear()
+        disturbance = threads.submit(kill)
+        job.rollout.generate(list(job.prompts)[:6], num_samples=6)
+        disturbance.result()
+    done.set()
+    job.rollout.update_weights(job.actor)
+    batches, metrics = job.rollout.train_batches, job.rollout.metrics
+    job.rollout.close()
+    return {
+        "served": [first, {number: len(ids) for number, ids in served.items()}],
+        "servers": [servers, metrics["rollout/servers"]],
+        "lost": metrics["rollout/lost_servers"],
+        "ids": [batch["sample_id"].tolist() for batch in batches],
+        "versions": [batch["policy_versions"][batch["loss_mask"]].unique().tolist() for batch in batches],
+        "ended": [
+            bool((batch["truncated"] | (batch["tokens"][batch.lengths.cumsum(0) - 1] == 1)).all()) for batch in batches
+        ],
+    }
+
+
+def test_servers_that_come_and_go_lose_no_sample(folder, servers, ranks):
+    urls, processes = [server.url for server in servers], [server.pid for server in servers]
+    results = ranks.run(2, with_keys, come_and_go, folder, urls, processes)
+    for call, expected in enumerate([range(96), range(96, 132)]):
+        assert sorted(i for rank in results for i in rank["ids"][call]) == list(expected)
+        assert {v for rank in results for v in rank["versions"][call]} == {call}
+        assert all(rank["ended"][call] for rank in results)
+    for rank in results:
+        assert (rank["servers"], rank["lost"]) == ([2, 1], 1)
+    # Server 2 joined in the first rollout, and in the second one took over the samples of server 1, which was killed.
+    leads_first, leads_second = results
+    assert leads_first["served"][0][2] and leads_second["served"][0][1]
+    assert leads_second["served"][1][1] and leads_second["served"][1][2] and leads_first["served"][1][2]
+
+
+def complaint(folder: Path, url: str) -> str:
+    try:
+        sglang_job(folder, f"rollout.urls=[{url}]")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_server_with_a_key_refuses_a_job_without(folder, servers, ranks):
+    (output,) = ranks.run(1, complaint, folder, servers[2].url)
+    assert output.startswith(f"{servers[2].url}: refuses the job's key (/server_info: Unauthorized). Write the name of")

@@ -1,0 +1,365 @@
+"""Several SGLang servers as one rollout engine: servers come and go, and no sample is lost.
+
+Requests of a lost server go to the others at once. A pool without a server that is ready borrows one of another rank.
+A server is chosen by the prompt (rendezvous hashing), as long as it has free slots: the samples of a group, all turns
+of a conversation and the continuation of a partial sample find the keys and values of their tokens in its cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from verl_mg.errors import UserError
+from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.sglang.pool_member import FIRST_PAUSE, Server, State
+from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+
+DRAIN_SECONDS = 60.0
+"""Time of a removed server to finish its samples."""
+LOST_SECONDS = 600.0
+"""Longest time without any server: loading a large model takes minutes."""
+WAIT_SECONDS = 0.05
+"""Longest wait for a result before the pool looks at other things again."""
+
+log = logging.getLogger(__name__)
+
+Connect = Callable[[str, bool, Callable[[], None]], RemoteEngine]
+"""(address, whether it is borrowed, called on each result) -> client."""
+
+
+class ServerPool(RolloutEngine):
+    """The servers of a rank; its methods can be called from any thread."""
+
+    def __init__(self, connect: Connect) -> None:
+        """Starts without servers.
+
+        Args:
+            connect: creates the client of a server; EngineDiedError or UserError where it is not possible now.
+        """
+        self._connect = connect
+        self._servers: dict[int, Server] = {}
+        self._lock = threading.RLock()
+        self._arrival = threading.Event()
+        self._backlog: list[tuple[Request, Sampling]] = []
+        self._moving: dict[int, tuple[Request, Sampling]] = {}
+        """Requests that were aborted to be continued by another server."""
+        self._done: list[Sample] = []
+        self._aborting = self._updating = False
+        self._without_server_since: float | None = None
+        self._num_lost = 0
+        self.attention = threading.Event()
+        """Set when the monitor should look at the pool at once."""
+
+    # -- as an engine
+
+    def num_free_slots(self) -> int:
+        """Returns the free slots of the servers that are ready, minus the requests that wait for a server."""
+        with self._lock:
+            return sum(client.num_free_slots() for _, client in self._local_ready()) - len(self._backlog)
+
+    def num_queue_slots(self) -> int:
+        """Returns the queue slots of the servers that are ready."""
+        with self._lock:
+            return sum(client.num_queue_slots() for _, client in self._local_ready())
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Sends each request to the server that probably has its tokens in the cache."""
+        with self._lock:
+            self._aborting = False
+            for request in requests:
+                self._place(request, sampling)
+
+    def collect(self, timeout: float) -> list[Sample]:
+        """Returns completed samples; UserError where no server has been ready for LOST_SECONDS."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._arrival.clear()
+            with self._lock:
+                samples = self._gather()
+            left = deadline - time.monotonic()
+            if samples or left <= 0:
+                return samples
+            self._arrival.wait(min(left, WAIT_SECONDS))
+
+    def abort(self) -> None:
+        """Aborts all requests in flight."""
+        with self._lock:
+            self._aborting = True
+            for server in self._servers.values():
+                if server.client:
+                    server.client.abort()
+            waiting, self._backlog = self._backlog, []
+            self._done += [_aborted(request) for request, _ in waiting]
+
+    def health(self) -> bool:
+        """Returns whether a server is ready."""
+        with self._lock:
+            return bool(self._ready())
+
+    # -- weights
+
+    def receivers(self, numbers: Iterable[int] | None = None) -> dict[int, RemoteEngine]:
+        """Returns the servers of this rank that are to receive weights, and leaves them alone until `confirm`.
+
+        Args:
+            numbers: servers to choose from; None: all that respond. Of given ones, those that are READY need nothing.
+        """
+        with self._lock:
+            wanted = (State.BARE, State.READY) if numbers is None else (State.BARE,)
+            chosen = [
+                server
+                for number, server in self._servers.items()
+                if server.state in wanted and not server.borrowed and (numbers is None or number in set(numbers))
+            ]
+            self._updating = True
+        receivers = {}
+        for server in chosen:
+            assert server.client is not None
+            try:
+                server.client.refresh()  # it may have been restarted in between
+                receivers[server.number] = server.client
+            except (EngineDiedError, UserError) as error:
+                self.lose(server.number, str(error))
+        return receivers
+
+    def confirm(self, numbers: Iterable[int]) -> None:
+        """Takes note that servers have the current weights, and that the transfer is over."""
+        with self._lock:
+            for number in numbers:
+                if (server := self._servers.get(number)) and server.state is State.BARE:
+                    server.state, server.pause = State.READY, FIRST_PAUSE
+                    log.info("rollout: %s has the weights and generates", server.url)
+            self._updating = False
+        self.attention.set()
+
+    # -- servers that come and go
+
+    def assign(self, servers: Mapping[int, str]) -> None:
+        """Sets the servers that this rank leads.
+
+        Args:
+            servers: addresses by number. New ones are reached by the monitor; others are drained.
+        """
+        now = time.monotonic()
+        with self._lock:
+            for number in servers.keys() - self._servers.keys():
+                self._servers[number] = Server(number, servers[number])
+            for number in self._servers.keys() - servers.keys():
+                server = self._servers[number]
+                if server.borrowed or server.state is State.DRAINING:
+                    continue
+                log.info("rollout: %s was removed; it finishes its samples", server.url)
+                server.state, server.deadline = State.DRAINING, now + DRAIN_SECONDS
+        self._remove_drained()
+
+    def lose(self, number: int, reason: str) -> None:
+        """Takes note that a server does not respond, and gives its requests to others.
+
+        Args:
+            number: of the server.
+            reason: description for the log.
+        """
+        with self._lock:
+            if server := self._servers.get(number):
+                self._lose(server, reason)
+
+    def due(self, now: float) -> list[Server]:
+        """Returns the servers that should be reached now, each once per attempt."""
+        with self._lock:
+            due = [s for s in self._servers.values() if s.state is State.DOWN and s.attempt_at <= now]
+            for server in due:
+                server.postpone(now)
+            return due
+
+    def reach(self, server: Server) -> bool:
+        """Tries to reach a server that is DOWN; returns whether it responds and fits the job."""
+        try:
+            if server.client is None:
+                server.client = self._connect(server.url, False, self._arrival.set)
+            else:
+                server.client.reconnect()
+        except (EngineDiedError, UserError) as error:
+            if server.pause <= 4 * FIRST_PAUSE:
+                log.warning("rollout: %s", error)
+            return False
+        with self._lock:
+            if server.state is State.DOWN:
+                server.state = State.BARE
+                log.info("rollout: %s responds", server.url)
+        return True
+
+    def check_ready(self) -> None:
+        """Checks that the servers that are ready still run and have the weights."""
+        with self._lock:
+            ready = [] if self._updating else self._ready()
+        for server, client in ready:
+            try:
+                client.check_weights()
+            except EngineDiedError as error:
+                with self._lock:
+                    if not self._updating:  # else the weights may have changed since the question
+                        self._lose(server, str(error))
+
+    def borrow(self, servers: Mapping[int, str], version: int) -> None:
+        """Adds servers of other ranks, while none of this rank's is ready.
+
+        Args:
+            servers: addresses of servers that have the weights, by number.
+            version: policy version of the weights.
+        """
+        for number, url in servers.items():
+            if number in self._servers:
+                continue
+            try:
+                client = self._connect(url, True, self._arrival.set)
+            except (EngineDiedError, UserError) as error:
+                log.warning("rollout: %s", error)
+                continue
+            client.confirm(version)
+            with self._lock:
+                self._servers[number] = Server(number, url, State.READY, client, borrowed=True)
+
+    @property
+    def needs_help(self) -> bool:
+        """Whether requests wait, and no server of this rank is ready."""
+        with self._lock:
+            return bool(self._backlog) and not self._ready()
+
+    def views(self, state: State) -> dict[int, str]:
+        """Returns the addresses of this rank's own servers in a state, by number."""
+        with self._lock:
+            servers = self._servers.values()
+            return {s.number: s.url for s in servers if s.state is state and not s.borrowed}
+
+    def take_num_lost(self) -> int:
+        """Returns how many servers were lost since the last call."""
+        with self._lock:
+            count, self._num_lost = self._num_lost, 0
+            return count
+
+    def close(self) -> None:
+        """Disconnects from all servers, which keep running."""
+        with self._lock:
+            for server in self._servers.values():
+                if server.client:
+                    server.client.close()
+            self._servers.clear()
+
+    # -- with the lock held
+
+    def _ready(self) -> list[tuple[Server, RemoteEngine]]:
+        return [(s, s.client) for s in self._servers.values() if s.state is State.READY and s.client]
+
+    def _local_ready(self) -> list[tuple[Server, RemoteEngine]]:
+        return [(server, client) for server, client in self._ready() if not server.borrowed]
+
+    def _place(self, request: Request, sampling: Sampling) -> None:
+        """Sends a request to a server; without any it waits."""
+        candidates = self._local_ready() or self._ready()
+        if not candidates:
+            self._backlog.append((request, sampling))
+            self.attention.set()
+            return
+        if len(candidates) == 1:
+            candidates[0][1].submit([request], sampling)
+            return
+        ranked = sorted(candidates, key=lambda item: _weight(request.prompt, item[0].url), reverse=True)
+        free = (client for _, client in ranked if client.num_free_slots() > 0)
+        next(free, ranked[0][1]).submit([request], sampling)
+
+    def _gather(self) -> list[Sample]:
+        for server in list(self._servers.values()):
+            if server.client is None:
+                continue
+            try:
+                samples = server.client.collect(0.0)
+            except EngineDiedError as error:
+                self._lose(server, str(error))
+                continue
+            for sample in samples:
+                self._accept(sample)
+        self._remove_drained()
+        if self._backlog and self._ready():
+            waiting, self._backlog = self._backlog, []
+            for request, sampling in waiting:
+                self._place(request, sampling)
+        self._check_patience()
+        done, self._done = self._done, []
+        return done
+
+    def _accept(self, sample: Sample) -> None:
+        moving = self._moving.pop(sample.id, None)
+        if moving and sample.finish == "abort" and not self._aborting:
+            request, sampling = moving
+            self._place(replace(request, partial=sample) if sample.tokens else request, sampling)
+        else:
+            self._done.append(sample)
+
+    def _lose(self, server: Server, reason: str) -> None:
+        if server.state is State.DOWN:
+            return
+        log.warning("rollout: %s; its samples go to other servers", reason)
+        was_draining = server.state is State.DRAINING
+        server.state, server.attempt_at, server.pause = State.DOWN, 0.0, FIRST_PAUSE
+        self._num_lost += not server.borrowed
+        if client := server.client:
+            for sample in client.take_done():
+                self._accept(sample)
+            for request, sampling in client.take_unfinished():
+                self._moving.pop(request.id, None)
+                if self._aborting:
+                    self._done.append(_aborted(request))
+                else:
+                    self._place(request, sampling)
+        if server.borrowed or was_draining:
+            self._forget(server)
+        self.attention.set()
+
+    def _remove_drained(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            has_local = bool(self._local_ready())
+            for server in list(self._servers.values()):
+                client = server.client
+                unused = client is None or not client.in_flight()
+                if server.state is State.DRAINING and client and not unused and now > server.deadline:
+                    log.info("rollout: other servers continue the samples of %s", server.url)
+                    self._moving |= {request.id: (request, sampling) for request, sampling in client.in_flight()}
+                    client.abort()
+                    server.deadline = now + DRAIN_SECONDS
+                elif unused and (server.state is State.DRAINING or (server.borrowed and has_local)):
+                    self._forget(server)
+
+    def _forget(self, server: Server) -> None:
+        del self._servers[server.number]
+        if client := server.client:
+            self._done += client.take_done()
+            threading.Thread(target=client.close, daemon=True).start()  # it waits for the client's thread
+
+    def _check_patience(self) -> None:
+        now = time.monotonic()
+        if not self._backlog:
+            self._without_server_since = None
+        elif self._without_server_since is None:
+            self._without_server_since = now
+        elif now - self._without_server_since > LOST_SECONDS:
+            raise UserError(
+                f"rollout.urls: no server has been ready for {LOST_SECONDS:.0f} s, and {len(self._backlog)} samples "
+                "wait. Start servers again, then the job."
+            )
+
+
+def _aborted(request: Request) -> Sample:
+    return request.prepend_partial(Sample(request.id, (), (), (), "abort"))
+
+
+def _weight(prompt: tuple[int, ...], url: str) -> int:
+    """Returns the weight of a server for a prompt, a hash of both: only a lost server's prompts go to others."""
+    digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8, key=url.encode()[-64:]).digest()
+    return int.from_bytes(digest)
