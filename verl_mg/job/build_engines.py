@@ -121,7 +121,7 @@ def _check_wire(config: Config, table: WeightTable) -> None:
     """Checks that the engines can have quantized weights."""
     rollout, layout = config.rollout, EngineLayout.parse(config.rollout.layout)
     key = f"rollout.wire={rollout.wire}"
-    if rollout.engine != "sglang" or rollout.urls:
+    if rollout.engine != "sglang" or rollout.has_servers:
         raise UserError(f"{key}: only SGLang engines inside the job have such weights. Write rollout.wire=cast.")
     if not torch.cuda.is_available():
         raise UserError(f"{key}: SGLang computes with FP8 weights on GPUs only. Write rollout.wire=cast.")
