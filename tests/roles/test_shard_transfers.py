@@ -111,7 +111,7 @@ def test_server_killed_in_a_transfer_is_left_out(ranks, tmp_path):
     assert sorted(i for rank in output for i in rank["ids"]) == list(range(24, 48))
 
 
-def test_shards_beside_a_broadcast_serve_the_exported_checkpoint(ranks, tmp_path):
+def test_shards_and_a_broadcast_serve_the_exported_checkpoint(ranks, tmp_path):
     folder = folder_of(tmp_path, "qwen3")
     running = [receiving_server(folder / "model", folder / "0.log", "tp2")]
     running.append(RunningServer(folder / "model", folder / "1.log", "tp1"))
