@@ -82,10 +82,20 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
     rollout = config.rollout
     if config.actor.offload and rollout.engine == "hf":
         raise UserError("actor.offload=true: the engine hf works on the actor's own memory. Leave it out.")
-    if rollout.prefetch and not (rollout.has_servers or rollout.num_ranks):
+    if rollout.mode != "sync" and not (rollout.has_servers or rollout.num_ranks):
         raise UserError(
-            "rollout.prefetch=true: only engines on ranks of their own generate samples while training computes. Write "
-            "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or leave rollout.prefetch out."
+            f"rollout.mode={rollout.mode}: only engines on ranks of their own generate while training computes. "
+            "Write rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."
+        )
+    if rollout.mode == "async" and (rollout.extra_prompts or rollout.partial_rollout):
+        raise UserError(
+            "rollout.mode=async: engines never wait for the last samples of a call, so rollout.extra_prompts and "
+            "rollout.partial_rollout have no use. Leave them out."
+        )
+    if config.job.deterministic and rollout.mode == "async":
+        raise UserError(
+            "job.deterministic=true: which samples of rollout.mode=async are complete first depends on time. Write "
+            "rollout.mode=one_step_off or sync."
         )
     if config.job.deterministic and rollout.extra_prompts:
         raise UserError(
@@ -177,6 +187,7 @@ def build_engine_group(
         sleep=rollout.sleep and not disjoint and device.current_device().type == "cuda",
         disjoint=disjoint,
         static=config.job.deterministic,
+        keep_cache=rollout.keep_kv_cache,
         wrap=wrap,
     )
 
