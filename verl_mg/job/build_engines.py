@@ -87,6 +87,11 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
             f"rollout.mode={rollout.mode}: only engines on ranks of their own generate while training computes. "
             "Write rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."
         )
+    if rollout.mode == "async" and rollout.has_servers:
+        raise UserError(
+            "rollout.mode=async: weights reach requests in flight only in engines of the job. Write rollout.num_ranks "
+            "instead of rollout.urls, or rollout.mode=one_step_off."
+        )
     if rollout.mode == "async" and (rollout.extra_prompts or rollout.partial_rollout):
         raise UserError(
             "rollout.mode=async: engines never wait for the last samples of a call, so rollout.extra_prompts and "
