@@ -93,7 +93,7 @@ def test_dump_config_output_reads_back_equal(tmp_path):
         (["actor.layout=tp2-pq2"], "actor.layout: 'tp2-pq2' is invalid: .*pq2"),
         (["rollout.temperature=-1"], "rollout.temperature: -1 is invalid. Write a value greater than or equal to 0."),
         (["job.iterations=many"], "job.iterations: 'many' is invalid. Write a valid integer."),
-        (["rollout.engine=vlm"], "rollout.engine: 'vlm' is invalid. Write 'hf' or 'sglang'."),
+        (["rollout.engine=vlm"], "rollout.engine: 'vlm' is invalid. Write 'hf', 'sglang' or 'vllm'."),
         (["actor=3"], "actor: 3 is not a section. Write a mapping of keys."),
         (["model={}"], "model.path: missing. Write it in the file or as model.path=VALUE."),
         (["evaluation.samples=4"], "evaluation.temperature: 0.0 is invalid: greedy samples .* Write a temperature"),

@@ -37,7 +37,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU
@@ -61,6 +60,8 @@ IMPORTED_BY_SGLANG = (
     "sglang.srt.entrypoints.http_server",
 )
 IMPORTED_BY_VLLM = (
+    "verl_mg.rollout.vllm.host",
+    "verl_mg.rollout.vllm.worker",
     "verl_mg.rollout.tracing.trace_rank",
     "verl_mg.rollout.vllm.unloaded_model",
     "vllm.v1.engine.async_llm",
@@ -96,9 +97,7 @@ class WarmStart:
             python: path of the Python that runs the programs.
         """
         owner = os.environ.setdefault(OWNER, str(os.getpid()))
-        # Folders of former sessions may remain, and process ids come again.
-        started = int(psutil.Process(int(owner)).create_time() * 100)
-        self._folder = Path(tempfile.gettempdir()) / f"warm-{name}-{owner}-{started}"
+        self._folder = Path(tempfile.gettempdir()) / f"warm-{name}-{owner}"
         self.python = str(self._folder / "python")
         """Path of an executable that runs Python programs in forks of the server."""
         with contextlib.suppress(FileExistsError):  # by another process of the session
@@ -254,8 +253,10 @@ def _run(request: dict[str, Any]) -> None:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     resource.setrlimit(resource.RLIMIT_AS, tuple(request["address_space"]))
-    # SGLang chooses "spawn"; with "fork" its processes import nothing either.
+    # SGLang and vLLM choose "spawn"; with "fork" their processes import nothing either.
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
+    context_of = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context_of("fork" if method == "spawn" else method)
     first, *rest = request["arguments"]
     if first == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]

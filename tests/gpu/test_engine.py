@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.engines import bring_weights
 from tests.machine import Machine
 from tests.rank_pool import RankPool
-from tests.sglang_engines import bring_weights
 from tests.traces import needs_sglang
 from verl_mg import device
 from verl_mg.layout import EngineLayout

@@ -158,7 +158,7 @@ def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
             ["algorithm.kl.coefficient=0.1", "reference.ranks=63-64"],
             "reference: ranks 63-64: rank 64 is out of range",
         ),
-        (["rollout.engine=hf"], "rollout.engine=hf: only SGLang engines can be planned"),
+        (["rollout.engine=hf"], "rollout.engine=hf: only engines in processes of their own"),
         (["model.dtype=float32"], "model.dtype=float32: only bf16 can be planned"),
         (["rollout.urls=[http://a:1]"], "rollout.urls: servers outside the job cannot be planned"),
         (["actor.layuot=tp2"], "Did you mean actor.layout?"),

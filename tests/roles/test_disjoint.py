@@ -1,4 +1,4 @@
-"""An actor on some ranks of a job, with idle ranks or with SGLang engines on the others."""
+"""An actor on some ranks of a job, with idle ranks or with engines on the others."""
 
 from functools import partial
 from itertools import chain
@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.roles.sglang_jobs import checked_answers, inputs, sglang_job, trained_once
+from tests.engines import SGLANG, VLLM
+from tests.roles.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from tests.roles.updates import COUNT, actor_on, rows, settings, with_entropy
 from tests.tiny_models import tiny_model
-from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
@@ -95,7 +95,7 @@ def test_parallel_groups_with_unsorted_ranks_are_refused():
 
 def refused(folder, overrides):
     try:
-        sglang_job(folder, *overrides)
+        engine_job(folder, *overrides)
     except UserError as error:
         return str(error)
 
@@ -107,7 +107,7 @@ def refused(folder, overrides):
         (
             ["rollout.num_ranks=2", "rollout.engine=hf"],
             "rollout.num_ranks=2: the engine hf works on the ranks of the actor. Leave it out, "
-            "or write rollout.engine=sglang.",
+            "or write rollout.engine=sglang or vllm.",
         ),
         (
             ["rollout.num_ranks=2", "actor.ranks=1-2"],
@@ -130,7 +130,7 @@ def test_job_with_unfit_ranks_is_refused_with_a_remedy(ranks, tmp_path, override
     assert ranks.run(4, refused, inputs(tmp_path, "qwen3"), overrides) == [message] * 4
 
 
-def train_with_engines(folder):
+def train_with_engines(folder, engine):
     """Two iterations with a reference under another layout; this rank's results and bytes received in each transfer."""
     received, execute = [], weight_sync.execute
 
@@ -141,20 +141,21 @@ def train_with_engines(folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_sync, "execute", counting)
-        job, recipe = sglang_job(
+        job, recipe = engine_job(
             folder,
             *("actor.layout=tp2", "reference.layout=pp2", "algorithm.kl.coefficient=0.01"),
             *("rollout.layout=tp2", "rollout.num_ranks=2"),
+            engine=engine,
         )
         reported = [trained_once(job, recipe, folder, f"step-{update}") for update in range(2)]
     held = [len(policy.runner.parameters()) for policy in (job.actor, job.reference)]
     return reported, received, held
 
 
-@needs_sglang
-def test_engines_on_disjoint_ranks_generate_as_the_exported_checkpoint(ranks, tmp_path):
+@pytest.mark.parametrize("engine", [SGLANG, VLLM])
+def test_engines_on_disjoint_ranks_generate_as_the_exported_checkpoint(ranks, tmp_path, engine):
     folder = inputs(tmp_path, "qwen3")
-    results = ranks.run(4, train_with_engines, folder)
+    results = ranks.run(4, train_with_engines, folder, engine)
     before = None
     for step, reported in enumerate(zip(*(reported for reported, _, _ in results), strict=True)):
         assert reported[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in reported)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.rank_pool import job_context, job_store
-from tests.roles.sglang_jobs import inputs, settings
+from tests.roles.engine_jobs import inputs, settings
 from tests.tiny_jobs import RECIPES
 from tests.tiny_models import tiny_model
 from tests.traces import needs_sglang

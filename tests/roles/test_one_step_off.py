@@ -8,7 +8,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
-from tests.roles.sglang_jobs import inputs, settings, sglang_job
+from tests.roles.engine_jobs import engine_job, inputs, settings
 from tests.tiny_jobs import RECIPES, logged, run_here
 from tests.traces import needs_sglang
 from verl_mg.config import load_config
@@ -18,12 +18,12 @@ from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4
-OVERRIDES = ["rollout.mode=one_step_off", f"job.iterations={ITERATIONS}"]
+OVERRIDES = ["rollout.prefetch=true", f"job.iterations={ITERATIONS}"]
 
 
 def train_ahead(folder):
     """This rank's part of each iteration; a checkpoint is written after each, and greedy answers come in between."""
-    job, recipe = sglang_job(folder, "actor.layout=tp2", "rollout.num_ranks=1", *OVERRIDES)
+    job, recipe = engine_job(folder, "actor.layout=tp2", "rollout.num_ranks=1", *OVERRIDES)
     job.actor.save(folder / "weights-0", folder / "model")
     reported = []
     for iteration in range(1, ITERATIONS + 1):
@@ -92,7 +92,7 @@ def test_prefetch_generates_with_weights_of_the_iteration_before(ranks, tmp_path
 
 def refused(folder, overrides):
     try:
-        sglang_job(folder, *overrides, *OVERRIDES)
+        engine_job(folder, *overrides, *OVERRIDES)
     except UserError as error:
         return str(error)
 
@@ -100,12 +100,12 @@ def refused(folder, overrides):
 @pytest.mark.parametrize("overrides", [["rollout.engine=hf"]])
 def test_prefetch_on_the_ranks_of_training_raises(ranks, tmp_path, overrides):
     (error,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
-    assert re.match("rollout.mode=one_step_off: only engines on ranks of their own generate while training", error)
+    assert re.match("rollout.prefetch=true: only engines on ranks of their own generate samples while training", error)
 
 
 def run_whole(folder):
     recipe = load_recipe(RECIPES / "grpo.py")
-    ahead = ["rollout.mode=one_step_off", "actor.layout=tp2", "rollout.num_ranks=1", "job.iterations=2"]
+    ahead = ["rollout.prefetch=true", "actor.layout=tp2", "rollout.num_ranks=1", "job.iterations=2"]
     config = load_config(None, [*settings(folder), *ahead, "checkpoint.every=1", "job.console=false"], recipe.config)
     run_here(recipe, config)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.roles.sglang_jobs import checked_answers, inputs, sglang_job, trained_once
+from tests.roles.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from tests.sglang_servers import RunningServer, receiving_server
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
@@ -75,7 +75,7 @@ def needed_bytes(model: Path, layout: EngineLayout) -> int:
 
 
 def train(folder: Path, urls: list[str]) -> list[dict[str, object]]:
-    job, recipe = sglang_job(
+    job, recipe = engine_job(
         folder, f"rollout.urls=[{','.join(urls)}]", "actor.layout=tp2-pp2", "rollout.weight_transfer=shards", *OF_KEYS
     )
     output = []
@@ -99,7 +99,7 @@ def come_and_go(folder: Path, urls: list[str], processes: list[int]) -> dict[str
     rank, file = dist.get_rank(), folder / "servers.txt"
     file.write_text(f"{urls[0]}\n\n# a comment\n{urls[1]}/\n")
     dist.barrier()
-    job, recipe = sglang_job(
+    job, recipe = engine_job(
         folder, f"rollout.urls_file={file}", "actor.layout=tp2", "rollout.max_running_requests=1",
         "rollout.max_new_tokens=50", "algorithm.prompts_per_iteration=16", "algorithm.group_size=6",
         *OF_KEYS,
@@ -170,7 +170,7 @@ def test_servers_that_come_and_go_lose_no_sample(folder, servers, ranks):
 
 def complaint(folder: Path, url: str) -> str:
     try:
-        sglang_job(folder, f"rollout.urls=[{url}]")
+        engine_job(folder, f"rollout.urls=[{url}]")
     except UserError as error:
         return str(error)
     return ""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.roles.sglang_jobs import NEW_TOKENS, inputs, sglang_job
+from tests.roles.engine_jobs import NEW_TOKENS, engine_job, inputs
 from tests.sglang_servers import RunningServer, free_port
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
@@ -108,7 +108,7 @@ class Door:
 def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, object]]:
     """Iterations, and after each a checkpoint and the server's greedy answers."""
     output = []
-    job, recipe = sglang_job(server.folder, f"rollout.urls=[{server.url}]", *overrides)
+    job, recipe = engine_job(server.folder, f"rollout.urls=[{server.url}]", *overrides)
     for update in range(updates):
         recipe.iteration(job, job.config.algorithm)
         produced = job.rollout.train_batches.pop(0)
@@ -124,7 +124,6 @@ def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, 
                 "ids": produced["sample_id"].tolist(),
             }
         )
-    job.close()  # else it would look after the server during later tests
     return output
 
 
@@ -187,7 +186,7 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
     """The way to the server is shut in the middle of a rollout, and open again a second later."""
     leads = dist.get_rank() == 0
     door = Door(port, server.port) if leads else None
-    job, _ = sglang_job(
+    job, _ = engine_job(
         server.folder, "actor.layout=tp2", f"rollout.urls=[http://127.0.0.1:{port}]", "rollout.max_new_tokens=50"
     )
     in_flight = []
@@ -210,15 +209,13 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
         thread.join()
         door.shut()
     ended = (batch["truncated"] | (batch["tokens"][batch.lengths.cumsum(0) - 1] == 1)).all()
-    found = {
+    return {
         "ids": batch["sample_id"].tolist(),
         "ended": bool(ended),
         "versions": batch["policy_versions"][batch["loss_mask"]].unique().tolist(),
         "lost": job.rollout._engines.engine.take_num_lost() if leads else 0,
         "in_flight": in_flight,
     }
-    job.close()
-    return found
 
 
 def test_lost_server_requests_are_submitted_again(server, ranks):
@@ -309,7 +306,7 @@ def test_remote_engine_weights_that_the_server_rejects_raise(engine, tmp_path):
 
 def complaint(folder: Path, overrides: list[str]) -> str:
     try:
-        sglang_job(folder, *overrides)
+        engine_job(folder, *overrides)
     except UserError as error:
         return str(error)
     return ""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.roles.sglang_jobs import inputs, sglang_job
-from tests.sglang_engines import process_of
+from tests.engines import process_of
+from tests.roles.engine_jobs import engine_job, inputs
 from tests.traces import needs_sglang
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
@@ -153,7 +153,7 @@ def killed(job: Job) -> dict[str, object]:
 
 
 def trials(folder: Path) -> dict[str, object]:
-    job, _ = sglang_job(
+    job, _ = engine_job(
         folder,
         "actor.layout=tp2",
         "rollout.layout=tp1",

@@ -1,13 +1,14 @@
 """Shards in memory that another process opens: one handle for all of them."""
 
 import base64
+import os
 import pickle
 
 import pytest
 import torch
 
 from verl_mg.rollout import ipc_payload
-from verl_mg.rollout.ipc_payload import ALIGNMENT, Staging, named_views, staging_bytes
+from verl_mg.rollout.ipc_payload import ALIGNMENT, Staging, named_views, open_payload, staging_bytes
 from verl_mg.sharding.boxes import Piece, Shard
 
 CPU = torch.device("cpu")
@@ -36,14 +37,37 @@ def test_payload_shares_one_memory_whatever_the_number_of_tensors(monkeypatch):
     shared.clear()
     text = staging.payload()
     assert len(shared) == 1
-    ((places, memory),) = pickle.loads(base64.b64decode(text))
-    received = dict(named_views(places, memory))
+    received = dict(named_views(*open_payload(text, CPU)))
     assert received.keys() == SHARDS.keys()
     for name, tensor in received.items():
         assert tensor.dtype == DTYPES[name] and tensor.shape == SHARDS[name].shape
         assert torch.equal(tensor, staging.tensors[name])
     staging.tensors["first"].zero_()
     assert not received["first"].any(), "the memory itself has been passed, not its values"
+
+
+def test_open_payload_with_anything_but_a_handle_raises():
+    text = base64.b64encode(pickle.dumps(("[]", os.getcwd))).decode()
+    with pytest.raises(pickle.UnpicklingError, match=r"getcwd is no part of a handle"):
+        open_payload(text, CPU)
+
+
+def test_open_payload_on_a_gpu_takes_the_index_of_this_process(monkeypatch):
+    """torch's own reduction of a GPU tensor, but for the handle itself, which only CUDA can make."""
+    rebuilt = []
+
+    class Handle:
+        def __reduce__(self):
+            return _rebuild, (torch.Tensor, torch.Size((4,)), (1,), 0, torch.UntypedStorage, torch.uint8, 5, b"handle")
+
+    def _rebuild(*arguments): ...
+
+    _rebuild.__module__, _rebuild.__qualname__ = ipc_payload.reductions.__name__, "rebuild_cuda_tensor"
+    monkeypatch.setattr(ipc_payload.reductions, "rebuild_cuda_tensor", _rebuild)
+    text = base64.b64encode(pickle.dumps(("[]", Handle()))).decode()
+    monkeypatch.setattr(ipc_payload.reductions, "rebuild_cuda_tensor", lambda *arguments: rebuilt.append(arguments))
+    open_payload(text, torch.device("cuda", 2))
+    assert [arguments[6:] for arguments in rebuilt] == [(2, b"handle")]
 
 
 def test_staging_aligns_tensors_zeroes_padding_and_has_at_least_the_asked_size(monkeypatch):

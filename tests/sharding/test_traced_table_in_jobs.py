@@ -75,7 +75,7 @@ def test_weight_sync_with_traced_table_plans_as_builtin(ranks, model, table_file
 def sglang_installed(monkeypatch):
     """Configurations with rollout.engine=sglang can be checked without SGLang."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(build_engines, "check_on_cpu", lambda dims, layout: None)
+    monkeypatch.setattr(build_engines, "check_sglang_on_cpu", lambda dims, layout: None)
 
 
 def test_check_engines_with_traced_table_accepts_its_model_and_layout(sglang_installed, model, table_file):
@@ -100,7 +100,7 @@ def test_check_engines_table_of_another_model_or_layout_is_user_error(sglang_ins
 
 @pytest.mark.parametrize("rollout", [{"engine": "hf"}, {"urls": ["http://localhost:1"]}])
 def test_check_engines_table_without_engines_in_the_job_is_user_error(model, table_file, rollout):
-    with pytest.raises(UserError, match=r"^rollout\.sharding_table: only SGLang engines inside the job"):
+    with pytest.raises(UserError, match=r"^rollout\.sharding_table: only engines inside the job"):
         check_engines(config(model, sharding_table=table_file, **rollout), weight_table(read_config(model)), 2)
 
 

@@ -128,6 +128,8 @@ def _first_problem(error: ValidationError) -> str:
 
 def _expected(message: str) -> str:
     """Returns what pydantic's message `Input should be ...` expects: `a value greater than 0`."""
-    # What follows the comma is why the text could not be parsed.
-    expected = message.removeprefix("Input should ").removeprefix("be ").partition(",")[0]
+    expected = message.removeprefix("Input should ").removeprefix("be ")
+    if not expected.startswith("'"):  # it lists no values
+        # What follows the comma is why the text could not be parsed.
+        expected = expected.partition(",")[0]
     return f"a value {expected}" if expected.startswith(("greater", "less")) else expected

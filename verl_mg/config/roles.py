@@ -205,8 +205,9 @@ class ReferenceConfig(RoleSection):
 class RolloutConfig(ConfigSection):
     """Generation of samples by engines."""
 
-    engine: Literal["hf", "sglang"] = "hf"
-    """Engine. hf: transformers in the training process, for small models and tests. sglang: SGLang engines."""
+    engine: Literal["hf", "sglang", "vllm"] = "hf"
+    """Engine. hf: transformers in the training process, for small models and tests. sglang: SGLang engines. vllm: vLLM
+    engines."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature. 0: greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -222,40 +223,36 @@ class RolloutConfig(ConfigSection):
     extra_prompts: int = Field(0, ge=0)
     """Prompts submitted in addition to those that the recipe requests, pending ones included. The samples of the first
     complete ones are returned; the others are aborted, and with `partial_rollout` resumed in the next iteration."""
-    mode: Literal["sync", "one_step_off", "async"] = "sync"
-    """When samples are generated. sync: while training waits. one_step_off: those of the next iteration while this one
-    trains, with the weights of one iteration before. async: without pause; weights reach the engines with requests in
-    flight, and `max_staleness` limits how old a token may be when it is trained. The last two need `num_ranks` or
-    `urls`."""
-    max_staleness: PositiveInt = 1
-    """Largest number of weight updates between the generation and the training of a token, with `mode: async`."""
-    stale: Literal["continue", "drop"] = "continue"
-    """Treatment of samples that take more updates than `max_staleness`. continue: they are completed under newer
-    weights, and their tokens that are too old are not in the loss. drop: their group is dropped for another prompt."""
-    keep_kv_cache: bool = False
-    """Whether requests in flight keep keys and values of the old weights when the weights are updated, with `mode:
-    async`. false: these are computed again, so that log-probabilities are exactly those of the new weights."""
+    prefetch: bool = False
+    """Generate the samples of the next iteration while this one trains, with the weights of one iteration before. Needs
+    `num_ranks` or `urls`."""
     layout: str = "tp1"
-    """Parallel sizes of one SGLang engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
-    data-parallel attention (adp), in which ep and adp divide the tp ranks."""
+    """Parallel sizes of one engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
+    data-parallel attention (adp), in which ep and adp divide the tp ranks. vLLM has no adp, and ep over all tp ranks or
+    none."""
     wire: Literal["cast", "fp8_block", "fp8_channel"] = "cast"
     """Form in which SGLang engines of the job have their weights, and receive them. cast: the dtype of the model. The
     others are quantized by the ranks that send, and need GPUs. fp8_block: FP8 with a scale for each block of 128 x 128,
     as DeepSeek-V3. fp8_channel: FP8 with a scale for each row."""
     sharding_table: Path | None = None
-    """File of `verl-mg trace` with the parameters of an engine, instead of the built-in table of SGLang. It must be
-    traced from this model and for `layout`. None: the built-in table of the architecture."""
+    """File of `verl-mg trace` with the parameters of an engine, instead of the built-in table. It must be traced
+    from this engine and model, and for `layout`. None: the built-in table of the architecture."""
     num_ranks: int = Field(0, ge=0)
-    """Ranks for SGLang engines alone, the last ones of the job. 0: engines share all ranks with the actor."""
+    """Ranks for engines alone, the last ones of the job. 0: engines share all ranks with the actor."""
     memory_fraction: float = Field(0.6, gt=0, lt=1)
-    """Fraction of a GPU's free memory for weights and key-value cache of SGLang. The default leaves memory for
+    """Fraction of a GPU's free memory for weights and key-value cache of engines. The default leaves memory for
     training. With `num_ranks`, 6 GiB are left in any case."""
     sleep: bool = True
-    """Release SGLang's weights and cache while training. Has no effect with `num_ranks`."""
+    """Release weights and cache of engines while training. Has no effect with `num_ranks`."""
     replay_routing: bool = False
-    """Train with the experts that SGLang selected for each token, for mixture-of-experts models."""
+    """Train with the experts that the engine selected for each token, for mixture-of-experts models."""
     request_timeout_s: float = Field(3600.0, gt=0)
-    """Seconds after which a request to SGLang is aborted; its sample ends there with finish reason timeout."""
+    """Seconds after which a request to an engine is aborted; its sample ends there with finish reason timeout."""
+    python: Path | None = None
+    """Python that runs the processes of engines, where the engine is installed in an environment of its own, such as
+    .venv-vllm/bin/python. null: the job's."""
+    vllm: dict[str, Any] = {}
+    """Further engine arguments of vLLM by their own names, such as {max_num_batched_tokens: 16384}."""
     sglang: dict[str, Any] = {}
     """Further SGLang server arguments by their own names, such as {attention_backend: fa3}."""
     urls: list[str] = []

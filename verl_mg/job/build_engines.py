@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,17 @@ from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
 from verl_mg.roles.weight_sync import SGLangEngineSync, engine_ranks
+from verl_mg.rollout.engine_python import engine_python
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang import SGLangEngine, check_on_cpu
+from verl_mg.rollout.sglang import SGLangEngine
+from verl_mg.rollout.sglang.arguments import check_on_cpu as check_sglang_on_cpu
+from verl_mg.rollout.vllm.arguments import check_on_cpu as check_vllm_on_cpu
+from verl_mg.rollout.vllm.engine import VLLMEngine
 from verl_mg.sharding.weight_table import WeightTable
+
+ENGINES: Mapping[str, type[SGLangEngine | VLLMEngine]] = {"sglang": SGLangEngine, "vllm": VLLMEngine}
+"""Engines in processes of their own, by their names in `rollout.engine`."""
 
 RANK_BYTES = 6 * 2**30
 """Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
@@ -63,7 +70,7 @@ def num_training_ranks(config: Config, world_size: int) -> int:
     if num_ranks and config.rollout.engine == "hf":
         raise UserError(
             f"rollout.num_ranks={num_ranks}: the engine hf works on the ranks of the actor. Leave it out, or write "
-            "rollout.engine=sglang."
+            "rollout.engine=sglang or vllm."
         )
     return world_size - num_ranks
 
@@ -82,52 +89,36 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
     rollout = config.rollout
     if config.actor.offload and rollout.engine == "hf":
         raise UserError("actor.offload=true: the engine hf works on the actor's own memory. Leave it out.")
-    if rollout.mode != "sync" and not (rollout.has_servers or rollout.num_ranks):
+    if rollout.prefetch and not (rollout.has_servers or rollout.num_ranks):
         raise UserError(
-            f"rollout.mode={rollout.mode}: only engines on ranks of their own generate while training computes. "
-            "Write rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."
-        )
-    if rollout.mode == "async" and rollout.has_servers:
-        raise UserError(
-            "rollout.mode=async: weights reach requests in flight only in engines of the job. Write rollout.num_ranks "
-            "instead of rollout.urls, or rollout.mode=one_step_off."
-        )
-    if rollout.mode == "async" and (rollout.extra_prompts or rollout.partial_rollout):
-        raise UserError(
-            "rollout.mode=async: engines never wait for the last samples of a call, so rollout.extra_prompts and "
-            "rollout.partial_rollout have no use. Leave them out."
-        )
-    if config.job.deterministic and rollout.mode == "async":
-        raise UserError(
-            "job.deterministic=true: which samples of rollout.mode=async are complete first depends on time. Write "
-            "rollout.mode=one_step_off or sync."
+            "rollout.prefetch=true: only engines on ranks of their own generate samples while training computes. Write "
+            "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or leave rollout.prefetch out."
         )
     if config.job.deterministic and rollout.extra_prompts:
         raise UserError(
             "job.deterministic=true: which prompts are complete first depends on time. Write rollout.extra_prompts=0, "
             "so that all are kept."
         )
-    if rollout.sharding_table and (rollout.has_servers or rollout.engine != "sglang"):
+    if rollout.sharding_table and (rollout.has_servers or rollout.engine == "hf"):
         raise UserError(
-            "rollout.sharding_table: only SGLang engines inside the job use a table. Leave it out, or write "
-            "rollout.engine=sglang without rollout.urls."
+            "rollout.sharding_table: only engines inside the job, in processes of their own, use a table. Leave it "
+            "out, or write rollout.engine=sglang or vllm without rollout.urls."
         )
     if rollout.wire != "cast":
         _check_wire(config, table)
     if rollout.has_servers:
         check_servers(config, table)
-    elif rollout.engine == "sglang":
-        if importlib.util.find_spec("sglang") is None:
-            raise UserError(
-                "rollout.engine=sglang: SGLang is not installed. Install it with pip install 'verl-mg[sglang]', or "
-                "write rollout.engine=hf."
-            )
+    elif rollout.engine != "hf":
+        engine_python(rollout.engine, rollout.python)
         placement, experts = _placement(config, world_size), table.config.experts
-        table = table.with_traced_table(rollout.sharding_table)
+        table = table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
 
         def check(layout: EngineLayout) -> None:
             table.check_engine_layout(layout)
-            check_on_cpu(table.model_dims, layout)
+            if rollout.engine == "vllm":
+                check_vllm_on_cpu(table.config, layout)
+            else:
+                check_sglang_on_cpu(table.model_dims, layout)
 
         resolve_engine_layout(placement.layout, len(placement.ranks), experts.count if experts else 0, check)
 
@@ -136,7 +127,7 @@ def _check_wire(config: Config, table: WeightTable) -> None:
     """Checks that the engines can have quantized weights."""
     rollout, layout = config.rollout, EngineLayout.parse(config.rollout.layout)
     key = f"rollout.wire={rollout.wire}"
-    if rollout.engine != "sglang" or rollout.has_servers:
+    if rollout.engine != "sglang" or rollout.urls:
         raise UserError(f"{key}: only SGLang engines inside the job have such weights. Write rollout.wire=cast.")
     if not torch.cuda.is_available():
         raise UserError(f"{key}: SGLang computes with FP8 weights on GPUs only. Write rollout.wire=cast.")
@@ -166,7 +157,7 @@ def build_engine_group(
             config.model.path, device.current_device(), dtype, rollout.max_running_requests, load_weights=False
         )
         return HFEngineGroup(engine, context, wrap)
-    table = actor.runner.table.with_traced_table(rollout.sharding_table)
+    table = actor.runner.table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
     if rollout.has_servers:
         return build_remote_engines(config, table, context, wrap)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -180,7 +171,8 @@ def build_engine_group(
     inner = None
     if rank in leaders:
         settings = _settings(config, dtype, placement, table, leaders[rank])
-        inner = SGLangEngine(config.model.path, settings, _log(config, leaders[rank]), rollout.request_timeout_s)
+        log = _log(config, leaders[rank])
+        inner = ENGINES[rollout.engine](config.model.path, settings, log, rollout.request_timeout_s)
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0
     return SGLangEngineGroup(
@@ -192,7 +184,6 @@ def build_engine_group(
         sleep=rollout.sleep and not disjoint and device.current_device().type == "cuda",
         disjoint=disjoint,
         static=config.job.deterministic,
-        keep_cache=rollout.keep_kv_cache,
         wrap=wrap,
     )
 
@@ -231,12 +222,13 @@ def _settings(
         seed=config.job.seed + number,
         routed_experts=config.rollout.replay_routing,
         deterministic=config.job.deterministic,
-        extra=config.rollout.sglang,
+        python=config.rollout.python,
+        extra=config.rollout.vllm if config.rollout.engine == "vllm" else config.rollout.sglang,
     )
 
 
 def _memory_fraction(config: Config, device_bytes: int | None) -> float:
-    """Returns the fraction of the device for SGLang, of which an engine on ranks of its own leaves RANK_BYTES."""
+    """Returns the fraction of the device for an engine, of which an engine on ranks of its own leaves RANK_BYTES."""
     fraction = config.rollout.memory_fraction
     if device_bytes is None or not config.rollout.num_ranks:
         return fraction

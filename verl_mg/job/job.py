@@ -24,7 +24,6 @@ from verl_mg.job.evaluation import evaluate
 from verl_mg.models.hf_config import read_config
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
-from verl_mg.roles.async_rollout import AsyncRollout
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineWrapper
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
@@ -270,7 +269,7 @@ class Job:
         scorer = None if config.from_model else load_rewards(config)
         return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model)
 
-    def _build_rollout(self, records: RolloutRecords) -> Rollout | AsyncRollout:
+    def _build_rollout(self, records: RolloutRecords) -> Rollout:
         config, model = self.config.rollout, read_config(self.config.model.path)
         for prompts in (self.prompts, self.test_prompts):
             if prompts is not None:
@@ -284,29 +283,16 @@ class Job:
             stop_token_ids=tuple(sorted(stops)),
         )
         engines = build_engine_group(self.config, self._dtype, self.actor, self.context, self._with_tools())
-        seed, context, prompts, reward = self.config.job.seed, self.context, self.prompts, self._reward
-        if config.mode == "async":
-            return AsyncRollout(
-                engines,
-                sampling,
-                seed,
-                context,
-                prompts,
-                records,
-                reward,
-                max_staleness=config.max_staleness,
-                stale=config.stale,
-            )
         return Rollout(
             engines,
             sampling,
-            seed,
-            context,
-            prompts,
+            self.config.job.seed,
+            self.context,
+            self.prompts,
             records,
-            reward,
+            self._reward,
             extra_prompts=config.extra_prompts,
-            prefetch=config.mode == "one_step_off",
+            prefetch=config.prefetch,
             partial_rollout=config.partial_rollout,
         )
 

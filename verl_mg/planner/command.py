@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     if model is None:
         raise UserError("--model: no model is given. Pass --model, or RECIPE and --config, a file with model.path.")
     inputs = PlanInputs(
-        weight_table(read_config(Path(model))).with_traced_table(job.sharding_table),
+        weight_table(read_config(Path(model))).for_engine(job.engine).with_traced_table(job.sharding_table),
         **{**job.fields, **sheet, **measured, **given},
     )
     roles = _roles(inputs, options, job)

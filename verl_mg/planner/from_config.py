@@ -17,6 +17,7 @@ from verl_mg.planner.training_options import (
     recompute,
     training_options,
 )
+from verl_mg.sharding.traced_table import EngineName
 
 AUXILIARY_SECTIONS = {
     "critic": "critic",
@@ -79,6 +80,8 @@ class PlanRequest:
     """Assumptions of the plan that differ from the job, one line each."""
     sharding_table: Path | None = None
     """Traced table of the rollout engine (`rollout.sharding_table`)."""
+    engine: EngineName = "sglang"
+    """Rollout engine (`rollout.engine`)."""
 
 
 def plan_request(config: Config, roles: set[str]) -> PlanRequest:
@@ -109,7 +112,7 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         "role_ranks": parse_ranks(actor.ranks) if actor.ranks else (),
         "offload": actor.offload,
         "sleep": rollout.sleep,
-        "prefetch": rollout.mode != "sync",
+        "prefetch": rollout.prefetch,
     }
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
         fields["tokens_per_iteration"] = prompts * getattr(algorithm, "group_size", 1) * sequence
@@ -117,8 +120,16 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         _role(config, name, getattr(config, section)) for name, section in AUXILIARY_SECTIONS.items() if name in roles
     )
     notes = tuple(_notes(config, {"actor": "actor", **AUXILIARY_SECTIONS}, roles))
+    assert rollout.engine != "hf"
     return PlanRequest(
-        str(config.model.path), actor.layout, rollout.layout, auxiliary, fields, notes, rollout.sharding_table
+        str(config.model.path),
+        actor.layout,
+        rollout.layout,
+        auxiliary,
+        fields,
+        notes,
+        rollout.sharding_table,
+        rollout.engine,
     )
 
 
@@ -127,9 +138,10 @@ def _check(config: Config, roles: set[str]) -> None:
         raise UserError(
             "the recipe generates no samples, and a plan covers training and rollout. Name a recipe with a rollout."
         )
-    if config.rollout.engine != "sglang":
+    if config.rollout.engine == "hf":
         raise UserError(
-            f"rollout.engine={config.rollout.engine}: only SGLang engines can be planned. Set rollout.engine=sglang."
+            "rollout.engine=hf: only engines in processes of their own can be planned. Set rollout.engine=sglang or "
+            "vllm."
         )
     if config.rollout.has_servers:
         raise UserError("rollout.urls: servers outside the job cannot be planned. Leave the key out of the plan.")

@@ -26,7 +26,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.ipc_payload import Staging, staging_bytes
-from verl_mg.rollout.sglang.engine import SGLangEngine
+from verl_mg.rollout.process_engine import ProcessEngine
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import WeightTable
 
@@ -124,7 +124,7 @@ class _EngineUpdate:
     its messages; the engine is restarted before it generates samples.
     """
 
-    def __init__(self, engine: SGLangEngine | None, version: int) -> None:
+    def __init__(self, engine: ProcessEngine | None, version: int) -> None:
         """Makes the weights writable.
 
         Args:
@@ -159,7 +159,7 @@ class _EngineUpdate:
         """Ends the update; the engine has the new version from now on."""
         self._call(lambda engine: engine.end_update(self._version))
 
-    def _call(self, function: Callable[[SGLangEngine], Result]) -> Result | None:
+    def _call(self, function: Callable[[ProcessEngine], Result]) -> Result | None:
         if self._engine is not None:
             try:
                 return function(self._engine)
@@ -170,10 +170,10 @@ class _EngineUpdate:
 
 
 class SGLangEngineSync:
-    """Transfer into SGLang: each rank assembles the shard of the SGLang rank on its device and shares its memory."""
+    """Transfer into engines: each rank assembles the shard of the engine's rank on its device and shares its memory."""
 
     def __init__(
-        self, placement: EnginePlacement, engine: SGLangEngine | None, table: WeightTable, wire: Wire = "cast"
+        self, placement: EnginePlacement, engine: ProcessEngine | None, table: WeightTable, wire: Wire = "cast"
     ) -> None:
         """Creates the groups of the engines' ranks; all ranks call it together.
 

@@ -1,7 +1,8 @@
 """Passes tensors to another process of the machine as one memory handle; messages contain no values.
 
 The handle is what `torch.multiprocessing` pickles: a name in shared memory on the CPU, a CUDA IPC handle on a GPU. It
-is sent to the engine that this job has started, over a private socket; this side unpickles nothing.
+is sent to the engine that this job has started, over a private socket; this side unpickles nothing, and the other side
+(`open_payload`) nothing else.
 
 torch keeps shared memory of a GPU until the other process has closed it, also when `Staging` is gone. Memory that a
 process never opened, because it ended, stays allocated until this process ends.
@@ -12,13 +13,16 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from math import prod
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from verl_mg.device import without_expandable_segments
 from verl_mg.sharding.boxes import Shard
@@ -58,19 +62,67 @@ class Staging:
                 self.tensors[name].zero_()
 
     def payload(self) -> str:
-        """Returns the handle with the tensors' places, in base64, for `weight_loader`.
+        """Returns the handle with the tensors' places, in base64, for `open_payload`.
 
-        It can be unpacked once, and the memory must exist until then.
+        It can be opened once, and the memory must exist until then.
         """
-        if self._memory.is_cuda:
-            # GPU indices differ in the engine's process: SGLang's reductions identify GPUs by UUID.
-            from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-            monkey_patch_torch_reductions()
         buffer = io.BytesIO()
         with _by_name():
-            ForkingPickler(buffer).dump([(self._places, self._memory)])
+            ForkingPickler(buffer).dump((self._places, self._memory))
         return base64.b64encode(buffer.getvalue()).decode()
+
+
+def open_payload(payload: str, device: torch.device) -> tuple[str, Tensor]:
+    """Opens the memory of a payload in another process; called there.
+
+    Args:
+        payload: result of `Staging.payload`.
+        device: the memory's device under its index in this process, which may differ from that in the other one.
+
+    Returns:
+        Arguments of `named_views`.
+    """
+    places, memory = _HandleUnpickler(io.BytesIO(base64.b64decode(payload)), device).load()
+    return places, memory
+
+
+class _HandleUnpickler(pickle.Unpickler):
+    """Unpickles a handle and nothing else."""
+
+    GLOBALS: Mapping[tuple[str, str], Any] = {
+        (kind.__module__, kind.__name__): kind
+        for kind in (
+            torch.Size,
+            torch.storage.TypedStorage,
+            torch.storage.UntypedStorage,
+            reductions.rebuild_storage_filename,
+            reductions.rebuild_tensor,
+            reductions.rebuild_typed_storage,
+        )
+    }
+    DEVICE_ARGUMENT = 6
+    """Position of the device's index among the arguments of `rebuild_cuda_tensor`."""
+
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Tensor"):
+            return Tensor
+        if (module, name) == ("torch", "uint8"):
+            return torch.uint8
+        if (module, name) == (reductions.__name__, "rebuild_cuda_tensor"):
+            return self._rebuild_on_device
+        try:
+            return self.GLOBALS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a handle") from None
+
+    def _rebuild_on_device(self, *arguments: Any) -> Tensor:
+        at = self.DEVICE_ARGUMENT
+        rebuild: Callable[..., Tensor] = reductions.rebuild_cuda_tensor
+        return rebuild(*arguments[:at], self._device.index, *arguments[at + 1 :])
 
 
 def named_views(places: str, memory: Tensor) -> Iterator[tuple[str, Tensor]]:

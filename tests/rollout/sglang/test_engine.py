@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.sglang_engines import bring_weights, process_of
+from tests.engines import bring_weights, process_of
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.engines import bring_weights
 from tests.rollout.sglang import probes
-from tests.sglang_engines import bring_weights
 from tests.traces import needs_sglang
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model

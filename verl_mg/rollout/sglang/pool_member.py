@@ -18,6 +18,7 @@ from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before the first attempt to reach a server again, doubled for each further one; upper limit of the pause."""
 
+
 class State(Enum):
     """State of a server in a pool, see the module."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_mg.rollout.ipc_payload import named_views
+from verl_mg.rollout.ipc_payload import named_views, open_payload
 
 LOADER = f"{__name__}.load_chunk"
 """Name of the loader, for the server argument `custom_weight_loader` and as load format."""
@@ -37,12 +37,12 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """
     from sglang.srt.model_loader.weight_utils import default_weight_loader
     from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.utils import MultiprocessingSerializer
 
     ((_, text),) = named_tensors
     payloads = json.loads(bytes(text.tolist()))
-    ((places, memory),) = MultiprocessingSerializer.deserialize(payloads[get_parallel().pp_rank])
     parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    places, memory = open_payload(payloads[get_parallel().pp_rank], device)
     for name, tensor in named_views(places, memory):
         default_weight_loader(as_loaded(parameters[name]), tensor)
 

@@ -1,5 +1,9 @@
 """Rollout engine vLLM: `AsyncLLM` in a separate process, which may have a Python environment of its own.
 
 arguments        a layout and a device as vLLM's engine arguments and environment
+engine           an engine that this job starts
+host             the main object of such an engine's process
+worker           methods that vLLM adds to its workers: they write shards into the parameters
+routing          experts of each token, recorded in a worker on the CPU
 unloaded_model   vLLM's model of a rank, for traces of its weight loader
 """

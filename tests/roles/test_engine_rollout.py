@@ -1,25 +1,24 @@
-"""GRPO over Megatron and the real SGLang: after every sync SGLang is the exported checkpoint, whatever the layouts."""
+"""GRPO over Megatron and the real SGLang and vLLM: after every sync the engine is the exported checkpoint, whatever the
+layouts."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.roles.sglang_jobs import checked_answers, inputs, sglang_job, trained_once
-from tests.traces import needs_sglang
+from tests.engines import SGLANG, VLLM
+from tests.roles.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from verl_mg.config import LoraConfig
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
-
-pytestmark = needs_sglang
 
 LAYOUTS = ("tp2", "pp2", "tp1")
 UPDATES = 3
 
 
-def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
-    """Under each layout, then of adapters: some iterations, and after each a checkpoint and SGLang's greedy answers."""
+def train(folder: Path, overrides: list[str], engine: str) -> list[dict[str, object]]:
+    """Under each layout, then of adapters: some iterations, after each a checkpoint and the engine's greedy answers."""
     reported = []
-    job, recipe = sglang_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2", *overrides)
+    job, recipe = engine_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2", *overrides, engine=engine)
     actor = job.config.actor
     sections = {layout: actor.model_copy(update={"layout": layout}) for layout in LAYOUTS}
     sections["tp2-lora"] = actor.model_copy(update={"layout": "tp2", "lora": LoraConfig(rank=4, alpha=8)})
@@ -45,9 +44,10 @@ def train(folder: Path, overrides: list[str]) -> list[dict[str, object]]:
         pytest.param("qwen3", ["rollout.sleep=false"], marks=pytest.mark.nightly),
     ],
 )
-def test_sglang_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_path, architecture, overrides):
+@pytest.mark.parametrize("engine", [SGLANG, VLLM])
+def test_engine_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_path, engine, architecture, overrides):
     folder = inputs(tmp_path, architecture)
-    results = ranks.run(2, train, folder, overrides)
+    results = ranks.run(2, train, folder, overrides, engine)
     before = None
     for step, reported in enumerate(zip(*results, strict=True)):
         assert reported[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in reported)

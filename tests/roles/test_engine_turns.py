@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from recipes.tasks.calculator import make
-from tests.roles.sglang_jobs import sglang_job
-from tests.sglang_engines import process_of
+from tests.engines import process_of
+from tests.roles.engine_jobs import engine_job
 from tests.traces import needs_sglang
 from verl_mg.rollout.tools.chat_format import ToolCall
 
@@ -20,7 +20,7 @@ EXPRESSION = json.dumps({"expression": "20+22"})
 
 def iteration(folder: Path) -> dict[str, object]:
     """A GRPO iteration of a random model. Its turns end soon, and each is taken for a call of the calculator."""
-    job, recipe = sglang_job(
+    job, recipe = engine_job(
         folder,
         "actor.layout=tp2",
         "rollout.layout=tp2",
@@ -41,7 +41,7 @@ def iteration(folder: Path) -> dict[str, object]:
         generate, answered = engine._generate, engine._complete
 
         def see(rid: str, fields: dict[str, list[int]]) -> None:
-            requested[rid] = list(fields["tokens"])
+            requested[rid] = list(fields["input_ids"])
             generate(rid, fields)
 
         def completed(rid: str, answer: dict[str, list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""GRPO jobs with SGLang engines for tests: inputs, the job, one iteration and the oracle of its answers."""
+"""GRPO jobs with SGLang or vLLM for tests: inputs, the job, one iteration and the oracle of its answers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests import engines
 from tests.rank_pool import job_store
 from tests.tiny_jobs import DIGITS, RECIPES, write_sums
 from verl_mg.config import load_config
@@ -16,18 +17,16 @@ from verl_mg.models.tiny_model import make_tiny_model
 NEW_TOKENS = 10
 
 
-def inputs(folder: Path, architecture: str, positions: int = 64, unused: int = 0) -> Path:
-    """A model wide enough that SGLang pads nothing on the CPU, prompts, and a reward that a random model can earn.
-
-    The more unused characters it knows, the longer its answers are.
-    """
+def inputs(folder: Path, architecture: str, positions: int = 64) -> Path:
+    """A model wide enough that no engine pads it on the CPU, prompts, and a reward that a random model can earn."""
     make_tiny_model(
         folder / "model",
         architecture,
-        characters="0123456789+-*=() abcdefg" + "".join(chr(0x4E00 + i) for i in range(unused)),
+        characters="0123456789+-*=() abcdefg",
         hidden=32,
         heads=4,
         kv_heads=2,
+        head_dim=32,
         ffn=128,
         max_positions=positions,
         init_std=0.2,
@@ -39,15 +38,15 @@ def inputs(folder: Path, architecture: str, positions: int = 64, unused: int = 0
     return folder
 
 
-def settings(folder: Path) -> list[str]:
-    """Of a GRPO job with SGLang engines."""
+def settings(folder: Path, engine: str = "sglang") -> list[str]:
+    """Of a GRPO job with engines of this kind."""
     return [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'sums.jsonl'}",
         f"reward.function={folder / 'reward.py'}:digits",
         f"job.output={folder / 'run'}",
         "actor.optimizer.lr=3e-3",
-        "rollout.engine=sglang",
+        *engines.overrides(engine),
         "rollout.max_running_requests=32",
         f"rollout.max_new_tokens={NEW_TOKENS}",
         "algorithm.prompts_per_iteration=6",
@@ -55,17 +54,17 @@ def settings(folder: Path) -> list[str]:
     ]
 
 
-def sglang_job(folder: Path, *overrides: str) -> tuple[Job, Recipe]:
+def engine_job(folder: Path, *overrides: str, engine: str = "sglang") -> tuple[Job, Recipe]:
     """The job, as the command line builds it."""
     recipe = load_recipe(RECIPES / "grpo.py")
-    config = load_config(None, [*settings(folder), *overrides], recipe.config)
+    config = load_config(None, [*settings(folder, engine), *overrides], recipe.config)
     job = Job(config, recipe.roles(config.algorithm), job_store())
     job.start()
     return job, recipe
 
 
 def trained_once(job: Job, recipe: Recipe, folder: Path, checkpoint: str) -> dict[str, object]:
-    """One iteration, then a checkpoint of this name and SGLang's greedy answers: what this rank saw."""
+    """One iteration, then a checkpoint of this name and the engine's greedy answers: what this rank saw."""
     metrics = recipe.iteration(job, job.config.algorithm)
     produced = job.rollout.train_batches.pop()
     job.actor.save(folder / checkpoint, folder / "model")

@@ -1,0 +1,57 @@
+"""Real engines in tests: which there are, their processes, and a checkpoint's weights brought into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import warm_start
+from tests.traces import needs_sglang, needs_vllm
+from verl_mg import device
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
+from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.models.hf_config import read_config
+from verl_mg.rollout.ipc_payload import Staging
+from verl_mg.rollout.process_engine import ProcessEngine
+from verl_mg.rollout.vllm.engine import VLLMEngine
+from verl_mg.sharding.weight_table import weight_table
+
+SGLANG = pytest.param("sglang", marks=needs_sglang)
+VLLM = pytest.param("vllm", marks=needs_vllm)
+VLLM_NIGHTLY = pytest.param("vllm", marks=[needs_vllm, pytest.mark.nightly])
+WORKERS = ("sglang::scheduler", "VLLM::Worker")
+"""Titles of the processes that compute."""
+
+
+def overrides(engine: str) -> list[str]:
+    """Configuration of a job with engines of this kind."""
+    return [f"rollout.engine={engine}", *([f"rollout.python={warm_start.vllm().python}"] if engine == "vllm" else [])]
+
+
+def process_of(engine: ProcessEngine) -> psutil.Process:
+    """The process of an engine, of which the engine's own processes are children."""
+    warm = warm_start.vllm() if isinstance(engine, VLLMEngine) else warm_start.sglang()
+    return psutil.Process(warm.program_of(engine.pid) or engine.pid)
+
+
+def workers_of(engine: ProcessEngine) -> list[psutil.Process]:
+    """The processes of an engine that compute."""
+    children = process_of(engine).children(recursive=True)
+    return [child for child in children if any(title in " ".join(child.cmdline()) for title in WORKERS)]
+
+
+def bring_weights(engine: ProcessEngine, model: Path, version: int) -> None:
+    """As a sync does it, each rank's shard of the table read from the checkpoint."""
+    layout, held = engine.settings.layout, []
+    table = weight_table(read_config(model)).for_engine("vllm" if isinstance(engine, VLLMEngine) else "sglang")
+    for rank in range(layout.ranks):
+        shards = table.engine_shards(layout, rank)
+        dtypes = dict.fromkeys(shards, engine.settings.dtype)
+        held.append(Staging(shards, dtypes, device.current_device()))
+        with CheckpointReader(ModelDirectory.find(model)) as reader:
+            load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
+    engine.begin_update()
+    engine.loaded(engine.load([staging.payload() for staging in held], version))
+    engine.end_update(version)

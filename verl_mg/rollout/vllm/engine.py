@@ -1,0 +1,68 @@
+"""Engine of vLLM that this job starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_mg.errors import UserError
+from verl_mg.models.hf_config import read_config
+from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.engine_process import EngineProgram
+from verl_mg.rollout.process_engine import EngineSettings, ProcessEngine
+from verl_mg.rollout.request_tracker import EngineLimits, routed_shape
+from verl_mg.rollout.vllm.arguments import engine_arguments, environment
+
+HOST = "verl_mg.rollout.vllm.host"
+"""Module that the engine's process runs."""
+
+
+class VLLMEngine(ProcessEngine):
+    """An `AsyncLLM` of vLLM in a separate process, started by this rank."""
+
+    NAME = "vLLM"
+
+    def __init__(self, model: Path, settings: EngineSettings, log: Path, request_timeout: float = 3600.0) -> None:
+        """Starts the process.
+
+        Args:
+            model: Hugging Face directory.
+            settings: settings of the engine.
+            log: file to which the engine's output is appended.
+            request_timeout: seconds after which a request is aborted.
+
+        Raises:
+            UserError: the engine cannot start; the message contains the end of its log.
+        """
+        self._model, self._arguments = model, engine_arguments(model, settings)
+        self._vocab = read_config(model).vocab
+        limits = EngineLimits(
+            max_running=settings.max_running,
+            max_positions=settings.max_positions,
+            seeded=True,
+            routed=routed_shape(model) if settings.routed_experts else None,
+        )
+        super().__init__(settings, limits, log, request_timeout)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Sends requests to the engine.
+
+        Args:
+            requests: the samples to generate.
+            sampling: how their tokens are drawn.
+
+        Raises:
+            UserError: a prompt is empty, fills the context, or has a token beyond the vocabulary, which would end vLLM.
+        """
+        for request in requests:
+            if max(request.prompt, default=0) >= self._vocab:
+                raise UserError(
+                    f"request {request.id}: its token {max(request.prompt)} is not in the vocabulary of {self._vocab}. "
+                    "Use the tokenizer of the model."
+                )
+        super().submit(requests, sampling)
+
+    def _program(self, ports: Sequence[int]) -> EngineProgram:
+        python = str(self.settings.python or sys.executable)
+        return EngineProgram(self.NAME, python, HOST, self._arguments, environment(self._model, self.settings))

@@ -1,0 +1,220 @@
+"""Host of vLLM: `python -m verl_mg.rollout.vllm.host SOCKET`, started by `engine_process`; see `engine_host`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import glob
+import os
+import sys
+import tempfile
+from collections.abc import Awaitable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from verl_mg.rollout import engine_host
+from verl_mg.rollout.engine_host import EngineHost
+
+SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd number that distributes the seeds of a request's continuations."""
+WATCH_SECONDS = 0.2
+"""Time between two looks at whether vLLM's processes are alive."""
+
+Result = TypeVar("Result")
+
+
+class VLLMHost(EngineHost):
+    """Runs vLLM's asynchronous engine."""
+
+    def __init__(self, engine: Any, captures_routing: bool) -> None:
+        """Creates the host.
+
+        Args:
+            engine: the `AsyncLLM`.
+            captures_routing: whether the workers record the experts of each token.
+        """
+        super().__init__()
+        self._engine, self._captures_routing = engine, captures_routing
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Prepares the workers, then serves the rank's messages; ends the process when vLLM's end.
+
+        Args:
+            reader: stream of the rank's messages.
+            writer: stream to the rank.
+        """
+        idents = await self._rpc("prepare", self._captures_routing)
+        _unlink_shared_memory(set(idents))
+        watch = asyncio.get_running_loop().create_task(self._watch())
+        await super().serve(reader, writer)
+        watch.cancel()
+
+    async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Implements `EngineHost.generate`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            max_tokens=request["max_new_tokens"],
+            temperature=request["temperature"],
+            top_p=request["top_p"],
+            top_k=request["top_k"],
+            stop_token_ids=request["stop_token_ids"],
+            seed=_seed(request["seed"], len(request["tokens"])),
+            logprobs=0,
+            # vLLM also stops at the model's end of sequence, unless it is to ignore that.
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._output(request["tokens"], parameters, rid)
+        tokens = list(output.token_ids)
+        if output.finish_reason not in ("stop", "length", "abort"):
+            raise RuntimeError(f"the request ended with {output.finish_reason}")
+        return {
+            "tokens": tokens,
+            "logprobs": [step[token].logprob for token, step in zip(tokens, output.logprobs or (), strict=True)],
+            "finish": output.finish_reason,
+            "spans": [
+                {"start": span.start, "end": span.end, "version": span.version}
+                for span in output.weight_versions or ()
+                if span.version.isdecimal()
+            ],
+            "routed_experts": await self._routed_experts(rid, output, len(request["tokens"]) + len(tokens) - 1)
+            if request["routed_experts"]
+            else None,
+        }
+
+    def abort(self, rid: str | None) -> None:
+        """Implements `EngineHost.abort`."""
+        self._start(self._engine.abort(list(self.open_requests) if rid is None else [rid]))
+
+    async def begin_update(self) -> None:
+        """Does nothing: the workers' parameters can be written at any time between two steps."""
+
+    async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
+        """Has each worker write its payload into its parameters."""
+        await self._rpc("write_shards", list(payloads))
+        if flush and not await self._call_engine(self._engine.reset_prefix_cache(reset_running_requests=True)):
+            raise RuntimeError("the prefix cache cannot be reset while requests run")
+
+    async def end_update(self, version: int) -> None:
+        """Has the workers compute what is derived from weights; tokens have the new version from now on."""
+        await self._rpc("finish_shards")
+        await self._call_engine(self._engine.update_weight_version(str(version)))
+
+    async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:
+        """Implements `EngineHost.sleep`; vLLM cannot release the weights alone."""
+        try:
+            await asyncio.wait_for(self.abort_until_sent(None), timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{len(self.open_requests)} requests are not complete {timeout_s:.0f} s after they were aborted"
+            ) from None
+        if weights:
+            await self._call_engine(self._engine.sleep(level=2))
+        elif kv:
+            await self._call_engine(self._engine.pause_generation(mode="abort"))
+            await self._call_engine(self._engine.release_kv_cache_memory())
+
+    async def wake(self, weights: bool, kv: bool) -> None:
+        """Implements `EngineHost.wake`; vLLM schedules requests again when all is awake."""
+        tags = [tag for tag, selected in (("weights", weights), ("kv_cache", kv)) if selected]
+        await self._call_engine(self._engine.wake_up(tags))
+
+    async def pause(self, keep_cache: bool) -> None:
+        """Implements `EngineHost.pause`."""
+        await self._call_engine(self._engine.pause_generation(mode="keep", clear_cache=not keep_cache))
+
+    async def unpause(self) -> None:
+        """Implements `EngineHost.unpause`."""
+        await self._call_engine(self._engine.resume_generation())
+
+    def shutdown(self) -> None:
+        """Ends all processes of vLLM."""
+        self._engine.shutdown()
+
+    async def _output(self, tokens: list[int], parameters: Any, rid: str) -> Any:
+        """Returns the only output of a request."""
+
+        async def last() -> Any:
+            results = [result async for result in self._engine.generate({"prompt_token_ids": tokens}, parameters, rid)]
+            return results[-1].outputs[0]
+
+        return await self._call_engine(last())
+
+    async def _routed_experts(self, rid: str, output: Any, fed: int) -> str | None:
+        """Returns the experts of the tokens that were fed to the model, in base64 of int32."""
+        if self._captures_routing:
+            return str((await self._rpc("take_routing", rid, fed))[0])
+        return base64.b64encode(output.routed_experts[:fed].astype("int32").tobytes()).decode()
+
+    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        return list(await self._call_engine(self._engine.collective_rpc(method, args=arguments)))
+
+    async def _call_engine(self, call: Awaitable[Result]) -> Result:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await call
+        except EngineDeadError:
+            _end()
+
+    async def _watch(self) -> None:
+        """Ends this process when vLLM's processes have ended, as the rank notices that."""
+        while not self._engine.errored:
+            await asyncio.sleep(WATCH_SECONDS)
+        _end()
+
+
+def _end() -> NoReturn:
+    print("vLLM's processes have ended", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _seed(seed: int | None, position: int) -> int | None:
+    """Returns the seed of a request whose first new token is at a position.
+
+    vLLM's generator starts again with each request: the continuation of a partial sample would draw the numbers of its
+    beginning again.
+    """
+    return None if seed is None else (seed + position * SEED_STEP) % 2**63
+
+
+def _unlink_shared_memory(idents: set[str]) -> None:
+    """Removes the names of the workers' shared memory, which have opened it: killed processes remove nothing.
+
+    Args:
+        idents: names of the workers' process groups.
+    """
+    for ident in idents - {""}:
+        for path in glob.glob(f"/dev/shm/*{ident}*") + glob.glob(f"{tempfile.gettempdir()}/{ident}"):
+            os.unlink(path)
+
+
+def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHost:
+    """Starts vLLM and returns its host.
+
+    Args:
+        arguments: keyword arguments of `AsyncEngineArgs`.
+        loop: event loop of the process.
+    """
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # Forked processes of vLLM would keep the stream to the rank open, also when this process has ended.
+    stream, nothing = int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, stream))
+    # Training ties the output layer as config.json says, whatever else the checkpoint contains.
+    ModelConfig.maybe_untie_word_embeddings = lambda self: None
+    captures_routing = current_platform.is_cpu() and not arguments["enable_prefix_caching"]
+
+    async def start() -> Any:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    return VLLMHost(loop.run_until_complete(start()), captures_routing)
+
+
+if __name__ == "__main__":
+    engine_host.main(create)

@@ -1,0 +1,162 @@
+"""Methods that vLLM adds to its workers, by the engine argument `worker_extension_cls`; imported in each worker before
+the model is built.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import vllm._custom_ops as custom_ops
+from torch import Tensor
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.platforms import current_platform
+
+from verl_mg.rollout.ipc_payload import named_views, open_payload
+from verl_mg.rollout.vllm.routing import RoutingRecorder
+
+if current_platform.is_cpu():
+    # Else linear layers have no weight after loading, only a packed copy inside of oneDNN or of AMX kernels.
+    custom_ops._supports_onednn = False
+    layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+DERIVED = (".W_UK_T", ".W_UV")
+"""Ends of the names of parameters that are computed from others."""
+
+
+class WorkerExtension:
+    """Writes shards into the parameters of a worker, and records what samples are to contain."""
+
+    rank: int
+    """Rank of the worker in the engine: `pp_rank * tp + tp_rank`."""
+    device: torch.device
+    """Device of the worker."""
+    model_runner: Any
+    """Object of vLLM that has the model and its sampler."""
+
+    def prepare(self, captures_routing: bool) -> str:
+        """Adapts the worker, once after the start.
+
+        Args:
+            captures_routing: whether experts of each token are recorded.
+
+        Returns:
+            Name of the worker's process group, "" without one.
+        """
+        runner = self.model_runner
+        _return_full_logprobs(runner.sampler)
+        self._written: set[str] = set()
+        self._staged_experts = _staged_experts(runner.model) if current_platform.is_cpu() else {}
+        if captures_routing:
+            self._routing = RoutingRecorder(runner)
+        if current_platform.is_cpu() and getattr(runner, "intermediate_tensors", True) is None:
+            # The warm-up that makes them for pipeline stages is skipped on the CPU.
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        return os.environ.get("VLLM_DIST_IDENT", "")
+
+    @torch.no_grad()
+    def write_shards(self, payloads: Sequence[str]) -> None:
+        """Copies the tensors of this worker's payload into the parameters of the same names.
+
+        Args:
+            payloads: one payload of `ipc_payload` per worker.
+        """
+        parameters = dict(self.model_runner.model.named_parameters())
+        places, memory = open_payload(payloads[self.rank], self.device)
+        for name, tensor in named_views(places, memory):
+            staged = self._staged_experts.get(name)
+            (parameters[name] if staged is None else staged.raw).copy_(tensor)
+            self._written.add(name)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the rank reuses the memory
+
+    @torch.no_grad()
+    def finish_shards(self) -> None:
+        """Computes what is derived from the weights; raises RuntimeError if parameters were not written."""
+        model = self.model_runner.model
+        names = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)}
+        if missing := sorted(names - self._written - _padding_alone(model)):
+            raise RuntimeError(f"{len(missing)} parameters were not written: {', '.join(missing[:4])}")
+        self._written.clear()
+        for module in model.modules():
+            if type(module).__name__ == "MLAAttention":
+                module.process_weights_after_loading(self.model_runner.model_config.dtype)
+        for staged in self._staged_experts.values():
+            staged.pack()
+
+    def take_routing(self, rid: str, fed: int) -> str:
+        """Returns the recorded experts of a request and forgets them.
+
+        Args:
+            rid: id of the request.
+            fed: number of tokens that were fed to the model.
+
+        Returns:
+            (fed, layers, experts per token) int32 in base64.
+        """
+        return base64.b64encode(self._routing.take(rid, fed).numpy().tobytes()).decode()
+
+
+def _padding_alone(model: torch.nn.Module) -> set[str]:
+    """Returns the names of parameters for tokens beyond the vocabulary alone, which are not sent."""
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if hasattr(module, "shard_indices") and module.shard_indices.num_org_elements == 0
+    }
+
+
+class _StagedExperts:
+    """Stacked experts whose kernel on the CPU needs another order of the values: written here, then packed."""
+
+    def __init__(self, packed: Tensor, isa: str) -> None:
+        self.raw, self._packed, self._isa = torch.zeros_like(packed), packed, isa
+
+    def pack(self) -> None:
+        """Packs the written values into the parameter."""
+        self._packed.copy_(custom_ops.cpu_prepack_moe_weight(self.raw, self._isa))
+
+
+def _staged_experts(model: torch.nn.Module) -> dict[str, _StagedExperts]:
+    """Returns staging memory for each parameter of experts that is packed."""
+    staged = {}
+    for name, module in model.named_modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            for weight in ("w13_weight", "w2_weight"):
+                packed = getattr(module, weight).data
+                staged[f"{name}.{weight}"] = _StagedExperts(packed, kernel.fused_experts.isa)
+    return staged
+
+
+def _return_full_logprobs(sampler: Any) -> None:
+    """Has a sampler return log-probabilities after temperature but before top-k and top-p.
+
+    vLLM's processed ones are renormalized over the candidates. Its two model runners have different samplers.
+    """
+    if hasattr(sampler, "topk_topp_sampler"):
+        candidates = sampler.topk_topp_sampler
+        candidates.forward = _with_full_logprobs(candidates.forward)
+    else:
+        sampler._sample_random = _with_full_logits(sampler._sample_random)
+
+
+def _with_full_logprobs(sample: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def sample_with_full_logprobs(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        full = logits.log_softmax(dim=-1, dtype=torch.float32)
+        return sample(logits, *rest)[0], full
+
+    return sample_with_full_logprobs
+
+
+def _with_full_logits(sample: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def sample_with_full_logits(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        full = logits.clone()  # candidates are cut off in place
+        return sample(logits, *rest)[0], full
+
+    return sample_with_full_logits
