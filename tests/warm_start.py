@@ -37,6 +37,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU
@@ -97,7 +98,9 @@ class WarmStart:
             python: path of the Python that runs the programs.
         """
         owner = os.environ.setdefault(OWNER, str(os.getpid()))
-        self._folder = Path(tempfile.gettempdir()) / f"warm-{name}-{owner}"
+        # Folders of former sessions may remain, and process ids come again.
+        started = int(psutil.Process(int(owner)).create_time() * 100)
+        self._folder = Path(tempfile.gettempdir()) / f"warm-{name}-{owner}-{started}"
         self.python = str(self._folder / "python")
         """Path of an executable that runs Python programs in forks of the server."""
         with contextlib.suppress(FileExistsError):  # by another process of the session

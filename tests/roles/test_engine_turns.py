@@ -41,7 +41,7 @@ def iteration(folder: Path) -> dict[str, object]:
         generate, answered = engine._generate, engine._complete
 
         def see(rid: str, fields: dict[str, list[int]]) -> None:
-            requested[rid] = list(fields["input_ids"])
+            requested[rid] = list(fields["tokens"])
             generate(rid, fields)
 
         def completed(rid: str, answer: dict[str, list[int]]) -> None:

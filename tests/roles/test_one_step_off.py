@@ -18,7 +18,7 @@ from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4
-OVERRIDES = ["rollout.prefetch=true", f"job.iterations={ITERATIONS}"]
+OVERRIDES = ["rollout.mode=one_step_off", f"job.iterations={ITERATIONS}"]
 
 
 def train_ahead(folder):
@@ -100,12 +100,12 @@ def refused(folder, overrides):
 @pytest.mark.parametrize("overrides", [["rollout.engine=hf"]])
 def test_prefetch_on_the_ranks_of_training_raises(ranks, tmp_path, overrides):
     (error,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
-    assert re.match("rollout.prefetch=true: only engines on ranks of their own generate samples while training", error)
+    assert re.match("rollout.mode=one_step_off: only engines on ranks of their own generate while training", error)
 
 
 def run_whole(folder):
     recipe = load_recipe(RECIPES / "grpo.py")
-    ahead = ["rollout.prefetch=true", "actor.layout=tp2", "rollout.num_ranks=1", "job.iterations=2"]
+    ahead = ["rollout.mode=one_step_off", "actor.layout=tp2", "rollout.num_ranks=1", "job.iterations=2"]
     config = load_config(None, [*settings(folder), *ahead, "checkpoint.every=1", "job.console=false"], recipe.config)
     run_here(recipe, config)
 

@@ -124,6 +124,7 @@ def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, 
                 "ids": produced["sample_id"].tolist(),
             }
         )
+    job.close()  # else it would look after the server during later tests
     return output
 
 
@@ -209,13 +210,15 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
         thread.join()
         door.shut()
     ended = (batch["truncated"] | (batch["tokens"][batch.lengths.cumsum(0) - 1] == 1)).all()
-    return {
+    found = {
         "ids": batch["sample_id"].tolist(),
         "ended": bool(ended),
         "versions": batch["policy_versions"][batch["loss_mask"]].unique().tolist(),
         "lost": job.rollout._engines.engine.take_num_lost() if leads else 0,
         "in_flight": in_flight,
     }
+    job.close()
+    return found
 
 
 def test_lost_server_requests_are_submitted_again(server, ranks):

@@ -387,4 +387,4 @@ def request_others(model: Path) -> list[str]:
 
 def test_generate_after_prefetch_of_other_prompts_raises(ranks, tmp_path):
     (errors,) = ranks.run(1, request_others, tiny_model(tmp_path / "model", "qwen3"))
-    assert all(error.startswith("rollout.prefetch=true: 2 samples of each of 2 prompts were") for error in errors)
+    assert all(error.startswith("rollout.mode=one_step_off: 2 samples of each of 2 prompts were") for error in errors)

@@ -223,9 +223,19 @@ class RolloutConfig(ConfigSection):
     extra_prompts: int = Field(0, ge=0)
     """Prompts submitted in addition to those that the recipe requests, pending ones included. The samples of the first
     complete ones are returned; the others are aborted, and with `partial_rollout` resumed in the next iteration."""
-    prefetch: bool = False
-    """Generate the samples of the next iteration while this one trains, with the weights of one iteration before. Needs
-    `num_ranks` or `urls`."""
+    mode: Literal["sync", "one_step_off", "async"] = "sync"
+    """When samples are generated. sync: while training waits. one_step_off: those of the next iteration while this one
+    trains, with the weights of one iteration before. async: without pause; weights reach the engines with requests in
+    flight, and `max_staleness` limits how old a token may be when it is trained. The last two need `num_ranks` or
+    `urls`."""
+    max_staleness: PositiveInt = 1
+    """Largest number of weight updates between the generation and the training of a token, with `mode: async`."""
+    stale: Literal["continue", "drop"] = "continue"
+    """Treatment of samples that take more updates than `max_staleness`. continue: they are completed under newer
+    weights, and their tokens that are too old are not in the loss. drop: their group is dropped for another prompt."""
+    keep_kv_cache: bool = False
+    """Whether requests in flight keep keys and values of the old weights when the weights are updated, with `mode:
+    async`. false: these are computed again, so that log-probabilities are exactly those of the new weights."""
     layout: str = "tp1"
     """Parallel sizes of one engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
     data-parallel attention (adp), in which ep and adp divide the tp ranks. vLLM has no adp, and ep over all tp ranks or

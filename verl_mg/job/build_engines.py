@@ -89,10 +89,25 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
     rollout = config.rollout
     if config.actor.offload and rollout.engine == "hf":
         raise UserError("actor.offload=true: the engine hf works on the actor's own memory. Leave it out.")
-    if rollout.prefetch and not (rollout.has_servers or rollout.num_ranks):
+    if rollout.mode != "sync" and not (rollout.has_servers or rollout.num_ranks):
         raise UserError(
-            "rollout.prefetch=true: only engines on ranks of their own generate samples while training computes. Write "
-            "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or leave rollout.prefetch out."
+            f"rollout.mode={rollout.mode}: only engines on ranks of their own generate while training computes. "
+            "Write rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."
+        )
+    if rollout.mode == "async" and rollout.has_servers:
+        raise UserError(
+            "rollout.mode=async: weights reach requests in flight only in engines of the job. Write rollout.num_ranks "
+            "instead of rollout.urls, or rollout.mode=one_step_off."
+        )
+    if rollout.mode == "async" and (rollout.extra_prompts or rollout.partial_rollout):
+        raise UserError(
+            "rollout.mode=async: engines never wait for the last samples of a call, so rollout.extra_prompts and "
+            "rollout.partial_rollout have no use. Leave them out."
+        )
+    if config.job.deterministic and rollout.mode == "async":
+        raise UserError(
+            "job.deterministic=true: which samples of rollout.mode=async are complete first depends on time. Write "
+            "rollout.mode=one_step_off or sync."
         )
     if config.job.deterministic and rollout.extra_prompts:
         raise UserError(
@@ -127,7 +142,7 @@ def _check_wire(config: Config, table: WeightTable) -> None:
     """Checks that the engines can have quantized weights."""
     rollout, layout = config.rollout, EngineLayout.parse(config.rollout.layout)
     key = f"rollout.wire={rollout.wire}"
-    if rollout.engine != "sglang" or rollout.urls:
+    if rollout.engine != "sglang" or rollout.has_servers:
         raise UserError(f"{key}: only SGLang engines inside the job have such weights. Write rollout.wire=cast.")
     if not torch.cuda.is_available():
         raise UserError(f"{key}: SGLang computes with FP8 weights on GPUs only. Write rollout.wire=cast.")
@@ -184,6 +199,7 @@ def build_engine_group(
         sleep=rollout.sleep and not disjoint and device.current_device().type == "cuda",
         disjoint=disjoint,
         static=config.job.deterministic,
+        keep_cache=rollout.keep_kv_cache,
         wrap=wrap,
     )
 

@@ -24,6 +24,7 @@ from verl_mg.job.evaluation import evaluate
 from verl_mg.models.hf_config import read_config
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
+from verl_mg.roles.async_rollout import AsyncRollout
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineWrapper
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
@@ -269,7 +270,7 @@ class Job:
         scorer = None if config.from_model else load_rewards(config)
         return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model)
 
-    def _build_rollout(self, records: RolloutRecords) -> Rollout:
+    def _build_rollout(self, records: RolloutRecords) -> Rollout | AsyncRollout:
         config, model = self.config.rollout, read_config(self.config.model.path)
         for prompts in (self.prompts, self.test_prompts):
             if prompts is not None:
@@ -283,16 +284,29 @@ class Job:
             stop_token_ids=tuple(sorted(stops)),
         )
         engines = build_engine_group(self.config, self._dtype, self.actor, self.context, self._with_tools())
+        seed, context, prompts, reward = self.config.job.seed, self.context, self.prompts, self._reward
+        if config.mode == "async":
+            return AsyncRollout(
+                engines,
+                sampling,
+                seed,
+                context,
+                prompts,
+                records,
+                reward,
+                max_staleness=config.max_staleness,
+                stale=config.stale,
+            )
         return Rollout(
             engines,
             sampling,
-            self.config.job.seed,
-            self.context,
-            self.prompts,
+            seed,
+            context,
+            prompts,
             records,
-            self._reward,
+            reward,
             extra_prompts=config.extra_prompts,
-            prefetch=config.prefetch,
+            prefetch=config.mode == "one_step_off",
             partial_rollout=config.partial_rollout,
         )
 

@@ -112,7 +112,7 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         "role_ranks": parse_ranks(actor.ranks) if actor.ranks else (),
         "offload": actor.offload,
         "sleep": rollout.sleep,
-        "prefetch": rollout.prefetch,
+        "prefetch": rollout.mode != "sync",
     }
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
         fields["tokens_per_iteration"] = prompts * getattr(algorithm, "group_size", 1) * sequence

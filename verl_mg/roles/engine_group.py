@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -73,6 +74,37 @@ class EngineGroup(ABC):
     def update_weights(self, actor: Actor) -> dict[str, float]:
         """Transfers the actor's weights to all engines; returns bytes and seconds as metrics."""
 
+    def update_weights_in_flight(self, actor: Actor) -> dict[str, float]:
+        """Transfers the weights between two tokens of the requests in flight, which continue under them.
+
+        Args:
+            actor: has the weights.
+
+        Returns:
+            Bytes and seconds as metrics.
+        """
+        started = time.perf_counter()
+        self.pause_generation()
+        report = self.update_weights(actor)
+        self.continue_generation()
+        return report | {"time/generation_paused": time.perf_counter() - started}
+
+    def pause_generation(self) -> None:
+        """Pauses this rank's engine; only engines on ranks of their own can be updated with requests in flight."""
+        raise NotImplementedError
+
+    def continue_generation(self) -> None:
+        """Continues this rank's engine."""
+        raise NotImplementedError
+
+    def restart_process(self) -> None:
+        """Restarts the engine of this rank alone, without weights, and announces it; from any thread."""
+        raise NotImplementedError
+
+    def resume_requests(self) -> None:
+        """Submits the requests again that were in flight when this rank's engine died."""
+        raise NotImplementedError
+
     def close(self) -> None:  # noqa: B027, not all engines have processes
         """Ends this rank's engine if this job has started it."""
 
@@ -129,6 +161,7 @@ class SGLangEngineGroup(EngineGroup):
         sleep: bool,
         disjoint: bool,
         static: bool = False,
+        keep_cache: bool = False,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
         """Creates the group.
@@ -141,11 +174,12 @@ class SGLangEngineGroup(EngineGroup):
             sleep: whether engines release weights and key-value cache while roles compute.
             disjoint: whether engines have ranks of their own.
             static: whether each engine has a fixed share of the work.
+            keep_cache: whether requests in flight keep keys and values of the old weights in an update.
             wrap: wraps the engine.
         """
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
-        self._inner, self._sync = inner, sync
+        self._inner, self._sync, self._keep_cache = inner, sync, keep_cache
         self._sleep, self._is_asleep, self.disjoint = sleep, False, disjoint
         self._actor: Actor | None = None
 
@@ -200,15 +234,37 @@ class SGLangEngineGroup(EngineGroup):
     def restart_engine(self) -> None:
         """Restarts this rank's engine and waits until all ranks have transferred its weights."""
         assert self._inner is not None
-        self._inner.restart()
-        if self._sleep:
-            self._inner.sleep(weights=False, kv=True)  # the actor's weights have its place during the transfer
-        self.events.announce_restart(self._sync.number)
+        self.restart_process()
         for engine in self.events.unseen_restarts():
             self.recover(engine)
         if not self._inner.health():
             raise EngineDiedError("the engine ended again before it had its weights")
         self._inner.resume()
+
+    def restart_process(self) -> None:
+        """Restarts this rank's engine and announces it; it has no weights."""
+        assert self._inner is not None
+        self._inner.restart()
+        if self._sleep:
+            self._inner.sleep(weights=False, kv=True)  # the actor's weights have its place during the transfer
+        self.events.announce_restart(self._sync.number)
+
+    def resume_requests(self) -> None:
+        """Submits the requests again that were in flight when this rank's engine died."""
+        assert self._inner is not None
+        self._inner.resume()
+
+    def pause_generation(self) -> None:
+        """Pauses this rank's engine between two tokens."""
+        if self._inner:
+            with suppress(EngineDiedError):  # it is restarted by whoever collects its samples
+                self._inner.pause(keep_cache=self._keep_cache)
+
+    def continue_generation(self) -> None:
+        """Continues this rank's engine."""
+        if self._inner:
+            with suppress(EngineDiedError):
+                self._inner.unpause()
 
     def recover(self, engine: int) -> None:
         """Transfers weights to an engine that was restarted."""

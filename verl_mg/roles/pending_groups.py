@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from verl_mg.config import ConfigSection, Count
 from verl_mg.data.prompts import Prompt
@@ -46,6 +46,8 @@ class RolloutState(ConfigSection):
     """Prompts that the recipe must request next, for their samples are in flight or ready; in order."""
     prefetched_samples: Count
     """Samples of each prefetched prompt; 0 where none was prefetched."""
+    versions: list[int] = Field(default_factory=list)
+    """Newest policy versions of the engines, in order; for asynchronous rollouts."""
 
     @model_validator(mode="after")
     def _check_ids(self) -> Self:

@@ -3,7 +3,7 @@
 States between calls, and what leads from one to the other:
 
     IDLE       no samples in flight; `generate` generates its samples and waits for them
-      |  generate, with rollout.prefetch and not in the last iteration: submits the prompts of the next call
+      |  generate, with rollout.mode=one_step_off and not in the last iteration: submits the prompts of the next call
       v
     IN_FLIGHT  engines generate for the next call in a thread of each rank, while the recipe trains;
       |        `update_weights` only takes note of the actor
@@ -20,28 +20,23 @@ checkpoint of IN_FLIGHT contains the prompts; its samples are generated again af
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-import torch
-import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import Batch
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup
+from verl_mg.roles.group_rows import distribute_rows, group_rows, put_origin, sample_seed
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import GenerationCall, PendingGroup, PendingGroups, RolloutState
-from verl_mg.roles.reward import NOT_SCORED, RewardRole
+from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecord, RolloutRecords
-from verl_mg.roles.row_dispatch import gather_rows
-from verl_mg.roles.sample_batch import samples_to_batch
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_loop import EngineLoop
 from verl_mg.rollout.work_queue import WorkQueue
@@ -236,7 +231,7 @@ class Rollout:
             self._score_ids[i] = self._reward.submit(prompt_of_sample[i], sample)
         if self._ready is not None:
             score_ids = [self._reward.submit_row(self._ready, row) for row in range(len(self._ready))]
-            _put_origin(self._ready, score_ids)
+            put_origin(self._ready, score_ids)
 
     def resume_in_flight(self) -> None:
         """Submits the groups that were in flight at the checkpoint, after the first `update_weights`."""
@@ -260,11 +255,11 @@ class Rollout:
         requested = _Prefetched([prompt.id for prompt in prompts], num_samples)
         if requested != self._prefetched and self._prefetched:
             raise UserError(
-                f"rollout.prefetch=true: {self._prefetched.num_samples} samples of each of "
+                f"rollout.mode=one_step_off: {self._prefetched.num_samples} samples of each of "
                 f"{len(self._prefetched.prompt_ids)} prompts were generated in advance, but the recipe requests "
                 f"{num_samples} of {len(prompts)} prompts, or other prompts. Request the prompts of "
                 "job.prompts.next_batch(n) with the same n and number of samples each time, or write "
-                "rollout.prefetch=false."
+                "rollout.mode=sync."
             )
 
     def _wait_in_flight(self) -> Batch:
@@ -294,7 +289,7 @@ class Rollout:
         prompt_of, partial, reward = call.prompt_of, self._pending.partial, self._reward
 
         def request_of(sample: int) -> Request:
-            return Request(sample, prompt_of[sample].tokens, self._seed_of(sample), partial.pop(sample, None))
+            return Request(sample, prompt_of[sample].tokens, sample_seed(self._seed, sample), partial.pop(sample, None))
 
         def on_sample(sample: Sample) -> None:
             self._context.timer.progress += 1  # the watchdog sees that a long call progresses
@@ -359,33 +354,12 @@ class Rollout:
             groups: the groups that are returned.
             fresh_only: all groups of the call are returned, and none was started in an earlier call.
         """
-        rows = [(group, i) for group in groups for i in group.ids if i in self._pending.completed]
-        samples = [self._pending.completed[i] for _, i in rows]
-        batch = samples_to_batch([group.prompt for group, _ in rows], samples, self._engines.version)
-        batch["group"] = torch.tensor([group.ids.start for group, _ in rows], dtype=torch.int64)
-        _put_origin(batch, [self._score_ids.get(i, NOT_SCORED) for _, i in rows] if self._reward else None)
+        score_ids = self._score_ids if self._reward else None
+        batch = group_rows(groups, self._pending.completed, score_ids, self._engines.version)
         if fresh_only and self._engines.rows_are_local:
             return batch
-        index = self._context.rows.index(batch)
-        world_size = dist.get_world_size()
-        # Rows of the index are in the order of sample ids, as the groups are.
-        ends = [0]
-        for group in groups:
-            ends.append(ends[-1] + len(group.ids))
-        edges = [ends[rank * len(groups) // world_size] for rank in range(world_size + 1)]
-        return gather_rows(batch, index, [range(*edge) for edge in pairwise(edges)])
-
-    def _seed_of(self, sample_id: int) -> int:
-        digest = hashlib.blake2b(f"{self._seed}:{sample_id}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest) >> 1
+        return distribute_rows(batch, groups, self._context.rows)
 
 
 def _max_over_mean(values: Sequence[float]) -> float:
     return max(values) * len(values) / sum(values) if any(values) else 1.0
-
-
-def _put_origin(batch: Batch, score_ids: Sequence[int] | None) -> None:
-    """Sets the columns by which `RewardRole.wait` identifies the score of a row of this rank's engine."""
-    batch.put("generated_by", torch.full((len(batch),), dist.get_rank(), dtype=torch.int64), ColumnKind.SEQUENCE)
-    if score_ids is not None:
-        batch.put("score_id", torch.tensor(score_ids, dtype=torch.int64), ColumnKind.SEQUENCE)

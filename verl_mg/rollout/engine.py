@@ -10,7 +10,7 @@ Requests stream in and samples stream out:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -162,6 +162,13 @@ class RolloutEngine(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Aborts all requests in flight, from any thread; `collect` returns them with finish "abort"."""
+
+    def abort_samples(self, ids: Collection[int]) -> None:  # noqa: B027, some engines run a batch to its end
+        """Aborts some requests, where the engine can; `collect` returns them, with finish "abort" or complete.
+
+        Args:
+            ids: sample ids.
+        """
 
     @abstractmethod
     def health(self) -> bool:

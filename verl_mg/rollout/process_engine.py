@@ -103,6 +103,7 @@ class ProcessEngine(RequestTracker):
         self._process.wait_until_ready(START_SECONDS)
         self._version = -1
         self._asleep: set[str] = set()
+        self._keeps_cache = False
 
     def close(self) -> None:
         """Ends the engine's process."""
@@ -150,28 +151,31 @@ class ProcessEngine(RequestTracker):
         Args:
             keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
         """
+        self._keeps_cache = keep_cache
         self._wait(self._call("pause", keep_cache=keep_cache))
 
     def unpause(self) -> None:
         """Continues generation after `pause`."""
         self._wait(self._call("unpause"))
+        self._keeps_cache = False
 
     def begin_update(self) -> None:
         """Begins an update of the weights; no requests may be in flight, unless the engine is paused."""
         self._wait(self._call("begin_update"))
 
-    def load(self, payloads: Sequence[str], version: int | None, *, flush: bool = True) -> int:
+    def load(self, payloads: Sequence[str], version: int | None) -> int:
         """Starts copying the tensors of the payloads into the parameters.
 
         Args:
             payloads: one payload per rank of the engine.
-            version: policy version, with the last payloads of an update.
-            flush: whether the last payloads flush the cache of the old weights.
+            version: policy version, with the last payloads of an update: they flush the cache of the old weights,
+                unless the engine is paused and keeps it.
 
         Returns:
             A number for `loaded`.
         """
-        return self._call("load", payloads=list(payloads), version=version, flush=flush and version is not None)
+        flush = version is not None and not self._keeps_cache
+        return self._call("load", payloads=list(payloads), version=version, flush=flush)
 
     def loaded(self, number: int) -> None:
         """Waits until the engine has copied the tensors of a `load`."""

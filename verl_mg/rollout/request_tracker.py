@@ -8,7 +8,7 @@ import queue
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,12 @@ class RequestTracker(RolloutEngine):
         samples = list(self._done)
         self._done.clear()
         return samples
+
+    def abort_samples(self, ids: Collection[int]) -> None:
+        """Aborts the requests of some samples."""
+        for rid, running in list(self._running.items()):
+            if running.request.id in ids:
+                self._abort_request(rid)
 
     def resume(self) -> None:
         """Submits all requests again that were in flight when the engine was lost, with new ids."""

@@ -7,6 +7,7 @@
 
 `DynamicWorkQueue`: an engine claims a group and pops its samples as slots become free, so that samples of one prompt
 share a prefix cache; when every group is claimed, it pops what is left of the groups that other engines claimed.
+`StreamingWorkQueue`: a `DynamicWorkQueue` to which groups are appended while engines work.
 `StaticWorkQueue`: an engine has its share from the start, which makes a run bitwise repeatable where its engine is.
 """
 
@@ -144,6 +145,68 @@ class DynamicWorkQueue(WorkQueue):
         self._remaining.remove(group)
         if group == self._claimed:
             self._claimed = None
+
+
+class StreamingWorkQueue(DynamicWorkQueue):
+    """Queue without end: groups are appended on every rank, in the same order but not at the same time.
+
+    An engine that has claimed a group before it is appended waits for it; meanwhile it helps with groups of others.
+    Callers serialize the methods.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        """Creates this rank's view of an empty queue.
+
+        Args:
+            store: shared by all ranks; holds the counters.
+            key: prefix of the counters, unique for each queue.
+        """
+        super().__init__(store, key, [], 0)
+        self._appended: list[Group] = []
+        self._groups = self._appended
+        self._next_claim: int | None = None
+        self._forgotten: list[int] = []
+
+    @property
+    def num_complete(self) -> int:
+        """Returns how many groups were complete at the last `refresh` or `mark_done`, on all engines together."""
+        return self._num_complete
+
+    def append(self, groups: Iterable[Group]) -> None:
+        """Appends groups; ids of samples are distinct from all others."""
+        for group in groups:
+            index = len(self._appended)
+            self._appended.append(group)
+            self._group_of |= dict.fromkeys((*group.fresh, *group.partial), index)
+            # Engines without a claim help with the last of these first: the oldest group is first in need.
+            self._remaining.insert(0, index)
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """Removes the groups of samples that were delivered or dropped.
+
+        Their counters are deleted at the next call: until then another rank may look at them.
+        """
+        for index in self._forgotten:
+            for name in (f"{self._key}/done/{index}", f"{self._key}/popped/{index}"):
+                if name in self._used_keys:
+                    self._used_keys.remove(name)
+                    self._store.delete_key(name)
+        self._forgotten = sorted({self._group_of.pop(sample) for sample in samples if sample in self._group_of})
+        for index in self._forgotten:
+            self._appended[index] = Group(())
+        self._remaining = [index for index in self._remaining if index not in self._forgotten]
+        if self._claimed in self._forgotten:
+            self._claimed = None
+
+    def _current_group(self) -> int | None:
+        while self._claimed is None:
+            if self._next_claim is None:
+                self._next_claim = self._add("claimed", 1) - 1
+            if self._next_claim >= len(self._appended):
+                return self._remaining[-1] if self._remaining else None
+            claimed, self._next_claim = self._next_claim, None
+            self._claimed = claimed if claimed in self._remaining else None
+        return self._claimed
 
 
 class StaticWorkQueue(WorkQueue):

@@ -188,7 +188,7 @@ def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
             f"{url}: rollout.weight_transfer=shards is not possible: {info.shard_obstacle}. Start the server with "
             f"--custom-weight-loader {RECEIVER}, or set rollout.weight_transfer=broadcast."
         )
-    if info.dp > 1 or (info.pp > 1 and info.shard_obstacle):
+    if max(info.dp, info.pp) > 1:
         # SGLang gives the ranks of all replicas and stages the same rank in the group.
         raise UserError(
             f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group "
@@ -206,6 +206,8 @@ def _shard_obstacle(server: dict[str, Any]) -> str:
     """Returns the first argument of a server that keeps its ranks from receiving their shards."""
     if RECEIVER not in (server["custom_weight_loader"] or ()):
         return f"it was started without --custom-weight-loader {RECEIVER}"
+    if server["pp_size"] > 1:
+        return "it has pipeline stages, which SGLang calls one after the other"
     if server["quantization"] is not None:
         return f"its weights are quantized ({server['quantization']})"
     if server["enable_eplb"] or server["ep_num_redundant_experts"] or server["init_expert_location"] != "trivial":

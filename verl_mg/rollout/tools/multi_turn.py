@@ -13,7 +13,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -131,6 +131,15 @@ class MultiTurnEngine(RolloutEngine):
                 self._complete(replace(pending.sample, finish="abort"))
             self._aborted |= self._requests.keys()
             self._engine.abort()
+
+    def abort_samples(self, ids: Collection[int]) -> None:
+        """Aborts running calls and the engine's requests of some samples."""
+        with self._lock:
+            for i in [i for i in ids if i in self._pending]:
+                self._pending[i].results.cancel()
+                self._complete(replace(self._pending[i].sample, finish="abort"))
+            self._aborted |= self._requests.keys() & set(ids)
+            self._engine.abort_samples(ids)
 
     def health(self) -> bool:
         """Returns the health of the engine."""

@@ -1,0 +1,32 @@
+"""GRPO whose ranks are killed some time after an iteration began, as `kill.json` beside job.output says."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import torch.distributed as dist
+
+from recipes import grpo
+from recipes.grpo import Config, policy_loss, roles
+from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.job.job import Job
+
+__all__ = ["Config", "iteration", "policy_loss", "roles"]
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    plan = job.config.job.output.parent / "kill.json"
+    if plan.exists() and json.loads(plan.read_text())["iteration"] == job.iteration:
+        pids = all_gather_json(os.getpid())
+        if dist.get_rank() == 0:
+            delay = json.loads(plan.read_text())["delay"]
+            threading.Thread(target=_kill, args=(delay, pids), daemon=True).start()
+    return grpo.iteration(job, cfg)
+
+
+def _kill(delay: float, pids: list[int]) -> None:
+    time.sleep(delay)
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        os.kill(pid, signal.SIGKILL)

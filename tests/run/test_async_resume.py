@@ -1,0 +1,83 @@
+"""An asynchronous run that is killed with samples in flight: after a resume none is lost and none is trained twice."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from tests.machine import Machine
+from tests.rank_pool import RankError, RankPool
+from tests.roles.engine_jobs import inputs, settings
+from tests.tiny_jobs import logged, metrics_of, run_here
+from tests.traces import needs_sglang
+from verl_mg.config import load_config
+from verl_mg.job.recipe import load_recipe
+from verl_mg.run.job_state import read_state
+from verl_mg.run.mode import RunMode
+
+pytestmark = needs_sglang
+RECIPE = Path(__file__).with_name("killed_grpo.py")
+ITERATIONS, PROMPTS, GROUP = 6, 3, 2
+ASYNC = [
+    "rollout.mode=async",
+    "rollout.max_staleness=2",
+    "rollout.max_new_tokens=400",
+    "actor.layout=tp2",
+    "rollout.num_ranks=1",
+    f"algorithm.prompts_per_iteration={PROMPTS}",
+    f"algorithm.group_size={GROUP}",
+    f"job.iterations={ITERATIONS}",
+    "job.console=false",
+    "checkpoint.every=1",
+]
+
+
+def run_whole(folder: Path, mode: RunMode, *overrides: str) -> None:
+    recipe = load_recipe(RECIPE)
+    run_here(recipe, load_config(None, [*settings(folder), *ASYNC, *overrides], recipe.config), mode)
+
+
+def trained(run: Path, iteration: int) -> dict[int, tuple[int, list[int]]]:
+    """Prompt and tokens of each sample of an iteration."""
+    files = (run / "samples" / f"{iteration:06d}").iterdir()
+    columns = ["sample_id", "prompt_id", "tokens"]
+    rows = [row for file in files for row in parquet.read_table(file, columns=columns).to_pylist()]
+    assert len({row["sample_id"] for row in rows}) == len(rows)
+    return {row["sample_id"]: (row["prompt_id"], row["tokens"]) for row in rows}
+
+
+@pytest.mark.timeout(400)
+def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks, tmp_path):
+    folder = inputs(tmp_path, "qwen3", positions=512, unused=1000)
+    run = folder / "run"
+    for iteration, delay in ((3, 0.3), (5, 0.05)):
+        (folder / "kill.json").write_text(json.dumps({"iteration": iteration, "delay": delay}))
+        pool = RankPool(Machine.this(), 3)
+        try:
+            with pytest.raises(RankError, match="the process died"):
+                pool.run(3, run_whole, folder, RunMode())
+        finally:
+            pool.stop()
+        state = read_state(sorted((run / "checkpoints").iterdir())[-1]).rollout
+        assert state.groups and any(group.partial for group in state.groups)
+    (folder / "kill.json").unlink()
+    ranks.run(3, run_whole, folder, RunMode())
+    steps = [trained(run, iteration) for iteration in range(1, ITERATIONS + 1)]
+    ids = [i for step in steps for i in step]
+    assert [len(step) for step in steps] == [PROMPTS * GROUP] * ITERATIONS and len(set(ids)) == len(ids)
+    left = read_state(run / "checkpoints" / f"{ITERATIONS:06d}").rollout
+    waiting = [i for group in left.groups for i in range(group.first, group.first + group.samples)]
+    assert sorted([*ids, *waiting]) == list(range(left.next_id))
+    assert [line["step"] for line in logged(run)] == list(range(1, ITERATIONS + 1))
+    assert all(line["actor/grad_norm"] > 0 for line in logged(run))
+    # Training alone on what was recorded: the same numbers, to the bit.
+    shutil.rmtree(run / "checkpoints")
+    ranks.run(2, run_whole, folder, RunMode(replayed=f"{run}@{ITERATIONS}"), f"job.output={folder / 'replayed'}")
+    replayed = [of_training(line) for line in metrics_of(folder / "replayed")]
+    assert len(replayed) == ITERATIONS and replayed == [of_training(line) for line in metrics_of(run)]
+
+
+def of_training(line: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name.startswith(("actor/", "reward/", "loss", "step"))}

@@ -1,0 +1,367 @@
+"""Asynchronous rollout: engines on ranks of their own generate without pause while the recipe trains.
+
+A recipe calls the same methods as of `Rollout`. `generate` submits its prompts, and prompts of later calls as far as
+the bound of staleness permits (see `staleness`); it returns as many groups as it was given prompts, the oldest complete
+ones. `update_weights` reaches the engines with their requests in flight: these continue under the new weights, and each
+token keeps the version that generated it.
+
+Each rank that leads an engine has a thread for it (`EngineStream`); bookkeeping is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.distributed import PrefixStore
+
+from verl_mg.batch import Batch
+from verl_mg.data.prompt_feed import PromptFeed
+from verl_mg.data.prompts import Prompt
+from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
+from verl_mg.errors import UserError
+from verl_mg.roles.context import JobContext
+from verl_mg.roles.engine_group import EngineGroup
+from verl_mg.roles.group_rows import distribute_rows, group_rows, sample_seed
+from verl_mg.roles.models import Actor
+from verl_mg.roles.pending_groups import PendingGroup, RolloutState
+from verl_mg.roles.reward import RewardRole
+from verl_mg.roles.rollout import Rollout
+from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecord, RolloutRecords
+from verl_mg.roles.staleness import OutstandingGroups, PolicyVersions, Selection, Stale
+from verl_mg.rollout.engine import Request, Sample, Sampling
+from verl_mg.rollout.engine_stream import EngineStream, oldest_version
+from verl_mg.rollout.work_queue import StreamingWorkQueue
+
+
+class AsyncRollout:
+    """Generates samples on the engines of all ranks without pause; all ranks call every method together."""
+
+    is_replay = False
+
+    def __init__(
+        self,
+        engines: EngineGroup,
+        sampling: Sampling,
+        seed: int,
+        context: JobContext,
+        prompts: PromptFeed,
+        records: RolloutRecords,
+        reward: RewardRole | None = None,
+        *,
+        max_staleness: int,
+        stale: Stale,
+    ) -> None:
+        """Creates the rollout of a job.
+
+        Args:
+            engines: the engines of all ranks.
+            sampling: how tokens are drawn in training.
+            seed: of the job; with the sample id it is the seed of a sample.
+            context: the shared services of the job.
+            prompts: the prompts of the job, from which those of later calls are drawn.
+            records: receives the batches for the recording of samples.
+            reward: scores samples while others are generated; None: nothing is scored.
+            max_staleness: largest number of weight updates between generation and training of a token.
+            stale: treatment of tokens that are too old.
+        """
+        self._engines, self._seed, self._context, self._feed, self._reward = engines, seed, context, prompts, reward
+        self._versions = PolicyVersions(max_staleness)
+        self._groups = OutstandingGroups(self._versions, stale)
+        self._store = PrefixStore("async rollout", context.store)
+        self._prompt_of: dict[int, Prompt] = {}
+        """Prompt of each sample of the outstanding groups; read by the stream's thread."""
+        self._score_ids: dict[int, int] = {}
+        """Score of each complete sample of this rank; written by the stream's thread."""
+        self._loaded: dict[int, Sample] = {}
+        """Complete samples of a checkpoint on this rank."""
+        self._loaded_groups: set[int] = set()
+        """First samples of the groups that were complete in the checkpoint, which no engine completes."""
+        self._ahead: list[int] = []
+        """Prompts that were submitted for later calls, in order."""
+        self._num_samples = 0
+        self._num_calls = self._num_consumed = self._num_dropped = 0
+        self._progress: list[PendingGroup] = []
+        self._is_last = True
+        self._idle_since = time.perf_counter()
+        self._records = records
+        self._train_batches: list[Batch] = []
+        self.metrics: dict[str, float] = {}
+        queue = StreamingWorkQueue(self._store, "queue")
+        self._stream = EngineStream(
+            engines.engine,
+            queue,
+            self._store,
+            engines.events,
+            engines.restart_process,
+            engines.resume_requests,
+            self._request_of,
+            self._on_sample,
+            sampling,
+        )
+        self._evaluation = Rollout(engines, sampling, seed, context, prompts, records, reward)
+
+    @property
+    def train_batches(self) -> list[Batch]:
+        """Returns the batches of this iteration that `generate` returned."""
+        return self._train_batches
+
+    @property
+    def records(self) -> list[RolloutRecord]:
+        """Returns the records of all batches of this iteration."""
+        return self._records.records
+
+    @property
+    def num_pending_prompts(self) -> int:
+        """Returns 0: the next call returns as many groups as it is given prompts."""
+        return 0
+
+    def start_iteration(self, iteration: int, is_last: bool) -> None:
+        """Starts the records of an iteration; in the last one nothing is submitted for later calls."""
+        self._is_last, self._train_batches = is_last, []
+        self._records.clear()
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
+        """Returns samples of as many prompts as requested, those with the oldest tokens, different rows on each rank.
+
+        Columns are those of `Rollout.generate`. Tokens that are too old are not in `loss_mask`.
+
+        Args:
+            prompts: the prompts, the same on every rank.
+            num_samples: samples of each prompt.
+
+        Raises:
+            UserError: `prompts` are not those that were submitted in advance.
+        """
+        self._context.executor.require_outside_block("rollout.generate")
+        self._submit(prompts, num_samples)
+        with self._context.timer("generate"):
+            selection = self._wait_for_groups(len(prompts))
+        with self._context.timer("row_dispatch"):
+            batch = self._assemble(selection.returned)
+        self._measure(batch)
+        self._train_batches.append(batch)
+        self._records.add(batch)
+        return batch
+
+    def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
+        """Returns the greedy response to each prompt; see `generate_for_eval`."""
+        return self.generate_for_eval(prompts, 1, 0.0)
+
+    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
+        """Returns samples with the columns of `generate`; those of training wait meanwhile."""
+        with self._drained():
+            return self._evaluation.generate_for_eval(prompts, num_samples, temperature)
+
+    def update_weights(self, actor: Actor) -> None:
+        """Transfers the actor's weights to the engines between two tokens of the requests in flight."""
+        self._context.executor.require_outside_block("rollout.update_weights")
+        with self._context.timer("weight_sync"), self._stream.stopped():
+            self._restarted_engines()  # they get the weights with all others
+            self.metrics |= self._engines.update_weights_in_flight(actor)
+            self._versions.push(actor.num_updates)
+            self._stream.set_version(actor.num_updates)
+            if self._groups.stale == "drop":
+                self._drop(self._groups.drop_unfinished(self._all_in_flight()))
+        self._stream.start()
+
+    def close(self) -> None:
+        """Ends the thread and the engines that this job has started."""
+        self._stream.close()
+        self._engines.close()
+
+    # -- checkpoints
+
+    def local_state(self) -> LocalRolloutState:
+        """Returns the complete samples that this rank has, and its unfinished ones, which continue afterwards."""
+        with self._stream.stopped():
+            completed, partial = self._stream.drain()
+            completed |= self._loaded
+            reports = all_gather_json([list(completed), list(partial)])
+            done, aborted = ([i for report in reports for i in report[which]] for which in (0, 1))
+            self._progress = self._groups.progress(done, aborted)
+            self._stream.resubmit()
+        return LocalRolloutState(completed, partial)
+
+    def state(self) -> RolloutState:
+        """Returns what all ranks know of the samples at the last `local_state`."""
+        return RolloutState(
+            next_id=self._groups.next_id,
+            groups=[group.state() for group in self._progress],
+            in_flight=None,
+            prefetched=self._ahead,
+            prefetched_samples=self._num_samples if self._ahead else 0,
+            versions=self._versions.recent,
+        )
+
+    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
+        """Resumes from a checkpoint; unfinished samples continue, complete ones are scored again."""
+        partial = local.partial if self._engines.engine is not None else {}
+        reports = all_gather_json([list(local.completed), list(partial)])
+        done, aborted = ({i for report in reports for i in report[which]} for which in (0, 1))
+        groups = [PendingGroup.from_state(group, prompt_of, done, aborted) for group in state.groups]
+        self._groups.next_id, self._groups.groups = state.next_id, {group.ids.start: group for group in groups}
+        self._prompt_of = {i: group.prompt for group in groups for i in group.ids}
+        known = {i for group in groups for i in group.done}
+        self._loaded = {i: sample for i, sample in local.completed.items() if i in known}
+        self._stream.resume_partial(
+            Request(i, self._prompt_of[i].tokens, sample_seed(self._seed, i), partial[i])
+            for group in groups
+            for i in sorted(group.partial & partial.keys())
+        )
+        self._ahead, self._num_samples = list(state.prefetched), state.prefetched_samples
+        self._versions.recent = list(state.versions)
+        self._loaded_groups = {group.ids.start for group in groups if not group.missing.size}
+        self._stream.append(group.missing for group in groups if group.missing.size)
+        for sample in self._loaded.values():
+            self._score(sample)
+
+    def resume_in_flight(self) -> None:
+        """Does nothing: the groups of the checkpoint are generated from the first `update_weights` on."""
+
+    # -- called by the stream's thread
+
+    def _request_of(self, sample: int) -> Request:
+        return Request(sample, self._prompt_of[sample].tokens, sample_seed(self._seed, sample))
+
+    def _on_sample(self, sample: Sample) -> None:
+        self._context.timer.progress += 1  # the watchdog sees that a long call progresses
+        self._score(sample)
+
+    def _score(self, sample: Sample) -> None:
+        if self._reward:
+            self._score_ids[sample.id] = self._reward.submit(self._prompt_of[sample.id], sample)
+
+    # -- one call
+
+    def _submit(self, prompts: Sequence[Prompt], num_samples: int) -> None:
+        """Submits the prompts of this call that were not submitted in advance, and those of later calls."""
+        requested = [prompt.id for prompt in prompts]
+        known = self._ahead[: len(requested)]
+        if known != requested[: len(known)] or (known and num_samples != self._num_samples):
+            raise UserError(
+                f"rollout.mode=async: {self._num_samples} samples of each of {len(self._ahead)} prompts are generated "
+                f"in advance, but the recipe requests {num_samples} of {len(prompts)} other prompts. Request those "
+                "of job.prompts.next_batch(n) with the same number of samples each time, or write rollout.mode=sync."
+            )
+        new, self._ahead, self._num_samples = list(prompts[len(known) :]), self._ahead[len(known) :], num_samples
+        if prompts and not self._is_last:
+            later = self._feed.peek(self._groups.num_ahead(len(prompts)))
+            new += later[len(self._ahead) :]
+            self._ahead = [prompt.id for prompt in later]
+        self._admit(new)
+
+    def _admit(self, prompts: Sequence[Prompt]) -> None:
+        groups = self._groups.admit(prompts, self._num_samples)
+        self._prompt_of |= {i: group.prompt for group in groups for i in group.ids}
+        self._stream.append(group.missing for group in groups)
+
+    def _wait_for_groups(self, count: int) -> Selection:
+        """Waits until `count` groups can be returned, and removes them from the buffer."""
+        count = min(count, len(self._groups.groups))
+        returned: list[PendingGroup] = []
+        started = time.perf_counter()
+        while len(returned) < count:
+            selection = self._groups.select(self._all_complete(), count - len(returned))
+            for group in (*selection.dropped, *selection.returned):
+                self._num_consumed += group.ids.start not in self._loaded_groups
+            self._drop(selection.dropped)
+            returned += selection.returned
+            if len(returned) < count and not selection.dropped:
+                self._wait_for_completions(count - len(returned))
+        self.metrics["time/trainer_idle"] = time.perf_counter() - started
+        return Selection(sorted(returned, key=lambda group: group.ids.start), [])
+
+    def _wait_for_completions(self, count: int) -> None:
+        """Waits until engines have completed `count` more groups than were removed from the buffer."""
+        self._num_calls += 1
+        key, events = f"call {self._num_calls}", self._engines.events
+        self._stream.announce(key, self._num_consumed + count)
+        while not events.has_ended(key):
+            for engine in events.wait():
+                self._engines.recover(engine)
+            self._stream.check()
+
+    def _all_complete(self) -> dict[int, int]:
+        """Returns the version of the oldest token of each complete sample of all ranks."""
+        local = self._stream.oldest_versions()
+        local |= {i: oldest_version(sample, self._versions.newest) for i, sample in self._loaded.items()}
+        return {i: version for report in all_gather_json(list(local.items())) for i, version in report}
+
+    def _all_in_flight(self) -> list[tuple[int, int]]:
+        local = list(self._stream.in_flight_versions().items())
+        return [(i, version) for report in all_gather_json(local) for i, version in report]
+
+    def _drop(self, groups: Sequence[PendingGroup]) -> None:
+        """Drops groups, and submits newly drawn prompts in their place."""
+        if not groups:
+            return
+        ids = [i for group in groups for i in group.ids]
+        with self._stream.stopped():
+            self._stream.discard(ids)
+        self._remove(ids)
+        self._num_dropped += len(ids)
+        self._admit(self._feed.draw_extra(len(groups)))
+
+    def _assemble(self, groups: Sequence[PendingGroup]) -> Batch:
+        """Returns this rank's rows of groups, whose samples leave the buffer."""
+        ids = [i for group in groups for i in group.ids]
+        completed = self._stream.take(ids)
+        completed |= {i: sample for i, sample in self._loaded.items() if i in set(ids)}
+        batch = group_rows(groups, completed, self._score_ids if self._reward else None, self._engines.version)
+        self._remove(ids, discard_scores=False)
+        batch = distribute_rows(batch, groups, self._context.rows)
+        too_old = batch["loss_mask"] & (batch["policy_versions"] < self._versions.oldest_allowed)
+        batch["loss_mask"] = batch["loss_mask"] & ~too_old
+        return batch
+
+    def _remove(self, ids: Sequence[int], *, discard_scores: bool = True) -> None:
+        """Forgets samples that were returned or dropped."""
+        scores = [self._score_ids.pop(i) for i in ids if i in self._score_ids]
+        if self._reward and discard_scores:
+            self._reward.discard(scores)
+        for i in ids:
+            self._prompt_of.pop(i, None)
+            self._loaded.pop(i, None)
+
+    @contextmanager
+    def _drained(self) -> Iterator[None]:
+        """Aborts the samples in flight for the time of the block, which uses the engines; they continue after it."""
+        with self._stream.stopped():
+            self._stream.drain()
+            for engine in self._restarted_engines():
+                self._engines.recover(engine)
+            yield
+            self._stream.resubmit()
+
+    def _restarted_engines(self) -> list[int]:
+        """Returns the engines that have no weights since they were restarted; called while all streams are stopped."""
+        all_gather_json(None)  # then all have announced their restarts
+        return list(self._engines.events.unseen_restarts())
+
+    def _measure(self, batch: Batch) -> None:
+        """Sets the metrics of a call: ages of the trained tokens, fill of the buffer, idle engines, dropped samples."""
+        now = time.perf_counter()
+        versions, mask = batch["policy_versions"], batch["loss_mask"]
+        ages = torch.tensor([self._versions.age(version) for version in versions[mask].tolist()], dtype=torch.int64)
+        counts = torch.bincount(ages, minlength=self._versions.max_staleness + 1).tolist()
+        masked = int(((versions >= 0) & ~mask).sum())
+        idle, self._stream.idle_seconds = self._stream.idle_seconds, 0.0
+        num_tokens, self._stream.num_tokens = self._stream.num_tokens, 0
+        local = {f"age {age}": float(count) for age, count in enumerate(counts)}
+        local |= {"too_old": float(masked), "idle": idle, "tokens": float(num_tokens)}
+        local |= {"deaths": float(self._stream.num_deaths), "buffered": float(len(self._stream.oldest_versions()))}
+        sums = sum_over_ranks([local])
+        trained = max(sum(sums.get(f"age {age}", 0.0) for age in range(len(counts))), 1.0)
+        outstanding = sum(len(group.ids) for group in self._groups.groups.values())
+        self.metrics |= {
+            **{f"rollout/staleness_{age}": sums.get(f"age {age}", 0.0) / trained for age in range(len(counts))},
+            "rollout/tokens_too_old": sums["too_old"],
+            "rollout/buffer_fill": sums["buffered"] / max(outstanding, 1),
+            "rollout/dropped_samples": float(self._num_dropped),
+            "rollout/engine_deaths": sums["deaths"],
+            "time/engine_idle": sums["idle"] / (self._engines.num_engines * (now - self._idle_since)),
+        }
+        self._num_dropped, self._idle_since = 0, now

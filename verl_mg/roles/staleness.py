@@ -1,0 +1,140 @@
+"""Staleness of samples in asynchronous rollouts: how many groups may be outstanding, and which are returned.
+
+The staleness of a token is the number of weight updates between the weights that generated it and those that are
+trained with it. Nothing here communicates or generates: the state is the same on every rank.
+
+A batch of n groups is returned before each update. While k n groups are outstanding, a group that is started now is
+returned after at most k further updates if the oldest complete groups are returned first; so staleness m permits m n
+outstanding groups beyond those that `generate` waits for (AReaL, arXiv:2505.24298, equation 3). Only samples that take
+longer than m updates to generate become too old all the same; `stale` decides about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from verl_mg.data.prompts import Prompt
+from verl_mg.roles.pending_groups import PendingGroup
+
+Stale = Literal["continue", "drop"]
+"""Treatment of tokens that are too old. continue: they remain in the context, but not in the loss. drop: the group
+is dropped, and another prompt takes its place."""
+
+
+@dataclass
+class PolicyVersions:
+    """Versions of the weights that the engines have had, as far as they matter."""
+
+    max_staleness: int
+    """Largest number of updates between generation and training of a token."""
+    recent: list[int] = field(default_factory=list)
+    """The newest versions in order, at most `max_staleness + 1` of them."""
+
+    def push(self, version: int) -> None:
+        """Notes that the engines have a newer version."""
+        if self.recent[-1:] != [version]:
+            self.recent = [*self.recent, version][-self.max_staleness - 1 :]
+
+    @property
+    def newest(self) -> int:
+        """Returns the version of the last update."""
+        return self.recent[-1]
+
+    @property
+    def oldest_allowed(self) -> int:
+        """Returns the oldest version whose tokens may be trained now."""
+        return self.recent[0]
+
+    def age(self, version: int) -> int:
+        """Returns the staleness of a token of some version; max_staleness + 1 for all that are too old."""
+        return sum(other > version for other in self.recent) if version >= self.recent[0] else self.max_staleness + 1
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Groups that leave the buffer."""
+
+    returned: list[PendingGroup]
+    """Groups that `generate` returns, in the order of their ids."""
+    dropped: list[PendingGroup]
+    """Groups with tokens that are too old."""
+
+
+class OutstandingGroups:
+    """Groups that were submitted and not yet returned, by the id of their first sample."""
+
+    def __init__(self, versions: PolicyVersions, stale: Stale) -> None:
+        """Starts without groups.
+
+        Args:
+            versions: versions of the engines' weights.
+            stale: treatment of tokens that are too old.
+        """
+        self.versions, self.stale = versions, stale
+        self.next_id = 0
+        self.groups: dict[int, PendingGroup] = {}
+
+    def admit(self, prompts: Sequence[Prompt], num_samples: int) -> list[PendingGroup]:
+        """Returns new groups with new sample ids.
+
+        Args:
+            prompts: one group each.
+            num_samples: samples of each group.
+        """
+        new = []
+        for prompt in prompts:
+            new.append(PendingGroup(prompt, range(self.next_id, self.next_id + num_samples)))
+            self.next_id += num_samples
+        self.groups |= {group.ids.start: group for group in new}
+        return new
+
+    def num_ahead(self, num_groups: int) -> int:
+        """Returns how many groups may be outstanding when a `generate` of `num_groups` returns."""
+        return self.versions.max_staleness * num_groups
+
+    def select(self, oldest: Mapping[int, int], count: int) -> Selection:
+        """Removes and returns the groups that are returned now, those with the oldest tokens first.
+
+        Args:
+            oldest: version of the oldest token of each complete sample, on whatever rank it is.
+            count: how many groups are returned at most.
+        """
+        age = {
+            first: min(oldest[i] for i in group.ids)
+            for first, group in self.groups.items()
+            if all(i in oldest for i in group.ids)
+        }
+        too_old = [first for first, version in age.items() if version < self.versions.oldest_allowed]
+        dropped = too_old if self.stale == "drop" else []
+        usable = sorted((version, first) for first, version in age.items() if first not in dropped)
+        returned = sorted(first for _, first in usable[:count])
+        return Selection(self._remove(returned), self._remove(dropped))
+
+    def drop_unfinished(self, oldest: Iterable[tuple[int, int]]) -> list[PendingGroup]:
+        """Removes and returns the groups with unfinished samples that can no longer be trained, with `stale="drop"`.
+
+        Args:
+            oldest: (sample id, version of its oldest token) of the samples in flight on all ranks.
+        """
+        if self.stale != "drop":
+            return []
+        too_old = {i for i, version in oldest if version < self.versions.oldest_allowed}
+        return self._remove([first for first, group in self.groups.items() if too_old.intersection(group.ids)])
+
+    def progress(self, done: Iterable[int], partial: Iterable[int]) -> list[PendingGroup]:
+        """Returns all groups with their complete and aborted samples, for a checkpoint.
+
+        Args:
+            done: ids of the complete samples on all ranks.
+            partial: ids of the aborted samples on all ranks.
+        """
+        all_done, all_partial = frozenset(done), frozenset(partial)
+        return [
+            replace(group, done=all_done.intersection(group.ids), partial=all_partial.intersection(group.ids))
+            for group in self.groups.values()
+        ]
+
+    def _remove(self, firsts: Sequence[int]) -> list[PendingGroup]:
+        return [self.groups.pop(first) for first in firsts]
