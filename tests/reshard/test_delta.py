@@ -1,0 +1,99 @@
+"""Changes of weights: their code, and their transfer between real ranks."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_mg.reshard.delta import HEADER_BYTES, Kind, apply_delta, checksum, encode_delta
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.int64]
+
+
+def random_bits(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def same_bits(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.sampled_from(DTYPES),
+    st.sampled_from([0.0, 0.001, 0.02, 0.1, 0.3, 0.9, 1.0]),
+    st.integers(0, 2**30),
+)
+def test_apply_delta_of_any_change_gives_the_new_bits(shape, dtype, share, seed):
+    before, new = random_bits(shape, dtype, seed), random_bits(shape, dtype, seed + 1)
+    changed = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    values = torch.where(changed, new.view(bits), before.view(bits)).view(dtype)
+    code = encode_delta(values, before)
+    assert len(code) % 8 == 0 and len(code) <= HEADER_BYTES + values.nbytes + 7 + (values.numel() > 1) * 8
+    target = before.clone()
+    assert apply_delta(code, target) and same_bits(target, values)
+    # A box of a larger parameter, which is not contiguous.
+    larger = torch.zeros([size + 3 for size in shape], dtype=torch.int64).to(bits).view(dtype)
+    box = tuple(slice(1, 1 + size) for size in shape)
+    larger[box] = before
+    assert apply_delta(encode_delta(values, larger[box]), larger[box]) and same_bits(larger[box], values)
+    larger.view(bits)[box] = 0
+    assert int(larger.view(bits).count_nonzero()) == 0
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.0, 0), (0.02, 1), (0.3, 2), (1.0, 3)])
+def test_encode_delta_takes_the_smallest_form(share, kind):
+    torch.manual_seed(0)
+    before = torch.randn(1000, 100).bfloat16()
+    values = torch.where(torch.rand(1000, 100) < share, before * 2, before)
+    code, count = encode_delta(values, before), int((values != before).sum())
+    assert code[:8].view(torch.int64).item() == Kind(kind)
+    at_most = {0: 0, 1: 3.1 * count, 2: 2 * count + 12500, 3: values.nbytes}[kind]
+    assert len(code) <= HEADER_BYTES + at_most + 16
+
+
+def test_encode_delta_of_distances_beyond_a_byte_is_restored():
+    before = torch.zeros(70000, 40, dtype=torch.bfloat16)
+    values = before.clone()
+    places = torch.tensor([0, 1, 128, 129, 257, 16600, 33000, 2_200_000, 2_799_999])
+    values.view(-1)[places] = torch.arange(1.0, 10.0).bfloat16()
+    code = encode_delta(values, before)
+    assert len(code) < HEADER_BYTES + 60
+    assert apply_delta(code, before) and torch.equal(before, values)
+
+
+def test_apply_delta_of_a_damaged_code_or_other_base_is_refused():
+    torch.manual_seed(0)
+    before = torch.randn(50, 40).bfloat16()
+    values = torch.where(torch.rand(50, 40) < 0.05, before + 1, before)
+    code = encode_delta(values, before)
+    other = before.clone()
+    other[7, 7] += 1
+    assert not apply_delta(code, other) or values[7, 7] != before[7, 7]
+    refused = 0
+    for place in range(len(code)):
+        damaged = code.clone()
+        damaged[place] ^= 1 << (place % 8)
+        target = before.clone()
+        if apply_delta(damaged, target):
+            assert same_bits(target, values)  # bytes that fill up a part
+        else:
+            refused += 1
+    assert refused > len(code) - 16
+    assert not apply_delta(code[:-8].clone(), before.clone())
+
+
+def test_checksum_depends_on_values_and_places_and_not_on_strides():
+    values = random_bits((64, 32), torch.bfloat16, 1)
+    number = checksum(values)
+    assert checksum(values.t().contiguous().t()) == number != checksum(values.t())
+    seen = {number}
+    for place in range(0, 2048, 13):
+        for bit in (0, 7, 15):
+            changed = values.clone()
+            changed.view(-1).view(torch.int16)[place] ^= -(2**15) if bit == 15 else 1 << bit
+            seen.add(checksum(changed))
+    assert len(seen) == 1 + 3 * len(range(0, 2048, 13))

@@ -1,0 +1,190 @@
+"""Lossless code of the elements of a box that have changed, with a checksum of the result.
+
+    header     four int64: kind, number of changed elements, bytes of places, checksum of the whole box
+    values     the changed elements, filled to a multiple of 8 bytes
+    places     which elements they are, filled to a multiple of 8 bytes
+
+Places are the distances of changed elements, minus 1, as numbers of 7 bits a byte with a bit for "continued" (LEB128),
+or a bit for each element of the box: whatever is smaller. If all values together are smaller still, there are no places.
+Elements are compared and copied as bits, so the code knows no rounding, no NaN and no sign of zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 8
+"""Parts of a code begin at multiples of this number of bytes."""
+HEADER_BYTES = 32
+SLAB_ELEMENTS = 2**20
+"""Elements whose checksum is computed at a time, which bounds the memory of intermediate values."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PAYLOAD = 7  # bits of a number in each byte
+
+
+class Kind(IntEnum):
+    """How the places of changed elements are written."""
+
+    UNCHANGED = 0
+    DISTANCES = 1
+    BITMAP = 2
+    ALL = 3
+
+
+def encode_delta(values: Tensor, before: Tensor | None) -> Tensor:
+    """Encodes the elements of a box that differ from earlier ones.
+
+    Args:
+        values: elements of the box, of any shape and strides.
+        before: earlier elements of the same shape and dtype; None: all are encoded.
+
+    Returns:
+        (bytes,) uint8, a multiple of 8.
+    """
+    bits = _bits(values)
+    number = checksum(values)
+    if before is None:
+        return _code(Kind.ALL, bits.numel(), number, bits.reshape(-1), None)
+    changed = (bits != _bits(before)).reshape(-1)
+    count, size = int(changed.sum()), changed.numel()
+    if not count:
+        return _code(Kind.UNCHANGED, 0, number, None, None)
+    bitmap_bytes = -(-size // 8)
+    if count * bits.itemsize + min(bitmap_bytes, count) >= size * bits.itemsize:
+        return _code(Kind.ALL, size, number, bits.reshape(-1), None)
+    kind, places = Kind.BITMAP, None
+    if count < bitmap_bytes:  # a distance takes a byte or more
+        at = changed.nonzero().squeeze(1)
+        places = _distances(at)
+        kind = Kind.DISTANCES if len(places) < bitmap_bytes else Kind.BITMAP
+    if places is None or kind is Kind.BITMAP:
+        places = _bitmap(changed)
+    return _code(kind, count, number, bits.reshape(-1)[changed], places)
+
+
+def apply_delta(code: Tensor, target: Tensor) -> bool:
+    """Writes the encoded elements into a box.
+
+    Args:
+        code: result of `encode_delta`, on the device of the box.
+        target: elements of the box before the change, of any strides; written in place.
+
+    Returns:
+        Whether the code is intact and the box has the checksum of the encoded one. If not, its elements are undefined.
+    """
+    kind, count, place_bytes, expected = code[:HEADER_BYTES].view(torch.int64).tolist()
+    bits = _bits(target)
+    value_bytes = count * bits.itemsize
+    places_at = HEADER_BYTES + _aligned(value_bytes)
+    sizes_fit = 0 <= count <= bits.numel() and place_bytes >= 0
+    if not sizes_fit or kind not in list(Kind) or len(code) != places_at + _aligned(place_bytes):
+        return False
+    values = code[HEADER_BYTES : HEADER_BYTES + value_bytes].view(bits.dtype)
+    if kind == Kind.ALL:
+        if count != bits.numel():
+            return False
+        bits.copy_(values.view(bits.shape))
+    elif kind != Kind.UNCHANGED:
+        read = _places if kind == Kind.DISTANCES else _marked
+        at = read(code[places_at : places_at + place_bytes])
+        if len(at) != count or not count or int(at.max()) >= bits.numel() or int(at.min()) < 0:
+            return False
+        bits[torch.unravel_index(at, bits.shape)] = values
+    return checksum(target) == expected
+
+
+def checksum(values: Tensor) -> int:
+    """Returns a number of 64 bits from the bits and places of all elements; a single change always changes it.
+
+    It is the sum of bits times odd numbers that a hash gives to the places, modulo 2**64.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    start = 0
+    for slab in _slabs(_bits(values)):
+        at = torch.arange(start + 1, start + 1 + len(slab), device=slab.device)
+        factors = at * -0x61C8864680B583EB
+        factors = (factors ^ (factors >> 29)) * -0x40A7B892E31B1A47 | 1
+        total += ((slab.long() + 1) * factors).sum()
+        start += len(slab)
+    return int(total)
+
+
+def _slabs(bits: Tensor) -> Iterator[Tensor]:
+    """Yields all elements in order, some of them at a time, also of boxes that are not contiguous."""
+    if bits.is_contiguous() or bits.dim() == 1:
+        yield from bits.reshape(-1).split(SLAB_ELEMENTS)
+        return
+    rows = max(1, SLAB_ELEMENTS // max(1, math.prod(bits.shape[1:])))
+    for part in bits.split(rows):
+        yield part.reshape(-1)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(_BITS[values.dtype.itemsize])
+
+
+def _code(kind: Kind, count: int, number: int, values: Tensor | None, places: Tensor | None) -> Tensor:
+    parts = [part for part in (values, places) if part is not None]
+    device = parts[0].device if parts else torch.device("cpu")
+    place_bytes = len(places) if places is not None else 0
+    header = torch.tensor([kind, count, place_bytes, number], dtype=torch.int64).to(device).view(torch.uint8)
+    pieces = [header]
+    for part in parts:
+        content = part.contiguous().view(torch.uint8)
+        pieces += [content, content.new_zeros(_aligned(len(content)) - len(content))]
+    return torch.cat(pieces)
+
+
+def _distances(at: Tensor) -> Tensor:
+    """Returns the distances of places, which rise, in 7 bits a byte."""
+    gaps = at - torch.cat([at.new_full((1,), -1), at[:-1]]) - 1
+    lengths = torch.ones_like(gaps)
+    limit = 1 << _PAYLOAD
+    largest = int(gaps.max())
+    while limit <= largest:
+        lengths += gaps >= limit
+        limit <<= _PAYLOAD
+    ends = lengths.cumsum(0)
+    result = torch.zeros(int(ends[-1]), dtype=torch.uint8, device=at.device)
+    for number in range(int(lengths.max())):
+        has = lengths > number
+        digit = (gaps[has] >> (_PAYLOAD * number)) & 0x7F
+        continued = (lengths[has] > number + 1).long() << _PAYLOAD
+        result[(ends - lengths)[has] + number] = (digit | continued).to(torch.uint8)
+    return result
+
+
+def _places(code: Tensor) -> Tensor:
+    """Returns the places of which `_distances` has encoded the distances; none for a code that is cut off."""
+    is_last = code < 0x80
+    if not len(code) or not bool(is_last[-1]):
+        return code.new_zeros(0, dtype=torch.int64)
+    ends = is_last.nonzero().squeeze(1)
+    number = is_last.cumsum(0) - is_last.long()
+    starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
+    digit = torch.arange(len(code), device=code.device) - starts[number]
+    gaps = torch.zeros(len(ends), dtype=torch.int64, device=code.device)
+    gaps.index_add_(0, number, (code & 0x7F).long() << (_PAYLOAD * digit).clamp(max=56))
+    return (gaps + 1).cumsum(0) - 1
+
+
+def _bitmap(changed: Tensor) -> Tensor:
+    """Returns a bit for each element, the first in the lowest bit."""
+    filled = torch.nn.functional.pad(changed, (0, -len(changed) % 8)).view(-1, 8)
+    weights = torch.arange(8, dtype=torch.uint8, device=changed.device)
+    return (filled.to(torch.uint8) << weights).sum(1, dtype=torch.uint8)
+
+
+def _marked(code: Tensor) -> Tensor:
+    """Returns the places of the bits of `_bitmap`."""
+    bits = (code[:, None] >> torch.arange(8, dtype=torch.uint8, device=code.device)) & 1
+    return bits.view(-1).nonzero().squeeze(1)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,206 @@
+"""Transfer of the elements that have changed since the last transfer, along the messages of a schedule.
+
+A message consists of the codes (`delta.py`) of its boxes, whose sizes are sent first. What arrives are patches of the
+target's parameters; applying them is left to whoever has these: a rank, or an engine in another process. The sender
+keeps a copy of the parameters that it has sent, in host memory by default.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_mg import device
+from verl_mg.reshard.delta import HEADER_BYTES, apply_delta, encode_delta
+from verl_mg.reshard.execute import Traffic
+from verl_mg.reshard.schedule import Bucket, Message, Schedule, Segment
+from verl_mg.sharding.boxes import Box, intersect, slices, translate_box
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Changes of a box of a parameter."""
+
+    parameter: str
+    """Target parameter."""
+    box: Box
+    """Box in the parameter."""
+    code: Tensor
+    """Its changes, as `apply_delta` reads them."""
+
+
+class SentValues:
+    """Copies of the source's parameters as they were sent last."""
+
+    def __init__(self, on_host: bool = True) -> None:
+        """Keeps nothing yet.
+
+        Args:
+            on_host: keep the copies in host memory, and not on the device of the parameters.
+        """
+        self._on_host = on_host
+        self._copies: dict[str, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def encode(self, parameter: str, box: Box, values: Tensor) -> Tensor:
+        """Returns the changes of a box since its parameter was kept; all of it where it was not.
+
+        Args:
+            parameter: source parameter.
+            box: box in the parameter.
+            values: elements of the box.
+        """
+        kept = self._copies.get(parameter)
+        return encode_delta(values, None if kept is None else kept[slices(box)].to(values.device))
+
+    def keep(self, schedule: Schedule, source: Tensors) -> None:
+        """Copies the parameters of which a schedule has sent boxes.
+
+        Args:
+            schedule: schedule of this rank.
+            source: this rank's source parameters.
+        """
+        for name in schedule.source_parameters:
+            values = source[name].detach()
+            if name not in self._copies:
+                place = torch.device("cpu") if self._on_host else values.device
+                pinned = place.type == "cpu" and values.is_cuda
+                self._copies[name] = torch.empty(values.shape, dtype=values.dtype, device=place, pin_memory=pinned)
+            self._copies[name].copy_(values)
+
+    def forget(self) -> None:
+        """Drops all copies: the next codes contain all elements."""
+        self._copies.clear()
+
+
+def transfer_changes(
+    schedule: Schedule,
+    source: Tensors,
+    sent: SentValues,
+    group: dist.ProcessGroup | None = None,
+    wait_for: Callable[[str], object] | None = None,
+) -> tuple[list[Patch], Traffic]:
+    """Sends what has changed in the source; every rank of the plan must call it.
+
+    Args:
+        schedule: schedule of this rank.
+        source: this rank's source parameters, in the planned shapes and in the dtypes of the wire.
+        sent: copies of what this rank has sent before.
+        group: process group of all ranks; None for the default group.
+        wait_for: called with the name of a source parameter before each read of it.
+
+    Returns:
+        Patches of this rank's target parameters, which cover all planned boxes, and the bytes and seconds of this rank.
+    """
+    begin = time.perf_counter()
+    transfer = _Transfer(source, sent, group, wait_for or (lambda _: None))
+    for bucket in schedule.buckets:
+        transfer.run(bucket)
+    for copy in schedule.copies:
+        if not copy.from_target:
+            code = transfer.encoded(copy.source, copy.source_box)
+            transfer.patches[copy.target, copy.target_box] = code
+    for copy in schedule.copies:
+        if copy.from_target:
+            for (parameter, box), code in list(transfer.patches.items()):
+                if parameter == copy.source and intersect(box, copy.source_box) == box:
+                    at = translate_box(box, copy.source_box, copy.target_box)
+                    transfer.patches[copy.target, at] = code
+    sent.keep(schedule, source)
+    transfer.traffic.seconds = time.perf_counter() - begin
+    return [Patch(*place, code) for place, code in transfer.patches.items()], transfer.traffic
+
+
+def apply_patches(patches: Iterable[Patch], target: Tensors) -> bool:
+    """Writes patches into parameters.
+
+    Args:
+        patches: result of `transfer_changes`.
+        target: parameters with the values of the transfer before.
+
+    Returns:
+        Whether all boxes have the checksums of their senders. If not, transfer all elements.
+    """
+    results = [apply_delta(patch.code, target[patch.parameter].detach()[slices(patch.box)]) for patch in patches]
+    return all(results)
+
+
+class _Transfer:
+    def __init__(
+        self,
+        source: Tensors,
+        sent: SentValues,
+        group: dist.ProcessGroup | None,
+        wait_for: Callable[[str], object],
+    ) -> None:
+        self._source, self._sent, self._group, self._wait_for = source, sent, group, wait_for
+        self._codes: dict[tuple[str, Box], Tensor] = {}
+        self._device = device.current_device()
+        self.patches: dict[tuple[str, Box], Tensor] = {}
+        self.traffic = Traffic()
+
+    def encoded(self, parameter: str, box: Box) -> Tensor:
+        """Returns the changes of a box of the source, which is encoded once."""
+        if (parameter, box) not in self._codes:
+            begin = time.perf_counter()
+            self._wait_for(parameter)
+            values = self._source[parameter].detach()[slices(box)]
+            self._codes[parameter, box] = self._sent.encode(parameter, box, values).to(self._device)
+            self.traffic.seconds_packing += time.perf_counter() - begin
+        return self._codes[parameter, box]
+
+    def run(self, bucket: Bucket) -> None:
+        """Exchanges sizes, then codes: in each of the two, the messages of all ranks match."""
+        codes = {id(m): [self._code(segment) for segment in m.segments] for m in bucket.messages if m.outgoing}
+        sizes = {
+            id(m): torch.tensor([len(code) for code in codes[id(m)]], dtype=torch.int64).to(self._device)
+            if m.outgoing
+            else torch.empty(len(m.segments), dtype=torch.int64, device=self._device)
+            for m in bucket.messages
+        }
+        self._exchange(bucket, sizes)
+        contents = {
+            id(m): torch.cat(codes[id(m)])
+            if m.outgoing
+            else torch.empty(int(sizes[id(m)].sum()), dtype=torch.uint8, device=self._device)
+            for m in bucket.messages
+        }
+        self._exchange(bucket, contents)
+        for message in bucket.messages:
+            if not message.outgoing:
+                self._unpack(message, contents[id(message)].split(sizes[id(message)].tolist()))
+
+    def _code(self, segment: Segment) -> Tensor:
+        place = segment.parameter, segment.parameter_box
+        return self.patches[place] if segment.forwarded else self.encoded(*place)
+
+    def _exchange(self, bucket: Bucket, tensors: Mapping[int, Tensor]) -> None:
+        begin = time.perf_counter()
+        operations = [
+            dist.P2POp(dist.isend if m.outgoing else dist.irecv, tensors[id(m)], m.peer, self._group)
+            for m in bucket.messages
+        ]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+        for message in bucket.messages:
+            if message.outgoing:
+                self.traffic.bytes_sent += tensors[id(message)].nbytes
+            else:
+                self.traffic.bytes_received += tensors[id(message)].nbytes
+        self.traffic.seconds_waiting += time.perf_counter() - begin
+
+    def _unpack(self, message: Message, codes: Iterable[Tensor]) -> None:
+        for segment, code in zip(message.segments, codes, strict=True):
+            assert len(code) >= HEADER_BYTES, "a code has a header"
+            self.patches[segment.parameter, segment.parameter_box] = code
