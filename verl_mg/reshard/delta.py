@@ -5,7 +5,7 @@
     places     which elements they are, filled to a multiple of 8 bytes
 
 Places are the distances of changed elements, minus 1, as numbers of 7 bits a byte with a bit for "continued" (LEB128),
-or a bit for each element of the box: whatever is smaller. If all values together are smaller still, there are no places.
+or a bit for each element of the box: whatever is smaller. If all values together are smaller, there are no places.
 Elements are compared and copied as bits, so the code knows no rounding, no NaN and no sign of zero.
 """
 
@@ -28,7 +28,7 @@ _PAYLOAD = 7  # bits of a number in each byte
 
 
 class Kind(IntEnum):
-    """How the places of changed elements are written."""
+    """Forms of the places of changed elements."""
 
     UNCHANGED = 0
     DISTANCES = 1

@@ -50,7 +50,7 @@ class SentValues:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
+        """Bytes of the copies of all parameters."""
         return sum(copy.nbytes for copy in self._copies.values())
 
     def encode(self, parameter: str, box: Box, values: Tensor) -> Tensor:
