@@ -1,8 +1,5 @@
 """Weight sync into quantized engines: what arrives in an engine's process, without the engine."""
 
-import base64
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +13,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.models import Actor
 from verl_mg.roles.weight_sync import SGLangEngineSync, engine_ranks
-from verl_mg.rollout.ipc_payload import named_views
+from verl_mg.rollout.ipc_payload import named_views, open_payload
 
 
 class ReceivingEngine:
@@ -29,8 +26,8 @@ class ReceivingEngine:
 
     def load(self, payloads, version):
         for rank, payload in enumerate(payloads):
-            ((places, memory),) = pickle.loads(base64.b64decode(payload))
-            self.parameters[rank] |= {name: tensor.clone() for name, tensor in named_views(places, memory)}
+            views = named_views(*open_payload(payload, torch.device("cpu")))
+            self.parameters[rank] |= {name: tensor.clone() for name, tensor in views}
         return 0
 
     def loaded(self, number): ...

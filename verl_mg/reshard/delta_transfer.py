@@ -96,7 +96,7 @@ def transfer_changes(
     Args:
         schedule: schedule of this rank.
         source: this rank's source parameters, in the planned shapes and in the dtypes of the wire.
-        sent: copies of what this rank has sent before.
+        sent: copies of the values that were sent before.
         group: process group of all ranks; None for the default group.
         wait_for: called with the name of a source parameter before each read of it.
 
