@@ -145,6 +145,7 @@ def come_and_go(folder: Path, urls: list[str], processes: list[int]) -> dict[str
         "served": [first, {number: len(ids) for number, ids in served.items()}],
         "servers": [servers, metrics["rollout/servers"]],
         "lost": metrics["rollout/lost_servers"],
+        "cache_hits": metrics["time/prompt_cache_hits"],
         "ids": [batch["sample_id"].tolist() for batch in batches],
         "versions": [batch["policy_versions"][batch["loss_mask"]].unique().tolist() for batch in batches],
         "ended": [
@@ -162,6 +163,7 @@ def test_servers_that_come_and_go_lose_no_sample(folder, servers, ranks):
         assert all(rank["ended"][call] for rank in results)
     for rank in results:
         assert (rank["servers"], rank["lost"]) == ([2, 1], 1)
+        assert 0 < rank["cache_hits"] < 1  # six samples of each prompt
     # Server 2 joined in the first rollout, and in the second one took over the samples of server 1, which was killed.
     leads_first, leads_second = results
     assert leads_first["served"][0][2] and leads_second["served"][0][1]

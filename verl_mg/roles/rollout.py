@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed import PrefixStore
 
@@ -38,6 +39,7 @@ from verl_mg.roles.pending_groups import GenerationCall, PendingGroup, PendingGr
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecord, RolloutRecords
 from verl_mg.rollout.engine import Request, Sample, Sampling
+from verl_mg.rollout.engine_counts import count_metrics
 from verl_mg.rollout.engine_loop import EngineLoop
 from verl_mg.rollout.work_queue import WorkQueue
 
@@ -320,6 +322,7 @@ class Rollout:
                     "tokens": result.num_tokens,
                     "busy": result.busy_seconds,
                     "deaths": result.num_deaths,
+                    "counts": dict(self._engines.engine.take_counts()) if self._engines.engine else {},
                 }
             )
             in_flight.queue.delete_keys()
@@ -337,15 +340,15 @@ class Rollout:
         if self._reward:
             self._reward.discard(score_id for i, score_id in score_ids.items() if i not in returned)
 
-    def _measure(self, reports: Sequence[Mapping[str, float]]) -> None:
-        """Sets the metrics of a call: how evenly engines were loaded, the largest load over the mean."""
+    def _measure(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Sets the metrics of a call: how evenly engines were loaded (the largest load over the mean), and counters."""
         engines = [report for report, is_leader in zip(reports, self._engines.is_leader, strict=True) if is_leader]
         self.metrics |= {
             "time/busiest_engine": _max_over_mean([report["busy"] for report in engines]),
             "rollout/load_imbalance": _max_over_mean([report["tokens"] for report in engines]),
             "rollout/engine_deaths": sum(report["deaths"] for report in reports),
             "time/rollout_busy": max(report["busy"] for report in reports),
-        }
+        } | count_metrics(report["counts"] for report in reports)
 
     def _assemble(self, groups: Sequence[PendingGroup], fresh_only: bool) -> Batch:
         """Returns this rank's rows of groups, each sent by the rank that generated it.

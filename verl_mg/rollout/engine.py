@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.errors import UserError
+from verl_mg.rollout.engine_counts import Counts
 
 Finish = Literal["stop", "length", "abort", "timeout"]
 
@@ -173,6 +174,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def health(self) -> bool:
         """Returns whether requests can be submitted now."""
+
+    def take_counts(self) -> Counts:
+        """Returns the engine's counters since the last call; {} where it counts nothing."""
+        return {}
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         """Returns one sample per request, in their order; blocks until all are done or `abort` is called.

@@ -7,7 +7,7 @@ import itertools
 import queue
 import time
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import Finish, Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine_counts import Counts
 
 ABORT_SECONDS = 10.0
 """Time limit of an aborted request for returning its partial sample."""
@@ -92,6 +93,12 @@ class RequestTracker(RolloutEngine):
         self._done: deque[Sample] = deque()
         self._numbers = itertools.count()
         self._version = -1
+        self._counts: Counter[str] = Counter()
+
+    def take_counts(self) -> Counts:
+        """Returns the counters of the requests that were completed since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
 
     def num_free_slots(self) -> int:
         """Returns the limit of running requests minus those in flight."""
@@ -145,6 +152,7 @@ class RequestTracker(RolloutEngine):
     def _complete(self, rid: str, result: dict[str, Any]) -> None:
         """Makes a sample from a result as of `EngineHost.generate`, or {"error": TEXT}; ignores unknown ids."""
         if (running := self._running.pop(rid, None)) is not None:
+            self._counts.update(result.get("counts", {}))
             self._done.append(running.request.prepend_partial(self._sample(running, result)))
 
     def _check(self, request: Request) -> None:

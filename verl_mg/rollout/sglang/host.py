@@ -13,6 +13,8 @@ from verl_mg.rollout.engine_host import EngineHost
 from verl_mg.rollout.sglang.requests import parse_response, request_fields
 from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages
 
+TARGET = "target"
+"""Updates are of the policy's weights, not of those of a draft model, which are others."""
 IDLE_RETRY_SECONDS = 0.01
 """Pause between two attempts to find the schedulers idle, a step after their last request."""
 
@@ -35,7 +37,7 @@ class SGLangHost(EngineHost):
 
     async def begin_update(self) -> None:
         """Opens a session of SGLang."""
-        await self._request("begin_weight_update", "BeginWeightUpdateReqInput")
+        await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
 
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
         """Implements `EngineHost.load` by our weight loader."""
@@ -44,6 +46,7 @@ class SGLangHost(EngineHost):
             "UpdateWeightsFromTensorReqInput",
             serialized_named_tensors=[merge_stages(payloads[rank :: self._tp]) for rank in range(self._tp)],
             load_format=LOADER,
+            selector=TARGET,
             flush_cache=flush,
             weight_version=None if version is None else str(version),
         )
@@ -51,7 +54,7 @@ class SGLangHost(EngineHost):
     async def end_update(self, version: int) -> None:
         """Closes the session; SGLang recomputes derived weights (MLA's w_kc and w_vc) in one without a load."""
         await self._request("end_weight_update", "EndWeightUpdateReqInput")
-        await self._request("begin_weight_update", "BeginWeightUpdateReqInput")
+        await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
         await self._request("end_weight_update", "EndWeightUpdateReqInput")
 
     async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:

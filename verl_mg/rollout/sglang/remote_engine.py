@@ -25,6 +25,8 @@ HEALTH_SECONDS = 20.0
 """Time limit of a server for saying that it runs."""
 UPDATE_SECONDS = 1800.0
 """Time limit of a server for loading weights."""
+TARGET = {"selector": "target"}
+"""Field of updates of the weights: not those of a draft model, which are others."""
 RETRY_SECONDS = 0.5
 """Pause between two attempts."""
 
@@ -227,7 +229,7 @@ class RemoteEngine(RequestTracker):
 
     def begin_update(self) -> None:
         """Begins an update of the weights; no requests may be in flight."""
-        self.wait(self._post_change("/begin_weight_update", {}))
+        self.wait(self._post_change("/begin_weight_update", TARGET))
 
     def receive(
         self,
@@ -252,6 +254,7 @@ class RemoteEngine(RequestTracker):
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "load_format": "flattened_bucket",
+            **TARGET,
             "flush_cache": version is not None,
         }
         if version is not None:
@@ -274,15 +277,15 @@ class RemoteEngine(RequestTracker):
             # One payload for each tensor-parallel rank; all stages read it.
             "serialized_named_tensors": [request.payload()] * self.info.tp,
             "load_format": RECEIVER,
-            "selector": "target",
+            **TARGET,
             "flush_cache": True,
             "weight_version": str(version),
         }
-        await self._checked_post("/begin_weight_update", {})
+        await self._checked_post("/begin_weight_update", TARGET)
         await self._checked_post("/update_weights_from_tensor", body)
         await self._checked_post("/end_weight_update", {})
         # SGLang recomputes derived weights (MLA's w_kc and w_vc) in a session without a load.
-        await self._checked_post("/begin_weight_update", {})
+        await self._checked_post("/begin_weight_update", TARGET)
         await self._checked_post("/end_weight_update", {})
 
     def confirm(self, version: int) -> None:

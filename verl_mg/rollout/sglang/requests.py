@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_mg.rollout.engine_counts import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED
+
 
 def request_fields(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of SGLang's `generate` for a request.
@@ -38,4 +40,14 @@ def parse_response(response: dict[str, Any]) -> dict[str, Any]:
         "finish": meta["finish_reason"]["type"],
         "spans": meta.get("weight_versions") or [],
         "routed_experts": meta.get("routed_experts"),
+        "counts": _counts(meta),
     }
+
+
+def _counts(meta: dict[str, Any]) -> dict[str, int]:
+    # A request that was aborted before it started has neither.
+    counts = {PROMPT: meta.get("prompt_tokens", 0), CACHED: meta.get("cached_tokens", 0)}
+    if "spec_verify_ct" in meta:  # with speculative decoding
+        counts[DRAFTED], counts[ACCEPTED] = meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"]
+        counts[VERIFIED], counts[GENERATED] = meta["spec_verify_ct"], meta["completion_tokens"]
+    return counts

@@ -12,11 +12,13 @@ import logging
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine_counts import Counts
 from verl_mg.rollout.sglang.pool_member import FIRST_PAUSE, Server, State
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 
@@ -53,6 +55,7 @@ class ServerPool(RolloutEngine):
         self._aborting = self._updating = False
         self._without_server_since: float | None = None
         self._num_lost = 0
+        self._counts: Counter[str] = Counter()
         self.attention = threading.Event()
         """Set when the monitor should look at the pool at once."""
 
@@ -101,6 +104,15 @@ class ServerPool(RolloutEngine):
         """Returns whether a server is ready."""
         with self._lock:
             return bool(self._ready())
+
+    def take_counts(self) -> Counts:
+        """Returns the counters of all servers."""
+        with self._lock:
+            for server in self._servers.values():
+                if server.client:
+                    self._counts.update(server.client.take_counts())
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)
 
     # -- weights
 
@@ -340,6 +352,7 @@ class ServerPool(RolloutEngine):
         del self._servers[server.number]
         if client := server.client:
             self._done += client.take_done()
+            self._counts.update(client.take_counts())
             threading.Thread(target=client.close, daemon=True).start()  # it waits for the client's thread
 
     def _check_patience(self) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from verl_mg.rollout.engine import NOT_GENERATED, Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine_counts import Counts
 from verl_mg.rollout.tools.chat_format import MALFORMED, ToolCall, ToolCallFormat, ToolResult
 from verl_mg.rollout.tools.tool import Tool, call_tool
 
@@ -144,6 +145,10 @@ class MultiTurnEngine(RolloutEngine):
     def health(self) -> bool:
         """Returns the health of the engine."""
         return self._engine.health()
+
+    def take_counts(self) -> Counts:
+        """Returns the counters of the engine."""
+        return self._engine.take_counts()
 
     def _process(self, sample: Sample) -> None:
         """Starts the calls of a sample from the engine, or completes the sample."""
