@@ -80,7 +80,7 @@ class VLLMHost(EngineHost):
                 if span.version.isdecimal()
             ],
             "routed_experts": await self._routed_experts(rid, output, len(request["tokens"]) + len(tokens) - 1)
-            if request["routed_experts"]
+            if request["routed_experts"] and tokens
             else None,
         }
 
