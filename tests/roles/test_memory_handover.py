@@ -15,6 +15,7 @@ from tests.traces import needs_sglang
 from verl_mg.config import OptimizerConfig, load_config
 from verl_mg.job import build_engines
 from verl_mg.job.build_models import ModelRoleBuilder
+from verl_mg.job.engine_parts import EnginePart
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
@@ -29,6 +30,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.roles.weight_sync import CHUNK_BYTES, KEPT_FREE_BYTES, SGLangEngineSync, fitting_chunk_bytes
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
+from verl_mg.rollout.engine_nodes import ONE_NODE
 from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.sharding.weight_table import weight_table
 
@@ -267,4 +269,6 @@ def fraction_of_80_gib(folder, overrides):
     placement = EnginePlacement(EngineLayout(), (0, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_engines.device, "total_memory", lambda: 80 * 2**30)
-        return build_engines._settings(config, torch.bfloat16, placement, table, 0).memory_fraction
+        return build_engines._settings(
+            config, torch.bfloat16, placement, table, EnginePart(0, ONE_NODE)
+        ).memory_fraction

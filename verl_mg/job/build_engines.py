@@ -12,6 +12,7 @@ import torch.distributed as dist
 from verl_mg import device
 from verl_mg.config import Config
 from verl_mg.errors import UserError
+from verl_mg.job.engine_parts import EnginePart, check_nodes, engine_part
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
@@ -22,11 +23,13 @@ from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
 from verl_mg.roles.weight_sync import SGLangEngineSync, engine_ranks
+from verl_mg.rollout.engine_nodes import LeadingNode
 from verl_mg.rollout.engine_python import engine_python
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang import SGLangEngine
 from verl_mg.rollout.sglang.arguments import check_on_cpu as check_sglang_on_cpu
+from verl_mg.rollout.sglang.engine import sglang_follower
 from verl_mg.rollout.vllm.arguments import check_on_cpu as check_vllm_on_cpu
 from verl_mg.rollout.vllm.engine import VLLMEngine
 from verl_mg.sharding.weight_table import WeightTable
@@ -126,6 +129,7 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
     elif rollout.engine != "hf":
         engine_python(rollout.engine, rollout.python)
         placement, experts = _placement(config, world_size), table.config.experts
+        check_nodes(placement, device.ranks_of_a_node(world_size), rollout.engine)
         table = table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
 
         def check(layout: EngineLayout) -> None:
@@ -178,16 +182,21 @@ def build_engine_group(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = device.ranks_of_a_node(world_size)
     placement = best_stride(actor.runner.shard_map(), table, _placement(config, world_size), node)
-    leaders = {ranks[0]: number for number, ranks in engine_ranks(placement).items()}
+    leaders = {ranks[0] for ranks in engine_ranks(placement).values()}
     # An engine sizes its cache by the memory that is free when it starts.
     context.offload.offload_all()
     device.release_unused_memory()
     dist.barrier()
-    inner = None
-    if rank in leaders:
-        settings = _settings(config, dtype, placement, table, leaders[rank])
-        log = _log(config, leaders[rank])
-        inner = ENGINES[rollout.engine](config.model.path, settings, log, rollout.request_timeout_s)
+    inner, follower = None, None
+    part = engine_part(placement, rank, node)
+    if part:
+        settings = _settings(config, dtype, placement, table, part)
+        log = _log(config, part)
+        if part.nodes.rank:
+            follower = sglang_follower(config.model.path, settings, log, context.store, part.number)
+        else:
+            leading = [LeadingNode(context.store, part.number)] if part.nodes.count > 1 else []
+            inner = ENGINES[rollout.engine](config.model.path, settings, log, rollout.request_timeout_s, *leading)
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0
     return SGLangEngineGroup(
@@ -195,6 +204,7 @@ def build_engine_group(
         inner,
         [r in leaders for r in range(world_size)],
         context,
+        follower,
         # On the CPU nothing is released: engines keep their weights.
         sleep=rollout.sleep and not disjoint and device.current_device().type == "cuda",
         disjoint=disjoint,
@@ -216,15 +226,8 @@ def _placement(config: Config, world_size: int) -> EnginePlacement:
 
 
 def _settings(
-    config: Config, dtype: torch.dtype, placement: EnginePlacement, table: WeightTable, number: int
+    config: Config, dtype: torch.dtype, placement: EnginePlacement, table: WeightTable, part: EnginePart
 ) -> EngineSettings:
-    node = device.ranks_of_a_node(dist.get_world_size())
-    ranks = engine_ranks(placement)[number]
-    if ranks[0] // node != ranks[-1] // node:
-        raise UserError(
-            f"rollout.layout={placement.layout}: an engine cannot span nodes, which have {node} ranks. Write a smaller "
-            "layout."
-        )
     return EngineSettings(
         layout=placement.layout,
         dtype=dtype,
@@ -233,9 +236,10 @@ def _settings(
         max_positions=table.config.max_positions,
         memory_fraction=_memory_fraction(config, device.total_memory()),
         first_gpu=device.current_device().index or 0,
+        nodes=part.nodes,
         gpu_step=placement.stride,
         sleeps=config.rollout.sleep and not config.rollout.num_ranks,
-        seed=config.job.seed + number,
+        seed=config.job.seed + part.number,
         routed_experts=config.rollout.replay_routing,
         deterministic=config.job.deterministic,
         python=config.rollout.python,
@@ -251,5 +255,6 @@ def _memory_fraction(config: Config, device_bytes: int | None) -> float:
     return min(fraction, max(0.0, 1 - RANK_BYTES / device_bytes))
 
 
-def _log(config: Config, number: int) -> Path:
-    return config.job.output / "engines" / f"{number}.log"
+def _log(config: Config, part: EnginePart) -> Path:
+    suffix = f"-node{part.nodes.rank}" if part.nodes.count > 1 else ""
+    return config.job.output / "engines" / f"{part.number}{suffix}.log"

@@ -16,6 +16,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.weight_sync import HFEngineSync, SGLangEngineSync
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
 from verl_mg.rollout.engine_events import EngineEvents
+from verl_mg.rollout.engine_nodes import FollowingNode
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.process_engine import ProcessEngine
 from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, WorkQueue
@@ -157,6 +158,7 @@ class SGLangEngineGroup(EngineGroup):
         inner: ProcessEngine | None,
         is_leader: Sequence[bool],
         context: JobContext,
+        follower: FollowingNode | None = None,
         *,
         sleep: bool,
         disjoint: bool,
@@ -171,6 +173,7 @@ class SGLangEngineGroup(EngineGroup):
             inner: the engine that this rank leads, if any.
             is_leader: for each rank, whether it leads an engine.
             context: the shared services of the job.
+            follower: this rank's part of an engine that a rank on another node leads, if any.
             sleep: whether engines release weights and key-value cache while roles compute.
             disjoint: whether engines have ranks of their own.
             static: whether each engine has a fixed share of the work.
@@ -179,7 +182,7 @@ class SGLangEngineGroup(EngineGroup):
         """
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
-        self._inner, self._sync, self._keep_cache = inner, sync, keep_cache
+        self._inner, self._sync, self._keep_cache, self._follower = inner, sync, keep_cache, follower
         self._sleep, self._is_asleep, self.disjoint = sleep, False, disjoint
         self._actor: Actor | None = None
 
@@ -230,6 +233,8 @@ class SGLangEngineGroup(EngineGroup):
         """Stops the engine of this rank."""
         if self._inner:
             self._inner.close()
+        if self._follower:
+            self._follower.close()
 
     def restart_engine(self) -> None:
         """Restarts this rank's engine and waits until all ranks have transferred its weights."""

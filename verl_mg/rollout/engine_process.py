@@ -66,7 +66,7 @@ class EngineProcess:
             program: what it runs.
             log: file to which its output is appended.
         """
-        self._engine, self._log = program.engine, log
+        self._engine, self._log, self._reason = program.engine, log, ""
         self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -102,8 +102,10 @@ class EngineProcess:
             ) from None
         if message is None:
             self.kill()
+            reason = f" ({self._reason})" if self._reason else ""
             raise UserError(
-                f"{self._engine}: the engine cannot start. See its log {self._log}, which ends:{self.log_tail()}"
+                f"{self._engine}: the engine cannot start{reason}. See its log {self._log}, which ends:"
+                f"{self.log_tail()}"
             )
 
     def send(self, message: dict[str, Any]) -> None:
@@ -120,7 +122,8 @@ class EngineProcess:
     def died(self) -> EngineDiedError:
         """Returns the exception to raise when the stream has ended."""
         self.kill()
-        return EngineDiedError(f"the engine's process ended; its log {self._log} ends:{self.log_tail()}")
+        reason = f" ({self._reason})" if self._reason else ""
+        return EngineDiedError(f"the engine's process ended{reason}; its log {self._log} ends:{self.log_tail()}")
 
     def close(self, timeout: float = 20.0) -> None:
         """Waits for the engine to end, and kills it after `timeout` seconds."""
@@ -130,8 +133,19 @@ class EngineProcess:
             self._process.wait(timeout)
         self.kill()
 
-    def kill(self) -> None:
-        """Kills the process and all of the engine's processes."""
+    def wait_until_ended(self, timeout: float) -> bool:
+        """Waits up to `timeout` seconds for the end of the process, and returns whether it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        return self._process.returncode is not None
+
+    def kill(self, reason: str = "") -> None:
+        """Kills the process and all of the engine's processes.
+
+        Args:
+            reason: why, for the errors that follow.
+        """
+        self._reason = self._reason or reason
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

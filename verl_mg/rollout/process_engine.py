@@ -14,6 +14,7 @@ import torch
 
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.engine import EngineDiedError
+from verl_mg.rollout.engine_nodes import ONE_NODE, EngineNodes, LeadingNode
 from verl_mg.rollout.engine_process import EngineProcess, EngineProgram
 from verl_mg.rollout.ports import PortBlock
 from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
@@ -42,6 +43,8 @@ class EngineSettings:
     """Share of a GPU's memory for weights and key-value cache."""
     first_gpu: int = 0
     """Index of the first GPU."""
+    nodes: EngineNodes = ONE_NODE
+    """Nodes over which the engine is spread."""
     gpu_step: int = 1
     """Distance between the indices of two GPUs of the engine."""
     sleeps: bool = True
@@ -68,7 +71,14 @@ class ProcessEngine(RequestTracker):
     NAME: ClassVar[str]
     """Name of the kind of engine, in messages."""
 
-    def __init__(self, settings: EngineSettings, limits: EngineLimits, log: Path, request_timeout: float) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        limits: EngineLimits,
+        log: Path,
+        request_timeout: float,
+        nodes: LeadingNode | None = None,
+    ) -> None:
         """Starts the process.
 
         Args:
@@ -76,30 +86,36 @@ class ProcessEngine(RequestTracker):
             limits: limits of the engine.
             log: file to which the engine's output is appended.
             request_timeout: seconds after which a request is aborted.
+            nodes: starts the engine's parts on other nodes, if it has any.
 
         Raises:
             UserError: the engine cannot start; the message contains the end of its log.
         """
         super().__init__(limits, request_timeout)
-        self.settings, self._log = settings, log
+        self.settings, self._log, self._nodes = settings, log, nodes
         self._results: dict[int, tuple[bool, str]] = {}
         self._process: EngineProcess | None = None
         self._ports: PortBlock | None = None
         self.restart()
 
     @abstractmethod
-    def _program(self, ports: Sequence[int]) -> EngineProgram:
+    def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
         """Returns what the process runs.
 
         Args:
             ports: consecutive free ports, of this engine alone.
+            address: HOST:PORT at which the processes of the engine meet.
         """
 
     def restart(self) -> None:
         """Starts a new process, without weights; unfinished requests wait for `resume`."""
         self.close()
         self._ports = PortBlock()
-        self._process = EngineProcess(self._program(self._ports.ports), self._log)
+        ports = self._ports.ports
+        address = self._nodes.publish(ports) if self._nodes else f"127.0.0.1:{ports[1]}"
+        self._process = EngineProcess(self._program(ports, address), self._log)
+        if self._nodes:
+            self._nodes.watch(self._process)
         self._process.wait_until_ready(START_SECONDS)
         self._version = -1
         self._asleep: set[str] = set()

@@ -20,6 +20,7 @@ from verl_mg import device
 from verl_mg.config import Config
 from verl_mg.errors import UserError
 from verl_mg.job import build_engines
+from verl_mg.job.engine_parts import check_nodes, engine_part
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.weight_sync import engine_ranks
@@ -62,7 +63,8 @@ def arguments(tmp_path_factory, blocks) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         made = {name: engine_arguments(model, settings) for name, settings in ENGINES.items()}
-    return {name: port_arguments(blocks[name].ports) | one for name, one in made.items()}
+    meet = {name: f"127.0.0.1:{block.ports[1]}" for name, block in blocks.items()}
+    return {name: port_arguments(blocks[name].ports, meet[name]) | one for name, one in made.items()}
 
 
 @pytest.fixture(scope="module")
@@ -181,31 +183,43 @@ def gpu_formulas() -> list[Any]:
     return found
 
 
-def gpus_of(formula: Any, layout: EngineLayout, first: int, step: int) -> list[int]:
-    """The GPUs of an engine that is on one node, in the order of SGLang's ranks."""
-    names = {
-        "get_device": lambda: SimpleNamespace(base_gpu_id=first, gpu_id_step=step),
-        "base_gpu_id": 0,
-        "pp_size_per_node": layout.pp,
-        "tp_size_per_node": layout.tp,
+def ranks_of_part(layout: EngineLayout, nodes: int, node: int) -> dict[str, Any]:
+    """Ranks of stages and in a stage that SGLang places on a node, and how many there are, by its own function."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec and spec.origin
+    tree = ast.parse((Path(spec.origin).parent / "srt" / "entrypoints" / "engine.py").read_text())
+    (found,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "_calculate_rank_ranges"]
+    parallel = SimpleNamespace(nnodes=nodes, pp_size=layout.pp, tp_size=layout.tp)
+    names: dict[str, Any] = {"get_parallel": lambda: parallel, "Tuple": tuple}
+    exec(compile(ast.Module([found], []), "engine.py", "exec"), names)
+    return dict(zip(("pp", "tp", "pp_size_per_node", "tp_size_per_node"), names[found.name](node), strict=True))
+
+
+def gpus_of(formula: Any, layout: EngineLayout, arguments: dict[str, Any]) -> dict[int, int]:
+    """The GPU of each rank of an engine that is on the node of these arguments."""
+    part = ranks_of_part(layout, arguments.get("nnodes", 1), arguments.get("node_rank", 0))
+    device_arguments = SimpleNamespace(base_gpu_id=arguments["base_gpu_id"], gpu_id_step=arguments["gpu_id_step"])
+    names = {"get_device": lambda: device_arguments, "base_gpu_id": 0, **part}
+    return {
+        pp * layout.tp + tp: eval(formula, names | {"pp_rank": pp, "tp_rank": tp})
+        for pp in part["pp"]
+        for tp in part["tp"]
     }
-    return [eval(formula, names | {"pp_rank": pp, "tp_rank": tp}) for pp in range(layout.pp) for tp in range(layout.tp)]
 
 
 @pytest.fixture
 def arguments_of(on_gpus, monkeypatch):
-    """Arguments of the engine on given ranks of a job of two nodes."""
+    """Arguments of the part of an engine that a rank of a job of two nodes starts."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2 * PER_NODE)
     monkeypatch.setattr(device, "ranks_of_a_node", lambda ranks: PER_NODE)
     monkeypatch.setattr(device, "total_memory", lambda: 2**37)
     config = Config.model_validate({"model": {"path": "model"}, "data": {"train": "none"}, "job": {"output": "run"}})
     table = SimpleNamespace(config=SimpleNamespace(max_positions=256))
 
-    def arguments_of(placement: EnginePlacement, number: int, gpu: int) -> dict[str, Any]:
-        monkeypatch.setattr(device, "current_device", lambda: torch.device("cuda", gpu))
-        return engine_arguments(
-            Path("model"), build_engines._settings(config, torch.bfloat16, placement, table, number)
-        )
+    def arguments_of(placement: EnginePlacement, rank: int) -> dict[str, Any]:
+        monkeypatch.setattr(device, "current_device", lambda: torch.device("cuda", rank % PER_NODE))
+        part = engine_part(placement, rank, PER_NODE)
+        return engine_arguments(Path("model"), build_engines._settings(config, torch.bfloat16, placement, table, part))
 
     return arguments_of
 
@@ -213,14 +227,33 @@ def arguments_of(on_gpus, monkeypatch):
 @needs_sglang
 def test_engine_ranks_in_all_placements_are_on_the_gpus_that_sglang_takes(arguments_of):
     checked, formulas = 0, gpu_formulas()
-    for layout in (EngineLayout(tp=tp, pp=pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if tp * pp <= PER_NODE):
+    for layout in (EngineLayout(tp=tp, pp=pp) for tp in (1, 2, 4, 8, 16) for pp in (1, 2, 4, 8)):
+        if layout.ranks > 2 * PER_NODE:
+            continue
         for placement in EnginePlacement(layout, tuple(range(2 * PER_NODE))).strides(PER_NODE):
-            for number, ranks in engine_ranks(placement).items():
-                ours = [rank % PER_NODE for rank in ranks]
-                assert len(set(ours)) == layout.ranks
-                given = arguments_of(placement, number, ours[0])
+            check_nodes(placement, PER_NODE, "sglang")
+            for ranks in engine_ranks(placement).values():
+                firsts = [rank for rank in ranks if engine_part(placement, rank, PER_NODE)]
+                assert firsts[0] == ranks[0] and len(firsts) == (1 if layout.ranks <= PER_NODE else 2)
                 for formula in formulas:
-                    gpus = gpus_of(formula, layout, given["base_gpu_id"], given["gpu_id_step"])
-                    assert gpus == ours, (str(layout), placement.stride)
+                    found = {}
+                    for rank in firsts:
+                        gpus = gpus_of(formula, layout, arguments_of(placement, rank))
+                        found |= {member: rank // PER_NODE * PER_NODE + gpu for member, gpu in gpus.items()}
+                    assert found == dict(enumerate(ranks)), (str(layout), placement.stride)
                     checked += 1
     assert checked > 100
+
+
+@pytest.mark.parametrize(
+    ("layout", "first", "engine", "words"),
+    [
+        ("tp8", PER_NODE // 2, "vllm", "an engine of vllm cannot span nodes"),
+        ("tp8", 2, "sglang", "needs as many ranks on each"),
+        ("tp2-pp4", PER_NODE - 2, "sglang", "needs as many ranks on each"),
+    ],
+)
+def test_check_nodes_given_an_engine_that_cannot_span_them_raises(layout, first, engine, words):
+    parsed = EngineLayout.parse(layout)
+    with pytest.raises(UserError, match=words):
+        check_nodes(EnginePlacement(parsed, tuple(range(first, first + parsed.ranks))), PER_NODE, engine)

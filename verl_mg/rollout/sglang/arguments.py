@@ -59,6 +59,8 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
     }
     if layout.adp > 1:
         common["attn_dp_size"] = layout.adp
+    if settings.nodes.count > 1:
+        common |= {"nnodes": settings.nodes.count, "node_rank": settings.nodes.rank}
     if settings.routed_experts:
         common["enable_return_routed_experts"] = True
     place = _on_gpus(settings) if torch.cuda.is_available() else _on_cpu(settings)
@@ -93,13 +95,14 @@ def check_on_cpu(model: ModelDims, layout: EngineLayout) -> None:
         )
 
 
-def port_arguments(ports: Sequence[int]) -> dict[str, Any]:
+def port_arguments(ports: Sequence[int], address: str) -> dict[str, Any]:
     """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports.
 
     Args:
-        ports: consecutive free ports, of this engine alone.
+        ports: consecutive free ports of this machine, of this engine alone.
+        address: HOST:PORT at which the processes of the engine meet.
     """
-    return {"nccl_port": ports[0], "dist_init_addr": f"127.0.0.1:{ports[1]}"}
+    return {"nccl_port": ports[0], "dist_init_addr": address}
 
 
 def environment(settings: EngineSettings) -> dict[str, str]:
@@ -109,6 +112,8 @@ def environment(settings: EngineSettings) -> dict[str, str]:
         settings: settings of the engine.
     """
     inherited = inherited_environment()
+    if settings.nodes.rank:
+        inherited["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else `sglang.Engine` would not return on this node
     if torch.cuda.is_available():
         return _variables_on_gpus(settings) | inherited
     cores = sorted(os.sched_getaffinity(0))

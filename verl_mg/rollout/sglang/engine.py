@@ -5,8 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from torch.distributed import Store
+
+from verl_mg.rollout.engine_nodes import FollowingNode, LeadingNode
 from verl_mg.rollout.engine_process import EngineProgram
+from verl_mg.rollout.ports import PortBlock
 from verl_mg.rollout.process_engine import EngineSettings, ProcessEngine
 from verl_mg.rollout.request_tracker import EngineLimits, routed_shape
 from verl_mg.rollout.sglang.arguments import engine_arguments, environment, port_arguments
@@ -20,7 +25,14 @@ class SGLangEngine(ProcessEngine):
 
     NAME = "SGLang"
 
-    def __init__(self, model: Path, settings: EngineSettings, log: Path, request_timeout: float = 3600.0) -> None:
+    def __init__(
+        self,
+        model: Path,
+        settings: EngineSettings,
+        log: Path,
+        request_timeout: float = 3600.0,
+        nodes: LeadingNode | None = None,
+    ) -> None:
         """Starts the process.
 
         Args:
@@ -28,6 +40,7 @@ class SGLangEngine(ProcessEngine):
             settings: settings of the engine.
             log: file to which the engine's output is appended.
             request_timeout: seconds after which a request is aborted.
+            nodes: starts the engine's parts on other nodes, if it has any.
 
         Raises:
             UserError: the engine cannot start; the message contains the end of its log.
@@ -39,9 +52,37 @@ class SGLangEngine(ProcessEngine):
             seeded=bool(self._arguments.get("enable_deterministic_inference")),
             routed=routed_shape(model) if settings.routed_experts else None,
         )
-        super().__init__(settings, limits, log, request_timeout)
+        super().__init__(settings, limits, log, request_timeout, nodes)
 
-    def _program(self, ports: Sequence[int]) -> EngineProgram:
-        arguments = port_arguments(ports) | self._arguments
-        python = str(self.settings.python or sys.executable)
-        return EngineProgram(self.NAME, python, HOST, arguments, environment(self.settings))
+    def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
+        return sglang_program(self._arguments, self.settings, ports, address)
+
+
+def sglang_program(
+    arguments: dict[str, Any], settings: EngineSettings, ports: Sequence[int], address: str
+) -> EngineProgram:
+    """Returns the program of an engine, or of its part on one node.
+
+    Args:
+        arguments: of `engine_arguments`.
+        settings: settings of the engine, with its nodes.
+        ports: consecutive free ports of this machine.
+        address: HOST:PORT at which the processes of the engine meet.
+    """
+    python = str(settings.python or sys.executable)
+    arguments = port_arguments(ports, address) | arguments
+    return EngineProgram(SGLangEngine.NAME, python, HOST, arguments, environment(settings))
+
+
+def sglang_follower(model: Path, settings: EngineSettings, log: Path, store: Store, number: int) -> FollowingNode:
+    """Starts this node's part of an engine that another node's rank leads.
+
+    Args:
+        model: Hugging Face directory.
+        settings: settings of the engine, with this node.
+        log: file to which the output of the part is appended.
+        store: shared by all ranks.
+        number: of the engine.
+    """
+    arguments, ports = engine_arguments(model, settings), PortBlock()
+    return FollowingNode(store, number, lambda address: sglang_program(arguments, settings, ports.ports, address), log)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages
 
 TARGET = "target"
 """Updates are of the policy's weights, not of those of a draft model, which are others."""
+CHECK_SECONDS = 1.0
+"""Interval at which a part of an engine on a further node looks after its schedulers."""
 IDLE_RETRY_SECONDS = 0.01
 """Pause between two attempts to find the schedulers idle, a step after their last request."""
 
@@ -84,6 +88,27 @@ class SGLangHost(EngineHost):
 
         # Its way to free memory asks CUDA for figures, also on a machine without.
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves the rank's messages; a part on a further node ends with its first scheduler.
+
+        Args:
+            reader: stream of the rank's messages.
+            writer: stream to the rank.
+        """
+        if self._manager is None:  # on node 0 SGLang itself looks after the schedulers
+            self._start(self._end_with_schedulers())
+        await super().serve(reader, writer)
+
+    async def _end_with_schedulers(self) -> None:
+        import psutil
+
+        schedulers = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
+        while all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in schedulers):
+            await asyncio.sleep(CHECK_SECONDS)
+        print("a scheduler of this node has ended", file=sys.stderr, flush=True)
+        self.shutdown()
+        os._exit(1)
 
     def shutdown(self) -> None:
         """Ends all processes of SGLang."""

@@ -63,6 +63,6 @@ class VLLMEngine(ProcessEngine):
                 )
         super().submit(requests, sampling)
 
-    def _program(self, ports: Sequence[int]) -> EngineProgram:
+    def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
         python = str(self.settings.python or sys.executable)
         return EngineProgram(self.NAME, python, HOST, self._arguments, environment(self._model, self.settings))

@@ -1,0 +1,133 @@
+"""Engines over several nodes: the parts of an engine on the nodes of the other ranks, and how they find each other.
+
+The rank that leads an engine publishes an address in the job's store at every start; on each other node a thread of the
+engine's first rank there starts that node's part with it. A part that ends unexpectedly is reported through the store,
+and the leader then ends its own part, so that the engine is restarted as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import PrefixStore, Store
+
+from verl_mg.distributed.outside_group import local_address
+from verl_mg.rollout.engine_process import EngineProcess, EngineProgram
+
+POLL_SECONDS = 0.5
+"""Interval at which each side looks into the store."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineNodes:
+    """The nodes of one engine, as its processes know them."""
+
+    count: int
+    """Number of nodes."""
+    rank: int
+    """Number of this node among them; the leader is on node 0."""
+
+
+ONE_NODE = EngineNodes(1, 0)
+"""The node of an engine that has only one."""
+
+
+class LeadingNode:
+    """The side of the rank that leads an engine over several nodes."""
+
+    def __init__(self, store: Store, number: int) -> None:
+        """Creates the side of the leader.
+
+        Args:
+            store: shared by all ranks.
+            number: of the engine.
+        """
+        self._address = local_address([f"http://{_host_of(store)}"])
+        self._store = PrefixStore(f"engine {number}", store)
+        self._attempt = -1
+
+    def publish(self, ports: Sequence[int]) -> str:
+        """Publishes a new start; the other nodes start their parts.
+
+        Args:
+            ports: free ports of this machine; the engine's parts meet at the second one.
+
+        Returns:
+            HOST:PORT at which the parts meet.
+        """
+        self._attempt += 1
+        address = f"{self._address}:{ports[1]}"
+        self._store.set(f"start/{self._attempt}", address)
+        return address
+
+    def watch(self, process: EngineProcess) -> None:
+        """Ends the process of this start when the part of another node has ended."""
+        attempt = self._attempt
+
+        def wait() -> None:
+            while not process.wait_until_ended(POLL_SECONDS):
+                if self._store.check([f"lost/{attempt}"]):
+                    process.kill(self._store.get(f"lost/{attempt}").decode())
+                    return
+
+        threading.Thread(target=wait, daemon=True, name="engine-nodes").start()
+
+
+class FollowingNode:
+    """The side of a rank whose node has a part of an engine that another node's rank leads."""
+
+    def __init__(self, store: Store, number: int, program: Callable[[str], EngineProgram], log_file: Path) -> None:
+        """Starts the thread that starts this node's part, now and after each restart of the engine.
+
+        Args:
+            store: shared by all ranks.
+            number: of the engine.
+            program: returns what the part runs, for the address at which the parts meet.
+            log_file: file to which its output is appended.
+        """
+        self._store = PrefixStore(f"engine {number}", store)
+        self._program, self._log_file = program, log_file
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="engine-node")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends this node's part."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        attempt, process = 0, None
+        while not self._stop.is_set():
+            if self._store.check([f"start/{attempt}"]):
+                if process:
+                    process.kill()
+                address = self._store.get(f"start/{attempt}").decode()
+                process = EngineProcess(self._program(address), self._log_file)
+                attempt += 1
+            elif process and process.wait_until_ended(POLL_SECONDS):
+                self._report(attempt - 1, process)
+                process = None
+            elif not process:
+                self._stop.wait(POLL_SECONDS)
+        if process:
+            process.close()
+
+    def _report(self, attempt: int, process: EngineProcess) -> None:
+        reason = f"its part on another node ended; the log there, {self._log_file}, ends:{process.log_tail()}"
+        process.kill()
+        log.warning("rollout: %s", reason)
+        self._store.set(f"lost/{attempt}", reason)
+
+
+def _host_of(store: Store) -> str:
+    """Returns the host of the TCP store beneath a store."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", "127.0.0.1"))
