@@ -12,12 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.launched import LONG, ended, error_lines, iterations_done, started, torchrun, train_command, write_inputs
-from tests.tiny_jobs import logged
+from tests.roles.engine_jobs import inputs as engine_inputs
+from tests.roles.engine_jobs import settings
+from tests.tiny_jobs import RECIPES, logged
+from tests.traces import needs_sglang
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
 PORT = 29400
 """Of the first host; nothing else listens in its network."""
 LOST_AFTER = 6
+OWN_MEMORY = ("sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
+"""Hosts share no memory; SGLang finds out by it which of its processes are on one node."""
 
 
 class Hosts:
@@ -67,7 +72,10 @@ def hosts() -> Iterator[Hosts]:
     made.remove()
 
 
-def start(stack: ExitStack, hosts: Hosts, job: str, command: list[str]) -> list[subprocess.Popen[str]]:
+def start(
+    stack: ExitStack, hosts: Hosts, job: str, command: list[str], ranks: int = 2, own_memory: bool = False
+) -> list[subprocess.Popen[str]]:
+    """A job with so many ranks on each host. With memory of its own a host imports everything itself."""
     processes = []
     for i, (name, interface, address) in enumerate(zip(hosts.names, hosts.interfaces, hosts.addresses, strict=True)):
         rendezvous = [
@@ -75,8 +83,10 @@ def start(stack: ExitStack, hosts: Hosts, job: str, command: list[str]) -> list[
             *("--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}", "--rdzv-conf", f"is_host={i == 0},read_timeout=20"),
             *("--shutdown-timeout", "5"),
         ]
-        launcher, inside = torchrun(2, *rendezvous), ["ip", "netns", "exec", name]
-        processes.append(stack.enter_context(started([*launcher, *command], inside, GLOO_SOCKET_IFNAME=interface)))
+        launcher, inside = torchrun(ranks, *rendezvous), ["ip", "netns", "exec", name]
+        inside += OWN_MEMORY if own_memory else ()
+        job_of_host = started([*launcher, *command], inside, not own_memory, GLOO_SOCKET_IFNAME=interface)
+        processes.append(stack.enter_context(job_of_host))
     return processes
 
 
@@ -124,3 +134,35 @@ def test_job_on_two_hosts_given_a_signal_ends_both(hosts, tmp_path):
             code, _, err = ended(process)
             assert code == 128 + signal.SIGTERM, err
     assert [int(folder.name) for folder in (output / "checkpoints").iterdir()] == [steps(output)[-1]]
+
+
+@pytest.mark.nightly
+@needs_sglang
+@pytest.mark.timeout(600)
+def test_engine_over_two_hosts_is_updated_across_the_cable_and_resumes_after_a_cut(hosts, tmp_path):
+    inputs, output = engine_inputs(tmp_path, "qwen3"), tmp_path / "run"
+    command = [
+        *("-m", "verl_mg", "train", str(RECIPES / "grpo.py"), *settings(inputs)),
+        *(f"job.output={output}", f"job.iterations={LONG}", f"job.heartbeat_timeout_s={LOST_AFTER}"),
+        *("actor.layout=tp2", "rollout.layout=tp2", "checkpoint.every=2", "job.save=false", "job.console=false"),
+    ]
+    with ExitStack() as stack:
+        first, second = start(stack, hosts, "first", command, ranks=1, own_memory=True)
+        iterations_done(output, 3, first)
+        parts = sorted(log.name for log in (output / "engines").iterdir())
+        hosts.set_cable("down")
+        (code, _, err), (other_code, _, other_err) = ended(first), ended(second)
+    assert parts == ["0-node0.log", "0-node1.log"]
+    assert code == other_code == EXIT_RANK_LOST, err + other_err
+    assert re.match(r"error: rank 0 \(host .*\): no heartbeat for \d+ s, nor from|error: rank 1", error_lines(err)[0])
+    done = max(int(folder.name) for folder in (output / "checkpoints").iterdir() if folder.name.isdigit())
+    hosts.set_cable("up")
+    again = [word.replace(str(LONG), str(done + 2)) for word in command]
+    with ExitStack() as stack:
+        for process in start(stack, hosts, "second", again, ranks=1, own_memory=True):
+            code, _, err = ended(process, 300)
+            assert code == 0, err
+    assert steps(output) == list(range(1, done + 3))
+    for line in logged(output):
+        assert line["actor/grad_norm"] > 0 and line["mismatch/max_abs"] < 1e-4
+        assert line["weight_sync/bytes_received"] == line["weight_sync/bytes_lower_bound"]

@@ -28,7 +28,13 @@ from verl_mg.roles import weight_sync
 from verl_mg.roles.engine_group import SGLangEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.trainable import TrainableRole
-from verl_mg.roles.weight_sync import CHUNK_BYTES, KEPT_FREE_BYTES, SGLangEngineSync, fitting_chunk_bytes
+from verl_mg.roles.weight_sync import (
+    CHUNK_BYTES,
+    KEPT_FREE_BYTES,
+    SGLangEngineSync,
+    engine_groups,
+    fitting_chunk_bytes,
+)
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
 from verl_mg.rollout.engine_nodes import ONE_NODE
 from verl_mg.rollout.ipc_payload import Staging
@@ -131,7 +137,7 @@ def group_of(model, history, layout, context, dies_in=None):
     is_last = dist.get_rank() == leaders[-1]
     engine = RecordingEngine(history, dies_in if is_last else None) if dist.get_rank() in leaders else None
     group = SGLangEngineGroup(
-        SGLangEngineSync(placement, engine, actor.runner.table),
+        SGLangEngineSync(placement, engine_groups(placement), engine, actor.runner.table),
         engine,
         [rank in leaders for rank in range(dist.get_world_size())],
         context,
@@ -237,7 +243,7 @@ def built(folder):
     config = load_config(None, [*settings(folder), "rollout.layout=tp2", *offload], recipe.config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRoleBuilder, "build", noted_build)
-        patch.setattr(build_engines, "SGLangEngine", engine)
+        patch.setitem(build_engines.ENGINES, "sglang", engine)
         patch.setattr(torch.cuda, "empty_cache", slow_empty_cache)
         Job(config, recipe.roles(config.algorithm), job_store())
     return after_builds, at_start, history.of_all_ranks()

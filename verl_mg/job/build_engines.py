@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, SGLangEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
-from verl_mg.roles.weight_sync import SGLangEngineSync, engine_ranks
-from verl_mg.rollout.engine_nodes import LeadingNode
+from verl_mg.roles.weight_sync import SGLangEngineSync, engine_groups, engine_ranks
+from verl_mg.rollout.engine_nodes import LeadingNode, node_address
 from verl_mg.rollout.engine_python import engine_python
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.process_engine import EngineSettings
@@ -187,20 +188,24 @@ def build_engine_group(
     context.offload.offload_all()
     device.release_unused_memory()
     dist.barrier()
+    # Before engines start: threads of a rank that waits in the creation of a group do not run.
+    groups = engine_groups(placement)
     inner, follower = None, None
     part = engine_part(placement, rank, node)
     if part:
+        if part.nodes.count > 1:
+            part = replace(part, nodes=replace(part.nodes, address=node_address(context.store)))
         settings = _settings(config, dtype, placement, table, part)
         log = _log(config, part)
         if part.nodes.rank:
             follower = sglang_follower(config.model.path, settings, log, context.store, part.number)
         else:
-            leading = [LeadingNode(context.store, part.number)] if part.nodes.count > 1 else []
+            leading = [LeadingNode(context.store, part.number, part.nodes.address)] if part.nodes.count > 1 else []
             inner = ENGINES[rollout.engine](config.model.path, settings, log, rollout.request_timeout_s, *leading)
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0
     return SGLangEngineGroup(
-        SGLangEngineSync(placement, inner, table, rollout.wire),
+        SGLangEngineSync(placement, groups, inner, table, rollout.wire),
         inner,
         [r in leaders for r in range(world_size)],
         context,

@@ -173,20 +173,24 @@ class SGLangEngineSync:
     """Transfer into engines: each rank assembles the shard of the engine's rank on its device and shares its memory."""
 
     def __init__(
-        self, placement: EnginePlacement, engine: ProcessEngine | None, table: WeightTable, wire: Wire = "cast"
+        self,
+        placement: EnginePlacement,
+        groups: Mapping[int, dist.ProcessGroup],
+        engine: ProcessEngine | None,
+        table: WeightTable,
+        wire: Wire = "cast",
     ) -> None:
-        """Creates the groups of the engines' ranks; all ranks call it together.
+        """Creates the sync.
 
         Args:
             placement: ranks and layout of the engines.
+            groups: of `engine_groups`.
             engine: on the first rank of each engine, else None.
             table: weight table of the actor, with the engine's traced table where the configuration names one.
             wire: form in which the engines have their weights.
         """
         self._placement, self._engine, self._table, self._encoding = placement, engine, table, encoding_of(wire)
         self._ranks_of = engine_ranks(placement)
-        # Every rank takes part in the creation of every group.
-        groups = {number: new_group(ranks, "gloo") for number, ranks in self._ranks_of.items()}
         self._groups = {rank: groups[number] for number, ranks in self._ranks_of.items() for rank in ranks}
         self._planned = cache(self._plan)
 
@@ -317,6 +321,12 @@ def engine_ranks(placement: EnginePlacement) -> dict[int, tuple[int, ...]]:
     for rank in sorted(placement.ranks, key=lambda rank: (at[rank].pp, at[rank].tp)):
         ranks[at[rank].engine].append(rank)
     return {number: tuple(members) for number, members in ranks.items()}
+
+
+def engine_groups(placement: EnginePlacement) -> dict[int, dist.ProcessGroup]:
+    """Creates a group of the ranks of each engine, by its number; all ranks call it together."""
+    # Every rank takes part in the creation of every group.
+    return {number: new_group(ranks, "gloo") for number, ranks in engine_ranks(placement).items()}
 
 
 def transfer_metrics(traffic: Sequence[Traffic], lower_bound: int, started: float) -> dict[str, float]:

@@ -20,6 +20,8 @@ from verl_mg.rollout.engine_process import EngineProcess, EngineProgram
 
 POLL_SECONDS = 0.5
 """Interval at which each side looks into the store."""
+CLOSE_SECONDS = 20.0
+"""Time limit of the leader for ending the parts on other nodes."""
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ class EngineNodes:
     """Number of nodes."""
     rank: int
     """Number of this node among them; the leader is on node 0."""
+    address: str = ""
+    """Address of this node, where there are several."""
 
 
 ONE_NODE = EngineNodes(1, 0)
@@ -41,14 +45,15 @@ ONE_NODE = EngineNodes(1, 0)
 class LeadingNode:
     """The side of the rank that leads an engine over several nodes."""
 
-    def __init__(self, store: Store, number: int) -> None:
+    def __init__(self, store: Store, number: int, address: str) -> None:
         """Creates the side of the leader.
 
         Args:
             store: shared by all ranks.
             number: of the engine.
+            address: of this node.
         """
-        self._address = local_address([f"http://{_host_of(store)}"])
+        self._address = address
         self._store = PrefixStore(f"engine {number}", store)
         self._attempt = -1
 
@@ -98,7 +103,7 @@ class FollowingNode:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends this node's part."""
+        """Waits for the end of this node's part, and ends it after a while."""
         self._stop.set()
         self._thread.join()
 
@@ -116,7 +121,8 @@ class FollowingNode:
                 process = None
             elif not process:
                 self._stop.wait(POLL_SECONDS)
-        if process:
+        # The leader ends all parts; one that ended before the others would look lost to them.
+        if process and not process.wait_until_ended(CLOSE_SECONDS):
             process.close()
 
     def _report(self, attempt: int, process: EngineProcess) -> None:
@@ -126,8 +132,8 @@ class FollowingNode:
         self._store.set(f"lost/{attempt}", reason)
 
 
-def _host_of(store: Store) -> str:
-    """Returns the host of the TCP store beneath a store."""
+def node_address(store: Store) -> str:
+    """Returns the address under which other nodes reach this one: of the interface towards the job's TCP store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return str(getattr(store, "host", "127.0.0.1"))
+    return local_address([f"http://{getattr(store, 'host', '127.0.0.1')}"])

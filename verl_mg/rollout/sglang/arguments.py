@@ -112,6 +112,8 @@ def environment(settings: EngineSettings) -> dict[str, str]:
         settings: settings of the engine.
     """
     inherited = inherited_environment()
+    if settings.nodes.count > 1:
+        inherited.setdefault("SGLANG_HOST_IP", settings.nodes.address)  # SGLang would look for a route to the internet
     if settings.nodes.rank:
         inherited["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else `sglang.Engine` would not return on this node
     if torch.cuda.is_available():
