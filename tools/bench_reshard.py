@@ -1,6 +1,7 @@
 """Weight sync of real megatron-core models: ours against gather-everything and against Megatron's own resharding.
 
-    python -m tools.bench_reshard [--cases dense-tp4] [--repeats 5] [--parameters 400] [--bucket-mib 32] [--json FILE]
+    python -m tools.bench_reshard [--cases dense-tp4 servers] [--repeats 5] [--parameters 400] [--bucket-mib 32]
+        [--json FILE]
 
 Eight processes over gloo have one model in bf16, every element of which is a function of its position in its Hugging
 Face tensor. The methods take turns to fill the same target from it, after one warm-up that is verified bitwise:
@@ -8,6 +9,9 @@ Face tensor. The methods take turns to fill the same target from it, after one w
     ours      verl_mg.reshard
     gather    every rank materialises every tensor, as verl and slime do (tools/gather_everything.py)
     megatron  megatron.core.resharding with its gloo service, where both sides are Megatron models
+
+The case `servers` (tools/server_transfers.py) sends a model of a tenth of the size to real SGLang servers outside the
+job, shard by shard and by broadcast.
 
 Plans are made before the clock starts, for all methods. Bytes received are counted at messages, and for a broadcast
 as the least that it needs. Peak memory is the growth of a rank's resident set.
@@ -37,6 +41,7 @@ from megatron.core.resharding import swap_model_weights
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 from torch import Tensor
 
+from tools import server_transfers
 from tools.gather_everything import GatherEverything, of_each_expert
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.model import PackedModel, build_chunks, parameters_by_name
@@ -48,6 +53,8 @@ from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import weight_table
 
 RANKS = 8
+SERVERS = "servers"
+"""Case of tools/server_transfers.py."""
 MIB = 2**20
 POISON = float("nan")
 LIBC = ctypes.CDLL("libc.so.6")
@@ -92,6 +99,19 @@ Method = Callable[[], int]
 def main() -> None:
     """Start the ranks, print the table."""
     options = _options()
+    with_servers = SERVERS in options.cases
+    options.cases = [name for name in options.cases if name != SERVERS]
+    report = _on_ranks(options) if options.cases else {}
+    if with_servers:
+        report[SERVERS] = server_transfers.measure(options.parameters * 10**5, options.repeats)
+        for line in server_transfers.lines(report[SERVERS]):
+            print(line, flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1))
+
+
+def _on_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    """The cases between ranks of one job: reports by name."""
     context = get_context("fork")
     answers, answer = context.Pipe(duplex=False)
     folder = tempfile.mkdtemp()
@@ -106,14 +126,13 @@ def main() -> None:
         report[name] = answers.recv()
         for line in _lines(name, report[name]):
             print(line, flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1))
+    return report
 
 
 def _options() -> argparse.Namespace:
     verbatim = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, SERVERS], default=[*CASES, SERVERS])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parameters", type=int, default=400, metavar="MILLIONS", help="at least so many")
     parser.add_argument("--bucket-mib", type=int, default=BUCKET_BYTES // MIB, help="of ours and of gather")

@@ -14,6 +14,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 
 from verl_mg.errors import UserError
@@ -213,6 +214,8 @@ class ServerPool(RolloutEngine):
         for server, client in ready:
             try:
                 client.check_weights()
+            except CancelledError:  # the job ends
+                return
             except EngineDiedError as error:
                 with self._lock:
                     if not self._updating:  # else the weights may have changed since the question
