@@ -1,24 +1,23 @@
-"""Turns with tools on the real SGLang: what it saw and wrote is what is trained on, and tools are not."""
+"""Turns with tools on real engines: what one saw and wrote is what is trained on, and tools are not."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from recipes.tasks.calculator import make
-from tests.engines import process_of
+from tests.engines import SGLANG, VLLM_NIGHTLY, process_of
 from tests.roles.engine_jobs import engine_job
-from tests.traces import needs_sglang
 from verl_mg.rollout.tools.chat_format import ToolCall
 
-pytestmark = needs_sglang
 TURNS = 3
 EXPRESSION = json.dumps({"expression": "20+22"})
 
 
-def iteration(folder: Path) -> dict[str, object]:
+def iteration(folder: Path, engine_name: str) -> dict[str, object]:
     """A GRPO iteration of a random model. Its turns end soon, and each is taken for a call of the calculator."""
     job, recipe = engine_job(
         folder,
@@ -29,6 +28,7 @@ def iteration(folder: Path) -> dict[str, object]:
         "rollout.max_new_tokens=40",
         f"data.train={folder / 'data' / 'train.jsonl'}",
         f"reward.function={folder / 'reward.py'}:length",
+        engine=engine_name,
     )
     select_outputs: list[tuple[str, list[int], list[int]]] = []
     rollout = job.rollout
@@ -75,10 +75,11 @@ def iteration(folder: Path) -> dict[str, object]:
     }
 
 
-def test_training_receives_the_tokens_that_sglang_used(ranks, tmp_path):
+@pytest.mark.parametrize("engine", [SGLANG, VLLM_NIGHTLY])
+def test_training_receives_the_tokens_that_the_engine_used(ranks, tmp_path, engine):
     make(tmp_path)
     (tmp_path / "reward.py").write_text("def length(sample): return len(sample.response)\n")
-    results = ranks.run(2, iteration, tmp_path)
+    results = ranks.run(2, iteration, tmp_path, engine)
     rows = {i: row for result in results for i, row in result["rows"].items()}
     select_outputs = results[0]["outputs"]
     assert sorted(rows) == list(range(24))

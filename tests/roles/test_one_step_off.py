@@ -8,6 +8,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
+from tests.engines import SGLANG, VLLM_NIGHTLY
 from tests.roles.engine_jobs import engine_job, inputs, settings
 from tests.tiny_jobs import RECIPES, logged, run_here
 from tests.traces import needs_sglang
@@ -21,9 +22,9 @@ ITERATIONS, PROMPTS, GROUP = 3, 6, 4
 OVERRIDES = ["rollout.mode=one_step_off", f"job.iterations={ITERATIONS}"]
 
 
-def train_ahead(folder):
+def train_ahead(folder, engine):
     """This rank's part of each iteration; a checkpoint is written after each, and greedy answers come in between."""
-    job, recipe = engine_job(folder, "actor.layout=tp2", "rollout.num_ranks=1", *OVERRIDES)
+    job, recipe = engine_job(folder, "actor.layout=tp2", "rollout.num_ranks=1", *OVERRIDES, engine=engine)
     job.actor.save(folder / "weights-0", folder / "model")
     reported = []
     for iteration in range(1, ITERATIONS + 1):
@@ -67,10 +68,10 @@ def off(folder, step, rows):
     return most
 
 
-@needs_sglang
-def test_prefetch_generates_with_weights_of_the_iteration_before(ranks, tmp_path):
+@pytest.mark.parametrize("engine", [SGLANG, VLLM_NIGHTLY])
+def test_prefetch_generates_with_weights_of_the_iteration_before(ranks, tmp_path, engine):
     folder = inputs(tmp_path, "qwen3")
-    results = ranks.run(3, train_ahead, folder)
+    results = ranks.run(3, train_ahead, folder, engine)
     for number, reported in enumerate(zip(*results, strict=True)):
         older = min(number, 1)
         # In the last iteration nothing is prefetched.

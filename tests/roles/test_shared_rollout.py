@@ -1,4 +1,4 @@
-"""Two real SGLang engines under one rollout: shared work, cut and continued groups, a killed engine."""
+"""Two real engines under one rollout: shared work, cut and continued groups, a killed engine."""
 
 import json
 import math
@@ -13,16 +13,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.engines import process_of
+from tests.engines import SGLANG, VLLM_NIGHTLY, process_of, workers_of
 from tests.roles.engine_jobs import engine_job, inputs
-from tests.traces import needs_sglang
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.job.job import Job
 from verl_mg.roles import weight_sync
 from verl_mg.rollout.work_queue import StaticWorkQueue
 
-pytestmark = needs_sglang
 TOKENS = 180
 LOGIT = 9.0
 KEPT, ASKED, SAMPLES = 4, 7, 3
@@ -119,7 +117,7 @@ def updated_with_death(job: Job) -> int:
 
 
 def killed(job: Job) -> dict[str, object]:
-    """The scheduler of one engine is killed while samples are drawn."""
+    """A process of one engine that computes is killed while samples are drawn."""
     engine = job.rollout._engines.engine
     killing = []
 
@@ -127,8 +125,7 @@ def killed(job: Job) -> dict[str, object]:
         while len(engine._running) < 4:
             time.sleep(0.01)
         time.sleep(0.2)
-        children = process_of(engine).children(recursive=True)
-        victim = next(child for child in children if "sglang::scheduler" in " ".join(child.cmdline()))
+        (victim,) = workers_of(engine)
         killing.append(len(engine._running))
         victim.kill()
 
@@ -152,7 +149,7 @@ def killed(job: Job) -> dict[str, object]:
     }
 
 
-def trials(folder: Path) -> dict[str, object]:
+def trials(folder: Path, engine: str) -> dict[str, object]:
     job, _ = engine_job(
         folder,
         "actor.layout=tp2",
@@ -160,6 +157,7 @@ def trials(folder: Path) -> dict[str, object]:
         "rollout.max_running_requests=8",
         f"rollout.max_new_tokens={TOKENS}",
         "rollout.partial_rollout=true",
+        engine=engine,
     )
     prompts = list(job.prompts)[:30]
     reported: dict[str, object] = {
@@ -174,11 +172,11 @@ def trials(folder: Path) -> dict[str, object]:
     return reported
 
 
-@pytest.fixture(scope="module")
-def reported(ranks, tmp_path_factory):
+@pytest.fixture(scope="module", params=[SGLANG, VLLM_NIGHTLY])
+def reported(ranks, tmp_path_factory, request):
     folder = inputs(tmp_path_factory.mktemp("shared"), "qwen3", positions=200)
     talk_long_of_digits(folder)
-    return folder, ranks.run(2, trials, folder)
+    return folder, ranks.run(2, trials, folder, request.param)
 
 
 def everywhere(results, *path):

@@ -35,6 +35,11 @@ def check_supported(config: HFConfig, layout: EngineLayout) -> None:
             f"rollout.layout={layout}: vLLM pads the vocabulary to {rows} rows, which tp{layout.tp} does not divide. "
             "Choose another tp, or write rollout.engine=sglang."
         )
+    if config.architecture == "qwen2" and config.head_dim * config.heads != config.hidden:
+        raise UserError(
+            "rollout.engine=vllm: vLLM's model class of qwen2 has heads of size hidden_size / num_attention_heads, but "
+            f"this model of size {config.head_dim}. Use rollout.engine=hf."
+        )
     if config.architecture == "gemma2" and not config.tied:
         raise UserError(
             "rollout.engine=vllm: vLLM's model class of gemma2 has no output layer besides the embedding, but this "

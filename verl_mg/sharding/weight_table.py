@@ -196,8 +196,6 @@ class WeightTable:
             indices[rank] = ParallelIndex(at.pp, at.ep, axis_index)
         return self._derive(stages, sizes, layout.ep, indices)
 
-    shard_map_sglang, sglang = shard_map_engine, engine_shards
-
     def shard_map_replicated(self, ranks: Sequence[int]) -> DerivedShardMap:
         """Returns the shards of ranks that each have the whole module of `transformers`."""
         config = self.config

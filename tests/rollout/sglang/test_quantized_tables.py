@@ -72,7 +72,7 @@ def test_encoded_target_equals_load_weights_of_a_quantized_checkpoint(tmp_path, 
     command = [warm_start.sglang().python, "-m", "tests.rollout.sglang.quantized_probe", str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(engine.ranks)]
     assert [process.wait() for process in ranks] == [0] * engine.ranks
-    target = EncodedTarget(table.shard_map_sglang(EnginePlacement(engine, tuple(range(engine.ranks)))), encoding, names)
+    target = EncodedTarget(table.shard_map_engine(EnginePlacement(engine, tuple(range(engine.ranks)))), encoding, names)
     for rank in range(engine.ranks):
         traced = read_rank_shards(tmp_path / f"{rank}.json")
         assert comparable(target.shards(rank)) == comparable(traced), rank

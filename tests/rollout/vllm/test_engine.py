@@ -265,7 +265,7 @@ def test_engine_that_cannot_start_raises_with_its_log(model, tmp_path):
     ("architecture", "fields"),
     [
         ("qwen3", {}),
-        ("qwen2", {"tie_embeddings": True}),
+        ("qwen2", {"tie_embeddings": True, "hidden": 128}),
         ("gemma2", {"tie_embeddings": True}),
         ("mixtral", {}),
     ],
@@ -326,7 +326,7 @@ def tiny_latent_model(folder: Path, seed: int, latent: dict[str, int]) -> Path:
         **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     }
     config = DeepseekV2Config(
-        **sizes, **heads, **experts, **latent, max_position_embeddings=256, tie_word_embeddings=False,
+        **sizes, **heads, **experts, **latent, max_position_embeddings=1024, tie_word_embeddings=False,
         initializer_range=0.1, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     DeepseekV2ForCausalLM(config).eval().save_pretrained(folder)
