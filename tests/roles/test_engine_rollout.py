@@ -59,3 +59,22 @@ def test_engine_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_p
         assert {v for rank in reported for v in rank["versions"]} == {step % UPDATES}
         ids = sorted(i for rank in reported for i in rank["ids"])
         assert ids == list(range(step * 24, (step + 1) * 24))
+
+
+def trained_with_changes(folder: Path) -> list[dict[str, object]]:
+    """Updates so small that many elements stay as they are, and the engine's answers after each."""
+    changes = ["rollout.delta=true", "rollout.sleep=false", "actor.optimizer.lr=1e-9"]
+    job, recipe = engine_job(folder, "actor.layout=pp2", "rollout.layout=tp2", *changes)
+    return [trained_once(job, recipe, folder, f"delta-{update}") for update in range(UPDATES)]
+
+
+@pytest.mark.nightly
+def test_engine_that_receives_changes_alone_serves_the_exported_checkpoint(ranks, tmp_path):
+    folder = inputs(tmp_path, "qwen3")
+    results, before = ranks.run(2, trained_with_changes, folder), None
+    for step, reported in enumerate(zip(*results, strict=True)):
+        answers = checked_answers(folder, reported)
+        assert answers != before
+        before = answers
+        received, bound = reported[0]["sync"]
+        assert 0 < received < 0.9 * bound, step

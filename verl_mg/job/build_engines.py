@@ -125,6 +125,13 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
         )
     if rollout.wire != "cast":
         _check_wire(config, table)
+    if rollout.delta and (rollout.engine != "sglang" or rollout.has_servers):
+        raise UserError("rollout.delta=true: only SGLang engines inside the job receive changes alone. Leave it out.")
+    if rollout.delta and rollout.sleep and not rollout.num_ranks and torch.cuda.is_available():
+        raise UserError(
+            "rollout.delta=true: engines that sleep lose the weights that changes refer to. Write rollout.sleep=false "
+            "or rollout.num_ranks."
+        )
     if rollout.has_servers:
         check_servers(config, table)
     elif rollout.engine != "hf":
@@ -205,7 +212,7 @@ def build_engine_group(
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0
     return SGLangEngineGroup(
-        SGLangEngineSync(placement, groups, inner, table, rollout.wire),
+        SGLangEngineSync(placement, groups, inner, table, rollout.wire, rollout.delta),
         inner,
         [r in leaders for r in range(world_size)],
         context,

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from verl_mg.distributed.groups import new_group
 from verl_mg.layout import EnginePlacement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.reshard import Schedule, Traffic, aliased_parameters, aliases, execute, plan, schedule, split_into_chunks
+from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
 from verl_mg.reshard.encode import Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
+from verl_mg.roles.engine_update import EngineUpdate
 from verl_mg.roles.models import Actor
-from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.ipc_payload import Staging, staging_bytes
+from verl_mg.rollout.patch_payload import PatchStaging
 from verl_mg.rollout.process_engine import ProcessEngine
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import WeightTable
@@ -37,7 +39,6 @@ MIN_CHUNK_BYTES = 2**26
 KEPT_FREE_BYTES = 2**30
 """Free memory that chunks leave for the buffers of NCCL and of the transfer."""
 
-Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
@@ -117,58 +118,6 @@ class _Transfer:
         return max((staging_bytes(chunk.shards, chunk.dtypes) for chunk in self.chunks), default=0)
 
 
-class _EngineUpdate:
-    """Update of the engine that this rank leads, if any.
-
-    The engine's process may end at any time. Its leader still takes part in the transfer, because other ranks wait for
-    its messages; the engine is restarted before it generates samples.
-    """
-
-    def __init__(self, engine: ProcessEngine | None, version: int) -> None:
-        """Makes the weights writable.
-
-        Args:
-            engine: engine of this rank; None where another rank leads it.
-            version: policy version of the new weights.
-        """
-        self._engine, self._version = engine, version
-        self._loading: int | None = None
-        self._staging: Staging | None = None
-        self.died = False
-        """Whether the engine of this rank is dead."""
-        self._call(lambda engine: engine.begin_update())
-
-    def load(self, staging: Staging, payloads: Sequence[str], is_last: bool) -> None:
-        """Starts copying a chunk into the parameters.
-
-        Args:
-            staging: memory of this rank's payload. It replaces that of the previous chunk, which the engine has copied.
-            payloads: of all ranks of the engine.
-            is_last: whether this is the last chunk of the update.
-        """
-        self._staging = staging
-        self._loading = self._call(lambda engine: engine.load(payloads, self._version if is_last else None))
-
-    def finish_load(self) -> None:
-        """Waits until the engine has copied the chunk of the last `load`."""
-        loading, self._loading = self._loading, None
-        if loading is not None:
-            self._call(lambda engine: engine.loaded(loading))
-
-    def end(self) -> None:
-        """Ends the update; the engine has the new version from now on."""
-        self._call(lambda engine: engine.end_update(self._version))
-
-    def _call(self, function: Callable[[ProcessEngine], Result]) -> Result | None:
-        if self._engine is not None:
-            try:
-                return function(self._engine)
-            except EngineDiedError as error:
-                log.warning("rollout: an engine ended before it had the new weights; it will be restarted: %s", error)
-                self._engine, self.died = None, True
-        return None
-
-
 class SGLangEngineSync:
     """Transfer into engines: each rank assembles the shard of the engine's rank on its device and shares its memory."""
 
@@ -179,6 +128,7 @@ class SGLangEngineSync:
         engine: ProcessEngine | None,
         table: WeightTable,
         wire: Wire = "cast",
+        delta: bool = False,
     ) -> None:
         """Creates the sync.
 
@@ -188,7 +138,11 @@ class SGLangEngineSync:
             engine: on the first rank of each engine, else None.
             table: weight table of the actor, with the engine's traced table where the configuration names one.
             wire: form in which the engines have their weights.
+            delta: send only elements that have changed since the last transfer.
         """
+        self._delta = delta
+        self._sent: dict[int, SentValues] = {}  # by number of the chunk
+        self._all_have: tuple[Actor, int] | None = None  # whose weights of which version all engines have
         self._placement, self._engine, self._table, self._encoding = placement, engine, table, encoding_of(wire)
         self._ranks_of = engine_ranks(placement)
         self._groups = {rank: groups[number] for number, ranks in self._ranks_of.items() for rank in ranks}
@@ -221,29 +175,72 @@ class SGLangEngineSync:
         started = time.perf_counter()
         planned = self._planned(actor, target)
         is_target = dist.get_rank() in target.ranks
-        update = _EngineUpdate(self._engine if is_target else None, actor.num_updates)
+        update = EngineUpdate(self._engine if is_target else None, actor.num_updates)
         receives = is_target and self._all_alive(update)
-        traffic, size = [], planned.staging_bytes
-        parameters, wait_for = sources_of(actor.runner)
-        for number, chunk in enumerate(planned.chunks):
-            filled = Staging(chunk.shards, chunk.dtypes, device.current_device(), size)
-            tensors = source_tensors(chunk.encoder or chunk.schedule, actor.runner, parameters)
-            if chunk.encoder:
-                tensors = chunk.encoder.run(tensors, wait_for).tensors
-            arriving = None if chunk.encoder else wait_for
-            traffic.append(execute(chunk.schedule, tensors, filled.tensors, wait_for=arriving))
-            update.finish_load()
-            if receives:
-                payloads = self._gather_payloads(None if update.died else filled.payload())
-                receives = None not in payloads
-                if receives:
-                    update.load(filled, payloads, is_last=number == len(planned.chunks) - 1)
-        update.finish_load()
+        traffic: list[Traffic] = []
+        keeps = self._delta and target == self._placement
+        intact = False
+        if keeps and self._all_have and self._all_have[0] is actor:
+            intact = self._load_changes(actor, planned, update, receives, traffic)
+            if not intact:
+                log.warning("rollout: the weights of an engine differ from those that were sent; all are sent again")
+        if not intact:
+            self._load_all(actor, planned, update, receives, keeps, traffic)
+        if keeps:
+            self._all_have = actor, actor.num_updates
+        elif self._all_have != (actor, actor.num_updates):
+            self._all_have = None
         update.end()
         self.barrier()
         return transfer_metrics(traffic, planned.lower_bound, started)
 
-    def _all_alive(self, update: _EngineUpdate) -> bool:
+    def _load_all(
+        self,
+        actor: Actor,
+        planned: _Transfer,
+        update: EngineUpdate,
+        receives: bool,
+        keeps: bool,
+        traffic: list[Traffic],
+    ) -> None:
+        """Sends all values and loads them into the engines; `keeps` them to find changes in the next transfer."""
+        if keeps:
+            self._sent = {number: SentValues() for number in range(len(planned.chunks))}
+        for number, (chunk, tensors, wait_for) in enumerate(_sources(actor, planned)):
+            filled = Staging(chunk.shards, chunk.dtypes, device.current_device(), planned.staging_bytes)
+            traffic.append(execute(chunk.schedule, tensors, filled.tensors, wait_for=wait_for))
+            if keeps:
+                self._sent[number].keep(chunk.schedule, tensors)
+            receives = self._load(update, filled, receives, is_last=number == len(planned.chunks) - 1)
+        update.finish_load()
+
+    def _load_changes(
+        self, actor: Actor, planned: _Transfer, update: EngineUpdate, receives: bool, traffic: list[Traffic]
+    ) -> bool:
+        """Sends what has changed; returns whether all engines have the values of the senders then."""
+        patched = []
+        for number, (chunk, tensors, wait_for) in enumerate(_sources(actor, planned)):
+            patches, counted = transfer_changes(chunk.schedule, tensors, self._sent[number], wait_for=wait_for)
+            traffic.append(counted)
+            patched.append(PatchStaging(patches, device.current_device()))
+            receives = self._load(update, patched[-1], receives, is_last=number == len(planned.chunks) - 1)
+        update.finish_load()
+        # An engine that died is restarted, and then receives all values.
+        intact = not receives or update.died or all(part.intact() for part in patched)
+        return all(all_gather_json(intact))
+
+    def _load(self, update: EngineUpdate, filled: Staging | PatchStaging, receives: bool, is_last: bool) -> bool:
+        """Loads the memory of all ranks of this rank's engine; returns whether the engine is alive."""
+        update.finish_load()
+        if not receives:
+            return False
+        payloads = self._gather_payloads(None if update.died else filled.payload())
+        if None in payloads:
+            return False
+        update.load(filled, payloads, is_last=is_last)
+        return True
+
+    def _all_alive(self, update: EngineUpdate) -> bool:
         """Returns whether this rank's engine is alive; its ranks call it together."""
         return not any(all_gather_json(update.died, self._groups[dist.get_rank()]))
 
@@ -271,6 +268,19 @@ class SGLangEngineSync:
             messages = schedule(moves, rank, dtype)
             chunks.append(_Chunk(messages, shards, dtypes, Encoder(part, messages, dtype) if part else None))
         return _Transfer(chunks, lower_bound)
+
+
+def _sources(
+    actor: Actor, planned: _Transfer
+) -> Iterator[tuple[_Chunk, Mapping[str, Tensor], Callable[[str], None] | None]]:
+    """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them."""
+    parameters, wait_for = sources_of(actor.runner)
+    for chunk in planned.chunks:
+        tensors = source_tensors(chunk.encoder or chunk.schedule, actor.runner, parameters)
+        if chunk.encoder:
+            yield chunk, chunk.encoder.run(tensors, wait_for).tensors, None
+        else:
+            yield chunk, tensors, wait_for
 
 
 def fitting_chunk_bytes(free: Sequence[int | None]) -> int:

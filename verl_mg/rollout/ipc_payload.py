@@ -50,11 +50,7 @@ class Staging:
             min_bytes: smallest size; memory of one size is reused by the allocator.
         """
         self._places, size = _places(shards, dtypes)
-        with without_expandable_segments() if device.type == "cuda" else nullcontext():
-            self._memory = torch.empty(max(size, min_bytes), dtype=torch.uint8, device=device)
-        if device.type == "cpu":
-            with _by_name():
-                self._memory.share_memory_()
+        self._memory = shared_memory(max(size, min_bytes), device)
         self.tensors = dict(named_views(self._places, self._memory))
         """Tensors of the shards, by name of the parameter."""
         for name, shard in shards.items():
@@ -66,10 +62,38 @@ class Staging:
 
         It can be opened once, and the memory must exist until then.
         """
-        buffer = io.BytesIO()
+        return payload_of(self._places, self._memory)
+
+
+def shared_memory(size: int, device: torch.device) -> Tensor:
+    """Allocates memory that another process can open.
+
+    Args:
+        size: bytes.
+        device: device of the memory.
+
+    Returns:
+        (size,) uint8; its values are undefined.
+    """
+    with without_expandable_segments() if device.type == "cuda" else nullcontext():
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
         with _by_name():
-            ForkingPickler(buffer).dump((self._places, self._memory))
-        return base64.b64encode(buffer.getvalue()).decode()
+            memory.share_memory_()
+    return memory
+
+
+def payload_of(places: str, memory: Tensor) -> str:
+    """Returns the handle of memory in base64, for `open_payload`; it can be opened once.
+
+    Args:
+        places: JSON text that says what the memory contains.
+        memory: result of `shared_memory`, which must exist until it is opened.
+    """
+    buffer = io.BytesIO()
+    with _by_name():
+        ForkingPickler(buffer).dump((places, memory))
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def open_payload(payload: str, device: torch.device) -> tuple[str, Tensor]:

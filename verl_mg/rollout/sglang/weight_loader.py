@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.rollout.ipc_payload import named_views, open_payload
+from verl_mg.rollout.patch_payload import apply_payload, has_patches
 
 LOADER = f"{__name__}.load_chunk"
 """Name of the loader, for the server argument `custom_weight_loader` and as load format."""
@@ -29,7 +30,7 @@ def merge_stages(payloads: Sequence[str]) -> str:
 
 
 def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copies the tensors of this stage's payload into the parameters of the same names.
+    """Copies the tensors of this stage's payload into the parameters of the same names, or applies its patches.
 
     Args:
         model: SGLang's model of this stage.
@@ -43,6 +44,9 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
     places, memory = open_payload(payloads[get_parallel().pp_rank], device)
+    if has_patches(places):
+        apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
+        return
     for name, tensor in named_views(places, memory):
         default_weight_loader(as_loaded(parameters[name]), tensor)
 

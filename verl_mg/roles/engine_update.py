@@ -1,0 +1,67 @@
+"""Update of the weights of one engine in another process, by the rank that leads it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from verl_mg.rollout.engine import EngineDiedError
+from verl_mg.rollout.ipc_payload import Staging
+from verl_mg.rollout.patch_payload import PatchStaging
+from verl_mg.rollout.process_engine import ProcessEngine
+
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+
+class EngineUpdate:
+    """Update of the engine that this rank leads, if any.
+
+    The engine's process may end at any time. Its leader still takes part in the transfer, because other ranks wait for
+    its messages; the engine is restarted before it generates samples.
+    """
+
+    def __init__(self, engine: ProcessEngine | None, version: int) -> None:
+        """Makes the weights writable.
+
+        Args:
+            engine: engine of this rank; None where another rank leads it.
+            version: policy version of the new weights.
+        """
+        self._engine, self._version = engine, version
+        self._loading: int | None = None
+        self._staging: Staging | PatchStaging | None = None
+        self.died = False
+        """Whether the engine of this rank is dead."""
+        self._call(lambda engine: engine.begin_update())
+
+    def load(self, staging: Staging | PatchStaging, payloads: Sequence[str], is_last: bool) -> None:
+        """Starts copying a chunk into the parameters.
+
+        Args:
+            staging: memory of this rank's payload. It replaces that of the previous chunk, which the engine has copied.
+            payloads: of all ranks of the engine.
+            is_last: whether this is the last chunk of the update.
+        """
+        self._staging = staging
+        self._loading = self._call(lambda engine: engine.load(payloads, self._version if is_last else None))
+
+    def finish_load(self) -> None:
+        """Waits until the engine has copied the chunk of the last `load`."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            self._call(lambda engine: engine.loaded(loading))
+
+    def end(self) -> None:
+        """Ends the update; the engine has the new version from now on."""
+        self._call(lambda engine: engine.end_update(self._version))
+
+    def _call(self, function: Callable[[ProcessEngine], Result]) -> Result | None:
+        if self._engine is not None:
+            try:
+                return function(self._engine)
+            except EngineDiedError as error:
+                log.warning("rollout: an engine ended before it had the new weights; it will be restarted: %s", error)
+                self._engine, self.died = None, True
+        return None
