@@ -9,6 +9,8 @@ Face tensor. The methods take turns to fill the same target from it, after one w
     ours      verl_mg.reshard
     gather    every rank materialises every tensor, as verl and slime do (tools/gather_everything.py)
     megatron  megatron.core.resharding with its gloo service, where both sides are Megatron models
+    others    quantized weights and changes alone (tools/encoded_transfers.py), of the dense model to engines; these are
+              timed one after another, without turns
 
 The case `servers` (tools/server_transfers.py) sends a model of a tenth of the size to real SGLang servers outside the
 job, shard by shard and by broadcast.
@@ -42,12 +44,14 @@ from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopySer
 from torch import Tensor
 
 from tools import server_transfers
+from tools.encoded_transfers import Changes, Quantized
 from tools.gather_everything import GatherEverything, of_each_expert
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.model import PackedModel, build_chunks, parameters_by_name
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import HFConfig, parse_config
 from verl_mg.reshard import BUCKET_BYTES, best_stride, execute, plan, schedule
+from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.boxes import Box, Shard, box_shape, slices
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import weight_table
@@ -57,6 +61,7 @@ SERVERS = "servers"
 """Case of tools/server_transfers.py."""
 MIB = 2**20
 POISON = float("nan")
+QUANTIZED: tuple[Wire, ...] = ("fp8_block", "fp8_channel", "int4")
 LIBC = ctypes.CDLL("libc.so.6")
 HEADER = f"""\
 {"":<15} {"":<9} {"MiB received a rank":>20} {"at least":>9} {"peak MiB":>9} {"seconds":>9} {"against ours":>20}
@@ -201,6 +206,17 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         methods["megatron"] = Megatron(source_model, target_model).run
     measured = _race(methods, target, wanted.shards(rank), options.repeats)
     measured["ours"].details = ours.details
+    if case.model == "dense" and target_model is None:  # half an expert of this mixture has no whole blocks
+        for wire in QUANTIZED:
+            encoded = Quantized(weights, shard_map, wanted, source, wire, bucket_bytes)
+            measured[wire], methods[wire] = _timed(encoded.run, options.repeats), encoded.run
+        ours.run()
+        changes = Changes(ours.schedule, source, target)
+        measured["changes"], methods["changes"] = _timed(changes.run, options.repeats, changes.prepare), changes.run
+        received = {name: tensor.clone() for name, tensor in target.items()}
+        ours.run()
+        if any(not torch.equal(received[n].view(torch.int16), t.view(torch.int16)) for n, t in target.items()):
+            raise SystemExit("changes: the target differs from that of a whole transfer")
     bound = moves.lower_bound(rank, torch.bfloat16.itemsize)
     everyone: list[Any] = [None] * RANKS
     dist.all_gather_object(everyone, (measured, bound))
@@ -251,6 +267,7 @@ class Ours:
     """`verl_mg.reshard` with its plan made."""
 
     def __init__(self, made: Any, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+        self.schedule = made
         self._arguments = (made, source, target)
         self._packing: list[float] = []
         self._waiting: list[float] = []
@@ -330,6 +347,25 @@ def _race(
             measured[name].seconds.append(seconds)
             measured[name].received.append(received)
             measured[name].peak.append(_status("VmHWM") - resident)
+    return measured
+
+
+def _timed(method: Method, repeats: int, prepare: Callable[[], None] = lambda: None) -> Measured:
+    """Measures a method alone, after a run that warms up; `prepare` is called before each run."""
+    measured = Measured()
+    for turn in range(repeats + 1):
+        prepare()
+        gc.collect()
+        LIBC.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        resident = _status("VmRSS")
+        dist.barrier()
+        begin = time.perf_counter()
+        received = method()
+        if turn:
+            measured.seconds.append(time.perf_counter() - begin)
+            measured.received.append(received)
+            measured.peak.append(_status("VmHWM") - resident)
     return measured
 
 

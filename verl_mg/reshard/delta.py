@@ -21,7 +21,7 @@ from torch import Tensor
 ALIGNMENT = 8
 """Parts of a code begin at multiples of this number of bytes."""
 HEADER_BYTES = 32
-SLAB_ELEMENTS = 2**20
+SLAB_ELEMENTS = 2**20  # a multiple of 8
 """Elements whose checksum is computed at a time, which bounds the memory of intermediate values."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PAYLOAD = 7  # bits of a number in each byte
@@ -51,20 +51,19 @@ def encode_delta(values: Tensor, before: Tensor | None) -> Tensor:
     if before is None:
         return _code(Kind.ALL, bits.numel(), number, bits.reshape(-1), None)
     changed = (bits != _bits(before)).reshape(-1)
-    count, size = int(changed.sum()), changed.numel()
+    count, size = int(changed.count_nonzero()), changed.numel()
     if not count:
         return _code(Kind.UNCHANGED, 0, number, None, None)
     bitmap_bytes = -(-size // 8)
     if count * bits.itemsize + min(bitmap_bytes, count) >= size * bits.itemsize:
         return _code(Kind.ALL, size, number, bits.reshape(-1), None)
-    kind, places = Kind.BITMAP, None
+    at = changed.nonzero().squeeze(1)
+    changed_values = bits.reshape(-1)[at]
     if count < bitmap_bytes:  # a distance takes a byte or more
-        at = changed.nonzero().squeeze(1)
-        places = _distances(at)
-        kind = Kind.DISTANCES if len(places) < bitmap_bytes else Kind.BITMAP
-    if places is None or kind is Kind.BITMAP:
-        places = _bitmap(changed)
-    return _code(kind, count, number, bits.reshape(-1)[changed], places)
+        distances = _distances(at)
+        if len(distances) < bitmap_bytes:
+            return _code(Kind.DISTANCES, count, number, changed_values, distances)
+    return _code(Kind.BITMAP, count, number, changed_values, _bitmap(changed))
 
 
 def apply_delta(code: Tensor, target: Tensor) -> bool:
@@ -101,25 +100,27 @@ def apply_delta(code: Tensor, target: Tensor) -> bool:
 def checksum(values: Tensor) -> int:
     """Returns a number of 64 bits from the bits and places of all elements; a single change always changes it.
 
-    It is the sum of bits times odd numbers that a hash gives to the places, modulo 2**64.
+    It is a sum modulo 2**64 over words of 8 bytes, each multiplied by an odd number of its place and mixed, which loses
+    nothing of a word.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    start = 0
+    start = 1
     for slab in _slabs(_bits(values)):
-        at = torch.arange(start + 1, start + 1 + len(slab), device=slab.device)
-        factors = at * -0x61C8864680B583EB
-        factors = (factors ^ (factors >> 29)) * -0x40A7B892E31B1A47 | 1
-        total += ((slab.long() + 1) * factors).sum()
-        start += len(slab)
+        content = slab.contiguous().view(torch.uint8)
+        words = torch.nn.functional.pad(content, (0, -len(content) % 8)).view(torch.int64)
+        at = torch.arange(start, start + len(words), device=slab.device)
+        words = words * (at * -0x61C8864680B583EB | 1)
+        total += ((words ^ (words >> 32)) * -0x40A7B892E31B1A47).sum()
+        start += len(words)
     return int(total)
 
 
 def _slabs(bits: Tensor) -> Iterator[Tensor]:
-    """Yields all elements in order, some of them at a time, also of boxes that are not contiguous."""
+    """Yields all elements in order, some of them at a time; all but the last are whole words of 8 bytes."""
     if bits.is_contiguous() or bits.dim() == 1:
         yield from bits.reshape(-1).split(SLAB_ELEMENTS)
         return
-    rows = max(1, SLAB_ELEMENTS // max(1, math.prod(bits.shape[1:])))
+    rows = -(-SLAB_ELEMENTS // 8 // max(1, math.prod(bits.shape[1:]))) * 8
     for part in bits.split(rows):
         yield part.reshape(-1)
 
