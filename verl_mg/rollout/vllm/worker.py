@@ -47,7 +47,8 @@ class WorkerExtension:
             Name of the worker's process group, "" without one.
         """
         runner = self.model_runner
-        _return_full_logprobs(runner.sampler)
+        if runner.sampler is not None:  # the last pipeline stage's
+            _return_full_logprobs(runner.sampler)
         self._written: set[str] = set()
         self._staged_experts = _staged_experts(runner.model) if current_platform.is_cpu() else {}
         if captures_routing:

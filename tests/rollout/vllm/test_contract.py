@@ -1,0 +1,85 @@
+"""What an engine on GPUs is started with and uses, against the installed vLLM: its own functions, or its source."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import warm_start
+from tests.traces import needs_vllm
+from verl_mg.layout import EngineLayout
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout.process_engine import EngineSettings
+from verl_mg.rollout.vllm.arguments import engine_arguments, environment
+
+LIMITS = {"dtype": torch.bfloat16, "max_running": 16, "max_positions": 256}
+ENGINES = {
+    "tp2": EngineSettings(layout=EngineLayout(tp=2), first_gpu=4, gpu_step=2, deterministic=True, **LIMITS),
+    "ep4": EngineSettings(layout=EngineLayout(tp=4, ep=4), routed_experts=True, sleeps=False, **LIMITS),
+}
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", characters="abcdefgh")
+
+
+@pytest.fixture(scope="module")
+def vllm_says(model) -> dict[str, Any]:
+    """See tests/rollout/vllm/contract_probe.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        arguments = [engine_arguments(model, settings) for settings in ENGINES.values()]
+    probe = subprocess.run(
+        [warm_start.vllm().python, "-m", "tests.rollout.vllm.contract_probe", json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+    )
+    assert probe.returncode == 0, probe.stderr[-3000:]
+    return json.loads(probe.stdout.splitlines()[-1])
+
+
+def test_engine_arguments_on_gpus_place_the_engine_and_write_experts_in_place(on_gpus, model):
+    first, second = (engine_arguments(model, settings) for settings in ENGINES.values())
+    assert first["device_ids"] == [4, 6] and second["device_ids"] == [0, 1, 2, 3]
+    assert (first["enable_sleep_mode"], second["enable_sleep_mode"]) == (True, False)
+    assert (first["enable_expert_parallel"], second["enable_expert_parallel"]) == (False, True)
+    assert second["enable_return_routed_experts"] and second["moe_backend"] == "triton"
+    assert "enforce_eager" not in first
+
+
+def test_environment_of_a_deterministic_engine_asks_for_batch_invariance(on_gpus, model):
+    variables = [environment(model, settings).get("VLLM_BATCH_INVARIANT") for settings in ENGINES.values()]
+    assert variables == ["1", None]
+
+
+@needs_vllm
+def test_engine_arguments_are_those_of_vllm(vllm_says):
+    assert vllm_says["unknown"] == [] and "triton" in vllm_says["moe_backends"]
+
+
+@needs_vllm
+def test_methods_of_the_engine_have_the_parameters_that_are_used(vllm_says):
+    methods = vllm_says["methods"]
+    assert "level" in methods["sleep"] and "tags" in methods["wake_up"]
+    assert {"mode", "clear_cache"} <= set(methods["pause_generation"])
+    assert "reset_running_requests" in methods["reset_prefix_cache"]
+    assert {"weights", "kv_cache"} <= set(vllm_says["tags"])
+
+
+@needs_vllm
+def test_sampler_of_the_second_model_runner_can_be_wrapped(vllm_says):
+    """It gets the logits after temperature, by position, and returns those after top-k and top-p."""
+    assert vllm_says["sampler"] == {
+        "first": "processed_logits",
+        "returns": "(sampled, processed_logits)",
+        "keywords": [0],
+    }
