@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
+from tests.checkpoint.fp8_directories import quantize_directory
 from tests.engines import bring_weights
 from tests.rollout.sglang import probes
 from tests.traces import needs_sglang
@@ -46,6 +47,24 @@ def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
             torch.tensor([request.prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert sample.tokens == tuple(expected[0, 4:].tolist()) and set(sample.policy_versions) == {2}
+
+
+@pytest.mark.nightly
+def test_engine_of_an_fp8_checkpoint_computes_in_the_dtype_of_training(tmp_path):
+    model = made(tmp_path / "model", "qwen3")
+    quantize_directory(model, (16, 16))
+    engine = SGLangEngine(model, SETTINGS, tmp_path / "0.log")
+    try:
+        bring_weights(engine, model, version=1)
+        (sample,) = engine.generate([Request(0, (6, 7, 9, 11), 0)], Sampling(max_new_tokens=12, temperature=0.0))
+    finally:
+        engine.close()
+    dequantized = FineGrainedFP8Config(weight_block_size=(16, 16), dequantize=True)
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, quantization_config=dequantized)
+    expected = whole.generate(
+        torch.tensor([[6, 7, 9, 11]]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert sample.tokens == tuple(expected[0, 4:].tolist())
 
 
 def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path, monkeypatch):
