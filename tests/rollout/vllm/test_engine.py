@@ -253,6 +253,18 @@ def test_engine_of_a_dead_rank_leaves_no_process(engine):
     assert alive == []
 
 
+def test_engine_whose_host_is_killed_leaves_no_process(model, tmp_path):
+    engine = VLLMEngine(model, SETTINGS, tmp_path / "0.log")
+    processes = process_of(engine).children(recursive=True)
+    assert workers_of(engine)
+    process_of(engine).kill()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    with pytest.raises(EngineDiedError):
+        engine.begin_update()
+    engine.close()
+    assert alive == []
+
+
 def test_engine_that_cannot_start_raises_with_its_log(model, tmp_path):
     wrong = dataclasses.replace(SETTINGS, extra={"max_num_batched_token": 512})
     with pytest.raises(UserError, match=r"cannot start. See its log .*0\.log, which ends:[\s\S]*max_num_batched_token"):

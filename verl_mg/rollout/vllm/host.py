@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ctypes
 import glob
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from verl_mg.rollout import engine_host
@@ -16,6 +19,8 @@ from verl_mg.rollout.engine_host import EngineHost
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Odd number that distributes the seeds of a request's continuations."""
+PR_SET_PDEATHSIG = 1
+"""Option of prctl(2): the signal that a process gets when its parent ends."""
 WATCH_SECONDS = 0.2
 """Time between two looks at whether vLLM's processes are alive."""
 
@@ -191,6 +196,17 @@ def _unlink_shared_memory(idents: set[str]) -> None:
             os.unlink(path)
 
 
+def _begin_child(stream: int, nothing: int) -> None:
+    """Begins a forked process of vLLM, which else would stay, with the stream to the rank open, when this one ends.
+
+    Args:
+        stream: file descriptor of the stream to the rank.
+        nothing: file descriptor of /dev/null.
+    """
+    os.dup2(nothing, stream)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHost:
     """Starts vLLM and returns its host.
 
@@ -203,9 +219,7 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHo
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # Forked processes of vLLM would keep the stream to the rank open, also when this process has ended.
-    stream, nothing = int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)
-    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, stream))
+    os.register_at_fork(after_in_child=partial(_begin_child, int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)))
     # Training ties the output layer as config.json says, whatever else the checkpoint contains.
     ModelConfig.maybe_untie_word_embeddings = lambda self: None
     captures_routing = current_platform.is_cpu() and not arguments["enable_prefix_caching"]

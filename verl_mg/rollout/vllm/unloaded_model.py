@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     from vllm.model_executor.models import utils as model_utils
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    os.environ["VLLM_DIST_IDENT"] = f"{store.parent.name}-{store.stem}"  # names the shared memory of this group
+    ident = f"{store.parent.name}-{store.stem}"
+    os.environ["VLLM_DIST_IDENT"] = ident  # names the shared memory of this group, which vLLM does not always remove
     arguments = EngineArgs(
         model_dir,
         skip_tokenizer_init=True,
@@ -55,5 +57,8 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
         yield model
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+    for path in glob.glob(f"/dev/shm/{glob.escape(ident)}-*"):
+        with suppress(FileNotFoundError):
+            os.unlink(path)
     # What other stages have is remembered by the address of the model, where the next model may be.
     model_utils._model_to_pp_missing_layer_names.clear()
