@@ -128,6 +128,10 @@ def test_deterministic_with_an_unseeded_server_raises(inputs):
         max_running=4,
         seeded=False,
         routed=False,
+        disaggregation="null",
+        layout="tp1",
+        nodes=1,
+        shard_obstacle="",
     )
     check("http://node7", info, ServerRequirements(model, 32))
     with pytest.raises(
@@ -135,3 +139,5 @@ def test_deterministic_with_an_unseeded_server_raises(inputs):
     ):
         check("http://node7", info, ServerRequirements(model, 32, seeded=True))
     check("http://node7", replace(info, seeded=True), ServerRequirements(model, 32, seeded=True))
+    with pytest.raises(UserError, match=r"does only decode; pairs .* Start the server without --disaggregation-mode"):
+        check("http://node7", replace(info, disaggregation="decode"), ServerRequirements(model, 32))

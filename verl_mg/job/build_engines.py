@@ -98,10 +98,10 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
             f"rollout.mode={rollout.mode}: only engines on ranks of their own generate while training computes. "
             "Write rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."
         )
-    if rollout.mode == "async" and rollout.has_servers:
+    if rollout.mode == "async" and rollout.has_servers and rollout.weight_transfer == "disk":
         raise UserError(
-            "rollout.mode=async: weights reach requests in flight only in engines of the job. Write rollout.num_ranks "
-            "instead of rollout.urls, or rollout.mode=one_step_off."
+            "rollout.mode=async: servers read a folder only between requests. Write "
+            "rollout.weight_transfer=process_group, or rollout.mode=one_step_off."
         )
     if rollout.mode == "async" and (rollout.extra_prompts or rollout.partial_rollout):
         raise UserError(

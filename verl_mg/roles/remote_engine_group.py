@@ -21,10 +21,11 @@ from verl_mg.roles.process_group_sync import ProcessGroupSync
 from verl_mg.roles.remote_weight_sync import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
 from verl_mg.roles.server_monitor import ServerList, ServerMonitor, read_urls
 from verl_mg.rollout.request_tracker import routed_shape
+from verl_mg.rollout.sglang.pool_member import LOST_SECONDS
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.server_info import ServerRequirements, probe_server
 from verl_mg.rollout.sglang.server_keys import ServerKeys
-from verl_mg.rollout.sglang.server_pool import LOST_SECONDS, ServerPool
+from verl_mg.rollout.sglang.server_pool import ServerPool
 from verl_mg.sharding.weight_table import WeightTable
 
 MAX_LEADERS = 64
@@ -51,6 +52,7 @@ class RemoteEngineGroup(EngineGroup):
         is_leader: Sequence[bool],
         context: JobContext,
         static: bool = False,
+        keep_cache: bool = False,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
         """Creates the group.
@@ -61,11 +63,12 @@ class RemoteEngineGroup(EngineGroup):
             is_leader: for each rank, whether it leads servers.
             context: the shared services of the job.
             static: whether each leader has a fixed share of the work.
+            keep_cache: whether requests in flight keep keys and values of the old weights in an update.
             wrap: wraps the engine.
         """
         super().__init__(is_leader, static, context)
         self.engine = wrap(pool) if pool else None
-        self._pool, self._sync = pool, sync
+        self._pool, self._sync, self._keep_cache = pool, sync, keep_cache
         self._monitor: ServerMonitor | None = None
         self._actor: Actor | None = None
 
@@ -98,6 +101,16 @@ class RemoteEngineGroup(EngineGroup):
             self._monitor.close()
         if self._pool:
             self._pool.close()
+
+    def pause_generation(self) -> None:
+        """Pauses the servers of this rank between two tokens."""
+        if self._pool:
+            self._pool.pause(keep_cache=self._keep_cache)
+
+    def continue_generation(self) -> None:
+        """Continues the servers of this rank."""
+        if self._pool:
+            self._pool.unpause()
 
     def restart_engine(self) -> None:
         """Does nothing: a pool never dies."""
@@ -205,8 +218,9 @@ def build_remote_engines(
     pool = ServerPool(connect) if rank in leaders else None
     is_leader = [other in leaders for other in range(dist.get_world_size())]
     group = RemoteEngineGroup(
-        _weight_sync(config, table), pool, is_leader, context, static=config.job.deterministic, wrap=wrap
-    )
+        _weight_sync(config, table), pool, is_leader, context,
+        static=config.job.deterministic, keep_cache=rollout.keep_kv_cache, wrap=wrap,
+    )  # fmt: skip
     if pool:
         # A connection of its own: while a thread waits for a key its connection is blocked.
         store = context.store.clone()  # type: ignore[attr-defined]

@@ -10,11 +10,17 @@ States of a server:
 
 from __future__ import annotations
 
+import hashlib
+import time
+from array import array
 from dataclasses import dataclass
 from enum import Enum
 
+from verl_mg.errors import UserError
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 
+LOST_SECONDS = 600.0
+"""Longest time without any server: loading a large model takes minutes."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before the first attempt to reach a server again, doubled for each further one; upper limit of the pause."""
 
@@ -49,6 +55,38 @@ class Server:
     deadline: float = 0.0
     """Time at which others continue its samples; it is DRAINING."""
 
+    def weight(self, prompt: tuple[int, ...]) -> int:
+        """Returns the server's weight for a prompt, a hash of both: only a lost server's prompts go to others."""
+        key = self.url.encode()[-hashlib.blake2b.MAX_KEY_SIZE :]
+        return int.from_bytes(hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8, key=key).digest())
+
     def postpone(self, now: float) -> None:
         """Plans the next attempt to reach it, after twice the last pause."""
         self.attempt_at, self.pause = now + self.pause, min(2 * self.pause, LONGEST_PAUSE)
+
+
+class Patience:
+    """Limit of the time in which samples wait for a server."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def check(self, num_waiting: int) -> None:
+        """Checks how long samples have been waiting.
+
+        Args:
+            num_waiting: samples that wait now; with none, the time starts again.
+
+        Raises:
+            UserError: some have been waiting for LOST_SECONDS.
+        """
+        now = time.monotonic()
+        if not num_waiting:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        elif now - self._since > LOST_SECONDS:
+            raise UserError(
+                f"rollout.urls: no server has been ready for {LOST_SECONDS:.0f} s, and {num_waiting} samples wait. "
+                "Start servers again, then the job."
+            )

@@ -25,6 +25,8 @@ HEALTH_SECONDS = 20.0
 """Time limit of a server for saying that it runs."""
 UPDATE_SECONDS = 1800.0
 """Time limit of a server for loading weights."""
+CONTINUE = {"torch_empty_cache": False}
+"""Request to continue generation. SGLang's way to free memory asks CUDA for figures, also on a machine without."""
 TARGET = {"selector": "target"}
 """Field of updates of the weights: not those of a draft model, which are others."""
 RETRY_SECONDS = 0.5
@@ -77,6 +79,7 @@ class RemoteEngine(RequestTracker):
         self._inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._open: set[str] = set()  # used only by the client's thread
         self._on_arrival = on_arrival
+        self._keeps_cache = False
         if not borrowed:
             self._reset()
 
@@ -99,7 +102,7 @@ class RemoteEngine(RequestTracker):
             UserError: it does not meet the requirements.
         """
         try:
-            self.info = self._run(describe(self._client))
+            self.info = self._run(describe(self._client, self.info))
         except UnreachableError as error:
             raise self._lost(error) from None
         check(self.url, self.info, self._requirements)
@@ -145,6 +148,8 @@ class RemoteEngine(RequestTracker):
         """Ends requests and updates that were left by an earlier job, or by this one before the server was lost."""
         with contextlib.suppress(RefusedError, UnreachableError):
             self._run(self._client.post("/abort_request", {"abort_all": True}, QUERY_SECONDS))
+            # It may have been left in the middle of an update.
+            self._run(self._client.post("/continue_generation", CONTINUE, QUERY_SECONDS))
             # Refused where no update is open, which is the usual case.
             self._run(self._client.post("/end_weight_update", {}, UPDATE_SECONDS))
 
@@ -227,8 +232,31 @@ class RemoteEngine(RequestTracker):
         """Starts to remove the group; refused by a server that was restarted since."""
         return self._post_change("/destroy_weights_update_group", {"group_name": name})
 
+    def pause(self, *, keep_cache: bool) -> None:
+        """Stops generation between two tokens, for an update of the weights with requests in flight.
+
+        Args:
+            keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
+
+        Raises:
+            EngineDiedError: the server is lost.
+        """
+        self._keeps_cache = keep_cache
+        self._change_generation("/pause_generation", {"mode": "in_place" if keep_cache else "retract"})
+
+    def unpause(self) -> None:
+        """Continues generation after `pause`; EngineDiedError where the server is lost."""
+        self._change_generation("/continue_generation", CONTINUE)
+        self._keeps_cache = False
+
+    def _change_generation(self, path: str, body: dict[str, Any]) -> None:
+        try:
+            self._run(self._client.post(path, body, UPDATE_SECONDS))
+        except (UnreachableError, RefusedError) as error:
+            raise self._lost(error) from None
+
     def begin_update(self) -> None:
-        """Begins an update of the weights; no requests may be in flight."""
+        """Begins an update of the weights; no requests may be in flight, unless the server is paused."""
         self.wait(self._post_change("/begin_weight_update", TARGET))
 
     def receive(
@@ -246,7 +274,8 @@ class RemoteEngine(RequestTracker):
             names: names of the tensors.
             dtypes: their dtypes, as text.
             shapes: their shapes.
-            version: policy version, with the last tensors of an update: they flush the cache of the old weights.
+            version: policy version, with the last tensors of an update: they flush the cache of the old weights,
+                unless the server was paused to keep it.
         """
         body: dict[str, Any] = {
             "group_name": group,
@@ -255,7 +284,7 @@ class RemoteEngine(RequestTracker):
             "shapes": [list(shape) for shape in shapes],
             "load_format": "flattened_bucket",
             **TARGET,
-            "flush_cache": version is not None,
+            "flush_cache": version is not None and not self._keeps_cache,
         }
         if version is not None:
             body["weight_version"] = str(version)
@@ -278,7 +307,7 @@ class RemoteEngine(RequestTracker):
             "serialized_named_tensors": [request.payload()] * self.info.tp,
             "load_format": RECEIVER,
             **TARGET,
-            "flush_cache": True,
+            "flush_cache": not self._keeps_cache,
             "weight_version": str(version),
         }
         await self._checked_post("/begin_weight_update", TARGET)

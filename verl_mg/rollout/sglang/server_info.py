@@ -51,6 +51,8 @@ class ServerInfo:
     """Whether samples depend only on their seeds."""
     routed: bool
     """Whether samples contain the experts of each token."""
+    disaggregation: str
+    """Its part in a pair of servers for prefill and decoding; "null" for a server that does both."""
     layout: str
     """Parallel sizes of one replica, as `EngineLayout` parses them."""
     nodes: int
@@ -99,8 +101,12 @@ def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -
     return info
 
 
-async def describe(client: JsonSession) -> ServerInfo:
+async def describe(client: JsonSession, known: ServerInfo | None = None) -> ServerInfo:
     """Queries the properties of a server.
+
+    Args:
+        client: client of the server.
+        known: properties at an earlier time. Unless it was restarted, no generation is involved: it may be paused.
 
     Raises:
         UserError: it is not an SGLang server.
@@ -110,13 +116,14 @@ async def describe(client: JsonSession) -> ServerInfo:
         server = await client.get("/server_info", QUERY_SECONDS)
         model = await client.get("/model_info", QUERY_SECONDS)
         models = await client.get("/v1/models", QUERY_SECONDS)
+        start = json.dumps([server["startup_time"], server["random_seed"]])
         return ServerInfo(
-            start=json.dumps([server["startup_time"], server["random_seed"]]),
+            start=start,
             version=server["version"],
             device=server["device"],
             model=model["model_path"],
             architecture=model["model_type"] or "model without a type",
-            vocab=await _vocabulary(client),
+            vocab=known.vocab if known and known.start == start else await _vocabulary(client),
             context=models["data"][0]["max_model_len"],
             tp=server["tp_size"],
             dp=server["dp_size"],
@@ -124,6 +131,7 @@ async def describe(client: JsonSession) -> ServerInfo:
             max_running=server["internal_states"][0]["effective_max_running_requests_per_dp"] * server["dp_size"],
             seeded=bool(server["enable_deterministic_inference"]),
             routed=bool(server["enable_return_routed_experts"]),
+            disaggregation=server["disaggregation_mode"],
             layout=str(_layout(server)),
             nodes=server["nnodes"],
             shard_obstacle=_shard_obstacle(server),
@@ -160,6 +168,11 @@ def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
     if info.vocab not in (None, model.vocab):
         raise UserError(
             f"{url}: serves {info.model} with a vocabulary of {info.vocab} instead of {model.vocab}. {same}"
+        )
+    if info.disaggregation != "null":
+        raise UserError(
+            f"{url}: does only {info.disaggregation}; pairs of servers for prefill and decoding are not supported. "
+            "Start the server without --disaggregation-mode."
         )
     needed = min(requirements.max_tokens, model.max_positions)
     if info.context < needed:

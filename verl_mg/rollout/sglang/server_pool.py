@@ -7,26 +7,22 @@ of a conversation and the continuation of a partial sample find the keys and val
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_counts import Counts
-from verl_mg.rollout.sglang.pool_member import FIRST_PAUSE, Server, State
+from verl_mg.rollout.sglang.pool_member import FIRST_PAUSE, Patience, Server, State
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 
 DRAIN_SECONDS = 60.0
 """Time of a removed server to finish its samples."""
-LOST_SECONDS = 600.0
-"""Longest time without any server: loading a large model takes minutes."""
 WAIT_SECONDS = 0.05
 """Longest wait for a result before the pool looks at other things again."""
 
@@ -54,7 +50,7 @@ class ServerPool(RolloutEngine):
         """Requests that were aborted to be continued by another server."""
         self._done: list[Sample] = []
         self._aborting = self._updating = False
-        self._without_server_since: float | None = None
+        self._patience = Patience()
         self._num_lost = 0
         self._counts: Counter[str] = Counter()
         self.attention = threading.Event()
@@ -100,6 +96,44 @@ class ServerPool(RolloutEngine):
                     server.client.abort()
             waiting, self._backlog = self._backlog, []
             self._done += [_aborted(request) for request, _ in waiting]
+
+    def abort_samples(self, ids: Collection[int]) -> None:
+        """Aborts the requests of some samples."""
+        with self._lock:
+            for server in self._servers.values():
+                if server.client:
+                    server.client.abort_samples(ids)
+            for i in set(ids) & self._moving.keys():
+                del self._moving[i]  # its partial sample is returned, not continued
+            self._done += [_aborted(request) for request, _ in self._backlog if request.id in ids]
+            self._backlog = [item for item in self._backlog if item[0].id not in ids]
+
+    def pause(self, *, keep_cache: bool) -> None:
+        """Stops generation between two tokens, for an update of the weights with requests in flight.
+
+        Servers of other ranks are paused there, and those that drain keep the old weights.
+
+        Args:
+            keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
+        """
+        with self._lock:
+            self._updating = True
+            ready = self._local_ready()
+        for server, client in ready:
+            try:
+                client.pause(keep_cache=keep_cache)
+            except EngineDiedError as error:
+                self.lose(server.number, str(error))
+
+    def unpause(self) -> None:
+        """Continues generation after `pause`."""
+        with self._lock:
+            ready = self._local_ready()
+        for server, client in ready:
+            try:
+                client.unpause()
+            except EngineDiedError as error:
+                self.lose(server.number, str(error))
 
     def health(self) -> bool:
         """Returns whether a server is ready."""
@@ -284,7 +318,7 @@ class ServerPool(RolloutEngine):
         if len(candidates) == 1:
             candidates[0][1].submit([request], sampling)
             return
-        ranked = sorted(candidates, key=lambda item: _weight(request.prompt, item[0].url), reverse=True)
+        ranked = sorted(candidates, key=lambda item: item[0].weight(request.prompt), reverse=True)
         free = (client for _, client in ranked if client.num_free_slots() > 0)
         next(free, ranked[0][1]).submit([request], sampling)
 
@@ -304,7 +338,7 @@ class ServerPool(RolloutEngine):
             waiting, self._backlog = self._backlog, []
             for request, sampling in waiting:
                 self._place(request, sampling)
-        self._check_patience()
+        self._patience.check(len(self._backlog))
         done, self._done = self._done, []
         return done
 
@@ -358,24 +392,5 @@ class ServerPool(RolloutEngine):
             self._counts.update(client.take_counts())
             threading.Thread(target=client.close, daemon=True).start()  # it waits for the client's thread
 
-    def _check_patience(self) -> None:
-        now = time.monotonic()
-        if not self._backlog:
-            self._without_server_since = None
-        elif self._without_server_since is None:
-            self._without_server_since = now
-        elif now - self._without_server_since > LOST_SECONDS:
-            raise UserError(
-                f"rollout.urls: no server has been ready for {LOST_SECONDS:.0f} s, and {len(self._backlog)} samples "
-                "wait. Start servers again, then the job."
-            )
-
-
 def _aborted(request: Request) -> Sample:
     return request.prepend_partial(Sample(request.id, (), (), (), "abort"))
-
-
-def _weight(prompt: tuple[int, ...], url: str) -> int:
-    """Returns the weight of a server for a prompt, a hash of both: only a lost server's prompts go to others."""
-    digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8, key=url.encode()[-64:]).digest()
-    return int.from_bytes(digest)
