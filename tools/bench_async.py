@@ -23,7 +23,7 @@ from tools import heavy_tail_task
 
 WARM_UP = 2
 RECIPE = Path(__file__).parents[1] / "recipes" / "grpo.py"
-OWN_RANKS = ["rollout.num_ranks=1"]
+NUM_RANKS = ["rollout.num_ranks=1"]
 
 
 def main() -> None:
@@ -31,8 +31,8 @@ def main() -> None:
     options = _options()
     ways = {
         "synchronous, engines on both ranks": [],
-        "synchronous, an engine on a rank of its own": OWN_RANKS,
-        "asynchronous": [*OWN_RANKS, "rollout.mode=async", f"rollout.max_staleness={options.staleness}"],
+        "synchronous, an engine on a rank of its own": NUM_RANKS,
+        "asynchronous": [*NUM_RANKS, "rollout.mode=async", f"rollout.max_staleness={options.staleness}"],
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,6 @@ import json
 import math
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from verl_mg.models.tiny_model import EOS, character_tokenizer, make_tiny_model
