@@ -53,6 +53,7 @@ def test_tokens_that_are_trained_are_never_older_than_the_bound(data, bound, bat
 
     admit(batch)
     for version in range(12):
+        groups.adapt(engine.completed, batch)
         admit(batch + groups.num_ahead(batch) - len(groups.groups))
         returned = []
         while len(returned) < batch:
@@ -74,3 +75,13 @@ def test_tokens_that_are_trained_are_never_older_than_the_bound(data, bound, bat
             engine.tick(version)
         versions.push(version + 1)
         drop(groups.drop_unfinished((i, min(v)) for i, v in engine.running.items() if v))
+
+
+def test_outstanding_groups_follow_the_need_of_training():
+    groups = OutstandingGroups(PolicyVersions(4, [0]), "continue")
+    wanted = []
+    for num_complete in (0, 0, 0, 3, 4, 4, 9, 2):
+        groups.groups = {group.ids.start: group for group in groups.admit([prompt(0)] * num_complete, 1)}
+        groups.adapt(set(groups.groups), 2)
+        wanted.append(groups.num_ahead(2))
+    assert wanted == [4, 6, 8, 7, 5, 3, 2, 2]

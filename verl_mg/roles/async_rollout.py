@@ -248,7 +248,8 @@ class AsyncRollout:
             )
         new, self._ahead, self._num_samples = list(prompts[len(known) :]), self._ahead[len(known) :], num_samples
         if prompts and not self._is_last:
-            later = self._feed.peek(self._groups.num_ahead(len(prompts)))
+            self._groups.adapt(self._all_complete(), len(prompts))
+            later = self._feed.peek(max(len(self._ahead), self._groups.num_ahead(len(prompts))))
             new += later[len(self._ahead) :]
             self._ahead = [prompt.id for prompt in later]
         self._admit(new)

@@ -7,11 +7,14 @@ A batch of n groups is returned before each update. While k n groups are outstan
 returned after at most k further updates if the oldest complete groups are returned first; so staleness m permits m n
 outstanding groups beyond those that `generate` waits for (AReaL, arXiv:2505.24298, equation 3). Only samples that take
 longer than m updates to generate become too old all the same; `stale` decides about them.
+
+Engines do not run further ahead than training needs: where complete groups are left over, samples would only become
+older, so fewer groups are outstanding, down to those of one call; where training waits for samples, more are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -75,6 +78,7 @@ class OutstandingGroups:
         self.versions, self.stale = versions, stale
         self.next_id = 0
         self.groups: dict[int, PendingGroup] = {}
+        self._num_wanted = 0
 
     def admit(self, prompts: Sequence[Prompt], num_samples: int) -> list[PendingGroup]:
         """Returns new groups with new sample ids.
@@ -92,7 +96,18 @@ class OutstandingGroups:
 
     def num_ahead(self, num_groups: int) -> int:
         """Returns how many groups may be outstanding when a `generate` of `num_groups` returns."""
-        return self.versions.max_staleness * num_groups
+        return min(max(self._num_wanted, num_groups), self.versions.max_staleness * num_groups)
+
+    def adapt(self, done: Container[int], num_groups: int) -> None:
+        """Adapts how many groups are outstanding, when a `generate` is called.
+
+        Args:
+            done: ids of the complete samples on all ranks.
+            num_groups: groups that it returns.
+        """
+        num_complete = sum(all(i in done for i in group.ids) for group in self.groups.values())
+        wanted = max(self._num_wanted, num_groups) + num_groups - num_complete
+        self._num_wanted = max(num_groups, min(wanted, self.versions.max_staleness * num_groups))
 
     def select(self, oldest: Mapping[int, int], count: int) -> Selection:
         """Removes and returns the groups that are returned now, those with the oldest tokens first.
