@@ -19,11 +19,11 @@ from verl_mg.run.mode import RunMode
 
 pytestmark = needs_sglang
 RECIPE = Path(__file__).with_name("killed_grpo.py")
-ITERATIONS, PROMPTS, GROUP = 6, 3, 2
+ITERATIONS, PROMPTS, GROUP = 6, 1, 2
 ASYNC = [
     "rollout.mode=async",
     "rollout.max_staleness=2",
-    "rollout.max_new_tokens=400",
+    "rollout.max_new_tokens=600",
     "actor.layout=tp2",
     "rollout.num_ranks=1",
     f"algorithm.prompts_per_iteration={PROMPTS}",
@@ -50,7 +50,7 @@ def trained(run: Path, iteration: int) -> dict[int, tuple[int, list[int]]]:
 
 @pytest.mark.timeout(400)
 def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks, tmp_path):
-    folder = inputs(tmp_path, "qwen3", positions=512, unused=1000)
+    folder = inputs(tmp_path, "qwen3", positions=700, unused=2000)
     run = folder / "run"
     for iteration, delay in ((3, 0.3), (5, 0.05)):
         (folder / "kill.json").write_text(json.dumps({"iteration": iteration, "delay": delay}))
