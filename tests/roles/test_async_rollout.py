@@ -12,12 +12,7 @@ from tests.engines import SGLANG, VLLM_NIGHTLY
 from tests.roles.engine_jobs import engine_job, inputs
 from verl_mg.run.loop import one_iteration
 
-<<<<<<< HEAD
-ITERATIONS, PROMPTS, GROUP = 5, 3, 2
-=======
-pytestmark = needs_sglang
 ITERATIONS, PROMPTS, GROUP = 6, 1, 2
->>>>>>> 59a7af0 (Documents of asynchronous rollouts and engines over nodes; the tests of asynchronous rollouts have samples in flight over several updates)
 ASYNC = [
     "rollout.mode=async",
     "rollout.max_staleness=2",
@@ -27,6 +22,9 @@ ASYNC = [
     f"algorithm.group_size={GROUP}",
     f"job.iterations={ITERATIONS}",
 ]
+
+SLOW = ["rollout.max_running_requests=1"]
+"""One sample at a time: training waits for the engine, which is busy in every update."""
 
 
 def rows_of(batch):
@@ -79,27 +77,21 @@ def check_versions(folder: Path, rows, newest: int) -> set[int]:
 
 
 @pytest.mark.parametrize("engine_fault", ["", pytest.param("kill", marks=pytest.mark.nightly)])
-<<<<<<< HEAD
 @pytest.mark.parametrize("engine", [SGLANG, VLLM_NIGHTLY])
 def test_async_rollout_trains_each_sample_once_with_tokens_of_their_versions(ranks, tmp_path, engine, engine_fault):
-    folder = inputs(tmp_path, "qwen3", positions=512, unused=1000)
-    results = ranks.run(3, train, folder, ["rollout.max_new_tokens=400"], engine, engine_fault)
-=======
-def test_async_rollout_trains_each_sample_once_with_tokens_of_their_versions(ranks, tmp_path, engine_fault):
-    folder = inputs(tmp_path, "qwen3", positions=700, unused=2000)
-    results = ranks.run(3, train, folder, ["rollout.max_new_tokens=600"], engine_fault)
->>>>>>> 59a7af0 (Documents of asynchronous rollouts and engines over nodes; the tests of asynchronous rollouts have samples in flight over several updates)
-    ids, spans = [], set()
+    folder = inputs(tmp_path, "qwen3", positions=256, unused=1000)
+    results = ranks.run(3, train, folder, ["rollout.max_new_tokens=200", *SLOW], engine, engine_fault)
+    ids, spans, norms = [], set(), []
     for reported in zip(*results, strict=True):
         ids += [i for rank in reported for i in rank["ids"]]
         rows = [row for rank in reported for row in rank["rows"]]
         assert len(rows) == PROMPTS * GROUP
         spans |= check_versions(folder, rows, reported[0]["version"])
         metrics = reported[0]["metrics"]
-        assert metrics["actor/grad_norm"] > 0
+        norms.append(metrics["actor/grad_norm"])
         assert metrics["weight_sync/bytes_received"] == metrics["weight_sync/bytes_lower_bound"] > 0
     assert len(ids) == len(set(ids)) == ITERATIONS * PROMPTS * GROUP
-    # vLLM completes these samples sooner; tests/rollout/vllm updates it in flight.
-    assert max(spans) >= 3 or engine == "vllm", "no sample was in flight over two updates"
+    assert max(norms) > 0  # samples of a group may have equal rewards
+    assert max(spans) >= 2, "no sample was in flight in an update"
     greedy = [row for reported in results for rank in reported for row in rank["greedy"] or []]
     assert len(greedy) == 1 and greedy[0]["policy_versions"].unique().tolist() == [-1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import pyarrow as pa
@@ -151,8 +152,12 @@ def _to_batch(table: pa.Table, columns: Columns) -> Batch:
     lengths = compute.list_value_length(table["tokens"]).to_numpy()
     batch = Batch(torch.from_numpy(lengths.copy()))
     for name, column in columns.items():
-        values = _part(table, name) if name.startswith(PART) else _values(table, name)
-        batch.put(name, values.to(getattr(torch, column.dtype)).reshape(-1, *column.rest), ColumnKind(column.kind))
+        if not len(table):  # the file of a rank without rows may lack columns
+            values = torch.empty(0)
+        else:
+            values = _part(table, name) if name.startswith(PART) else _values(table, name)
+        rows = values.shape[0] // prod(column.rest)
+        batch.put(name, values.to(getattr(torch, column.dtype)).reshape(rows, *column.rest), ColumnKind(column.kind))
     return batch
 
 

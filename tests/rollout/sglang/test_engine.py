@@ -158,6 +158,31 @@ def test_engine_sleep_with_requests_in_flight_cuts_them(engine, model):
     assert [len(sample.tokens) for sample in engine.generate(requests(), SHORT)] == [5] * 6
 
 
+def test_engine_updated_twice_in_flight_writes_what_each_version_gives(engine, model, tmp_path):
+    other = make_tiny_model(
+        tmp_path, "qwen3_moe", characters="abcdefgh", hidden=32, ffn=64, max_positions=256, init_std=0.2, seed=4
+    )
+    models = {21: model, 22: other, 23: model}
+    bring_weights(engine, model, version=21)
+    engine.submit(requests(), Sampling(max_new_tokens=250, temperature=0.0))
+    for version in (22, 23):
+        assert engine.collect(0.15) == []
+        engine.pause(keep_cache=False)
+        bring_weights(engine, models[version], version)
+        engine.unpause()
+    for request, sample in zip(requests(), all_of(engine, 6), strict=True):
+        assert sorted(set(sample.policy_versions)) == [21, 22, 23] == list(dict.fromkeys(sample.policy_versions))
+        versions, tokens = torch.tensor(sample.policy_versions), torch.tensor(sample.tokens)
+        row = torch.tensor([[*request.prompt, *sample.tokens]])
+        for version, folder in models.items():
+            whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            scores = whole(row).logits[0].log_softmax(-1)[len(request.prompt) - 1 : -1][versions == version]
+            assert torch.equal(scores.argmax(-1), tokens[versions == version])
+            found = torch.tensor(sample.logprobs)[versions == version]
+            torch.testing.assert_close(found, scores.max(-1).values, atol=1e-4, rtol=0)
+    bring_weights(engine, model, version=8)
+
+
 @pytest.mark.nightly
 def test_engine_sleep_with_requests_that_do_not_end_kills_it(engine, model, monkeypatch):
     monkeypatch.setattr("verl_mg.rollout.process_engine.IDLE_SECONDS", 0.5)
