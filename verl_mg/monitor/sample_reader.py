@@ -152,7 +152,7 @@ def _to_batch(table: pa.Table, columns: Columns) -> Batch:
     lengths = compute.list_value_length(table["tokens"]).to_numpy()
     batch = Batch(torch.from_numpy(lengths.copy()))
     for name, column in columns.items():
-        if not len(table):  # the file of a rank without rows may lack columns
+        if not len(table):  # the file of a rank without rows may be without columns
             values = torch.empty(0)
         else:
             values = _part(table, name) if name.startswith(PART) else _values(table, name)
