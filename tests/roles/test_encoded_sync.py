@@ -12,7 +12,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import SGLangEngineSync, engine_groups, engine_ranks
+from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups, engine_ranks
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 
 
@@ -56,8 +56,8 @@ def synced(model, wire, lora):
     plain, encoded = (ReceivingEngine(2) if dist.get_rank() in leaders else None for _ in range(2))
     table = actor.runner.table
     groups = engine_groups(placement)
-    SGLangEngineSync(placement, groups, plain, table).transfer(actor)
-    metrics = SGLangEngineSync(placement, groups, encoded, table, wire).transfer(actor)
+    ProcessEngineSync(placement, groups, plain, table).transfer(actor)
+    metrics = ProcessEngineSync(placement, groups, encoded, table, wire).transfer(actor)
     wrong = []
     for rank in range(2) if plain else ():
         wrong += differences(plain.parameters[rank], encoded.parameters[rank])

@@ -25,13 +25,13 @@ from verl_mg.megatron.sharded_state import steps_taken
 from verl_mg.megatron.storages import gradient_buffers, optimizer_storages, weight_storages
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles import weight_sync
-from verl_mg.roles.engine_group import SGLangEngineGroup
+from verl_mg.roles.engine_group import ProcessEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.roles.weight_sync import (
     CHUNK_BYTES,
     KEPT_FREE_BYTES,
-    SGLangEngineSync,
+    ProcessEngineSync,
     engine_groups,
     fitting_chunk_bytes,
 )
@@ -136,8 +136,8 @@ def group_of(model, history, layout, context, dies_in=None):
     leaders = [ranks[0] for ranks in weight_sync.engine_ranks(placement).values()]
     is_last = dist.get_rank() == leaders[-1]
     engine = RecordingEngine(history, dies_in if is_last else None) if dist.get_rank() in leaders else None
-    group = SGLangEngineGroup(
-        SGLangEngineSync(placement, engine_groups(placement), engine, actor.runner.table),
+    group = ProcessEngineGroup(
+        ProcessEngineSync(placement, engine_groups(placement), engine, actor.runner.table),
         engine,
         [rank in leaders for rank in range(dist.get_world_size())],
         context,

@@ -16,7 +16,7 @@ from tests.run.recorded_runs import job, lines_of, make_inputs, refusal
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.engine_group import SGLangEngineGroup
+from verl_mg.roles.engine_group import ProcessEngineGroup
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang.arguments import engine_arguments
 from verl_mg.rollout.sglang.server_info import ServerInfo, ServerRequirements, check
@@ -89,7 +89,7 @@ def test_deterministic_with_extra_prompts_raises(ranks, inputs, tmp_path):
 def taken(fixed: bool) -> list[int]:
     """Of four groups of two samples, what this rank's engine takes; every second rank leads one."""
     leads = [rank % 2 == 0 for rank in range(dist.get_world_size())]
-    engines = SGLangEngineGroup(None, None, leads, job_context(), sleep=False, disjoint=False, static=fixed)
+    engines = ProcessEngineGroup(None, None, leads, job_context(), sleep=False, disjoint=False, static=fixed)
     groups = [Group((2 * g, 2 * g + 1)) for g in range(4)]
     queue, mine = engines.make_queue(job_store(), "key", groups, 4), []
     if leads[dist.get_rank()]:

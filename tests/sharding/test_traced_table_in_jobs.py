@@ -18,7 +18,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.from_config import plan_request
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import SGLangEngineSync, engine_groups
+from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups
 from verl_mg.sharding.traced_table import TracedTable, write_traced_table
 from verl_mg.sharding.weight_table import weight_table
 
@@ -61,7 +61,7 @@ def sync_plans(model, table_file):
     builtin, placement = actor.runner.table, EnginePlacement(TP2, (0, 1))
     plans = []
     for table in (builtin, builtin.with_traced_table(table_file)):
-        transfer = SGLangEngineSync(placement, engine_groups(placement), None, table)._plan(actor, placement)
+        transfer = ProcessEngineSync(placement, engine_groups(placement), None, table)._plan(actor, placement)
         plans.append(([(dict(c.shards), c.dtypes, c.schedule) for c in transfer.chunks], transfer.lower_bound))
     dist.barrier()
     return plans[0] == plans[1], len(plans[0][0])

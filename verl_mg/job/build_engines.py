@@ -20,10 +20,10 @@ from verl_mg.reshard import best_stride
 from verl_mg.reshard.encode import encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, SGLangEngineGroup
+from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, ProcessEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
-from verl_mg.roles.weight_sync import SGLangEngineSync, engine_groups, engine_ranks
+from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups, engine_ranks
 from verl_mg.rollout.engine_nodes import LeadingNode, node_address
 from verl_mg.rollout.engine_python import engine_python
 from verl_mg.rollout.hf.engine import HFEngine
@@ -211,8 +211,8 @@ def build_engine_group(
             inner = ENGINES[rollout.engine](config.model.path, settings, log, rollout.request_timeout_s, *leading)
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0
-    return SGLangEngineGroup(
-        SGLangEngineSync(placement, groups, inner, table, rollout.wire, rollout.delta),
+    return ProcessEngineGroup(
+        ProcessEngineSync(placement, groups, inner, table, rollout.wire, rollout.delta),
         inner,
         [r in leaders for r in range(world_size)],
         context,

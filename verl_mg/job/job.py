@@ -26,7 +26,7 @@ from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
 from verl_mg.roles.async_rollout import AsyncRollout
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import EngineWrapper
+from verl_mg.roles.engine_group import EngineWrapper, InFlightEngineGroup
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.role import Role
@@ -286,6 +286,7 @@ class Job:
         engines = build_engine_group(self.config, self._dtype, self.actor, self.context, self._with_tools())
         seed, context, prompts, reward = self.config.job.seed, self.context, self.prompts, self._reward
         if config.mode == "async":
+            assert isinstance(engines, InFlightEngineGroup)  # `check_engines` has refused others
             return AsyncRollout(
                 engines,
                 sampling,

@@ -11,6 +11,7 @@ scale for it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ def quantized_tensors(table: WeightTable) -> frozenset[str]:
     return frozenset(name for name, entry in entries if entry.is_layer_matrix and entry.tensor not in routers)
 
 
-class EncodedShardMap:
+class EncodedShardMap(ABC):
     """Shard map of encoded weights, of a source or of a target.
 
     Attributes:
@@ -139,13 +140,13 @@ class EncodedShardMap:
             return BoxReplicas(box, ranks, (BoxLocation(ranks, *places.pop()),))
         return BoxReplicas(box, ranks, tuple(locations))
 
+    @abstractmethod
     def _add_scales(self, result: dict[str, Shard], name: str, shard: Shard) -> None:
         """Adds the scales of a parameter."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _scales(self, parameter: str, piece: Piece) -> tuple[str, Box, Box] | None:
         """Returns parameter, box in the tensor and box in the parameter of a piece's scales, or None."""
-        raise NotImplementedError
 
 
 class EncodedSource(EncodedShardMap):

@@ -23,7 +23,7 @@ from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import EngineGroup
+from verl_mg.roles.engine_group import InFlightEngineGroup
 from verl_mg.roles.group_rows import distribute_rows, group_rows, sample_seed
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import PendingGroup, RolloutState
@@ -43,7 +43,7 @@ class AsyncRollout:
 
     def __init__(
         self,
-        engines: EngineGroup,
+        engines: InFlightEngineGroup,
         sampling: Sampling,
         seed: int,
         context: JobContext,

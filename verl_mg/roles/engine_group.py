@@ -13,7 +13,7 @@ from torch.distributed import Store
 from verl_mg import device
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import HFEngineSync, SGLangEngineSync
+from verl_mg.roles.weight_sync import HFEngineSync, ProcessEngineSync
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
 from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_nodes import FollowingNode
@@ -75,6 +75,21 @@ class EngineGroup(ABC):
     def update_weights(self, actor: Actor) -> dict[str, float]:
         """Transfers the actor's weights to all engines; returns bytes and seconds as metrics."""
 
+    def close(self) -> None:  # noqa: B027, not all engines have processes
+        """Ends this rank's engine if this job has started it."""
+
+    @abstractmethod
+    def restart_engine(self) -> None:
+        """Implements `EngineRecovery.restart_engine`; called by one rank alone."""
+
+    @abstractmethod
+    def recover(self, engine: int) -> None:
+        """Implements `EngineRecovery.recover`."""
+
+
+class InFlightEngineGroup(EngineGroup):
+    """Engines that are separate from training: their weights can be updated with requests in flight."""
+
     def update_weights_in_flight(self, actor: Actor) -> dict[str, float]:
         """Transfers the weights between two tokens of the requests in flight, which continue under them.
 
@@ -90,32 +105,21 @@ class EngineGroup(ABC):
         self.continue_generation()
         return report | {"time/generation_paused": time.perf_counter() - started}
 
+    @abstractmethod
     def pause_generation(self) -> None:
-        """Pauses this rank's engine; only engines on ranks of their own can be updated with requests in flight."""
-        raise NotImplementedError
+        """Pauses the engines that this rank leads, between two tokens."""
 
+    @abstractmethod
     def continue_generation(self) -> None:
-        """Continues this rank's engine."""
-        raise NotImplementedError
+        """Continues the engines that this rank leads."""
 
+    @abstractmethod
     def restart_process(self) -> None:
         """Restarts the engine of this rank alone, without weights, and announces it; from any thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def resume_requests(self) -> None:
         """Submits the requests again that were in flight when this rank's engine died."""
-        raise NotImplementedError
-
-    def close(self) -> None:  # noqa: B027, not all engines have processes
-        """Ends this rank's engine if this job has started it."""
-
-    @abstractmethod
-    def restart_engine(self) -> None:
-        """Implements `EngineRecovery.restart_engine`; called by one rank alone."""
-
-    @abstractmethod
-    def recover(self, engine: int) -> None:
-        """Implements `EngineRecovery.recover`."""
 
 
 class HFEngineGroup(EngineGroup):
@@ -147,14 +151,14 @@ class HFEngineGroup(EngineGroup):
         """Does nothing: no engine restarts."""
 
 
-class SGLangEngineGroup(EngineGroup):
+class ProcessEngineGroup(InFlightEngineGroup):
     """Engines in processes that this job has started, each on a group of ranks."""
 
     rows_are_local = False
 
     def __init__(
         self,
-        sync: SGLangEngineSync,
+        sync: ProcessEngineSync,
         inner: ProcessEngine | None,
         is_leader: Sequence[bool],
         context: JobContext,

@@ -15,7 +15,7 @@ from verl_mg.config import Config
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import EngineGroup, EngineWrapper
+from verl_mg.roles.engine_group import EngineWrapper, InFlightEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.process_group_sync import ProcessGroupSync
 from verl_mg.roles.remote_weight_sync import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
@@ -36,7 +36,7 @@ RETRY_SECONDS = 0.5
 log = logging.getLogger(__name__)
 
 
-class RemoteEngineGroup(EngineGroup):
+class RemoteEngineGroup(InFlightEngineGroup):
     """SGLang servers that were started outside the job; each rank that leads servers has them in a pool.
 
     The loss of a server is not the death of an engine: the pool gives its samples to others. A server that responds
@@ -114,6 +114,12 @@ class RemoteEngineGroup(EngineGroup):
 
     def restart_engine(self) -> None:
         """Does nothing: a pool never dies."""
+
+    def restart_process(self) -> None:
+        """Does nothing: a pool never dies."""
+
+    def resume_requests(self) -> None:
+        """Does nothing: the pool gives the requests of a lost server to others."""
 
     def recover(self, engine: int) -> None:
         """Transfers weights to a server that is new or was restarted, unless it has received them since."""

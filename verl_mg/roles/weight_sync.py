@@ -118,7 +118,7 @@ class _Transfer:
         return max((staging_bytes(chunk.shards, chunk.dtypes) for chunk in self.chunks), default=0)
 
 
-class SGLangEngineSync:
+class ProcessEngineSync:
     """Transfer into engines: each rank assembles the shard of the engine's rank on its device and shares its memory."""
 
     def __init__(

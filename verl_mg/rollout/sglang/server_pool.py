@@ -392,5 +392,6 @@ class ServerPool(RolloutEngine):
             self._counts.update(client.take_counts())
             threading.Thread(target=client.close, daemon=True).start()  # it waits for the client's thread
 
+
 def _aborted(request: Request) -> Sample:
     return request.prepend_partial(Sample(request.id, (), (), (), "abort"))
