@@ -4,13 +4,18 @@ import pytest
 
 from recipes import ppo
 from verl_mg.config import load_config
-from verl_mg.planner.from_config import plan_request
+from verl_mg.planner.from_config import PlanRequest, plan_request
 
 PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
 UNSEEN = {
     "actor.lora={rank: 4}": "actor.lora: counted as if all weights were trained, and the reference's separate",
     "reference.dynamic_context=true": "reference.dynamic_context: counted as if every row were sharded over all",
 }
+
+
+def request(*overrides: str) -> PlanRequest:
+    config = load_config(None, [*PLANNED, *overrides], ppo.Config)
+    return plan_request(config, ppo.roles(config.algorithm))
 
 
 def notes(*overrides: str) -> tuple[str, ...]:
@@ -26,3 +31,13 @@ def test_plan_request_uncounted_setting_adds_note(override, note):
 
 def test_plan_request_plain_job_has_no_notes():
     assert notes() == ()
+
+
+def test_plan_request_has_wire_and_delta_of_the_rollout():
+    assert (
+        request("rollout.wire=fp8_block", "rollout.delta=true").fields.items()
+        >= {
+            "wire": "fp8_block",
+            "delta": True,
+        }.items()
+    )

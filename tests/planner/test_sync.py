@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.planner.tiny_inputs import DENSE, MIXTURE, tiny
+from tests.planner.tiny_inputs import DENSE, MIXTURE, published, tiny
+from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.planner.iteration_time import gathered_bytes, sync_seconds, weight_sync
-from verl_mg.planner.memory import train_memory
+from verl_mg.planner.memory import check_engine, rollout_memory, train_memory
 from verl_mg.reshard import RankTraffic
 
 
@@ -45,3 +46,19 @@ def test_sync_seconds_shrink_with_faster_links():
     layouts = Layout.parse("tp2-pp2-ep2").fit(8), EngineLayout.parse("tp4-ep4")
     slow, fast = (weight_sync(tiny(MIXTURE, node=2, inter_node=speed), *layouts) for speed in (10.0, 100.0))
     assert slow.seconds > fast.seconds and slow.received == fast.received
+
+
+def test_sync_of_quantized_engines_halves_the_bytes_of_layers_and_memory():
+    """Values of 1 byte instead of 2 and a float32 scale for each block or row; embedding and output stay bf16."""
+    layouts = Layout.parse("tp4-pp2").fit(8), EngineLayout.parse("tp4")
+    plain, blocks, rows = (published("qwen2_5_7b", 8, wire=wire) for wire in ("cast", "fp8_block", "fp8_channel"))
+    full, in_blocks, in_rows = (sum(weight_sync(inputs, *layouts).received) for inputs in (plain, blocks, rows))
+    assert 0.5 * full < in_blocks < in_rows < 0.65 * full
+    (most,), (less,) = (rollout_memory(inputs, layouts[1]).weights for inputs in (plain, blocks))
+    assert 0.5 * most < less < 0.65 * most
+    assert sum(weight_sync(blocks, *layouts).lower_bound) == in_blocks
+
+
+def test_engine_layout_that_cuts_blocks_is_refused():
+    with pytest.raises(UserError, match="whole blocks"):
+        check_engine(tiny(DENSE, wire="fp8_block"), EngineLayout(tp=2))

@@ -10,10 +10,16 @@ from verl_mg.config import OptimizerConfig
 from verl_mg.config.roles import LoraConfig
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.planner.inputs import PlanInputs
+from verl_mg.planner.iteration_time import weight_sync
+from verl_mg.planner.memory import rollout_memory
+from verl_mg.reshard import best_stride
 from verl_mg.roles.models import Actor
 from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups, engine_ranks
 from verl_mg.rollout.ipc_payload import named_views, open_payload
+from verl_mg.sharding.weight_table import weight_table
 
 
 class ReceivingEngine:
@@ -51,17 +57,19 @@ def synced(model, wire, lora):
         for adapter in actor.runner.adapters().values():
             torch.manual_seed(7)
             adapter.data.normal_()
+    table = actor.runner.table
     placement = EnginePlacement(EngineLayout(tp=2), (0, 1, 2, 3))
+    placement = best_stride(actor.runner.shard_map(), table, placement, 4)
     leaders = {ranks[0]: number for number, ranks in engine_ranks(placement).items()}
     plain, encoded = (ReceivingEngine(2) if dist.get_rank() in leaders else None for _ in range(2))
-    table = actor.runner.table
     groups = engine_groups(placement)
     ProcessEngineSync(placement, groups, plain, table).transfer(actor)
     metrics = ProcessEngineSync(placement, groups, encoded, table, wire).transfer(actor)
     wrong = []
     for rank in range(2) if plain else ():
         wrong += differences(plain.parameters[rank], encoded.parameters[rank])
-    return wrong, metrics
+    held = [sum(tensor.nbytes for tensor in part.values()) for part in encoded.parameters] if encoded else []
+    return wrong, metrics, held
 
 
 def differences(plain, encoded):
@@ -87,6 +95,11 @@ def test_transfer_into_fp8_engines_equals_their_quantizer_on_what_they_would_hav
         tmp_path, "qwen3", hidden=128, layers=2, heads=4, kv_heads=4, head_dim=64, ffn=256, init_std=0.2
     )
     results = ranks.run(4, synced, model, "fp8_block", lora)
-    assert [wrong for wrong, _ in results] == [[]] * 4
-    for _, metrics in results:
+    assert [wrong for wrong, _, _ in results] == [[]] * 4
+    inputs = PlanInputs(weight_table(read_config(model)), 4, node=4, wire="fp8_block")
+    on_paper = weight_sync(inputs, Layout(tp=4), EngineLayout(tp=2))
+    (weights,) = rollout_memory(inputs, EngineLayout(tp=2)).weights
+    for _, metrics, held in results:
         assert metrics["weight_sync/bytes_received"] == metrics["weight_sync/bytes_lower_bound"] > 0
+        assert metrics["weight_sync/bytes_received"] == sum(on_paper.received)
+        assert held in ([], [weights, weights])

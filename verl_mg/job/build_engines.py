@@ -17,7 +17,7 @@ from verl_mg.job.engine_parts import EnginePart, check_nodes, engine_part
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
-from verl_mg.reshard.encode import encoded_maps
+from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, ProcessEngineGroup
@@ -161,9 +161,7 @@ def _check_wire(config: Config, table: WeightTable) -> None:
     encoding, engine = encoding_of(rollout.wire), EnginePlacement(layout, tuple(range(layout.ranks)))
     assert encoding
     whole = table.with_traced_table(rollout.sharding_table).shard_map_engine(engine)
-    maps = encoded_maps(table, whole, whole, encoding)
-    for rank in maps.target.ranks:
-        maps.target.shards(rank)  # UserError for blocks that the layout cuts
+    check_engine_blocks(table, whole, encoding, whole.ranks)
 
 
 def build_engine_group(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from verl_mg.planner.efficiency import CALIBRATION
 from verl_mg.planner.inputs import PlanInputs
 from verl_mg.planner.training_options import Recompute
@@ -28,9 +30,24 @@ def assumptions(inputs: PlanInputs) -> list[str]:
         f"a rank moves {inputs.intra_node:g} GB/s within its node of {inputs.node}, {inputs.inter_node:g} GB/s "
         f"between nodes and {inputs.host:g} GB/s to its host",
         f"a device reaches {inputs.flops:g} TFLOP/s and reads {inputs.memory_bandwidth:g} GB/s of its memory",
+        *_encodings(inputs),
         f"seconds are predicted by a model {CALIBRATION}; no run of this project was compared with it",
         *inputs.notes,
     ]
+
+
+def _encodings(inputs: PlanInputs) -> Iterator[str]:
+    """Yields what is assumed of quantized engines, and of syncs that send changes alone."""
+    if inputs.wire != "cast":
+        yield (
+            f"engines have weights in {inputs.wire}, whose values and scales the sync and the memory count; matrix "
+            "products of engines are as fast as those of bf16"
+        )
+    if inputs.delta:
+        yield (
+            "the sync is that of all values, as in the first update; later ones send what has changed, 0.03 of the "
+            "bytes where that is 2 % of the elements (docs/benchmarks.md)"
+        )
 
 
 def _residency(inputs: PlanInputs) -> str:

@@ -15,6 +15,7 @@ from verl_mg.planner.efficiency import FITTED
 from verl_mg.planner.from_config import PlanRequest, RoleRequest
 from verl_mg.planner.gpus import gpu
 from verl_mg.planner.inputs import PlanInputs, read_hardware_profile
+from verl_mg.planner.memory import check_engine
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.report import Numbers, pair_numbers, search_numbers, show
 from verl_mg.planner.roles import PlannedRole, auxiliary_role, check
@@ -157,7 +158,7 @@ def _trained(inputs: PlanInputs, text: str) -> Layout:
 def _served(inputs: PlanInputs, text: str) -> EngineLayout:
     layout, ranks = EngineLayout.parse(text), inputs.engine_ranks
     try:
-        inputs.weights.check_engine_layout(layout)
+        check_engine(inputs, layout)
         EnginePlacement(layout, ranks)
     except UserError as error:
         raise _with_suggestions(str(error), format_suggestions(nearest_rollout(inputs, layout), len(ranks))) from None

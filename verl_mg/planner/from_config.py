@@ -112,6 +112,8 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         "role_ranks": parse_ranks(actor.ranks) if actor.ranks else (),
         "offload": actor.offload,
         "sleep": rollout.sleep,
+        "wire": rollout.wire,
+        "delta": rollout.delta,
         "prefetch": rollout.mode != "sync",
     }
     if prompts := getattr(algorithm, "prompts_per_iteration", None):

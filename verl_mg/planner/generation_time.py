@@ -68,8 +68,8 @@ def decode_seconds(
     per_token = c.experts.top_k / c.experts.count if c.experts else 1.0
     used = 1 - (1 - per_token) ** (running / layout.pp)  # fraction of experts that any of the tokens is routed to
     reads = [
-        layout.pp * inputs.rollout_bytes * (part.dense + used * part.experts) + cached / layout.adp * each
-        for part, each in zip(memory.elements, memory.per_token, strict=True)
+        layout.pp * (part.dense + used * part.experts) + cached / layout.adp * each
+        for part, each in zip(memory.stages, memory.per_token, strict=True)
     ]
     compute = 2 * inputs.active_elements * running / (layout.ranks * inputs.flops * TERA)
     reading = max(reads) / (inputs.memory_bandwidth * GIGA)

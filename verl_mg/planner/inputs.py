@@ -20,6 +20,7 @@ from verl_mg.planner.efficiency import FITTED, Efficiency
 from verl_mg.planner.gpus import DEFAULT_GPU, GPUS
 from verl_mg.planner.length_spread import LengthSpread
 from verl_mg.planner.training_options import DEFAULT_OPTIONS, Recompute, TrainingOptions
+from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.weight_table import WeightTable
 
 GIB = 2**30
@@ -137,7 +138,11 @@ class PlanInputs:
     even_routing: bool = False
     """Whether routing is forced to be even, as benchmarks of pretraining do."""
     rollout_bytes: float = 2.0
-    """Bytes of a weight in the engines."""
+    """Bytes of a weight in the engines, with `wire` cast."""
+    wire: Wire = "cast"
+    """Form in which engines have their weights and receive them."""
+    delta: bool = False
+    """Whether a weight sync sends only what the last update has changed."""
     batches_in_flight: int = 0
     """Iterations whose samples engines generate at the same time, so that a new sample takes the place of each that is
     complete; 0: engines wait until all samples of an iteration are complete."""

@@ -16,6 +16,8 @@ from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.planner.inputs import GIGA, WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.memory import OPTIMIZER_STATES, TrainMemory
 from verl_mg.reshard import RankTraffic, best_stride, plan
+from verl_mg.reshard.encode import encoded_maps
+from verl_mg.reshard.encoding import encoding_of
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,13 @@ def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Syn
         Placement(train.fit(len(inputs.placement_ranks)), inputs.placement_ranks)
     )
     placement = best_stride(source, inputs.weights, EnginePlacement(rollout, inputs.engine_ranks), inputs.node)
-    traffic = plan(source, inputs.weights.shard_map_engine(placement), inputs.node).traffic(WEIGHT_BYTES)
+    target, encoding = inputs.weights.shard_map_engine(placement), encoding_of(inputs.wire)
+    if encoding:
+        maps = encoded_maps(inputs.weights, source, target, encoding)
+        moves = plan(maps.source, maps.target, inputs.node)
+    else:
+        moves = plan(source, target, inputs.node)
+    traffic = moves.traffic(WEIGHT_BYTES)
     nodes = [ranks[first : first + inputs.node] for first in range(0, inputs.ranks, inputs.node)]
     return Sync(
         placement.stride,

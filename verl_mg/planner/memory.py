@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+import torch
+
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.planner.activations import kept_elements
 from verl_mg.planner.inputs import WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.length_spread import packed
 from verl_mg.planner.training_options import TrainingOptions
+from verl_mg.reshard.encode import encoded_maps
+from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import WeightTable
@@ -20,6 +24,8 @@ OPTIMIZER_STATES = "optimizer states"
 """Name of the part of a role's memory with main weights and moments."""
 ACTIVATIONS = "activations"
 """Name of the part of a role's memory that exists only while it computes."""
+FLOAT32_BYTES = 4
+"""Bytes of a weight that is float32 in every runtime."""
 FP8_COPY_BYTES = 2
 """Bytes of the two copies of a weight in FP8, one of them transposed, that Transformer Engine keeps between passes."""
 LOGIT_CHUNK_BYTES = 2**30
@@ -135,6 +141,51 @@ def _on_engine_stages(weights: WeightTable, layout: EngineLayout) -> tuple[Eleme
     return tuple(elements(weights, shard_map, stage * layout.tp) for stage in range(layout.pp))
 
 
+@dataclass(frozen=True)
+class EngineBytes:
+    """Bytes of the weights of an engine on one rank, scales included."""
+
+    dense: float
+    """Bytes outside of experts, that each decoding step reads."""
+    experts: float
+    """Bytes of experts."""
+
+
+@cache
+def _quantized_stages(weights: WeightTable, layout: EngineLayout, wire: Wire) -> tuple[EngineBytes, ...]:
+    """Counts the bytes of quantized weights as the sync sends them, on the first rank of each stage."""
+    encoding = encoding_of(wire)
+    assert encoding
+    whole = weights.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
+    target = encoded_maps(weights, whole, whole, encoding).target
+    stages = []
+    for stage in range(layout.pp):
+        sizes = {"dense": 0, "experts": 0}
+        for shard in target.shards(stage * layout.tp).values():
+            name = shard.pieces[0].tensor if shard.pieces else ""
+            entry = weights.tensor_index.entries.get(target.plain_name(name))
+            dtype = target.tensors[name].wire_dtype(torch.bfloat16) if name else torch.bfloat16
+            kind = "experts" if entry and entry.expert is not None else "dense"
+            sizes[kind] += math.prod(shard.shape) * dtype.itemsize
+        stages.append(EngineBytes(**sizes))
+    return tuple(stages)
+
+
+def check_engine(inputs: PlanInputs, layout: EngineLayout) -> None:
+    """Checks a layout of engines, which may have quantized weights.
+
+    Args:
+        inputs: inputs of the plan.
+        layout: layout of an engine.
+
+    Raises:
+        UserError: the model does not admit it, or it cuts blocks of quantized weights.
+    """
+    inputs.weights.check_engine_layout(layout)
+    if inputs.wire != "cast":
+        _quantized_stages(inputs.weights, layout, inputs.wire)
+
+
 def _optimizer_bytes(options: TrainingOptions, e: Elements, layout: Layout) -> int:
     dense, experts = -(-e.dense // (layout.dp * layout.cp)), -(-e.experts // layout.edp)
     states = options.state_bytes * (dense + experts) if options.sharded_states else options.state_bytes * e.trained
@@ -154,8 +205,8 @@ class RolloutMemory:
     """Bytes available on a rank for weights and cache together."""
     per_token: tuple[int, ...]
     """Bytes of a token in the cache of a rank, one entry for each stage."""
-    item: float = WEIGHT_BYTES
-    """Bytes of a weight."""
+    stages: tuple[EngineBytes, ...]
+    """Bytes of the weights on a rank, one entry for each stage."""
 
     @property
     def cache_bytes(self) -> tuple[float, ...]:
@@ -165,7 +216,7 @@ class RolloutMemory:
     @cached_property
     def weights(self) -> tuple[int, ...]:
         """Bytes of the weights on a rank, one entry for each stage."""
-        return tuple(round(self.item * e.trained + 4 * e.float32) for e in self.elements)
+        return tuple(round(stage.dense + stage.experts) for stage in self.stages)
 
     @property
     def tokens(self) -> int:
@@ -188,7 +239,12 @@ def rollout_memory(inputs: PlanInputs, layout: EngineLayout, limit: float | None
     """
     counted = _on_engine_stages(inputs.weights, layout)
     per_token = tuple(kv_bytes(inputs.weights, layout, stage) for stage in range(layout.pp))
-    return RolloutMemory(layout, counted, inputs.usable if limit is None else limit, per_token, inputs.rollout_bytes)
+    if inputs.wire == "cast":
+        item = inputs.rollout_bytes
+        stages = tuple(EngineBytes(item * e.dense + FLOAT32_BYTES * e.float32, item * e.experts) for e in counted)
+    else:
+        stages = _quantized_stages(inputs.weights, layout, inputs.wire)
+    return RolloutMemory(layout, counted, inputs.usable if limit is None else limit, per_token, stages)
 
 
 def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:

@@ -17,6 +17,7 @@ from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, wei
 from verl_mg.planner.memory import (
     RolloutMemory,
     TrainMemory,
+    check_engine,
     micro_batches,
     rollout_memory,
     train_memory,
@@ -24,6 +25,7 @@ from verl_mg.planner.memory import (
 from verl_mg.planner.memory_phases import awake, engine_limit, problem
 from verl_mg.planner.roles import check, fit_layout
 from verl_mg.planner.training_options import Recompute, recompute
+from verl_mg.reshard.encoding import encoding_of
 
 PARTNERS = 4
 """Number of rollout layouts whose weight sync is planned for each training layout."""
@@ -91,7 +93,7 @@ def check_rollout(inputs: PlanInputs, layout: EngineLayout) -> EngineLayout:
         UserError: the layout does not fit the model, the ranks or SGLang; the message lists the nearest that do.
     """
     ranks, experts = len(inputs.engine_ranks), inputs.weights.model_dims.experts
-    return resolve_engine_layout(layout, ranks, experts, inputs.weights.check_engine_layout)
+    return resolve_engine_layout(layout, ranks, experts, partial(check_engine, inputs))
 
 
 def train_side(inputs: PlanInputs, layout: Layout) -> TrainSide:
@@ -164,7 +166,7 @@ def rollout_layouts(inputs: PlanInputs, like: EngineLayout | None = None) -> Ite
     """
     for layout in engine_layouts_on(len(inputs.engine_ranks), inputs.weights.model_dims.experts, like):
         aligned = inputs.node % layout.tp == 0 or layout.tp % inputs.node == 0
-        if aligned and is_valid(layout, inputs.weights.check_engine_layout):
+        if aligned and is_valid(layout, partial(check_engine, inputs)):
             yield layout
 
 
@@ -273,8 +275,12 @@ def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> It
     def nodes(layout: EngineLayout) -> int:
         return -(-layout.ranks // inputs.node)
 
+    encoding = encoding_of(inputs.wire)
+    least = inputs.weight_bytes
+    if encoding:
+        least = inputs.elements * encoding.dtype.itemsize // encoding.packed
     for _, equal in groupby(sorted(layouts, key=nodes), key=nodes):
-        may_fit = [layout for layout in equal if inputs.weight_bytes / layout.ranks <= inputs.usable]
+        may_fit = [layout for layout in equal if least / layout.ranks <= inputs.usable]
         sides = [rollout_side(inputs, layout) for layout in may_fit]
         if fitting := [side for side in sides if not problem(inputs, None, side.memory)]:
             yield fitting

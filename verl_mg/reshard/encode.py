@@ -55,6 +55,23 @@ def encoded_maps(table: WeightTable, source: ShardMap, target: ShardMap, encodin
     return EncodedMaps(EncodedSource(source, encoding, names), EncodedTarget(target, encoding, names))
 
 
+def check_engine_blocks(table: WeightTable, target: ShardMap, encoding: Encoding, ranks: Iterable[int]) -> None:
+    """Checks that the shards of quantized engines consist of whole blocks.
+
+    Args:
+        table: weight table of the model.
+        target: shards of the engines, not quantized.
+        encoding: format of the engines.
+        ranks: ranks of the target that are checked.
+
+    Raises:
+        UserError: the layout of the engines cuts a block; the message names parameter and box.
+    """
+    encoded = encoded_maps(table, target, target, encoding).target
+    for rank in ranks:
+        encoded.shards(rank)
+
+
 @dataclass(frozen=True)
 class Encoded:
     """The encoded source of one part of a model on one rank."""

@@ -61,6 +61,10 @@ class EncodedShardMap(ABC):
         """Returns the name of the scales of an encoded tensor."""
         return tensor + self.encoding.scale_suffix
 
+    def plain_name(self, tensor: str) -> str:
+        """Returns the name of the tensor to which scales belong; that of any other tensor itself."""
+        return self._tensor_of.get(tensor, tensor)
+
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         """Returns the shape of an encoded tensor before it is encoded."""
         return self._whole.tensors[tensor].shape
