@@ -74,10 +74,11 @@ def needed_bytes(model: Path, layout: EngineLayout) -> int:
     return 4 * sum(numel(box) for _, _, box in boxes)
 
 
-def train(folder: Path, urls: list[str]) -> list[dict[str, object]]:
+def train(folder: Path, urls: list[str], *overrides: str) -> list[dict[str, object]]:
     job, recipe = engine_job(
-        folder, f"rollout.urls=[{','.join(urls)}]", "actor.layout=tp2-pp2", "rollout.weight_transfer=shards", *OF_KEYS
-    )
+        folder, f"rollout.urls=[{','.join(urls)}]", "actor.layout=tp2-pp2", "rollout.weight_transfer=shards",
+        *OF_KEYS, *overrides,
+    )  # fmt: skip
     output = []
     for update in range(2):
         seen = trained_once(job, recipe, folder, f"checkpoint-{update}")
@@ -92,6 +93,19 @@ def test_shards_of_tp2_pp2_reach_two_servers_at_the_lower_bound(folder, servers,
         assert len(checked_answers(folder, output)) == 5
         sent, received, lower_bound = output[0]["bytes"]
         assert sent == received == lower_bound == 2 * needed_bytes(folder / "model", EngineLayout(tp=2))
+
+
+@pytest.mark.nightly
+def test_job_that_sends_changes_alone_generates_with_the_exported_weights(folder, servers, ranks):
+    settings = ("rollout.delta=true", "actor.optimizer.lr=1e-9")
+    results = ranks.run(4, with_keys, train, folder, [server.url for server in servers[:2]], *settings)
+    shares = []
+    for output in zip(*results, strict=True):
+        assert len(checked_answers(folder, output)) == 5
+        sent, received, everything = output[0]["bytes"]
+        assert sent == received
+        shares.append(received / everything)
+    assert max(shares) < 0.9  # of the sync after an update; the first one of the job had all values
 
 
 def come_and_go(folder: Path, urls: list[str], processes: list[int]) -> dict[str, object]:

@@ -241,12 +241,14 @@ class RolloutConfig(ConfigSection):
     data-parallel attention (adp), in which ep and adp divide the tp ranks. vLLM has no adp, and ep over all tp ranks or
     none."""
     wire: Literal["cast", "fp8_block", "fp8_channel"] = "cast"
-    """Form in which SGLang engines of the job have their weights, and receive them. cast: the dtype of the model. The
-    others are quantized by the ranks that send, and need GPUs. fp8_block: FP8 with a scale for each block of 128 x 128,
-    as DeepSeek-V3. fp8_channel: FP8 with a scale for each row."""
+    """Form in which SGLang engines have their weights, and receive them. cast: the dtype of the model. The others are
+    quantized by the ranks that send, and need GPUs; servers of `urls` need `weight_transfer: shards` and the same
+    quantization_config. fp8_block: FP8 with a scale for each block of 128 x 128, as DeepSeek-V3. fp8_channel: FP8 with
+    a scale for each row."""
     delta: bool = False
-    """Send only the elements that the last update has changed, to SGLang engines of the job that keep their weights:
-    with `num_ranks` or `sleep: false`. Senders keep copies of the weights in host memory."""
+    """Send only the elements that the last update has changed, to SGLang engines that keep their weights: with
+    `num_ranks` or `sleep: false`, and to servers of `urls` with `weight_transfer: shards`. Senders keep copies of the
+    weights in host memory."""
     sharding_table: Path | None = None
     """File of `verl-mg trace` with the parameters of an engine, instead of the built-in table. It must be traced
     from this engine and model, and for `layout`. None: the built-in table of the architecture."""

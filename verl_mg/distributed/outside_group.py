@@ -94,6 +94,19 @@ def connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
+def all_true(group: dist.ProcessGroup, here: bool, device: torch.device) -> bool:
+    """Returns whether something is true on all members; all of them call it together.
+
+    Args:
+        group: the group.
+        here: whether it is true on this member.
+        device: of this member.
+    """
+    flag = torch.tensor([here], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group)
+    return bool(flag.item())
+
+
 def local_address(urls: Sequence[str]) -> str:
     """Returns the address under which servers reach this machine: loopback only if all URLs are.
 

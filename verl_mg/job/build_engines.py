@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
 from verl_mg.reshard.encode import check_engine_blocks
-from verl_mg.reshard.encoding import Wire, encoding_of
+from verl_mg.reshard.encoding import encoding_of
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, ProcessEngineGroup
 from verl_mg.roles.models import Actor
@@ -29,6 +28,7 @@ from verl_mg.rollout.engine_python import engine_python
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang import SGLangEngine
+from verl_mg.rollout.sglang.arguments import QUANTIZATIONS
 from verl_mg.rollout.sglang.arguments import check_on_cpu as check_sglang_on_cpu
 from verl_mg.rollout.sglang.engine import sglang_follower
 from verl_mg.rollout.vllm.arguments import check_on_cpu as check_vllm_on_cpu
@@ -41,18 +41,6 @@ ENGINES: Mapping[str, type[SGLangEngine | VLLMEngine]] = {"sglang": SGLangEngine
 RANK_BYTES = 6 * 2**30
 """Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
 buffers of NCCL."""
-
-QUANTIZATIONS: dict[Wire, dict[str, Any] | None] = {
-    "cast": None,
-    "fp8_block": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    },
-    "fp8_channel": {"quant_method": "w8a8_fp8"},
-}
-"""Field `quantization_config` with which SGLang builds its model for each `rollout.wire`."""
 
 
 def num_training_ranks(config: Config, world_size: int) -> int:
@@ -125,9 +113,15 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
         )
     if rollout.wire != "cast":
         _check_wire(config, table)
-    if rollout.delta and (rollout.engine != "sglang" or rollout.has_servers):
-        raise UserError("rollout.delta=true: only SGLang engines inside the job receive changes alone. Leave it out.")
-    if rollout.delta and rollout.sleep and not rollout.num_ranks and torch.cuda.is_available():
+    if rollout.delta and rollout.engine != "sglang":
+        raise UserError("rollout.delta=true: only SGLang receives changes alone. Leave it out.")
+    if rollout.delta and rollout.has_servers and rollout.weight_transfer != "shards":
+        raise UserError(
+            f"rollout.delta=true: servers receive only shards so, and rollout.weight_transfer is "
+            f"{rollout.weight_transfer}. Write rollout.weight_transfer=shards, or leave rollout.delta out."
+        )
+    loses_weights = rollout.sleep and not rollout.num_ranks and not rollout.has_servers
+    if rollout.delta and loses_weights and torch.cuda.is_available():
         raise UserError(
             "rollout.delta=true: engines that sleep lose the weights that changes refer to. Write rollout.sleep=false "
             "or rollout.num_ranks."
@@ -154,10 +148,17 @@ def _check_wire(config: Config, table: WeightTable) -> None:
     """Checks that the engines can have quantized weights."""
     rollout, layout = config.rollout, EngineLayout.parse(config.rollout.layout)
     key = f"rollout.wire={rollout.wire}"
-    if rollout.engine != "sglang" or rollout.has_servers:
-        raise UserError(f"{key}: only SGLang engines inside the job have such weights. Write rollout.wire=cast.")
+    if rollout.engine != "sglang":
+        raise UserError(f"{key}: only SGLang has such weights. Write rollout.wire=cast.")
+    if rollout.has_servers and rollout.weight_transfer != "shards":
+        raise UserError(
+            f"{key}: servers receive quantized weights only as shards, and rollout.weight_transfer is "
+            f"{rollout.weight_transfer}. Write rollout.weight_transfer=shards, or rollout.wire=cast."
+        )
     if not torch.cuda.is_available():
         raise UserError(f"{key}: SGLang computes with FP8 weights on GPUs only. Write rollout.wire=cast.")
+    if rollout.has_servers:
+        return  # their layouts are checked when they are connected
     encoding, engine = encoding_of(rollout.wire), EnginePlacement(layout, tuple(range(layout.ranks)))
     assert encoding
     whole = table.with_traced_table(rollout.sharding_table).shard_map_engine(engine)

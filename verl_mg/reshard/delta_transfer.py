@@ -90,6 +90,7 @@ def transfer_changes(
     sent: SentValues,
     group: dist.ProcessGroup | None = None,
     wait_for: Callable[[str], object] | None = None,
+    here: torch.device | None = None,
 ) -> tuple[list[Patch], Traffic]:
     """Sends what has changed in the source; every rank of the plan must call it.
 
@@ -99,12 +100,13 @@ def transfer_changes(
         sent: copies of the values that were sent before.
         group: process group of all ranks; None for the default group.
         wait_for: called with the name of a source parameter before each read of it.
+        here: device of this rank's parameters; None for that of a rank of a job.
 
     Returns:
         Patches of this rank's target parameters, which cover all planned boxes, and the bytes and seconds of this rank.
     """
     begin = time.perf_counter()
-    transfer = _Transfer(source, sent, group, wait_for or (lambda _: None))
+    transfer = _Transfer(source, sent, group, wait_for or (lambda _: None), here or device.current_device())
     for bucket in schedule.buckets:
         transfer.run(bucket)
     for copy in schedule.copies:
@@ -143,10 +145,11 @@ class _Transfer:
         sent: SentValues,
         group: dist.ProcessGroup | None,
         wait_for: Callable[[str], object],
+        here: torch.device,
     ) -> None:
         self._source, self._sent, self._group, self._wait_for = source, sent, group, wait_for
         self._codes: dict[tuple[str, Box], Tensor] = {}
-        self._device = device.current_device()
+        self._device = here
         self.patches: dict[tuple[str, Box], Tensor] = {}
         self.traffic = Traffic()
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout
+from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.reshard.encode import check_engine_blocks
+from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.roles.broadcast_sync import BroadcastSync
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult
@@ -25,22 +27,36 @@ log = logging.getLogger(__name__)
 class ProcessGroupSync:
     """Transfer over process groups, by the way that each server supports."""
 
-    def __init__(self, table: WeightTable, broadcast_to_all: bool = False) -> None:
+    def __init__(
+        self, table: WeightTable, broadcast_to_all: bool = False, wire: Wire = "cast", delta: bool = False
+    ) -> None:
         """Creates the sync.
 
         Args:
             table: weights of the actor.
             broadcast_to_all: whether servers that could receive shards receive the whole model too.
+            wire: form in which the servers have their weights.
+            delta: send only elements that have changed; like quantized weights, to shards alone.
         """
-        self._table, self._broadcast_to_all = table, broadcast_to_all
-        self._shards, self._broadcast = ShardSync(table), BroadcastSync()
+        self._table, self._broadcast_to_all, self._wire = table, broadcast_to_all, wire
+        self._shards_only = delta or wire != "cast"
+        self._shards, self._broadcast = ShardSync(table, wire, delta), BroadcastSync()
         self._warned: set[str] = set()
 
     def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
-        """Transfers the actor's weights to some servers."""
+        """Transfers the actor's weights to some servers.
+
+        Raises:
+            UserError: a server cannot receive shards, and nothing else is possible.
+        """
         obstacles = {view.number: self._obstacle(view) for view in servers}
         receiving = [view for view in servers if not obstacles[view.number]]
         others = [view for view in servers if obstacles[view.number]]
+        if others and self._shards_only:
+            raise UserError(
+                f"{others[0].url}: {obstacles[others[0].number]}; with rollout.wire and rollout.delta servers receive "
+                "only shards. Start it otherwise, or leave both out."
+            )
         metrics: Counter[str] = Counter()
         if receiving:
             result = self._shards.transfer(actor, engines, receiving)
@@ -58,7 +74,7 @@ class ProcessGroupSync:
         """Returns why a server receives the whole model; empty where its ranks receive their shards."""
         if self._broadcast_to_all:
             return "rollout.weight_transfer=broadcast"
-        return view.shard_obstacle or table_obstacle(self._table, EngineLayout.parse(view.layout))
+        return view.shard_obstacle or table_obstacle(self._table, EngineLayout.parse(view.layout), self._wire)
 
     def _warn(self, views: Sequence[ServerView], obstacles: Mapping[int, str], metrics: Mapping[str, float]) -> None:
         new = [view for view in views if view.url not in self._warned]
@@ -72,15 +88,19 @@ class ProcessGroupSync:
             )  # fmt: skip
 
 
-def table_obstacle(table: WeightTable, layout: EngineLayout) -> str:
+def table_obstacle(table: WeightTable, layout: EngineLayout, wire: Wire = "cast") -> str:
     """Returns why the shards of a server are not known; empty where they are.
 
     Args:
         table: weights of the actor.
         layout: layout of the server.
+        wire: form in which the server has its weights.
     """
     try:
         table.check_engine_layout(layout)
+        if encoding := encoding_of(wire):
+            shards = table.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
+            check_engine_blocks(table, shards, encoding, shards.ranks)
         check_on_cpu(table.model_dims, layout)
     except UserError as error:
         return str(error).rstrip(".")

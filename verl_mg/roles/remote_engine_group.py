@@ -14,10 +14,11 @@ from verl_mg import device
 from verl_mg.config import Config
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineWrapper, InFlightEngineGroup
 from verl_mg.roles.models import Actor
-from verl_mg.roles.process_group_sync import ProcessGroupSync
+from verl_mg.roles.process_group_sync import ProcessGroupSync, table_obstacle
 from verl_mg.roles.remote_weight_sync import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
 from verl_mg.roles.server_monitor import ServerList, ServerMonitor, read_urls
 from verl_mg.rollout.request_tracker import routed_shape
@@ -183,7 +184,10 @@ def check_servers(config: Config, table: WeightTable) -> None:
     leaders = _leaders(config)
     for number, url in enumerate(rollout.urls):
         if leaders[number % len(leaders)] == dist.get_rank():
-            probe_server(url, _requirements(config, table), keys)
+            info = probe_server(url, _requirements(config, table), keys)
+            obstacle = table_obstacle(table, EngineLayout.parse(info.layout), rollout.wire)
+            if obstacle and (rollout.delta or rollout.wire != "cast"):
+                raise UserError(f"{url}: cannot receive shards: {obstacle}. Start the server with another layout.")
 
 
 def _check_folder(folder: Path | None) -> None:
@@ -238,7 +242,7 @@ def _weight_sync(config: Config, table: WeightTable) -> RemoteWeightSync:
     rollout = config.rollout
     if rollout.weight_transfer == "disk":
         return SharedFolderSync(rollout.shared_folder or Path(), config.model.path)
-    return ProcessGroupSync(table, broadcast_to_all=rollout.weight_transfer == "broadcast")
+    return ProcessGroupSync(table, rollout.weight_transfer == "broadcast", rollout.wire, rollout.delta)
 
 
 def _requirements(config: Config, table: WeightTable) -> ServerRequirements:
@@ -250,6 +254,7 @@ def _requirements(config: Config, table: WeightTable) -> ServerRequirements:
         device.current_device().type if rollout.weight_transfer != "disk" else None,
         seeded=config.job.deterministic,
         shards=rollout.weight_transfer == "shards",
+        wire=rollout.wire,
     )
 
 

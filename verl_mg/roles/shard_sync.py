@@ -8,11 +8,12 @@ at the other end. Servers on one host count as a node, into which a byte is sent
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
 from urllib.parse import urlsplit
@@ -22,16 +23,26 @@ from torch.distributed import TCPStore
 
 from verl_mg import device
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
-from verl_mg.distributed.outside_group import Rendezvous, connect_all, connect_store, join_outside_group, local_address
+from verl_mg.distributed.outside_group import (
+    Rendezvous,
+    all_true,
+    connect_all,
+    connect_store,
+    join_outside_group,
+    local_address,
+)
 from verl_mg.errors import UserError
 from verl_mg.http_client import RefusedError, UnreachableError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
+from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
+from verl_mg.reshard.encode import Encoder, encoded_maps
+from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.reshard.schedule_json import pack_schedules
 from verl_mg.roles.broadcast_sync import no_connection
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult
-from verl_mg.roles.weight_sync import source_tensors, sources_of
+from verl_mg.roles.weight_sync import SourceChunk, chunk_sources
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.shard_receiver import (
     ARRIVAL_POLL_SECONDS,
@@ -56,6 +67,8 @@ TIMEOUT = timedelta(seconds=GROUP_SECONDS)
 NUM_PLANS = 4
 """Plans that are kept: servers that come and go often leave the same ones behind."""
 
+log = logging.getLogger(__name__)
+
 Shape = tuple[tuple[int, str], ...]
 """(first rank, layout) of each server in a plan."""
 
@@ -64,12 +77,14 @@ Shape = tuple[tuple[int, str], ...]
 class _Planned:
     """A plan as this rank takes part in it."""
 
-    schedules: Sequence[Schedule]
-    """Schedules of this rank, one for each chunk."""
+    chunks: Sequence[SourceChunk]
+    """Messages of this rank, in parts of the model."""
     packed: Mapping[int, bytes]
     """Schedules of some ranks of servers; all ranks together have those of all."""
     padding: Mapping[int, Mapping[str, Sequence[Box]]]
     """Boxes of their parameters that are padding, which no rank sends."""
+    dtypes: Mapping[int, Mapping[str, str]]
+    """Dtypes of their parameters."""
     lower_bound: int
     """The fewest bytes that these ranks of servers can receive."""
 
@@ -98,26 +113,32 @@ class _Session:
     """The group, once all have joined."""
     num_transfers: int = 0
     """Transfers so far."""
+    sent: list[SentValues] = field(default_factory=list)
+    """Copies of the values that this rank has sent, for each chunk; empty where changes alone are not wanted."""
+    holds: Actor | None = None
+    """The actor whose copied weights all servers have."""
 
     def request_to(self, server: int) -> ShardRequest:
         """Returns the request to a server in the current transfer."""
         where = self.request
         return ShardRequest(
             address=where.address, port=where.port, group=where.group,
-            first_rank=self.ranks[server].start, number=self.num_transfers,
+            first_rank=self.ranks[server].start, number=self.num_transfers, changes=where.changes,
         )  # fmt: skip
 
 
 class ShardSync:
     """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it."""
 
-    def __init__(self, table: WeightTable) -> None:
+    def __init__(self, table: WeightTable, wire: Wire = "cast", delta: bool = False) -> None:
         """Creates the sync; groups are created with the first transfer.
 
         Args:
             table: weights of the actor.
+            wire: form in which the servers have their weights.
+            delta: send only elements that have changed since the last transfer to the same servers.
         """
-        self._table = table
+        self._table, self._encoding, self._delta = table, encoding_of(wire), delta
         self._session: _Session | None = None
         self._planned = lru_cache(NUM_PLANS)(self._plan)
 
@@ -130,6 +151,8 @@ class ShardSync:
         started = time.perf_counter()
         session = self._open(actor, servers)
         session.num_transfers += 1
+        session.request = replace(session.request, changes=self._delta and session.holds is actor)
+        session.holds = None
         updates = {
             view: engines[view.number].update_shards(session.request_to(view.number), actor.num_updates)
             for view in servers
@@ -160,6 +183,7 @@ class ShardSync:
                 f"({(refused or broken)[0]}). See the servers' logs, or write rollout.weight_transfer=broadcast."
             )
         if not all_lost:
+            session.holds = actor
             for view in updates:
                 engines[view.number].confirm(actor.num_updates)
         seconds = {"time/weight_sync": time.perf_counter() - started}
@@ -189,13 +213,21 @@ class ShardSync:
 
     def _send(self, session: _Session, actor: Actor) -> int:
         """Sends the boxes of this rank; returns their bytes."""
-        assert session.group is not None
-        parameters, wait_for = sources_of(actor.runner)
-        sent = 0
-        with AbortWatch(session.store, session.num_transfers, session.group):
-            for part in session.planned.schedules:
-                sources = source_tensors(part, actor.runner, parameters)
-                sent += execute(part, sources, {}, session.group, wait_for).bytes_sent
+        group, sent = session.group, 0
+        assert group is not None
+        with AbortWatch(session.store, session.num_transfers, group):
+            if session.request.changes:
+                for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, session.planned.chunks)):
+                    copies = session.sent[number]
+                    sent += transfer_changes(chunk.schedule, tensors, copies, group, wait_for)[1].bytes_sent
+                if all_true(group, True, device.current_device()):
+                    return sent
+                log.warning("rollout: the weights of a server differ from those that were sent; all are sent again")
+            session.sent = [SentValues() for _ in session.planned.chunks] if self._delta else []
+            for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, session.planned.chunks)):
+                sent += execute(chunk.schedule, tensors, {}, group, wait_for).bytes_sent
+                if self._delta:
+                    session.sent[number].keep(chunk.schedule, tensors)
         return sent
 
     def _collect(
@@ -241,7 +273,10 @@ class ShardSync:
         everyone = [*range(world_size), *(member for some in ranks.values() for member in some)]
         planned = self._planned(actor, tuple((ranks[view.number].start, view.layout) for view in servers))
         for member, packed in planned.packed.items():
-            described = {"ranks": everyone, "backend": backend, "padding": planned.padding[member]}
+            described = {
+                "ranks": everyone, "backend": backend, "padding": planned.padding[member],
+                "dtypes": planned.dtypes[member], "exact": self._delta or self._encoding is not None,
+            }  # fmt: skip
             _set_bytes(store, schedule_key(member), json.dumps(described).encode() + b"\n" + packed)
         request = ShardRequest(address=address, port=port, group=name, first_rank=0, number=0)
         self._session = _Session(members, rendezvous, store, backend, request, everyone, ranks, planned)
@@ -259,14 +294,19 @@ class ShardSync:
     def _plan(self, actor: Actor, shape: Shape) -> _Planned:
         rank, world_size, dtype = dist.get_rank(), dist.get_world_size(), actor.runner.dtype
         target, first = self._target(shape)
+        source = actor.runner.shard_map()
+        maps = encoded_maps(self._table, source, target, self._encoding) if self._encoding else None
+        target, together = (maps.target, maps.keep_together) if maps else (target, ())
         node = device.ranks_of_a_node(world_size)
         receivers = target.ranks[rank::world_size]
-        mine: list[Schedule] = []
+        mine: list[SourceChunk] = []
         theirs: dict[int, list[Schedule]] = defaultdict(list)
         lower_bound = 0
-        for chunk in split_into_chunks(target, first, CHUNK_BYTES // dtype.itemsize):
-            moves = plan(actor.runner.shard_map(), chunk, node)
-            mine.append(schedule(moves, rank, dtype))
+        for chunk in split_into_chunks(target, first, CHUNK_BYTES // dtype.itemsize, together):
+            part = maps.source.part(list(chunk.tensors)) if maps else None
+            moves = plan(part or source, chunk, node)
+            messages = schedule(moves, rank, dtype)
+            mine.append(SourceChunk(schedule=messages, encoder=Encoder(part, messages, dtype) if part else None))
             for member in receivers:
                 theirs[member].append(schedule(moves, member, dtype))
                 lower_bound += moves.lower_bound(member, dtype.itemsize)
@@ -274,8 +314,16 @@ class ShardSync:
             member: {name: shard.padding for name, shard in target.shards(member).items() if shard.padding}
             for member in receivers
         }
+        dtypes = {
+            member: {
+                name: str(target.tensors[shard.pieces[0].tensor].wire_dtype(dtype)).removeprefix("torch.")
+                for name, shard in target.shards(member).items()
+                if shard.pieces
+            }
+            for member in receivers
+        }
         packed = {member: pack_schedules(parts) for member, parts in theirs.items()}
-        return _Planned(mine, packed, padding, lower_bound)
+        return _Planned(mine, packed, padding, dtypes, lower_bound)
 
     def _target(self, shape: Shape) -> tuple[ShardMap, list[int]]:
         """Returns the shard map of all servers, and the ranks of the first server of each layout."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -89,18 +89,27 @@ class HFEngineSync:
             yield schedule(moves, rank, runner.dtype)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """A part of the weights that is transferred at a time."""
+@dataclass(frozen=True, kw_only=True)
+class SourceChunk:
+    """A part of the weights that is transferred at a time, as this rank sends it."""
 
     schedule: Schedule
     """Messages of this rank."""
+    encoder: Encoder | None = None
+    """Encoder of this rank's weights, for quantized engines."""
+
+
+Part = TypeVar("Part", bound=SourceChunk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk(SourceChunk):
+    """A part of the weights that this rank also assembles."""
+
     shards: Mapping[str, Shard]
     """Shards that this rank assembles for the SGLang rank on its device, by parameter."""
     dtypes: Mapping[str, torch.dtype]
     """Type of each parameter."""
-    encoder: Encoder | None = None
-    """Encoder of this rank's weights, for quantized engines."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +215,7 @@ class ProcessEngineSync:
         """Sends all values and loads them into the engines; `keeps` them to find changes in the next transfer."""
         if keeps:
             self._sent = {number: SentValues() for number in range(len(planned.chunks))}
-        for number, (chunk, tensors, wait_for) in enumerate(_sources(actor, planned)):
+        for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, planned.chunks)):
             filled = Staging(chunk.shards, chunk.dtypes, device.current_device(), planned.staging_bytes)
             traffic.append(execute(chunk.schedule, tensors, filled.tensors, wait_for=wait_for))
             if keeps:
@@ -219,7 +228,7 @@ class ProcessEngineSync:
     ) -> bool:
         """Sends what has changed; returns whether all engines have the values of the senders then."""
         patched = []
-        for number, (chunk, tensors, wait_for) in enumerate(_sources(actor, planned)):
+        for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, planned.chunks)):
             patches, counted = transfer_changes(chunk.schedule, tensors, self._sent[number], wait_for=wait_for)
             traffic.append(counted)
             patched.append(PatchStaging(patches, device.current_device()))
@@ -266,16 +275,22 @@ class ProcessEngineSync:
             shards = chunk.shards(rank)
             dtypes = {name: chunk.tensors[shard.pieces[0].tensor].wire_dtype(dtype) for name, shard in shards.items()}
             messages = schedule(moves, rank, dtype)
-            chunks.append(_Chunk(messages, shards, dtypes, Encoder(part, messages, dtype) if part else None))
+            encoder = Encoder(part, messages, dtype) if part else None
+            chunks.append(_Chunk(schedule=messages, shards=shards, dtypes=dtypes, encoder=encoder))
         return _Transfer(chunks, lower_bound)
 
 
-def _sources(
-    actor: Actor, planned: _Transfer
-) -> Iterator[tuple[_Chunk, Mapping[str, Tensor], Callable[[str], None] | None]]:
-    """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them."""
+def chunk_sources(
+    actor: Actor, chunks: Iterable[Part]
+) -> Iterator[tuple[Part, Mapping[str, Tensor], Callable[[str], None] | None]]:
+    """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them.
+
+    Args:
+        actor: has the weights.
+        chunks: parts of the weights, as many on every rank: all encode them together.
+    """
     parameters, wait_for = sources_of(actor.runner)
-    for chunk in planned.chunks:
+    for chunk in chunks:
         tensors = source_tensors(chunk.encoder or chunk.schedule, actor.runner, parameters)
         if chunk.encoder:
             yield chunk, chunk.encoder.run(tensors, wait_for).tensors, None

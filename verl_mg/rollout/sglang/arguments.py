@@ -12,6 +12,7 @@ import torch
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims
+from verl_mg.reshard.encoding import Wire
 from verl_mg.rollout.engine_process import inherited_environment
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang.weight_loader import LOADER
@@ -20,6 +21,17 @@ CPU_TILE = 32
 """On the CPU, SGLang pads widths of matrices to multiples of this on each rank."""
 CPU_KEY_VALUE_TOKENS = 2**16
 """Largest key-value cache of an engine on the CPU, in tokens."""
+QUANTIZATIONS: dict[Wire, dict[str, Any] | None] = {
+    "cast": None,
+    "fp8_block": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "fp8_channel": {"quant_method": "w8a8_fp8"},
+}
+"""Field `quantization_config` with which SGLang builds its model for each `rollout.wire`."""
 ON_CPU = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_NCCL_SO_PATH": "none",

@@ -102,7 +102,7 @@ class RemoteEngine(RequestTracker):
             UserError: it does not meet the requirements.
         """
         try:
-            self.info = self._run(describe(self._client, self.info))
+            self.info = self._run(describe(self._client, self.info, self._requirements.wire))
         except UnreachableError as error:
             raise self._lost(error) from None
         check(self.url, self.info, self._requirements)

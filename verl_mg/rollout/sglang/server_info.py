@@ -11,6 +11,8 @@ from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.reshard.encoding import Wire
+from verl_mg.rollout.sglang.arguments import QUANTIZATIONS
 from verl_mg.rollout.sglang.server_keys import ServerKeys
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 
@@ -77,6 +79,8 @@ class ServerRequirements:
     """Whether samples must depend only on their seeds."""
     shards: bool = False
     """Whether its ranks must be able to receive their shards."""
+    wire: Wire = "cast"
+    """Form in which the job sends weights."""
 
 
 def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -> ServerInfo:
@@ -92,7 +96,7 @@ def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -
     """
     client = JsonSession(url, keys.headers)
     try:
-        info = client.start(describe(client)).result()
+        info = client.start(describe(client, wire=requirements.wire)).result()
     except UnreachableError as error:
         raise UserError(f"{client.url}: no server responds ({error}). Start it, or correct rollout.urls.") from None
     finally:
@@ -101,12 +105,13 @@ def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -
     return info
 
 
-async def describe(client: JsonSession, known: ServerInfo | None = None) -> ServerInfo:
+async def describe(client: JsonSession, known: ServerInfo | None = None, wire: Wire = "cast") -> ServerInfo:
     """Queries the properties of a server.
 
     Args:
         client: client of the server.
         known: properties at an earlier time. Unless it was restarted, no generation is involved: it may be paused.
+        wire: form in which the job sends weights.
 
     Raises:
         UserError: it is not an SGLang server.
@@ -134,7 +139,7 @@ async def describe(client: JsonSession, known: ServerInfo | None = None) -> Serv
             disaggregation=server["disaggregation_mode"],
             layout=str(_layout(server)),
             nodes=server["nnodes"],
-            shard_obstacle=_shard_obstacle(server),
+            shard_obstacle=_shard_obstacle(server, wire),
         )
     except RefusedError as error:
         if error.status >= 500:
@@ -215,14 +220,19 @@ def _layout(server: dict[str, Any]) -> EngineLayout:
     )
 
 
-def _shard_obstacle(server: dict[str, Any]) -> str:
+def _shard_obstacle(server: dict[str, Any], wire: Wire) -> str:
     """Returns the first argument of a server that keeps its ranks from receiving their shards."""
     if RECEIVER not in (server["custom_weight_loader"] or ()):
         return f"it was started without --custom-weight-loader {RECEIVER}"
     if server["pp_size"] > 1:
         return "it has pipeline stages, which SGLang calls one after the other"
-    if server["quantization"] is not None:
-        return f"its weights are quantized ({server['quantization']})"
+    given = json.loads(server["json_model_override_args"] or "{}").get("quantization_config")
+    if server["quantization"] is not None or given != QUANTIZATIONS[wire]:
+        form = json.dumps({"quantization_config": QUANTIZATIONS[wire]})
+        return (
+            f"its weights are quantized in another way (--quantization {server['quantization']}, quantization_config "
+            f"{json.dumps(given)}) than the job sends them, --json-model-override-args '{form}'"
+        )
     if server["enable_eplb"] or server["ep_num_redundant_experts"] or server["init_expert_location"] != "trivial":
         return "its experts are not in the order of the checkpoint (--enable-eplb and the like)"
     return ""

@@ -25,9 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from verl_mg.distributed.outside_group import connect_all, connect_store, join_outside_group
-from verl_mg.reshard import Schedule, execute
+from verl_mg.distributed.outside_group import all_true, connect_all, connect_store, join_outside_group
+from verl_mg.reshard import Schedule, Traffic, execute
+from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes
 from verl_mg.reshard.schedule_json import unpack_schedules
+from verl_mg.rollout.sglang.weight_loader import as_loaded
 from verl_mg.sharding.boxes import slices
 
 RECEIVER = f"{__name__}.receive_shards"
@@ -38,6 +40,9 @@ ARRIVAL_POLL_SECONDS = 0.02
 """Interval at which members look whether all others have arrived."""
 ABORT_POLL_SECONDS = 0.5
 """Interval at which a member looks whether a transfer was aborted, because another member is gone."""
+
+CASTABLE = {"float32", "bfloat16", "float16"}
+"""Dtypes of weights that are not quantized."""
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,8 @@ class ShardRequest:
     """Number of the server's first rank in the group; the others follow, stage by stage."""
     number: int
     """Number of the transfer in this group."""
+    changes: bool = False
+    """Whether only what has changed since the last transfer in this group is sent."""
 
     def payload(self) -> str:
         """Returns the request as SGLang passes it to a loader: a named tensor of text, by value, in base64."""
@@ -180,22 +187,33 @@ class ShardReceiver:
 
     def _transfer(self, model: Any, request: ShardRequest, rank: int) -> Report:
         assert self._store is not None
-        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        parameters = {name: as_loaded(parameter) for name, parameter in model.named_parameters()}
         if self._group is None:
             self._join(parameters, request, rank)
         assert self._group is not None
-        received = sent = 0
+        traffic: list[Traffic] = []
         with AbortWatch(self._store, request.number, self._group), torch.no_grad():
-            for part in self._schedules:
-                traffic = execute(part, {}, parameters, self._group)
-                received, sent = received + traffic.bytes_received, sent + traffic.bytes_sent
-        return Report(received, sent)
+            if not (request.changes and self._receive_changes(self._group, parameters, traffic)):
+                traffic += [execute(part, {}, parameters, self._group) for part in self._schedules]
+        return Report(sum(part.bytes_received for part in traffic), sum(part.bytes_sent for part in traffic))
+
+    def _receive_changes(
+        self, group: dist.ProcessGroup, parameters: Mapping[str, Tensor], traffic: list[Traffic]
+    ) -> bool:
+        """Receives and applies changes; returns whether all ranks of servers have the senders' values then."""
+        here, intact = next(iter(parameters.values())).device, True
+        for part in self._schedules:
+            patches, counted = transfer_changes(part, {}, SentValues(), group, here=here)
+            traffic.append(counted)
+            intact = apply_patches(patches, parameters) and intact
+        return all_true(group, intact, here)
 
     def _join(self, parameters: Mapping[str, Tensor], request: ShardRequest, rank: int) -> None:
         assert self._store is not None
         text, _, packed = self._store.get(schedule_key(rank)).partition(b"\n")
         described = json.loads(text)
         self._schedules = unpack_schedules(packed)
+        _check(parameters, described["dtypes"], described["exact"])
         with torch.no_grad():
             for name, boxes in described["padding"].items():
                 for box in boxes:
@@ -218,6 +236,17 @@ class ShardReceiver:
         if group is not None:
             group.abort()
             dist.destroy_process_group(group)
+
+
+def _check(parameters: Mapping[str, Tensor], dtypes: Mapping[str, str], exact: bool) -> None:
+    """Checks that the parameters are in the form that the job sends: of its dtypes, or if not `exact` castable."""
+    for name, dtype in dtypes.items():
+        actual = str(parameters[name].dtype).removeprefix("torch.") if name in parameters else "missing"
+        if actual != dtype and (exact or not {actual, dtype} <= CASTABLE):
+            raise TypeError(
+                f"{name} is {actual}, and the job sends {dtype}: the server's --dtype and quantization_config have to "
+                "be those of model.dtype and rollout.wire"
+            )
 
 
 @cache
