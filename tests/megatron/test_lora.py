@@ -17,7 +17,7 @@ from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_adapters
-from verl_mg.config import GuardConfig, LoraConfig
+from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.microbatch import LossInputs
@@ -38,6 +38,24 @@ LAYOUTS = [
     ("cp2", 2),
     ("tp2-pp2", 4),
     *(pytest.param(layout, 2, marks=pytest.mark.nightly) for layout in ("tp2", "pp2", "tp1")),
+]
+OF_EXPERTS = [
+    ("deepseek_v3", "tp2-ep2-etp1", 4),
+    ("qwen3_moe", "tp2-ep2", 4),
+    *(
+        pytest.param(name, layout, count, marks=pytest.mark.nightly)
+        for name, layout, count in (
+            ("deepseek_v3", "tp1", 1),
+            ("deepseek_v3", "tp2-cp2-ep2", 4),
+            ("deepseek_v3", "pp2-ep2", 4),
+            ("deepseek_v2", "tp1", 2),
+            ("deepseek_v2", "tp2-ep2", 4),
+            ("qwen3_moe", "tp1", 1),
+            ("qwen3_moe", "ep2", 2),
+            ("qwen3_moe", "tp1-etp2", 2),
+            ("mixtral", "tp2-ep2-etp1", 2),
+        )
+    ),
 ]
 OF_MIXTURES = [("tp1", 1), ("ep2", 2), ("tp2-ep2-etp1", 2), ("tp2-ep2", 4)]
 
@@ -61,14 +79,15 @@ class Expected:
     adapters: dict[str, Tensor]
 
 
-def lora(folder: Path | None, targets: tuple[str, ...] | None = None) -> LoraConfig:
-    return LoraConfig(rank=RANK, alpha=ALPHA, targets=list(targets) if targets else None, path=folder)
+def lora(folder: Path | None, targets: tuple[str, ...] | None = None, experts: bool = False) -> LoraConfig:
+    targeted = list(targets) if targets else None
+    return LoraConfig(rank=RANK, alpha=ALPHA, targets=targeted, path=folder, experts=experts)
 
 
-def given_adapters(model: Path, folder: Path, targets: tuple[str, ...] | None = None) -> Path:
+def given_adapters(model: Path, folder: Path, targets: tuple[str, ...] | None = None, experts: bool = False) -> Path:
     """A folder in PEFT's format whose adapters change the model, written by hand."""
     weights = weight_table(read_config(model))
-    adapted = adapted_tensors(weights, list(targets) if targets else None)
+    adapted = adapted_tensors(weights, list(targets) if targets else None, experts)
     generator = torch.Generator().manual_seed(5)
     shapes = adapter_shapes(weights, adapted, RANK)
     folder.mkdir()
@@ -84,10 +103,15 @@ def rows(model: Path) -> Batch:
 
 
 def network_on(
-    model: Path, layout: str, config: LoraConfig, recompute: bool = False, kernels: Kernels = "torch"
+    model: Path,
+    layout: str,
+    config: LoraConfig,
+    recompute: Recompute = False,
+    kernels: Kernels = "torch",
+    megatron: MegatronConfig | None = None,
 ) -> ModelRunner:
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    return ModelRunner(model, groups, torch.float32, recompute, lora=config, kernels=kernels)
+    return ModelRunner(model, groups, torch.float32, recompute, lora=config, kernels=kernels, megatron=megatron)
 
 
 def step(trainer: Trainer, batch: Batch) -> dict[str, float]:
@@ -99,8 +123,15 @@ def step(trainer: Trainer, batch: Batch) -> dict[str, float]:
     return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored)
 
 
-def train(model: Path, layout: str, config: LoraConfig, recompute: bool = False, kernels: Kernels = "torch") -> Trained:
-    runner = network_on(model, layout, config, recompute, kernels)
+def train(
+    model: Path,
+    layout: str,
+    config: LoraConfig,
+    recompute: Recompute = False,
+    kernels: Kernels = "torch",
+    megatron: MegatronConfig | None = None,
+) -> Trained:
+    runner = network_on(model, layout, config, recompute, kernels, megatron)
     before = {name: values.detach().clone() for name, values in runner.parameters().items()}
     metrics = step(Trainer(runner, OPTIMIZER), rows(model))
     untouched = all(torch.equal(before[name], values) for name, values in runner.parameters().items())
@@ -124,16 +155,54 @@ class Adapted(torch.nn.Module):
         return weight + ALPHA / RANK * self.b @ self.a
 
 
+class AdaptedExperts(torch.nn.Module):
+    """The stacked weights of a layer's experts, with the adapters of each in it; kinds are stacked along the rows."""
+
+    def __init__(self, kinds: list[list[Adapted]]) -> None:
+        super().__init__()
+        self.kinds = torch.nn.ModuleList([torch.nn.ModuleList(of_kind) for of_kind in kinds])
+
+    def forward(self, weight: Tensor) -> Tensor:
+        parts = zip(weight.chunk(len(self.kinds), dim=1), self.kinds, strict=True)
+        return torch.cat(
+            [
+                torch.stack([adapter(matrix) for matrix, adapter in zip(part, of_kind, strict=True)])
+                for part, of_kind in parts
+            ],
+            dim=1,
+        )
+
+
+EXPERT_WEIGHTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+"""{stacked weight in `transformers`: its kinds by the names in the checkpoints}"""
+
+
+def adapt_experts(net: torch.nn.Module, adapters: dict[str, Adapted]) -> None:
+    """Installs adapters of experts, by the names of their linear layers in the checkpoint."""
+    for layer in sorted({name.partition(".experts.")[0] for name in adapters}):
+        of_layer = {name.partition(".experts.")[2]: x for name, x in adapters.items() if name.startswith(f"{layer}.")}
+        experts = net.get_submodule(f"{layer.replace('block_sparse_moe', 'mlp')}.experts")
+        count = len({name.partition(".")[0] for name in of_layer})
+        for stacked, spellings in EXPERT_WEIGHTS.items():
+            (kinds,) = (kinds for kinds in spellings if f"0.{kinds[0]}" in of_layer)
+            found = [[of_layer[f"{expert}.{kind}"] for expert in range(count)] for kind in kinds]
+            parametrize.register_parametrization(experts, stacked, AdaptedExperts(found))
+
+
 def adapted_oracle(model: Path, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
     """`transformers` with the adapters of a folder, and these by PEFT's names."""
     net, values = copy.deepcopy(oracle(model)).requires_grad_(False), load_file(folder / "adapter_model.safetensors")
-    adapters = {}
+    adapters, of_experts = {}, {}
     for name in [name for name in values if name.endswith(".lora_A.weight")]:
         other = name.replace("lora_A", "lora_B")
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         adapter = Adapted(values[name], values[other])
-        parametrize.register_parametrization(net.get_submodule(module), "weight", adapter)
+        if ".experts." in module:
+            of_experts[module] = adapter
+        else:
+            parametrize.register_parametrization(net.get_submodule(module), "weight", adapter)
         adapters |= {name: adapter.a, other: adapter.b}
+    adapt_experts(net, of_experts)
     return net, adapters
 
 
@@ -159,7 +228,8 @@ def train_in_plain_torch(model: Path, folder: Path) -> Expected:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    models = {name: tiny_model(folder / name, name, 2) for name in ("llama", "qwen2", "qwen3", "qwen3_moe")}
+    names = ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+    models = {name: tiny_model(folder / name, name, 2) for name in names}
     models["half_moe"] = half_mixture(models["qwen3_moe"], folder / "half_moe")
     return models
 
@@ -176,7 +246,7 @@ def half_mixture(source: Path, folder: Path) -> Path:
 def cases(models, tmp_path_factory) -> dict[str, tuple[Path, Expected]]:
     """{architecture: (a folder with adapters, what plain torch makes of them)}"""
     folder, found = tmp_path_factory.mktemp("adapters"), {}
-    for name in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+    for name in ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"):
         adapters = given_adapters(models[name], folder / name)
         found[name] = (adapters, train_in_plain_torch(models[name], adapters))
     return found
@@ -199,7 +269,7 @@ def compare(results: list[Trained], expected: Expected, before: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2"])
 def test_lora_step_equals_plain_torch_under_every_layout(ranks, models, cases, name, layout, count) -> None:
     folder, expected = cases[name]
     compare(ranks.run(count, train, models[name], layout, lora(folder)), expected, folder)
@@ -210,6 +280,16 @@ def test_lora_step_on_attention_of_a_mixture_equals_plain_torch(ranks, models, c
     folder, expected = cases["qwen3_moe"]
     assert {name.split(".")[-3] for name in expected.adapters} == set(ATTENTION)
     compare(ranks.run(count, train, models["qwen3_moe"], layout, lora(folder)), expected, folder)
+
+
+@pytest.mark.parametrize(("name", "layout", "count"), OF_EXPERTS)
+def test_lora_step_on_experts_and_latent_attention_equals_plain_torch(
+    ranks, models, tmp_path, name, layout, count
+) -> None:
+    folder = given_adapters(models[name], tmp_path / "adapters", experts=True)
+    expected = train_in_plain_torch(models[name], folder)
+    assert any(".experts." in tensor for tensor in expected.adapters)
+    compare(ranks.run(count, train, models[name], layout, lora(folder, experts=True)), expected, folder)
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
@@ -226,6 +306,44 @@ def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine
     results = transformer_engine.run(
         count, train, models["qwen3"], layout, lora(folder), recompute, "transformer_engine"
     )
+    compare(results, expected, folder)
+
+
+@pytest.mark.parametrize(("name", "layout", "count"), [
+    ("gemma2", "tp2", 2),
+    ("deepseek_v3", "tp2-ep2", 4),
+    ("deepseek_v2", "tp2-ep2-etp1", 2),
+    ("qwen3_moe", "tp1", 1),
+])  # fmt: skip
+@pytest.mark.nightly
+def test_lora_step_on_other_layers_with_transformer_engine_equals_plain_torch(
+    transformer_engine, models, tmp_path, name, layout, count
+) -> None:
+    experts = name != "gemma2"
+    folder = given_adapters(models[name], tmp_path / "adapters", experts=experts)
+    expected = train_in_plain_torch(models[name], folder)
+    config, unfused = lora(folder, experts=experts), MegatronConfig(transformer={"moe_permute_fusion": False})
+    options = (False, "transformer_engine", unfused if experts else None)
+    results = transformer_engine.run(count, train, models[name], layout, config, *options)
+    compare(results, expected, folder)
+
+
+OVERLAP = MegatronConfig(transformer={"moe_shared_expert_overlap": True})
+
+
+@pytest.mark.parametrize(("recompute", "megatron"), [
+    (True, None),
+    (["moe_act", "mla_up_proj"], None),
+    (False, OVERLAP),
+])  # fmt: skip
+@pytest.mark.nightly
+def test_lora_step_on_experts_with_options_of_their_layer_equals_plain_torch(
+    ranks, models, tmp_path, recompute, megatron
+) -> None:
+    folder = given_adapters(models["deepseek_v3"], tmp_path / "adapters", experts=True)
+    expected = train_in_plain_torch(models["deepseek_v3"], folder)
+    config = lora(folder, experts=True)
+    results = ranks.run(4, train, models["deepseek_v3"], "tp2-ep2-etp1", config, recompute, "torch", megatron)
     compare(results, expected, folder)
 
 
@@ -312,17 +430,16 @@ def bad(model: Path, config: LoraConfig) -> str:
     return str(error.value)
 
 
-def test_adapted_tensors_unsupported_target_raises(models, tmp_path) -> None:
+def test_adapted_tensors_unsupported_target_raises(models) -> None:
     mixture, dense = (weight_table(read_config(models[name])) for name in ("qwen3_moe", "llama"))
     with pytest.raises(
-        UserError, match="'up_proj' exists only in experts, which have no adapters. Choose from q_proj, k_proj"
+        UserError, match="'up_proj' exists only in experts. Write lora.experts=true, or choose from q_proj, k_proj"
     ):
         adapted_tensors(mixture, ["q_proj", "up_proj"])
     with pytest.raises(UserError, match=r"no linear layer 'lm_head'. Choose from q_proj.*down_proj\.$"):
         adapted_tensors(dense, ["lm_head"])
-    for family, what in (("deepseek_v3", "latent attention"), ("gemma2", "norms behind its linear layers")):
-        with pytest.raises(UserError, match=rf"adapters do not support {what} \({family}\)\. Leave out lora"):
-            adapted_tensors(weight_table(read_config(tiny_model(tmp_path / family, family))), None)
+    with pytest.raises(UserError, match=r"lora\.experts: a llama model has no experts\. Leave it out"):
+        adapted_tensors(dense, None, experts=True)
 
 
 def test_lora_folder_with_other_adapters_raises(ranks, models, cases, tmp_path) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,21 @@ from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
-from verl_mg.models.hf_tensors import MLP, Experts, GroupedAttention, LayerSpec, TensorSpec
+from verl_mg.models.hf_tensors import (
+    MLP,
+    Experts,
+    GroupedAttention,
+    LatentAttention,
+    LayerSpec,
+    TensorSpec,
+)
 from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
 from verl_mg.sharding.weight_table import SCORE, WeightTable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-VALUE_HEAD = f"base_model.model.{SCORE}"
+PREFIX = "base_model.model."
+"""Beginning of all names in PEFT's files."""
+VALUE_HEAD = PREFIX + SCORE
 """Name of a value head in PEFT's files, where it is one of `modules_to_save`."""
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -55,6 +64,10 @@ class AdapterShard:
     """Shard of B, (rows of the tensor in the parameter, r)."""
     rows: tuple[int, ...]
     """Rows of the parameter to which the rows of the shard of B belong."""
+    splits_a: bool
+    """Whether other ranks have other columns of A."""
+    splits_b: bool
+    """Whether other ranks have other rows of B."""
 
 
 def module_name(tensor: str) -> str:
@@ -62,47 +75,64 @@ def module_name(tensor: str) -> str:
     return tensor.removesuffix(".weight").rpartition(".")[2]
 
 
-def adapted_tensors(table: WeightTable, targets: Sequence[str] | None) -> tuple[str, ...]:
+def base_tensor(name: str) -> str:
+    """Returns the tensor that a tensor of PEFT's file adapts, by its name in the checkpoint."""
+    inner = name.removeprefix(PREFIX)
+    return inner.replace(".lora_A.weight", ".weight").replace(".lora_B.weight", ".weight")
+
+
+def adapted_tensors(table: WeightTable, targets: Sequence[str] | None, experts: bool = False) -> tuple[str, ...]:
     """Returns the tensors with an adapter, in the order of the checkpoint.
 
     Args:
         table: weight table of the model.
         targets: `lora.targets`, names of linear layers such as q_proj; None: every layer that supports adapters.
+        experts: `lora.experts`, whether routed experts have adapters.
 
     Raises:
-        UserError: for a name without a layer that supports adapters.
+        UserError: for a name without a layer that supports adapters, or experts of a model that has none.
     """
-    config = table.config
-    if config.latent or config.sandwich_norms:
-        feature = "latent attention" if config.latent else "norms behind its linear layers"
-        raise UserError(f"lora: adapters do not support {feature} ({config.architecture}). Leave out lora.")
-    supported, experts = _linear(table, _supported_layers), _linear(table, _expert_layers)
-    known = ", ".join(dict.fromkeys(map(module_name, supported)))
+    shared, routed = _linear(table, _dense_layers), _linear(table, _expert_layers)
+    if experts and not routed:
+        raise UserError(f"lora.experts: a {table.config.architecture} model has no experts. Leave it out.")
+    supported = {*shared, *(routed if experts else ())}
+    # In the order of the checkpoint, which has the experts of a layer behind its other tensors.
+    supported_in_order = [name for name in table.tensor_index.entries if name in supported]
+    known = ", ".join(dict.fromkeys(map(module_name, supported_in_order)))
     for target in targets or ():
         if target in map(module_name, supported):
             continue
-        if target in map(module_name, experts):
+        if target in map(module_name, routed):
             raise UserError(
-                f"lora.targets: {target!r} exists only in experts, which have no adapters. Choose from {known}."
+                f"lora.targets: {target!r} exists only in experts. Write lora.experts=true, or choose from {known}."
             )
         raise UserError(f"lora.targets: the model has no linear layer {target!r}. Choose from {known}.")
-    chosen = tuple(name for name in supported if targets is None or module_name(name) in targets)
-    if not chosen:
-        raise UserError(f"lora: no layer of a {config.architecture} model supports adapters. Leave out lora.")
-    return chosen
+    return tuple(name for name in supported_in_order if targets is None or module_name(name) in targets)
 
 
 def _linear(table: WeightTable, select: Callable[[LayerSpec], Iterator[TensorSpec]]) -> list[str]:
-    layers = enumerate(table.model.layers)
-    return [tensor.name.format(layer=number, expert=0) for number, layer in layers for tensor in select(layer)]
+    return [
+        tensor.name.format(layer=number, expert=expert)
+        for number, layer in enumerate(table.model.layers)
+        for tensor in select(layer)
+        for expert in range(layer.num_experts if tensor.per_expert else 1)
+    ]
 
 
-def _supported_layers(layer: LayerSpec) -> Iterator[TensorSpec]:
-    if isinstance(layer.attention, GroupedAttention):
-        yield from (layer.attention.q, layer.attention.k, layer.attention.v, layer.attention.out)
+def _dense_layers(layer: LayerSpec) -> Iterator[TensorSpec]:
+    yield from _attention_layers(layer.attention)
     mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
     if mlp:
         yield from (mlp.gate, mlp.up, mlp.down)
+
+
+def _attention_layers(attention: GroupedAttention | LatentAttention) -> Iterator[TensorSpec]:
+    if isinstance(attention, GroupedAttention):
+        yield from (attention.q, attention.k, attention.v, attention.out)
+        return
+    if attention.q_down:
+        yield attention.q_down
+    yield from (attention.q, attention.kv_down, attention.kv_up, attention.out)
 
 
 def _expert_layers(layer: LayerSpec) -> Iterator[TensorSpec]:
@@ -111,37 +141,64 @@ def _expert_layers(layer: LayerSpec) -> Iterator[TensorSpec]:
         yield from (each.gate, each.up, each.down)
 
 
-def adapter_shards(shard: Shard, adapted: Container[str], rank: int) -> list[AdapterShard]:
+def adapter_shards(shard: Shard, shapes: Shapes) -> list[AdapterShard]:
     """Returns the adapter shards of a parameter, one for each of its adapted tensors.
 
     Args:
         shard: shard of the parameter.
-        adapted: tensors with an adapter.
-        rank: rank r of the adapters.
+        shapes: result of `adapter_shapes`.
     """
     pieces: dict[str, list[Piece]] = {}
     for piece in shard.pieces:
-        if piece.tensor in adapted:
+        if _names(piece.tensor)[0] in shapes:
             pieces.setdefault(piece.tensor, []).append(piece)
-    return [_adapter_shard(tensor, tensor_pieces, rank) for tensor, tensor_pieces in pieces.items()]
+    return [_adapter_shard(tensor, tensor_pieces, shapes) for tensor, tensor_pieces in pieces.items()]
 
 
-def _adapter_shard(tensor: str, pieces: Sequence[Piece], rank: int) -> AdapterShard:
+def _adapter_shard(tensor: str, pieces: Sequence[Piece], shapes: Shapes) -> AdapterShard:
     """Returns the shards for one tensor; all its pieces in a parameter have the parameter's columns."""
     (columns,) = {piece.source[1] for piece in pieces}
+    stacked = len(pieces[0].target) - len(pieces[0].source)
     name_a, name_b = _names(tensor)
+    rank = shapes[name_a][0]
     shape_a = (rank, columns[1] - columns[0])
     of_b, rows = [], list[int]()
     for piece in pieces:
         start = len(rows)
-        rows += range(*piece.target[0])
+        rows += range(*piece.target[stacked])
         of_b.append(Piece(name_b, (piece.source[0], (0, rank)), ((start, len(rows)), (0, rank))))
     return AdapterShard(
         tensor,
         Shard(shape_a, (Piece(name_a, ((0, rank), columns), full_box(shape_a)),)),
         Shard((len(rows), rank), tuple(of_b)),
         tuple(rows),
+        splits_a=shape_a != shapes[name_a],
+        splits_b=len(rows) != shapes[name_b][0],
     )
+
+
+def stacked_shards(shards: Sequence[AdapterShard]) -> list[AdapterShard]:
+    """Stacks the shards of experts along a new first dimension, for each kind of tensor.
+
+    Args:
+        shards: of the experts of a layer, expert by expert.
+    """
+    kinds: dict[str, list[AdapterShard]] = {}
+    for shard in shards:
+        kinds.setdefault(module_name(shard.tensor), []).append(shard)
+    return [
+        replace(of_kind[0], a=_stack([shard.a for shard in of_kind]), b=_stack([shard.b for shard in of_kind]))
+        for of_kind in kinds.values()
+    ]
+
+
+def _stack(shards: Sequence[Shard]) -> Shard:
+    pieces = [
+        Piece(piece.tensor, piece.source, ((number, number + 1), *piece.target))
+        for number, shard in enumerate(shards)
+        for piece in shard.pieces
+    ]
+    return Shard((len(shards), *shards[0].shape), tuple(pieces))
 
 
 def head_shard(shard: Shard) -> Shard | None:
@@ -151,7 +208,7 @@ def head_shard(shard: Shard) -> Shard | None:
 
 
 def _names(tensor: str) -> tuple[str, str]:
-    module = f"base_model.model.{tensor.removesuffix('.weight')}"
+    module = PREFIX + tensor.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 

@@ -84,7 +84,7 @@ class GuardConfig(ConfigSection):
 class LoraConfig(ConfigSection):
     """Low-rank adapters (arXiv:2106.09685), trained in place of the weights: W + alpha / rank * B A per linear W.
 
-    Experts have no adapters. A critic's head is trained in full.
+    A critic's head is trained in full.
     """
 
     rank: PositiveInt = 16
@@ -92,7 +92,9 @@ class LoraConfig(ConfigSection):
     alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
     """Scale of the adapter; it is divided by `rank`."""
     targets: list[str] | None = Field(None, min_length=1)
-    """Names of linear layers, such as [q_proj, v_proj]. null: all of attention and of dense feed-forward layers."""
+    """Names of linear layers, such as [q_proj, v_proj]. null: all of attention and of feed-forward layers."""
+    experts: bool = False
+    """Whether routed experts have adapters too, each its own. false: only attention, dense and shared layers."""
     path: Path | None = None
     """Folder in PEFT's format with adapters to start from, of the same rank, alpha and targets. null: new adapters,
     which do not change the model at first."""

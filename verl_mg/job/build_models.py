@@ -99,7 +99,7 @@ class ModelRoleBuilder:
         section = self._section(role)
         if isinstance(section, TrainableConfig) and section.lora:
             try:
-                adapted_tensors(weight_table(read_config(self._path(role))), section.lora.targets)
+                adapted_tensors(weight_table(read_config(self._path(role))), section.lora.targets, section.lora.experts)
             except UserError as error:
                 raise UserError(f"{role}.{error}") from None
 

@@ -334,6 +334,21 @@ class _Stack(torch.nn.Module):
         return product
 
 
+def grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies tokens with the matrices of their experts.
+
+    Args:
+        tokens: (n, in), sorted by expert.
+        weights: (experts, out, in).
+        ends: (experts,) int32, ends of the experts' tokens.
+
+    Returns:
+        (n, out).
+    """
+    product: Tensor = _GroupedProduct.apply(tokens, weights, ends, False)
+    return product
+
+
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, ends: Tensor, fused: bool) -> Tensor:

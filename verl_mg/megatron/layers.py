@@ -154,8 +154,15 @@ class NormedRowParallelLinear(RowParallelLinear):
         """
         super().__init__(input_size, output_size, config=config, **arguments)
         self.post_layernorm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+        self.register_forward_hook(normalize_output)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Projects (T, 1, input_size / tp) to (T or T / tp, 1, output_size), and returns the bias not yet added."""
-        output, bias = super().forward(input_)
-        return self.post_layernorm(output), bias
+
+def normalize_output(linear: Any, _: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Normalizes the output of a linear layer; a hook, in front of which adapters can add to it.
+
+    Args:
+        linear: layer with the norm `post_layernorm`.
+        _: its input.
+        output: (T or T / tp, 1, output_size) and the bias not yet added.
+    """
+    return linear.post_layernorm(output[0]), output[1]

@@ -1,125 +1,40 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) of Megatron's linear layers, in the forward pass and merged into weights.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of a model on one rank: where they are, their values, merged weights.
 
-T tokens, rank r; B's rows and A's columns are sharded like the layer:
-
-    column-parallel   (T / tp, in) -> A -> (T / tp, r)   all-gather   -> (T, r) -> rows of B -> (T, out / tp)
-    row-parallel      (T, in / tp) -> columns of A -> (T, r)   reduce-scatter   -> (T / tp, r) -> B -> (T / tp, out)
-
-An unsharded factor processes a part of the tokens on each tensor-parallel rank, so its gradient is summed over them
-like that of a norm (`sequence_parallel`). A linear layer of Transformer Engine that contains a norm returns the
-normalized hidden states too, which are the input of its adapters. The weights themselves are frozen: no gradients and
-no optimizer state.
+The weights themselves are frozen: no gradients and no optimizer state. `lora_layers` computes with the adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    RowParallelLinear,
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter, ParameterDict
+from torch.nn import Module, Parameter
 
 from verl_mg.checkpoint.peft import (
     AdapterShard,
     adapted_tensors,
     adapter_shapes,
     adapter_shards,
+    base_tensor,
     head_shard,
     initial_adapters,
     module_name,
     read_adapters,
+    stacked_shards,
 )
 from verl_mg.config import LoraConfig
 from verl_mg.layout import Coordinates
-from verl_mg.sharding.boxes import Box, Shard, full_box, slices
+from verl_mg.megatron.lora_layers import Adapter, ExpertAdapter
+from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, slices
 from verl_mg.sharding.weight_table import WeightTable
 
 ADAPTER = "adapter"
-"""Attribute name of an `Adapter` in its linear layer."""
-
-
-class Adapter(Module):
-    """Adapters of the tensors of one linear layer, by the last part of their names: `a` (r, in), `b` (out, r)."""
-
-    def __init__(self, linear: Any, shards: Sequence[AdapterShard], scale: float) -> None:
-        """Creates uninitialized adapters.
-
-        Args:
-            linear: the linear layer of megatron-core or Transformer Engine.
-            shards: shards of both factors, one entry for each tensor of the layer.
-            scale: factor of the product B A, alpha / r.
-        """
-        super().__init__()
-        self._row_parallel = isinstance(linear, RowParallelLinear) or getattr(linear, "parallel_mode", None) == "row"
-        self._sequence_parallel, self._group = linear.sequence_parallel, linear.tp_group
-        self._scale, self._height = scale, len(linear.weight)
-        self.enabled = True
-        """Whether the linear layer adds its adapters."""
-        self.a, self.b = ParameterDict(), ParameterDict()
-        for shard in shards:
-            name = module_name(shard.tensor)
-            self.a[name] = self._parameter(linear.weight, shard.a, sharded_dim=1 if self._row_parallel else None)
-            self.b[name] = self._parameter(linear.weight, shard.b, sharded_dim=None if self._row_parallel else 0)
-            rows = torch.tensor(shard.rows, device=linear.weight.device)
-            self.register_buffer(_rows(name), rows, persistent=False)
-
-    def _parameter(self, weight: Tensor, shard: Shard, sharded_dim: int | None) -> Parameter:
-        """Creates a parameter that is sharded over tensor-parallel ranks along a dimension, or replicated."""
-        parameter = Parameter(weight.new_empty(shard.shape))
-        if sharded_dim is None:
-            parameter.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
-        else:
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=sharded_dim, stride=1)
-        return parameter
-
-    def forward(self, hidden: Tensor, output: Tensor) -> Tensor:
-        """Adds the adapters to the output of the linear layer.
-
-        Args:
-            hidden: (tokens, 1, in), input of the linear layer, after its norm if it contains one.
-            output: (tokens, 1, out), its output.
-
-        Returns:
-            (tokens, 1, out).
-        """
-        low_rank = hidden @ torch.cat(list(self.a.values())).T * self._scale
-        if self._sequence_parallel:
-            exchange = (
-                reduce_scatter_to_sequence_parallel_region
-                if self._row_parallel
-                else gather_from_sequence_parallel_region
-            )
-            low_rank = exchange(low_rank, group=self._group)
-        return output + low_rank @ self._block_b().T
-
-    def _block_b(self) -> Tensor:
-        """Arranges all B in one matrix (rows of the layer, r * tensors), so that one product applies them."""
-        blocks = []
-        for name, b in self.b.items():
-            blocks.append(b.new_zeros(self._height, b.shape[1]).index_copy(0, getattr(self, _rows(name)), b))
-        return torch.cat(blocks, dim=1)
-
-    @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
-        """Returns a copy of the layer's weight plus the adapters, summed in float32 and rounded to its dtype."""
-        result = weight.detach().clone()
-        for name, b in self.b.items():
-            rows = getattr(self, _rows(name))
-            base, a = result[rows].float(), self.a[name].float()
-            result[rows] = torch.addmm(base, b.float(), a, alpha=self._scale).to(result.dtype)
-        return result
-
-
-def _rows(name: str) -> str:
-    return f"rows_{name}"
+"""Attribute name of the adapters in their layer."""
 
 
 class Adapters:
@@ -139,6 +54,7 @@ class Adapters:
         chunks: Mapping[str, Module],
         shards: Mapping[str, Shard],
         lora: LoraConfig,
+        expert_group: dist.ProcessGroup | None,
         initialize: bool = True,
     ) -> None:
         """Installs the adapters.
@@ -148,35 +64,64 @@ class Adapters:
             chunks: this rank's pipeline chunks by the prefix of their parameters' names.
             shards: this rank's shards by the weight table.
             lora: LoRA settings.
+            expert_group: ranks with other parts of the same experts; None on a rank without chunks.
             initialize: draw the values of the adapters or read them from `lora.path`; otherwise they are undefined.
 
         Raises:
             UserError: a target that has no adapters, or a folder with other adapters.
         """
         self.config = lora
-        self.adapted = adapted_tensors(table, lora.targets)
+        self.adapted = adapted_tensors(table, lora.targets, lora.experts)
         self.shapes = adapter_shapes(table, self.adapted, lora.rank)
         self.parameters: dict[str, Parameter] = {}
         self.shards: dict[str, Shard] = {}
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: list[Adapter | ExpertAdapter] = []
+        self._merge: dict[str, Callable[[Tensor], Tensor]] = {}
+        self._entries = table.tensor_index.entries
         modules = {prefix + name: module for prefix, chunk in chunks.items() for name, module in chunk.named_modules()}
         for chunk in chunks.values():
             _freeze(chunk)
+        experts: dict[str, dict[str, list[AdapterShard]]] = {}
         for name, shard in shards.items():
-            module: Any = modules.get(name.removesuffix(".weight"))
-            if local := adapter_shards(shard, self.adapted, lora.rank):
-                self._install(module, name, local)
+            place = name.rpartition(".")[0]
+            module: Any = modules.get(place)
+            if local := adapter_shards(shard, self.shapes):
+                if self._entries[local[0].tensor].expert is None:
+                    self._install(module, place, local)
+                else:
+                    experts.setdefault(place, {})[name] = local
             elif head := head_shard(shard):
                 self.parameters[name], self.shards[name] = module.weight.requires_grad_(True), head
+        for place, of_place in experts.items():
+            assert expert_group
+            self._install_experts(modules[place], place, of_place, expert_group)
         if initialize:
             self._initialize()
 
-    def _install(self, linear: Any, name: str, shards: Sequence[AdapterShard]) -> None:
-        adapter = linear.adapter = self._adapters[name] = Adapter(linear, shards, self.config.alpha / self.config.rank)
+    def _install(self, linear: Any, place: str, shards: Sequence[AdapterShard]) -> None:
+        adapter = linear.adapter = Adapter(linear, shards, self.config.alpha / self.config.rank)
         if hasattr(linear, "layer_norm_weight"):
             linear.return_layernorm_output = True
-        linear.register_forward_hook(_add_adapter)
-        prefix = f"{name.removesuffix('.weight')}.{ADAPTER}"
+        # In front of the norm of Gemma 2, which is a hook too.
+        linear.register_forward_hook(_add_adapter, prepend=True)
+        self._register(adapter, place, shards)
+        self._merge[f"{place}.weight"] = adapter.merged
+
+    def _install_experts(
+        self, layer: Any, place: str, shards: Mapping[str, Sequence[AdapterShard]], group: dist.ProcessGroup
+    ) -> None:
+        """Installs the adapters of all experts of a layer, which has one parameter or one for each expert."""
+        weight = next(layer.parameters())
+        stacked = stacked_shards([shard for local in shards.values() for shard in local])
+        adapter = layer.adapter = ExpertAdapter(weight, stacked, self.config.alpha / self.config.rank, group)
+        layer.register_forward_hook(_add_to_experts)
+        self._register(adapter, place, stacked)
+        for number, name in enumerate(shards):
+            self._merge[name] = adapter.merged if len(shards) == 1 else partial(adapter.merged, expert=number)
+
+    def _register(self, adapter: Adapter | ExpertAdapter, place: str, shards: Sequence[AdapterShard]) -> None:
+        self._adapters.append(adapter)
+        prefix = f"{place}.{ADAPTER}"
         for shard in shards:
             tensor = module_name(shard.tensor)
             self.parameters |= {f"{prefix}.a.{tensor}": adapter.a[tensor], f"{prefix}.b.{tensor}": adapter.b[tensor]}
@@ -198,22 +143,22 @@ class Adapters:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Returns a block in which the model is the one that the adapters are trained on."""
-        for adapter in self._adapters.values():
+        for adapter in self._adapters:
             adapter.enabled = False
         try:
             yield
         finally:
-            for adapter in self._adapters.values():
+            for adapter in self._adapters:
                 adapter.enabled = True
 
     def merge_into(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the parameters with their adapters merged into them, see `ModelRunner.merged_parameters`."""
-        return _MergedParameters(parameters, self._adapters)
+        return _MergedParameters(parameters, self._merge)
 
     @property
     def adapted_parameters(self) -> frozenset[str]:
         """Names of the parameters of the weight table that have adapters on this rank."""
-        return frozenset(self._adapters)
+        return frozenset(self._merge)
 
     def local_boxes(self, at: Coordinates) -> Iterator[tuple[str, Box, Tensor]]:
         """Yields (tensor of PEFT's file, box in it, values) that this rank writes; all ranks write each box once.
@@ -221,24 +166,25 @@ class Adapters:
         Args:
             at: this rank's coordinates.
         """
-        if at.dp or at.cp:
-            return
         for name, shard in self.shards.items():
             values = self.parameters[name].detach()
             for piece in shard.pieces:
-                if at.tp == 0 or piece.source != full_box(self.shapes[piece.tensor]):
-                    yield piece.tensor, piece.source, values[slices(piece.target)]
+                entry = self._entries.get(base_tensor(piece.tensor))
+                of_expert = entry is not None and entry.expert is not None
+                replica, part = (at.edp, at.etp) if of_expert else (at.dp or at.cp, at.tp)
+                if not replica and (part == 0 or piece.source != full_box(self.shapes[piece.tensor])):
+                    yield piece.tensor, piece.source, values[slices(piece.target)].view(box_shape(piece.source))
 
 
 class _MergedParameters(Mapping[str, Tensor]):
     """Parameters with their adapters merged into them, each computed on access and not cached."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
-        self._parameters, self._adapters = parameters, adapters
+    def __init__(self, parameters: Mapping[str, Tensor], merge: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        self._parameters, self._merge = parameters, merge
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._parameters[name]
-        return self._adapters[name].merged(weight) if name in self._adapters else weight
+        return self._merge[name](weight) if name in self._merge else weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -258,6 +204,17 @@ def _add_adapter(linear: Any, inputs: tuple[Tensor], output: tuple[Any, Tensor |
     base, bias = output
     base, hidden = base if isinstance(base, tuple) else (base, inputs[0])
     return linear.adapter(hidden, base) if linear.adapter.enabled else base, bias
+
+
+def _add_to_experts(layer: Any, inputs: tuple[Tensor, Any], output: Any) -> Any:
+    """Adds the adapters of experts; Transformer Engine has the lengths of the experts' tokens, and returns a bias."""
+    if not layer.adapter.enabled:
+        return output
+    tokens, ends = inputs
+    if isinstance(output, Tensor):
+        return layer.adapter(tokens, ends, output)
+    ends = torch.as_tensor(ends, device=tokens.device).cumsum(0, dtype=torch.int32)
+    return layer.adapter(tokens, ends, output[0]), output[1]
 
 
 def _require_gradient(_: Module, inputs: Any, output: Tensor) -> Tensor:

@@ -112,7 +112,8 @@ class ModelRunner:
         shards = whole.shards(torch.distributed.get_rank())
         self.lora: Adapters | None = None
         if lora:
-            self.lora = Adapters(self.table, chunks_by_prefix(self.chunks), shards, lora, not from_checkpoint)
+            chunks, expert_group = chunks_by_prefix(self.chunks), getattr(groups.collection, "expt_tp", None)
+            self.lora = Adapters(self.table, chunks, shards, lora, expert_group, not from_checkpoint)
         self.unrestored = {name for name, shard in shards.items() if any(p.tensor in stored for p in shard.pieces)}
         self.unrestored.update(self.adapters() if from_checkpoint else ())
 

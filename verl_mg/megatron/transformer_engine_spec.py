@@ -32,6 +32,7 @@ from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from verl_mg.megatron.attention import PackedAttention, PackedSequences, has_ragged_kernel
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.latent_attention import LATENT_NORM_EPS, MultiLatentAttention, PackedMLA
+from verl_mg.megatron.layers import normalize_output
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.models.hf_config import HFConfig
 
@@ -210,8 +211,4 @@ class NormedTERowParallelLinear(TERowParallelLinear):  # type: ignore[misc]
         """
         super().__init__(input_size, output_size, config=config, **arguments)
         self.post_layernorm = TENorm(config, output_size, eps=config.layernorm_epsilon)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Projects (T, 1, input_size / tp) to (T or T / tp, 1, output_size), and returns the bias not yet added."""
-        output, bias = super().forward(x)
-        return self.post_layernorm(output), bias
+        self.register_forward_hook(normalize_output)
