@@ -32,7 +32,6 @@ from verl_mg.reshard.schedule import BUCKET_BYTES
 from verl_mg.roles.role import FORWARD_COLUMNS, columns_needed
 from verl_mg.roles.row_index import ColumnSchema, RowIndex
 from verl_mg.roles.row_plan import ColumnPart, plan_deliveries, row_bytes, whole_columns
-from verl_mg.roles.weight_sync import engine_ranks
 from verl_mg.rollout.engine_loop import REQUESTS_PER_POLL, poll_seconds
 from verl_mg.sharding.weight_table import WeightTable, weight_table
 
@@ -123,7 +122,7 @@ class SimulatedJob:
         # The three models share a placement and its groups. An engine has a gloo group for handles and barriers. Gloo
         # connects all ranks in the default group and in that of the checkpointer.
         models = [group for group in group_ranks(self.placement) if len(group) < self.ranks]
-        engines = list(engine_ranks(self.engines).values())
+        engines = list(self.engines.members().values())
         checkpointer = tuple(range(self.ranks))
         groups = [*models, *engines, checkpointer]
         joined = Counter(rank for group in groups for rank in group)

@@ -14,15 +14,21 @@ from verl_mg.planner.memory_phases import problem
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("qwen3_30b_a3b", 30.5), ("qwen3_235b_a22b", 235.1), ("deepseek_v3", 671.0), ("llama_3_1_405b", 405.9)],
+    [
+        ("qwen3_30b_a3b", 30.5),
+        ("qwen3_235b_a22b", 235.1),
+        ("deepseek_v3", 671.0),
+        ("kimi_k2", 1026.4),
+        ("llama_3_1_405b", 405.9),
+    ],
 )
 def test_elements_of_published_models_equal_their_parameters(name, billions):
     assert round(published(name, 8).elements / 1e9, 1) == billions
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen3_30b_a3b", 3.0), ("qwen3_235b_a22b", 21.6)])
+@pytest.mark.parametrize(("name", "billions"), [("qwen3_30b_a3b", 3.0), ("qwen3_235b_a22b", 21.6), ("kimi_k2", 31.7)])
 def test_active_elements_of_mixtures_equal_published_numbers(name, billions):
-    """3.3 and 22.2 billion are activated, of which 0.3 and 0.6 in the input embedding."""
+    """3.3, 22.2 and 32.9 billion are activated, of which 0.3, 0.6 and 1.2 in the input embedding."""
     assert round(published(name, 8).active_elements / 1e9, 1) == billions
 
 

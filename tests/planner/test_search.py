@@ -11,6 +11,7 @@ from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.memory import rollout_memory, train_memory
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.search import (
+    check_rollout,
     nearest_rollout,
     nearest_train,
     recomputations,
@@ -64,6 +65,12 @@ def test_search_engine_spans_more_nodes_if_training_needs_memory():
     """810 GB of weights over 16 ranks are 47 GiB, beside 54 GiB of the actor in the sync."""
     (pair,) = search(published("llama_3_1_405b", 128, offload=False), None, None, 1)
     assert pair.rollout.layout.tp > 16
+
+
+def test_check_rollout_engine_with_unequal_parts_on_nodes_raises():
+    with pytest.raises(UserError, match="an engine over 2 nodes of 3 ranks needs as many"):
+        check_rollout(tiny(DENSE, ranks=12, node=3), EngineLayout(tp=4))
+    assert check_rollout(tiny(DENSE, ranks=12, node=2), EngineLayout(tp=4)) == EngineLayout(tp=4)
 
 
 def test_search_without_fitting_layout_raises():

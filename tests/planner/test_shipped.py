@@ -12,7 +12,9 @@ SHIPPED = {
     "dapo_qwen3_30b_a3b": ("dapo", "qwen3_30b_a3b", 64, 80),
     "dapo_qwen3_235b_a22b": ("dapo", "qwen3_235b_a22b", 256, 140),
     "ppo_deepseek_v3": ("ppo", "deepseek_v3", 512, 140),
+    "grpo_kimi_k2": ("grpo", "kimi_k2", 256, 140),
 }
+NAMES = [pytest.param(name, marks=pytest.mark.nightly) if name == "grpo_kimi_k2" else name for name in SHIPPED]
 
 SMALL = ["plan", "--model", "tools/model_configs/qwen3_30b_a3b.json"]
 
@@ -42,7 +44,7 @@ def refused(capsys, *arguments) -> str:
     return err
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", NAMES)
 def test_plan_shipped_configuration_fits_and_receives_lower_bound(capsys, name):
     numbers = planned(capsys, *command(name))
     assert numbers["problem"] is None
@@ -50,6 +52,9 @@ def test_plan_shipped_configuration_fits_and_receives_lower_bound(capsys, name):
     assert moved["received by a rank"] == moved["lower bound of received"]
     assert moved["received by a rank"]["worst"] < moved["received if full tensors were gathered"]["worst"] / 5
     assert numbers["rollout"]["samples_at_once"] >= 64
+    spans = [line for line in numbers["assumptions"] if line.startswith("an engine has 4 nodes")]
+    assert len(spans) == (name in ("ppo_deepseek_v3", "grpo_kimi_k2"))
+    assert 0 < numbers["sync"]["share_between_nodes"] < 1
     written = (ROOT / "recipes" / "configs" / f"{name}.yaml").read_text()
     said = written.split("#\n")[1].replace("#", "").replace("\\\n", "").split()
     assert said == ["verl-mg", *command(name)], "the command at the top of the file is the one that is tested"

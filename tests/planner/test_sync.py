@@ -33,6 +33,7 @@ def test_weight_sync_receives_lower_bound_and_less_than_gathering(node):
     assert sync.received == sync.lower_bound and len(sync.received) == 8 and len(sync.entered) == 8 // node
     assert max(sync.received) < max(gathered_bytes(inputs, train_memory(inputs, layout)))
     assert (sum(sync.entered) == 0) == (node == 8)
+    assert (sync.share_between_nodes == 0) == (node == 8) and sync.share_between_nodes <= 1
     assert sync.seconds > 0
 
 

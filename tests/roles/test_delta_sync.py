@@ -12,7 +12,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups, engine_ranks
+from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.patch_payload import apply_payload, has_patches
 
@@ -59,7 +59,7 @@ def run(model, layout, wire, lr):
         optimizer=OptimizerConfig(lr=lr, weight_decay=0.0),
     )
     placement, table = EnginePlacement(EngineLayout(tp=2), (0, 1, 2, 3)), actor.runner.table
-    leads = dist.get_rank() in {ranks[0] for ranks in engine_ranks(placement).values()}
+    leads = dist.get_rank() in {ranks[0] for ranks in placement.members().values()}
     patched, whole = (PatchedEngine(2) if leads else None for _ in range(2))
     groups = engine_groups(placement)
     changes = ProcessEngineSync(placement, groups, patched, table, wire, delta=True)

@@ -17,7 +17,7 @@ from verl_mg.planner.iteration_time import weight_sync
 from verl_mg.planner.memory import rollout_memory
 from verl_mg.reshard import best_stride
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups, engine_ranks
+from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.sharding.weight_table import weight_table
 
@@ -60,7 +60,7 @@ def synced(model, wire, lora):
     table = actor.runner.table
     placement = EnginePlacement(EngineLayout(tp=2), (0, 1, 2, 3))
     placement = best_stride(actor.runner.shard_map(), table, placement, 4)
-    leaders = {ranks[0]: number for number, ranks in engine_ranks(placement).items()}
+    leaders = {ranks[0]: number for number, ranks in placement.members().items()}
     plain, encoded = (ReceivingEngine(2) if dist.get_rank() in leaders else None for _ in range(2))
     groups = engine_groups(placement)
     ProcessEngineSync(placement, groups, plain, table).transfer(actor)

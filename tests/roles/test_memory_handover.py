@@ -133,7 +133,7 @@ def group_of(model, history, layout, context, dies_in=None):
     actor.cpu_offload = SlowOffload(history, actor.runner, actor.trainer.optimizer)
     context.offload.register(actor.cpu_offload)
     placement = EnginePlacement(layout, tuple(range(dist.get_world_size())))
-    leaders = [ranks[0] for ranks in weight_sync.engine_ranks(placement).values()]
+    leaders = [ranks[0] for ranks in placement.members().values()]
     is_last = dist.get_rank() == leaders[-1]
     engine = RecordingEngine(history, dies_in if is_last else None) if dist.get_rank() in leaders else None
     group = ProcessEngineGroup(

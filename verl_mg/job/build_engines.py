@@ -12,7 +12,7 @@ import torch.distributed as dist
 from verl_mg import device
 from verl_mg.config import Config
 from verl_mg.errors import UserError
-from verl_mg.job.engine_parts import EnginePart, check_nodes, engine_part
+from verl_mg.job.engine_parts import EnginePart, engine_part
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
@@ -22,7 +22,7 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, ProcessEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
-from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups, engine_ranks
+from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups
 from verl_mg.rollout.engine_nodes import LeadingNode, node_address
 from verl_mg.rollout.engine_python import engine_python
 from verl_mg.rollout.hf.engine import HFEngine
@@ -131,7 +131,11 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
     elif rollout.engine != "hf":
         engine_python(rollout.engine, rollout.python)
         placement, experts = _placement(config, world_size), table.config.experts
-        check_nodes(placement, device.ranks_of_a_node(world_size), rollout.engine)
+        placement.check_nodes(device.ranks_of_a_node(world_size))
+        if rollout.engine == "vllm" and placement.layout.ranks > device.ranks_of_a_node(world_size):
+            raise UserError(
+                f"rollout.layout={placement.layout}: an engine of vllm cannot span nodes. Write rollout.engine=sglang."
+            )
         table = table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
 
         def check(layout: EngineLayout) -> None:
@@ -189,7 +193,7 @@ def build_engine_group(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = device.ranks_of_a_node(world_size)
     placement = best_stride(actor.runner.shard_map(), table, _placement(config, world_size), node)
-    leaders = {ranks[0] for ranks in engine_ranks(placement).values()}
+    leaders = {ranks[0] for ranks in placement.members().values()}
     # An engine sizes its cache by the memory that is free when it starts.
     context.offload.offload_all()
     device.release_unused_memory()

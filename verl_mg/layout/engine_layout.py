@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -172,6 +173,33 @@ class EnginePlacement:
         attention_dp, attention_tp = divmod(tp, self.layout.attention_tp)
         ep, expert_tp = divmod(tp, self.layout.expert_tp)
         return EngineCoordinates(run * self.stride + offset, pp, tp, attention_tp, attention_dp, ep, expert_tp)
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """Returns the global ranks of each engine by its number, in the order of the engine's ranks."""
+        ranks: dict[int, list[int]] = defaultdict(list)
+        at = {rank: self.coordinates(rank) for rank in self.ranks}
+        for rank in sorted(self.ranks, key=lambda rank: (at[rank].pp, at[rank].tp)):
+            ranks[at[rank].engine].append(rank)
+        return {number: tuple(engine) for number, engine in ranks.items()}
+
+    def check_nodes(self, node: int) -> None:
+        """Checks that an engine over several nodes has as many ranks on each of them.
+
+        Args:
+            node: ranks of a node.
+
+        Raises:
+            UserError: it has not.
+        """
+        for ranks in self.members().values():
+            counts = Counter(rank // node for rank in ranks)
+            sizes = sorted((len(counts), self.layout.pp))
+            if len(set(counts.values())) > 1 or (len(counts) > 1 and sizes[1] % sizes[0]):
+                raise UserError(
+                    f"rollout.layout={self.layout}: an engine over {len(counts)} nodes of {node} ranks needs as many "
+                    "ranks on each of them, and pipeline stages of whole nodes or within them. Write other sizes, or "
+                    "another rollout.num_ranks."
+                )
 
     def strides(self, node: int) -> Iterator[EnginePlacement]:
         """Yields the placements whose stride keeps an engine inside a node (of `node` ranks) or on whole nodes.

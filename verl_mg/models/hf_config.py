@@ -150,6 +150,9 @@ FAMILIES = {
     "gemma2": _Family(gemma=True, tied=True, activations=("gelu_pytorch_tanh",)),
 }
 
+SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Values of `model_type` for models that are another family in other sizes: Kimi-K2 has DeepSeek-V3's architecture."""
+
 # Defaults of `transformers` for missing fields, where they differ from the defaults of other families.
 _DEFAULTS: Mapping[str, Fields] = {
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
@@ -217,11 +220,11 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
         raise UserError(
             f"{where}: a {type(raw).__name__}, not an object with the fields of a model. Use a config.json."
         )
-    kind = raw.get("model_type")
+    kind = SAME_AS.get(str(raw.get("model_type")), raw.get("model_type"))
     if kind not in FAMILIES:
         raise UserError(f"{where}: model_type {kind!r} is not supported. Choose from {', '.join(FAMILIES)}.")
     family = FAMILIES[kind]
-    raw = _DEFAULTS.get(kind, {}) | raw
+    raw = _DEFAULTS.get(kind, {}) | raw | {"model_type": kind}
     _check_supported(raw, family, where)
     try:
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])

@@ -129,6 +129,11 @@ class Sync:
     seconds: float
     """Predicted seconds."""
 
+    @property
+    def share_between_nodes(self) -> float:
+        """Bytes that enter nodes, relative to those that ranks receive."""
+        return sum(self.entered) / max(1, sum(self.received))
+
 
 def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Sync:
     """Plans the weight sync from Megatron to SGLang, with the plan that a job executes.

@@ -24,7 +24,6 @@ Numbers = dict[str, Any]
 """JSON object: texts, numbers, lists, and dictionaries of them."""
 
 PARTS = ("rollout", "inference", "update", "sync", "offload", "overhead")
-SPANS_NODES = "engines span nodes in this plan; a job cannot start such engines yet"
 PLAIN_WIDTH = 180
 """Characters per line where the output is not a terminal."""
 
@@ -77,14 +76,18 @@ def search_numbers(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
 
 
 def _frame(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
-    spans = any(pair.rollout.layout.ranks > inputs.node for pair in pairs)
+    nodes = max((-(-pair.rollout.layout.ranks // inputs.node) for pair in pairs), default=1)
+    spans = [
+        f"an engine has {nodes} nodes, of which the job starts a part each; sums over ranks of several nodes take the "
+        "latency and the speed between nodes"
+    ]
     return {
         "model": inputs.weights.config.architecture,
         "parameters": inputs.elements,
         "ranks": inputs.ranks,
         "node": inputs.node,
         "peak": inputs.peak,
-        "assumptions": [*assumptions(inputs), *([SPANS_NODES] if spans else [])],
+        "assumptions": [*assumptions(inputs), *(spans if nodes > 1 else [])],
     }
 
 
@@ -158,6 +161,7 @@ def _sync(inputs: PlanInputs, pair: Pair) -> Numbers:
     sync, gathered = pair.sync, gathered_bytes(inputs, pair.train.memory)
     return {
         "seconds": round(sync.seconds, 3),
+        "share_between_nodes": round(sync.share_between_nodes, 3),
         "gib": {
             "received by a rank": _spread(sync.received),
             "lower bound of received": _spread(sync.lower_bound),
@@ -247,6 +251,11 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
     yield (
         "tokens per second and rank, utilization of updates",
         f"{numbers['rate']:,}, {numbers['utilization']:.1%} of {numbers['peak']:,.0f} TFLOP/s",
+    )
+    sync = numbers["sync"]
+    yield (
+        "weight sync",
+        f"{sync['seconds']:,.3f} s, {sync['share_between_nodes']:.1%} of what ranks receive comes from other nodes",
     )
     phases = ", ".join(f"{phase} {size:,.1f}" for phase, size in numbers["phases"].items())
     yield "GiB of a rank by phase, without the KV cache", phases

@@ -8,7 +8,7 @@ from functools import cache, partial
 from itertools import groupby
 
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, Layout
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
 from verl_mg.planner.cost import inference_seconds, train_seconds
 from verl_mg.planner.generation_time import rollout_seconds
@@ -93,7 +93,9 @@ def check_rollout(inputs: PlanInputs, layout: EngineLayout) -> EngineLayout:
         UserError: the layout does not fit the model, the ranks or SGLang; the message lists the nearest that do.
     """
     ranks, experts = len(inputs.engine_ranks), inputs.weights.model_dims.experts
-    return resolve_engine_layout(layout, ranks, experts, partial(check_engine, inputs))
+    resolved = resolve_engine_layout(layout, ranks, experts, partial(check_engine, inputs))
+    EnginePlacement(resolved, inputs.engine_ranks).check_nodes(inputs.node)
+    return resolved
 
 
 def train_side(inputs: PlanInputs, layout: Layout) -> TrainSide:
@@ -165,7 +167,8 @@ def rollout_layouts(inputs: PlanInputs, like: EngineLayout | None = None) -> Ite
         like: layout whose pp is tried too; None for pp 1 only.
     """
     for layout in engine_layouts_on(len(inputs.engine_ranks), inputs.weights.model_dims.experts, like):
-        aligned = inputs.node % layout.tp == 0 or layout.tp % inputs.node == 0
+        sizes = layout.tp, layout.ranks
+        aligned = all(inputs.node % size == 0 or size % inputs.node == 0 for size in sizes)
         if aligned and is_valid(layout, partial(check_engine, inputs)):
             yield layout
 

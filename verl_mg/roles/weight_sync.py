@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -153,7 +152,7 @@ class ProcessEngineSync:
         self._sent: dict[int, SentValues] = {}  # by number of the chunk
         self._all_have: tuple[Actor, int] | None = None  # whose weights of which version all engines have
         self._placement, self._engine, self._table, self._encoding = placement, engine, table, encoding_of(wire)
-        self._ranks_of = engine_ranks(placement)
+        self._ranks_of = placement.members()
         self._groups = {rank: groups[number] for number, ranks in self._ranks_of.items() for rank in ranks}
         self._planned = cache(self._plan)
 
@@ -339,19 +338,10 @@ def source_tensors(
     return parameters | {name: merged[name] for name in chunk.source_parameters & runner.adapted_parameters}
 
 
-def engine_ranks(placement: EnginePlacement) -> dict[int, tuple[int, ...]]:
-    """Returns the ranks of each engine, in the order of SGLang's ranks."""
-    ranks: dict[int, list[int]] = defaultdict(list)
-    at = {rank: placement.coordinates(rank) for rank in placement.ranks}
-    for rank in sorted(placement.ranks, key=lambda rank: (at[rank].pp, at[rank].tp)):
-        ranks[at[rank].engine].append(rank)
-    return {number: tuple(members) for number, members in ranks.items()}
-
-
 def engine_groups(placement: EnginePlacement) -> dict[int, dist.ProcessGroup]:
     """Creates a group of the ranks of each engine, by its number; all ranks call it together."""
     # Every rank takes part in the creation of every group.
-    return {number: new_group(ranks, "gloo") for number, ranks in engine_ranks(placement).items()}
+    return {number: new_group(ranks, "gloo") for number, ranks in placement.members().items()}
 
 
 def transfer_metrics(traffic: Sequence[Traffic], lower_bound: int, started: float) -> dict[str, float]:

@@ -99,6 +99,7 @@ class FollowingNode:
         self._store = PrefixStore(f"engine {number}", store)
         self._program, self._log_file = program, log_file
         self._stop = threading.Event()
+        self._process: EngineProcess | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine-node")
         self._thread.start()
 
@@ -108,22 +109,22 @@ class FollowingNode:
         self._thread.join()
 
     def _run(self) -> None:
-        attempt, process = 0, None
+        attempt = 0
         while not self._stop.is_set():
             if self._store.check([f"start/{attempt}"]):
-                if process:
-                    process.kill()
+                if self._process:
+                    self._process.kill()
                 address = self._store.get(f"start/{attempt}").decode()
-                process = EngineProcess(self._program(address), self._log_file)
+                self._process = EngineProcess(self._program(address), self._log_file)
                 attempt += 1
-            elif process and process.wait_until_ended(POLL_SECONDS):
-                self._report(attempt - 1, process)
-                process = None
-            elif not process:
+            elif self._process and self._process.wait_until_ended(POLL_SECONDS):
+                self._report(attempt - 1, self._process)
+                self._process = None
+            elif not self._process:
                 self._stop.wait(POLL_SECONDS)
         # The leader ends all parts; one that ended before the others would look lost to them.
-        if process and not process.wait_until_ended(CLOSE_SECONDS):
-            process.close()
+        if self._process and not self._process.wait_until_ended(CLOSE_SECONDS):
+            self._process.close()
 
     def _report(self, attempt: int, process: EngineProcess) -> None:
         reason = f"its part on another node ended; the log there, {self._log_file}, ends:{process.log_tail()}"
