@@ -39,7 +39,10 @@ def test_check_engines_whole_blocks_and_engines_that_keep_weights_are_accepted(o
         ({"engine": "hf", "wire": "fp8_block"}, "rollout.wire=fp8_block: only SGLang has such weights"),
         ({"engine": "hf", "delta": True}, "rollout.delta=true: only SGLang receives changes alone"),
         ({"urls": ["http://a:1"], "wire": "fp8_block"}, "only as shards, and rollout.weight_transfer is process_group"),
-        ({"urls": ["http://a:1"], "delta": True}, "receive only shards so, and rollout.weight_transfer is process_"),
+        (
+            {"urls": ["http://a:1"], "delta": True},
+            "receive only shards or files so, and rollout.weight_transfer is process_",
+        ),
         ({"delta": True}, "rollout.delta=true: engines that sleep lose the weights"),
     ],
 )

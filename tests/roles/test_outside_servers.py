@@ -82,7 +82,7 @@ def train(folder: Path, urls: list[str], *overrides: str) -> list[dict[str, obje
     output = []
     for update in range(2):
         seen = trained_once(job, recipe, folder, f"checkpoint-{update}")
-        output.append(seen | {"bytes": [job.rollout.metrics[f"weight_sync/{key}"] for key in BYTES]})
+        output.append(seen | {"bytes": [job.rollout.metrics.get(f"weight_sync/{key}") for key in BYTES]})
     job.rollout.close()
     return output
 
@@ -106,6 +106,18 @@ def test_job_that_sends_changes_alone_generates_with_the_exported_weights(folder
         assert sent == received
         shares.append(received / everything)
     assert max(shares) < 0.9  # of the sync after an update; the first one of the job had all values
+
+
+@pytest.mark.nightly
+def test_job_that_shares_changes_in_a_folder_generates_with_the_exported_weights(folder, servers, ranks, tmp_path):
+    settings = ("rollout.delta=true", "actor.optimizer.lr=1e-9", f"rollout.shared_folder={tmp_path}")
+    urls = [server.url for server in servers[:2]]
+    results = ranks.run(4, with_keys, train, folder, urls, "rollout.weight_transfer=disk", *settings)
+    for output in zip(*results, strict=True):
+        assert len(checked_answers(folder, output)) == 5
+        _, received, everything = output[0]["bytes"]
+        assert everything == 2 * needed_bytes(folder / "model", EngineLayout(tp=2)) and 0 < received < 0.9 * everything
+    assert [path.name for path in tmp_path.iterdir()] == ["changes-2"]
 
 
 def come_and_go(folder: Path, urls: list[str], processes: list[int]) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Changes alone and quantized weights into real SGLang servers outside a job: what their processes have afterwards."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +16,13 @@ from tests.server_probe import PROBE, parameters_of
 from tests.sglang_servers import RunningServer
 from tests.traces import needs_sglang
 from verl_mg.config import OptimizerConfig
+from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.reshard.encoded_shard_map import quantized_tensors
+from verl_mg.roles.folder_changes_sync import FolderChangesSync
 from verl_mg.roles.models import Actor
 from verl_mg.roles.process_group_sync import ProcessGroupSync
 from verl_mg.roles.remote_weight_sync import gather_views
@@ -63,13 +65,16 @@ def servers(folder) -> Iterator[list[str]]:
 class Sender:
     """An actor of two ranks, and a sync to servers that its first rank leads."""
 
-    def __init__(self, model: Path, wire: str, delta: bool) -> None:
+    def __init__(
+        self, model: Path, wire: str, delta: bool, shared: Path | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.model = model
         self.actor = Actor(
-            model, ParallelGroups(Placement.on(Layout.parse("pp2"), 2)), job_context(), dtype=torch.bfloat16,
+            model, ParallelGroups(Placement.on(Layout.parse("pp2"), 2)), job_context(), dtype=dtype,
             temperature=1.0, tokens_per_micro_batch=200, optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.0),
         )  # fmt: skip
-        self.sync = ProcessGroupSync(self.actor.runner.table, wire=wire, delta=delta)
+        table = self.actor.runner.table
+        self.sync = FolderChangesSync(shared, model, table) if shared else ProcessGroupSync(table, False, wire, delta)
         self.requirements = ServerRequirements(read_config(model), 64, group_device="cpu", shards=True, wire=wire)
         self.engines: dict[int, RemoteEngine] = {}
 
@@ -81,12 +86,12 @@ class Sender:
         mine = rows(self.model).select(range(dist.get_rank(), COUNT, 2))
         self.actor.update(mine, partial(with_entropy, settings(MODE)), MODE, max_length=16, num_minibatches=1)
 
-    def send(self, export: Path) -> tuple[float, float, float]:
-        """Bytes sent, received and of a transfer of all values; the weights are exported too."""
+    def send(self, export: Path, names: Sequence[str] = ("sent", "received", "lower_bound")) -> tuple[float, ...]:
+        """These counts of bytes; the weights are exported too."""
         result = self.sync.transfer(self.actor, self.engines, gather_views(self.engines))
         assert not result.lost
         self.actor.save(export, self.model)
-        return tuple(result.metrics[f"weight_sync/bytes_{name}"] for name in ("sent", "received", "lower_bound"))
+        return tuple(result.metrics[f"weight_sync/bytes_{name}"] for name in names)
 
     def close(self) -> None:
         for engine in self.engines.values():
@@ -146,6 +151,67 @@ def test_changes_reach_servers_that_join_or_are_damaged_bit_for_bit(ranks, folde
     # All values at first and when a server joins; changes and then all values after the damage.
     assert shares[0] == shares[2] == 1.0 and 1.0 < shares[4] < 1.4
     assert max(shares[1], shares[3], shares[5]) < 0.4
+
+
+def share_changes(folder: Path, urls: list[str]) -> list[object]:
+    """All weights, changes three times, a server that joins, changes, a damaged server."""
+    shared, report = folder / "shared", []
+    sender = Sender(folder / "model", "cast", delta=True, shared=shared)
+    sender.connect(0, urls[0])
+    for step in range(7):
+        if step == 4:
+            sender.connect(1, urls[1])
+        if step:
+            sender.update()
+        if step == 6 and dist.get_rank() == 0:
+            parameters_of(urls[1], 2, folder / "damaged", "model.norm.weight")
+        counted, wrong = sender.send(folder / f"shared-{step}", ("written", "received")), []
+        if dist.get_rank() == 0:
+            for number in sender.engines:
+                wrong += differing(folder / f"shared-{step}", parameters_of(urls[number], 2, folder / "held"))
+        dist.barrier()
+        report.append((counted, wrong, sorted(path.name for path in shared.iterdir())))
+    sender.close()
+    return report
+
+
+def test_changes_in_a_shared_folder_give_servers_the_bits_of_the_weights(ranks, folder, servers):
+    first, second = ranks.run(2, share_changes, folder, servers)
+    assert [counted for counted, *_ in first] == [counted for counted, *_ in second]
+    assert [wrong for _, wrong, _ in first] == [[]] * 7
+    # Server 1 joins in step 4, and loads all weights; in step 6 it was damaged, and does so again.
+    whole, changes = {0, 4, 6}, {1, 2, 3, 4, 5, 6}
+    for step, (_, _, names) in enumerate(first):
+        expected = [f"changes-{step}"] * (step in changes) + [f"weights-{step}"] * (step in whole)
+        assert names == expected
+    (everything, _), *later = (counted for counted, *_ in first)
+    print("bytes written, of those of all weights:", [f"{written / everything:.1%}" for written, _ in later])
+    for step, (written, received) in enumerate(later, 1):
+        assert 0 < received < 0.4 * everything
+        assert written < 0.2 * everything or (step in whole and everything < written < 1.2 * everything)
+
+
+def complaint(folder: Path, url: str, through: str) -> str:
+    shared = folder / "refused" if through == "disk" else None
+    sender = Sender(folder / "model", "cast", True, shared, torch.float32)
+    sender.connect(0, url)
+    try:
+        for step in range(2):
+            if step:
+                sender.update()
+            sender.send(folder / "unused", ())
+    except UserError as error:
+        return str(error)
+    finally:
+        sender.close()
+    return ""
+
+
+@pytest.mark.parametrize("through", ["shards", "disk"])
+def test_changes_for_a_server_of_another_dtype_are_refused(ranks, folder, servers, through):
+    for output in ranks.run(2, complaint, folder, servers[0], through):
+        assert output.startswith(f"rollout.weight_transfer={through}: ")
+        assert "is bfloat16, and the job sends float32" in output
 
 
 def send_quantized(folder: Path, url: str, wire: str, delta: bool) -> list[object]:

@@ -249,8 +249,8 @@ class RolloutConfig(ConfigSection):
     a scale for each row."""
     delta: bool = False
     """Send only the elements that the last update has changed, to SGLang engines that keep their weights: with
-    `num_ranks` or `sleep: false`, and to servers of `urls` with `weight_transfer: shards`. Senders keep copies of the
-    weights in host memory."""
+    `num_ranks` or `sleep: false`, and to servers of `urls` with `weight_transfer: shards` or `disk`, started with the
+    loader of `shards`. Senders keep copies of the weights in host memory."""
     sharding_table: Path | None = None
     """File of `verl-mg trace` with the parameters of an engine, instead of the built-in table. It must be traced
     from this engine and model, and for `layout`. None: the built-in table of the architecture."""

@@ -115,10 +115,10 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
         _check_wire(config, table)
     if rollout.delta and rollout.engine != "sglang":
         raise UserError("rollout.delta=true: only SGLang receives changes alone. Leave it out.")
-    if rollout.delta and rollout.has_servers and rollout.weight_transfer != "shards":
+    if rollout.delta and rollout.has_servers and rollout.weight_transfer not in ("shards", "disk"):
         raise UserError(
-            f"rollout.delta=true: servers receive only shards so, and rollout.weight_transfer is "
-            f"{rollout.weight_transfer}. Write rollout.weight_transfer=shards, or leave rollout.delta out."
+            f"rollout.delta=true: servers receive only shards or files so, and rollout.weight_transfer is "
+            f"{rollout.weight_transfer}. Write rollout.weight_transfer=shards or disk, or leave rollout.delta out."
         )
     loses_weights = rollout.sleep and not rollout.num_ranks and not rollout.has_servers
     if rollout.delta and loses_weights and torch.cuda.is_available():

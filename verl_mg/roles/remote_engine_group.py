@@ -17,6 +17,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineWrapper, InFlightEngineGroup
+from verl_mg.roles.folder_changes_sync import FolderChangesSync
 from verl_mg.roles.models import Actor
 from verl_mg.roles.process_group_sync import ProcessGroupSync, table_obstacle
 from verl_mg.roles.remote_weight_sync import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
@@ -241,7 +242,10 @@ def build_remote_engines(
 def _weight_sync(config: Config, table: WeightTable) -> RemoteWeightSync:
     rollout = config.rollout
     if rollout.weight_transfer == "disk":
-        return SharedFolderSync(rollout.shared_folder or Path(), config.model.path)
+        folder = rollout.shared_folder or Path()
+        if rollout.delta:
+            return FolderChangesSync(folder, config.model.path, table)
+        return SharedFolderSync(folder, config.model.path)
     return ProcessGroupSync(table, rollout.weight_transfer == "broadcast", rollout.wire, rollout.delta)
 
 
@@ -253,7 +257,7 @@ def _requirements(config: Config, table: WeightTable) -> ServerRequirements:
         routed_shape(config.model.path) if rollout.replay_routing else None,
         device.current_device().type if rollout.weight_transfer != "disk" else None,
         seeded=config.job.deterministic,
-        shards=rollout.weight_transfer == "shards",
+        shards=rollout.weight_transfer == "shards" or (rollout.weight_transfer == "disk" and rollout.delta),
         wire=rollout.wire,
     )
 

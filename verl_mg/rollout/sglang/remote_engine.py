@@ -14,6 +14,7 @@ from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
+from verl_mg.rollout.sglang.folder_receiver import FolderRequest
 from verl_mg.rollout.sglang.requests import parse_response, request_fields
 from verl_mg.rollout.sglang.server_info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
 from verl_mg.rollout.sglang.server_keys import ServerKeys
@@ -290,18 +291,18 @@ class RemoteEngine(RequestTracker):
             body["weight_version"] = str(version)
         return self._post_change("/update_weights_from_distributed", body)
 
-    def update_shards(self, request: ShardRequest, version: int) -> Future[None]:
-        """Starts a whole update in which all ranks receive their shards in place, from the ranks of the job.
+    def update_shards(self, request: ShardRequest | FolderRequest, version: int) -> Future[None]:
+        """Starts a whole update in which all ranks receive their shards in place, or read what has changed in them.
 
-        When it is complete the ranks' reports are in the job's store; `confirm` makes the weights those of the job.
+        When it is complete the ranks have reported to the job; `confirm` makes the weights those of the job.
 
         Args:
-            request: where the ranks find their schedules.
+            request: where the ranks find their schedules, or the changes.
             version: policy version of the weights.
         """
         return self._client.start(self._update_shards(request, version))
 
-    async def _update_shards(self, request: ShardRequest, version: int) -> None:
+    async def _update_shards(self, request: ShardRequest | FolderRequest, version: int) -> None:
         body = {
             # One payload for each tensor-parallel rank; all stages read it.
             "serialized_named_tensors": [request.payload()] * self.info.tp,

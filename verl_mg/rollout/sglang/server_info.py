@@ -194,17 +194,17 @@ def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
         raise UserError(
             f"{url}: job.deterministic is not supported. Start the server with --enable-deterministic-inference."
         )
+    if requirements.shards and info.shard_obstacle:
+        raise UserError(
+            f"{url}: its ranks cannot receive their shards: {info.shard_obstacle}. Start the server with "
+            f"--custom-weight-loader {RECEIVER}, or set rollout.weight_transfer=broadcast."
+        )
     if requirements.group_device is None:
         return
     if info.device != requirements.group_device:
         raise UserError(
             f"{url}: runs on {info.device}, the job on {requirements.group_device}: no process group can contain both. "
             "Set rollout.weight_transfer=disk."
-        )
-    if requirements.shards and info.shard_obstacle:
-        raise UserError(
-            f"{url}: rollout.weight_transfer=shards is not possible: {info.shard_obstacle}. Start the server with "
-            f"--custom-weight-loader {RECEIVER}, or set rollout.weight_transfer=broadcast."
         )
     if max(info.dp, info.pp) > 1:
         # SGLang gives the ranks of all replicas and stages the same rank in the group.

@@ -29,6 +29,7 @@ from verl_mg.distributed.outside_group import all_true, connect_all, connect_sto
 from verl_mg.reshard import Schedule, Traffic, execute
 from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes
 from verl_mg.reshard.schedule_json import unpack_schedules
+from verl_mg.rollout.sglang.folder_receiver import FolderRequest, apply_folder
 from verl_mg.rollout.sglang.weight_loader import as_loaded
 from verl_mg.sharding.boxes import slices
 
@@ -256,15 +257,19 @@ def _receiver() -> ShardReceiver:
 
 
 def receive_shards(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Receives the shards of this rank in place.
+    """Receives the shards of this rank in place, or applies the changes in a shared folder.
 
     Args:
         model: SGLang's model on this rank.
-        named_tensors: the payload of a `ShardRequest`.
+        named_tensors: the payload of a `ShardRequest` or a `FolderRequest`.
     """
     from sglang.srt.runtime_context import get_parallel
 
     ((_, text),) = named_tensors
-    request = ShardRequest(**json.loads(bytes(text.tolist())))
-    parallel = get_parallel()
-    _receiver().receive(model, request, request.first_rank + parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
+    fields, parallel = json.loads(bytes(text.tolist())), get_parallel()
+    rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
+    if "folder" in fields:
+        apply_folder(model, FolderRequest(**fields), rank)
+        return
+    request = ShardRequest(**fields)
+    _receiver().receive(model, request, request.first_rank + rank)

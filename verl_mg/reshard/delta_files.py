@@ -1,0 +1,110 @@
+"""Changes of weights as files, from which the ranks of a server read theirs.
+
+A file is a safetensors file of one sender with one tensor, `codes` (bytes,) uint8: codes as `encode_delta` returns
+them, one behind the other. Its metadata has two JSON objects, each by member LAYOUT/RANK, such as "tp2/1":
+
+    places    for each box of the member: [parameter, [[begin, end], ...], first byte, bytes]
+    dtypes    the dtype of each of these parameters
+
+A box that several members need is in the file once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from verl_mg.reshard.delta_transfer import Patch
+from verl_mg.sharding.boxes import Box
+
+FORMAT = "verl_mg changes 1"
+"""Name and number of the format; the number changes with the fields."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of a parameter of a member."""
+
+    member: str
+    """Layout and rank of the member."""
+    parameter: str
+    """Name of the parameter."""
+    box: Box
+    """Box in the parameter."""
+    dtype: torch.dtype
+    """Dtype of the parameter."""
+
+
+def member_name(layout: str, rank: int) -> str:
+    """Returns the name of a rank of all servers of a layout.
+
+    Args:
+        layout: parallel sizes of the server, as text.
+        rank: number of the rank in the server.
+    """
+    return f"{layout}/{rank}"
+
+
+def write_changes(path: Path, changes: Iterable[tuple[Tensor, Sequence[Place]]]) -> int:
+    """Writes the changes of one sender; returns the bytes of the file.
+
+    Args:
+        path: file to write.
+        changes: codes, each with the places of its box.
+    """
+    codes: list[Tensor] = []
+    places: dict[str, list[tuple[str, Box, int, int]]] = defaultdict(list)
+    dtypes: dict[str, dict[str, str]] = defaultdict(dict)
+    end = 0
+    for code, wanted in changes:
+        codes.append(code.cpu())
+        for place in wanted:
+            places[place.member].append((place.parameter, place.box, end, len(code)))
+            dtypes[place.member][place.parameter] = str(place.dtype).removeprefix("torch.")
+        end += len(code)
+    content = torch.cat(codes) if codes else torch.zeros(0, dtype=torch.uint8)
+    metadata = {"format": FORMAT, "places": json.dumps(places), "dtypes": json.dumps(dtypes)}
+    save_file({"codes": content}, path, metadata)
+    return path.stat().st_size
+
+
+class ChangesFile:
+    """The changes of one sender for one member."""
+
+    def __init__(self, path: Path, member: str) -> None:
+        """Opens the file.
+
+        Args:
+            path: result of `write_changes`.
+            member: name of the member.
+
+        Raises:
+            ValueError: it has another format.
+        """
+        self._file = safe_open(path, "pt")
+        metadata = self._file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} has the format {metadata.get('format')}, this version of verl_mg reads {FORMAT}")
+        self._places = json.loads(metadata["places"]).get(member, [])
+        self.dtypes: Mapping[str, str] = json.loads(metadata["dtypes"]).get(member, {})
+        """Dtypes of the member's parameters that are changed."""
+        self.nbytes = sum(size for *_, size in self._places)
+        """Bytes of the member's codes."""
+
+    def patches(self, device: torch.device) -> Iterator[Patch]:
+        """Yields the changes of the member's boxes; only these are read.
+
+        Args:
+            device: device of the codes.
+        """
+        codes = self._file.get_slice("codes")
+        for parameter, box, start, size in self._places:
+            yield Patch(parameter, tuple((begin, end) for begin, end in box), codes[start : start + size].to(device))
