@@ -32,11 +32,13 @@ from verl_mg.rollout.sglang.arguments import QUANTIZATIONS
 from verl_mg.rollout.sglang.arguments import check_on_cpu as check_sglang_on_cpu
 from verl_mg.rollout.sglang.engine import sglang_follower
 from verl_mg.rollout.vllm.arguments import check_on_cpu as check_vllm_on_cpu
-from verl_mg.rollout.vllm.engine import VLLMEngine
+from verl_mg.rollout.vllm.engine import VLLMEngine, vllm_follower
 from verl_mg.sharding.weight_table import WeightTable
 
 ENGINES: Mapping[str, type[SGLangEngine | VLLMEngine]] = {"sglang": SGLangEngine, "vllm": VLLMEngine}
 """Engines in processes of their own, by their names in `rollout.engine`."""
+FOLLOWERS = {"sglang": sglang_follower, "vllm": vllm_follower}
+"""Functions that start the part of such an engine on a further node."""
 
 RANK_BYTES = 6 * 2**30
 """Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
@@ -132,10 +134,6 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
         engine_python(rollout.engine, rollout.python)
         placement, experts = _placement(config, world_size), table.config.experts
         placement.check_nodes(device.ranks_of_a_node(world_size))
-        if rollout.engine == "vllm" and placement.layout.ranks > device.ranks_of_a_node(world_size):
-            raise UserError(
-                f"rollout.layout={placement.layout}: an engine of vllm cannot span nodes. Write rollout.engine=sglang."
-            )
         table = table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
 
         def check(layout: EngineLayout) -> None:
@@ -208,7 +206,7 @@ def build_engine_group(
         settings = _settings(config, dtype, placement, table, part)
         log = _log(config, part)
         if part.nodes.rank:
-            follower = sglang_follower(config.model.path, settings, log, context.store, part.number)
+            follower = FOLLOWERS[rollout.engine](config.model.path, settings, log, context.store, part.number)
         else:
             leading = [LeadingNode(context.store, part.number, part.nodes.address)] if part.nodes.count > 1 else []
             inner = ENGINES[rollout.engine](config.model.path, settings, log, rollout.request_timeout_s, *leading)

@@ -20,13 +20,28 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 LINE_LIMIT = 2**31
 """Largest length of a line, in bytes."""
 ABORT_RETRY_SECONDS = 0.1
 METHODS = frozenset({"begin_update", "load", "end_update", "sleep", "wake", "pause", "unpause"})
 """Methods of a host that the rank can call."""
+
+
+class Host(Protocol):
+    """Main object of an engine's process: an engine, or its part on a further node, which gets no messages."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Works until the rank's stream ends.
+
+        Args:
+            reader: stream of the rank's messages.
+            writer: stream to the rank.
+        """
+
+    def shutdown(self) -> None:
+        """Ends the engine's processes."""
 
 
 class EngineHost(ABC):
@@ -165,7 +180,7 @@ class EngineHost(ABC):
         self._send(call=number, ok=ok, message=text)
 
 
-def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], EngineHost]) -> None:
+def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) -> None:
     """Main function of an engine process: serves messages until the stream ends.
 
     Args:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from tests import warm_start
 from tests.traces import needs_vllm
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout.engine_nodes import EngineNodes
 from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.vllm.arguments import engine_arguments, environment
+from verl_mg.rollout.vllm.arguments import engine_arguments, environment, node_arguments
 
 LIMITS = {"dtype": torch.bfloat16, "max_running": 16, "max_positions": 256}
 ENGINES = {
@@ -38,6 +40,7 @@ def vllm_says(model) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         arguments = [engine_arguments(model, settings) for settings in ENGINES.values()]
+        arguments[0] |= node_arguments(replace(ENGINES["tp2"], nodes=EngineNodes(2, 0)), "10.0.0.1:12001")
     probe = subprocess.run(
         [warm_start.vllm().python, "-m", "tests.rollout.vllm.contract_probe", json.dumps(arguments)],
         capture_output=True,
@@ -59,6 +62,21 @@ def test_engine_arguments_on_gpus_place_the_engine_and_write_experts_in_place(on
 def test_environment_of_a_deterministic_engine_asks_for_batch_invariance(on_gpus, model):
     variables = [environment(model, settings).get("VLLM_BATCH_INVARIANT") for settings in ENGINES.values()]
     assert variables == ["1", None]
+
+
+def test_node_arguments_of_a_part_name_the_first_node(on_gpus, model):
+    nodes = EngineNodes(2, 1, "10.0.0.2")
+    settings = EngineSettings(layout=EngineLayout(tp=4), first_gpu=2, nodes=nodes, **LIMITS)
+    assert engine_arguments(model, settings)["device_ids"] == [2, 3]
+    assert environment(model, settings)["VLLM_HOST_IP"] == "10.0.0.2"
+    assert node_arguments(settings, "10.0.0.1:12001") == {
+        "distributed_executor_backend": "mp",
+        "nnodes": 2,
+        "node_rank": 1,
+        "master_addr": "10.0.0.1",
+        "master_port": 12001,
+    }
+    assert node_arguments(ENGINES["tp2"], "10.0.0.1:12001") == {}
 
 
 @needs_vllm

@@ -66,6 +66,25 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
     return common | place | dict(settings.extra)
 
 
+def node_arguments(settings: EngineSettings, address: str) -> dict[str, Any]:
+    """Returns the arguments of the part of an engine on one of several nodes; none where it has only one.
+
+    Args:
+        settings: settings of the engine, with its nodes.
+        address: HOST:PORT at which the parts meet.
+    """
+    if settings.nodes.count == 1:
+        return {}
+    host, port = address.rsplit(":", 1)
+    return {
+        "distributed_executor_backend": "mp",
+        "nnodes": settings.nodes.count,
+        "node_rank": settings.nodes.rank,
+        "master_addr": host,
+        "master_port": int(port),
+    }
+
+
 def check_on_cpu(config: HFConfig, layout: EngineLayout) -> None:
     """Checks that vLLM can compute the model on the CPU.
 
@@ -110,6 +129,8 @@ def environment(model: Path, settings: EngineSettings) -> dict[str, str]:
     """
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     fixed = layer_partition(read_config(model).layers, settings.layout)
+    if settings.nodes.count > 1:
+        fixed["VLLM_HOST_IP"] = settings.nodes.address
     if not torch.cuda.is_available():
         return defaults | inherited_environment() | fixed | ON_CPU
     if settings.deterministic:
@@ -131,8 +152,9 @@ def layer_partition(layers: int, layout: EngineLayout) -> dict[str, str]:
 
 
 def _on_gpus(config: HFConfig, settings: EngineSettings) -> dict[str, Any]:
+    on_node = settings.layout.ranks // settings.nodes.count
     arguments: dict[str, Any] = {
-        "device_ids": [settings.first_gpu + settings.gpu_step * rank for rank in range(settings.layout.ranks)],
+        "device_ids": [settings.first_gpu + settings.gpu_step * rank for rank in range(on_node)],
         "enable_sleep_mode": settings.sleeps,
         "gpu_memory_utilization": settings.memory_fraction,
         "enable_return_routed_experts": settings.routed_experts,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
 
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.engine_nodes import FollowingNode, LeadingNode
 from verl_mg.rollout.engine_process import EngineProgram
 from verl_mg.rollout.process_engine import EngineSettings, ProcessEngine
 from verl_mg.rollout.request_tracker import EngineLimits, routed_shape
-from verl_mg.rollout.vllm.arguments import engine_arguments, environment
+from verl_mg.rollout.vllm.arguments import engine_arguments, environment, node_arguments
 
 HOST = "verl_mg.rollout.vllm.host"
 """Module that the engine's process runs."""
@@ -23,7 +27,14 @@ class VLLMEngine(ProcessEngine):
 
     NAME = "vLLM"
 
-    def __init__(self, model: Path, settings: EngineSettings, log: Path, request_timeout: float = 3600.0) -> None:
+    def __init__(
+        self,
+        model: Path,
+        settings: EngineSettings,
+        log: Path,
+        request_timeout: float = 3600.0,
+        nodes: LeadingNode | None = None,
+    ) -> None:
         """Starts the process.
 
         Args:
@@ -31,6 +42,7 @@ class VLLMEngine(ProcessEngine):
             settings: settings of the engine.
             log: file to which the engine's output is appended.
             request_timeout: seconds after which a request is aborted.
+            nodes: starts the engine's parts on other nodes, if it has any.
 
         Raises:
             UserError: the engine cannot start; the message contains the end of its log.
@@ -43,7 +55,7 @@ class VLLMEngine(ProcessEngine):
             seeded=True,
             routed=routed_shape(model) if settings.routed_experts else None,
         )
-        super().__init__(settings, limits, log, request_timeout)
+        super().__init__(settings, limits, log, request_timeout, nodes)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Sends requests to the engine.
@@ -64,5 +76,32 @@ class VLLMEngine(ProcessEngine):
         super().submit(requests, sampling)
 
     def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
-        python = str(self.settings.python or sys.executable)
-        return EngineProgram(self.NAME, python, HOST, self._arguments, environment(self._model, self.settings))
+        return vllm_program(self._model, self._arguments, self.settings, address)
+
+
+def vllm_program(model: Path, arguments: dict[str, Any], settings: EngineSettings, address: str) -> EngineProgram:
+    """Returns the program of an engine, or of its part on one node.
+
+    Args:
+        model: Hugging Face directory.
+        arguments: of `engine_arguments`.
+        settings: settings of the engine, with its nodes.
+        address: HOST:PORT at which the processes of the engine meet.
+    """
+    python = str(settings.python or sys.executable)
+    arguments = node_arguments(settings, address) | arguments
+    return EngineProgram(VLLMEngine.NAME, python, HOST, arguments, environment(model, settings))
+
+
+def vllm_follower(model: Path, settings: EngineSettings, log: Path, store: Store, number: int) -> FollowingNode:
+    """Starts this node's part of an engine that another node's rank leads.
+
+    Args:
+        model: Hugging Face directory.
+        settings: settings of the engine, with this node.
+        log: file to which the output of the part is appended.
+        store: shared by all ranks.
+        number: of the engine.
+    """
+    arguments = engine_arguments(model, settings)
+    return FollowingNode(store, number, lambda address: vllm_program(model, arguments, settings, address), log)

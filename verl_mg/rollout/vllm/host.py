@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import ctypes
-import glob
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -47,8 +45,7 @@ class VLLMHost(EngineHost):
             reader: stream of the rank's messages.
             writer: stream to the rank.
         """
-        idents = await self._rpc("prepare", self._captures_routing)
-        _unlink_shared_memory(set(idents))
+        await self._rpc("prepare", self._captures_routing)
         watch = asyncio.get_running_loop().create_task(self._watch())
         await super().serve(reader, writer)
         watch.cancel()
@@ -171,6 +168,33 @@ class VLLMHost(EngineHost):
         _end()
 
 
+class VLLMPart:
+    """Runs the workers of a further node; the engine on the first node sends them their work."""
+
+    def __init__(self, executor: Any) -> None:
+        """Watches the workers.
+
+        Args:
+            executor: the `MultiprocExecutor` of this node.
+        """
+        self._executor = executor
+        executor.start_worker_monitor()
+        executor.register_failure_callback(_end)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Waits for the end of the stream of the rank.
+
+        Args:
+            reader: stream of the rank's messages.
+            writer: stream to the rank.
+        """
+        await reader.read()
+
+    def shutdown(self) -> None:
+        """Ends the workers of this node."""
+        self._executor.shutdown()
+
+
 def _end() -> NoReturn:
     print("vLLM's processes have ended", file=sys.stderr, flush=True)
     os._exit(1)
@@ -185,17 +209,6 @@ def _seed(seed: int | None, position: int) -> int | None:
     return None if seed is None else (seed + position * SEED_STEP) % 2**63
 
 
-def _unlink_shared_memory(idents: set[str]) -> None:
-    """Removes the names of the workers' shared memory, which have opened it: killed processes remove nothing.
-
-    Args:
-        idents: names of the workers' process groups.
-    """
-    for ident in idents - {""}:
-        for path in glob.glob(f"/dev/shm/*{ident}*") + glob.glob(f"{tempfile.gettempdir()}/{ident}"):
-            os.unlink(path)
-
-
 def _begin_child(stream: int, nothing: int) -> None:
     """Begins a forked process of vLLM, which else would stay, with the stream to the rank open, when this one ends.
 
@@ -207,8 +220,8 @@ def _begin_child(stream: int, nothing: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHost:
-    """Starts vLLM and returns its host.
+def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHost | VLLMPart:
+    """Starts vLLM, or its part on a further node, and returns its host.
 
     Args:
         arguments: keyword arguments of `AsyncEngineArgs`.
@@ -218,14 +231,18 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHo
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     os.register_at_fork(after_in_child=partial(_begin_child, int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)))
     # Training ties the output layer as config.json says, whatever else the checkpoint contains.
     ModelConfig.maybe_untie_word_embeddings = lambda self: None
     captures_routing = current_platform.is_cpu() and not arguments["enable_prefix_caching"]
+    engine_arguments = AsyncEngineArgs(**arguments)
+    if arguments.get("node_rank"):
+        return VLLMPart(MultiprocExecutor(engine_arguments.create_engine_config(headless=True), monitor_workers=False))
 
     async def start() -> Any:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return AsyncLLM.from_engine_args(engine_arguments)
 
     return VLLMHost(loop.run_until_complete(start()), captures_routing)
 

@@ -5,8 +5,11 @@ the model is built.
 from __future__ import annotations
 
 import base64
+import glob
 import os
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,14 +40,11 @@ class WorkerExtension:
     model_runner: Any
     """Object of vLLM that has the model and its sampler."""
 
-    def prepare(self, captures_routing: bool) -> str:
+    def prepare(self, captures_routing: bool) -> None:
         """Adapts the worker, once after the start.
 
         Args:
             captures_routing: whether experts of each token are recorded.
-
-        Returns:
-            Name of the worker's process group, "" without one.
         """
         runner = self.model_runner
         if runner.sampler is not None:  # the last pipeline stage's
@@ -58,7 +58,7 @@ class WorkerExtension:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
-        return os.environ.get("VLLM_DIST_IDENT", "")
+        _unlink_shared_memory(os.environ.get("VLLM_DIST_IDENT"))
 
     @torch.no_grad()
     def write_shards(self, payloads: Sequence[str]) -> None:
@@ -101,6 +101,17 @@ class WorkerExtension:
             (fed, layers, experts per token) int32 in base64.
         """
         return base64.b64encode(self._routing.take(rid, fed).numpy().tobytes()).decode()
+
+
+def _unlink_shared_memory(ident: str | None) -> None:
+    """Removes the names of the shared memory of this node's workers, which have opened it: killed processes do not.
+
+    Args:
+        ident: name of their process group, if they have one.
+    """
+    if ident:
+        for path in glob.glob(f"/dev/shm/*{ident}*") + glob.glob(f"{tempfile.gettempdir()}/{ident}"):
+            Path(path).unlink(missing_ok=True)
 
 
 def _padding_alone(model: torch.nn.Module) -> set[str]:
