@@ -30,6 +30,7 @@ def on_gpus(monkeypatch):
 def test_check_engines_whole_blocks_and_engines_that_keep_weights_are_accepted(on_gpus, tmp_path):
     check(tmp_path, layout="tp2", wire="fp8_block", delta=True, sleep=False)
     check(tmp_path, ffn=320, layout="tp2", wire="fp8_channel")
+    check(tmp_path, layout="tp2", wire="int4")
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,16 @@ def test_check_engines_whole_blocks_and_engines_that_keep_weights_are_accepted(o
             {"urls": ["http://a:1"], "delta": True},
             "receive only shards or files so, and rollout.weight_transfer is process_",
         ),
+        ({"layout": "tp2", "wire": "int4", "ffn": 640}, r"down_proj.weight: the box .* whole blocks of \(1, 128\)"),
+        (
+            {"layout": "tp1", "wire": "int4", "ffn": 544},
+            "down_proj.weight: a rank of the engine has 256 x 544 of it",
+        ),
+        ({"wire": "int4", "delta": True, "sleep": False}, "rollout.wire=int4: .* nor changed in parts"),
+        (
+            {"wire": "int4", "urls": ["http://a:1"], "weight_transfer": "shards"},
+            "rollout.wire=int4: .* outside the job",
+        ),
         ({"delta": True}, "rollout.delta=true: engines that sleep lose the weights"),
     ],
 )
@@ -52,5 +63,7 @@ def test_check_engines_impossible_transfers_are_refused_with_a_remedy(on_gpus, t
 
 
 def test_check_engines_quantized_engine_without_a_gpu_is_refused(tmp_path):
-    with pytest.raises(UserError, match="rollout.wire=fp8_channel: SGLang computes with FP8 weights on GPUs only"):
+    with pytest.raises(
+        UserError, match="rollout.wire=fp8_channel: SGLang computes with quantized weights on GPUs only"
+    ):
         check(tmp_path, wire="fp8_channel")

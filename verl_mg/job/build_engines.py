@@ -158,7 +158,12 @@ def _check_wire(config: Config, table: WeightTable) -> None:
             f"{rollout.weight_transfer}. Write rollout.weight_transfer=shards, or rollout.wire=cast."
         )
     if not torch.cuda.is_available():
-        raise UserError(f"{key}: SGLang computes with FP8 weights on GPUs only. Write rollout.wire=cast.")
+        raise UserError(f"{key}: SGLang computes with quantized weights on GPUs only. Write rollout.wire=cast.")
+    if rollout.wire == "int4" and (rollout.has_servers or rollout.delta):
+        raise UserError(
+            f"{key}: SGLang stores INT4 weights in another order than they are sent in, so they are not written to "
+            "servers outside the job, nor changed in parts. Leave rollout.urls and rollout.delta out."
+        )
     if rollout.has_servers:
         return  # their layouts are checked when they are connected
     encoding, engine = encoding_of(rollout.wire), EnginePlacement(layout, tuple(range(layout.ranks)))

@@ -14,7 +14,7 @@ from verl_mg.planner.activations import kept_elements
 from verl_mg.planner.inputs import WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.length_spread import packed
 from verl_mg.planner.training_options import TrainingOptions
-from verl_mg.reshard.encode import encoded_maps
+from verl_mg.reshard.encode import check_engine_blocks, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.shard_map import ShardMap
@@ -157,6 +157,7 @@ def _quantized_stages(weights: WeightTable, layout: EngineLayout, wire: Wire) ->
     encoding = encoding_of(wire)
     assert encoding
     whole = weights.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
+    check_engine_blocks(weights, whole, encoding, [stage * layout.tp for stage in range(layout.pp)])
     target = encoded_maps(weights, whole, whole, encoding).target
     stages = []
     for stage in range(layout.pp):

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg import device
+from verl_mg.errors import UserError
 from verl_mg.reshard.encoded_shard_map import EncodedPart, EncodedSource, EncodedTarget, quantized_tensors
 from verl_mg.reshard.encoding import Encoding, add_largest, encode_box
 from verl_mg.reshard.schedule import Schedule
-from verl_mg.sharding.boxes import Piece, box_shape, slices
+from verl_mg.sharding.boxes import BlockSize, Piece, box_shape, slices
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import WeightTable
 
@@ -56,7 +57,7 @@ def encoded_maps(table: WeightTable, source: ShardMap, target: ShardMap, encodin
 
 
 def check_engine_blocks(table: WeightTable, target: ShardMap, encoding: Encoding, ranks: Iterable[int]) -> None:
-    """Checks that the shards of quantized engines consist of whole blocks.
+    """Checks that engines can have such weights, and that their shards consist of whole blocks and tiles.
 
     Args:
         table: weight table of the model.
@@ -65,11 +66,28 @@ def check_engine_blocks(table: WeightTable, target: ShardMap, encoding: Encoding
         ranks: ranks of the target that are checked.
 
     Raises:
-        UserError: the layout of the engines cuts a block; the message names parameter and box.
+        UserError: the layout of the engines cuts a block; the message names parameter and box. Or a model has weights
+            that no engine has in this format.
     """
+    if encoding.tile and (table.config.experts or table.config.latent):
+        raise UserError(
+            "rollout.wire=int4: the engine stores experts and latent attention in other forms than shards of INT4, and "
+            f"{table.config.architecture} has them. Write rollout.wire=fp8_block or fp8_channel."
+        )
     encoded = encoded_maps(table, target, target, encoding).target
     for rank in ranks:
         encoded.shards(rank)
+        for name, shard in target.shards(rank).items() if encoding.tile else ():
+            if shard.pieces and shard.pieces[0].tensor in encoded.encoded:
+                _check_tiles(name, shard.shape, encoding.tile)
+
+
+def _check_tiles(name: str, shape: tuple[int, ...], tile: BlockSize | None) -> None:
+    if tile and any(size % part for size, part in zip(shape, tile, strict=True)):
+        raise UserError(
+            f"{name}: a rank of the engine has {shape[0]} x {shape[1]} of it, and the kernel for rollout.wire=int4 "
+            f"needs multiples of {tile[0]} x {tile[1]}. Choose a smaller tp in rollout.layout, or rollout.wire=cast."
+        )
 
 
 @dataclass(frozen=True)

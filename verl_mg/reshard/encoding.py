@@ -46,6 +46,8 @@ class Encoding(ABC):
     """Columns of a block; None: all of the tensor."""
     packed: int = 1
     """Columns in one element on the wire."""
+    tile: BlockSize | None = None
+    """Rows and columns of which the parts of a tensor in an engine must be multiples; None: any."""
 
     def block(self, shape: tuple[int, ...]) -> BlockSize:
         """Returns the rows and columns of the blocks of a matrix."""
@@ -108,6 +110,7 @@ class Int4(Encoding):
     value_suffix: str = "_packed"
     rows: int = 1
     packed: int = 8
+    tile: BlockSize | None = (64, 128)  # of Marlin, the kernel of both engines
 
     def scales(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the largest magnitude over half of the range from -8 to 7, rounded to the dtype of the model."""

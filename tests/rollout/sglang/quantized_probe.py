@@ -23,21 +23,27 @@ from verl_mg.rollout.tracing.trace_rank import _traced
 from verl_mg.sharding.traced_table import write_rank_shards
 
 OF_THE_CACHE = ("k_scale", "v_scale")
-"""Scales of a quantized key-value cache, which SGLang drops when it has loaded the weights."""
+"""Scales of a quantized key-value cache, which SGLang drops when it has loaded the weights. It reads no shapes."""
 
 
 def quantized(build: Any, fields: dict[str, Any]) -> Any:
     """Wraps SGLang's function that builds a model."""
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config
 
-    kind = {"fp8": Fp8Config, "w8a8_fp8": W8A8Fp8Config}[fields["quant_method"]]
+    kind = {"fp8": Fp8Config, "w8a8_fp8": W8A8Fp8Config, "compressed-tensors": CompressedTensorsConfig}[
+        fields["quant_method"]
+    ]
+
+    if kind is CompressedTensorsConfig:  # its scheme asks for the GPU
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
 
     def build_quantized(model_config: Any, load_config: Any) -> Any:
         model = build(model_config, load_config, kind.from_config(fields))
         for name, parameter in list(model.named_parameters()):
             parameter.data = parameter.data.float()
-            if name.endswith(OF_THE_CACHE):
+            if name.endswith((*OF_THE_CACHE, "weight_shape")):
                 module = model.get_submodule(name.rpartition(".")[0])
                 delattr(module, name.rpartition(".")[2])
         return model

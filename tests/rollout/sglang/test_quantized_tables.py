@@ -11,14 +11,21 @@ from tests.traces import folder_of, needs_sglang
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import read_config
 from verl_mg.reshard.encoded_shard_map import EncodedTarget, quantized_tensors
-from verl_mg.reshard.encoding import FP8, encoding_of
-from verl_mg.rollout.sglang.arguments import ON_CPU
+from verl_mg.reshard.encoding import FP8, Int4, encoding_of
+from verl_mg.rollout.sglang.arguments import ON_CPU, QUANTIZATIONS
 from verl_mg.sharding.traced_table import read_rank_shards
 from verl_mg.sharding.weight_table import weight_table
 
 BLOCK = 8
-ENCODINGS = {"fp8": FP8(rows=BLOCK, columns=BLOCK), "w8a8_fp8": encoding_of("fp8_channel")}
+ENCODINGS = {
+    "fp8": FP8(rows=BLOCK, columns=BLOCK),
+    "w8a8_fp8": encoding_of("fp8_channel"),
+    "compressed-tensors": Int4(columns=BLOCK),
+}
+GROUP = QUANTIZATIONS["int4"]["config_groups"]["group_0"]
 FIELDS = {
+    "compressed-tensors": QUANTIZATIONS["int4"]
+    | {"config_groups": {"group_0": GROUP | {"weights": GROUP["weights"] | {"group_size": BLOCK}}}},
     "fp8": {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
     "w8a8_fp8": {},
 }
@@ -27,7 +34,10 @@ FIELDS = {
 def comparable(shards):
     """Shapes and pieces; the order of pieces is irrelevant, and padding is that of the vocabulary."""
     return {
-        name: (shard.shape, sorted((piece.tensor, piece.source, piece.target) for piece in shard.pieces))
+        name: (
+            shard.shape,
+            sorted((piece.tensor.removesuffix("_packed"), piece.source, piece.target) for piece in shard.pieces),
+        )
         for name, shard in shards.items()
     }
 
@@ -43,6 +53,8 @@ def comparable(shards):
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
                 ("qwen3", "fp8", "tp2"),
+                ("qwen3", "compressed-tensors", "tp2"),
+                ("gemma2", "compressed-tensors", "tp2"),
                 ("qwen2", "w8a8_fp8", "tp2"),
                 ("qwen3_moe", "fp8", "tp2-ep2"),
                 ("mixtral", "fp8", "tp2"),
@@ -61,8 +73,10 @@ def test_encoded_target_equals_load_weights_of_a_quantized_checkpoint(tmp_path, 
     )
     names, shapes = quantized_tensors(table), {}
     for name, shard in table.huggingface().items():
-        shapes[name] = shard.shape
-        if name in names:
+        if name not in names:
+            shapes[name] = shard.shape
+        else:
+            shapes[name + encoding.value_suffix] = (*shard.shape[:-1], shard.shape[-1] // encoding.packed)
             shapes[name + encoding.scale_suffix] = encoding.grid(shard.shape)
     config = json.loads((folder_of(family) / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method} | FIELDS[method]

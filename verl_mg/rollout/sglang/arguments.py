@@ -30,6 +30,27 @@ QUANTIZATIONS: dict[Wire, dict[str, Any] | None] = {
         "weight_block_size": [128, 128],
     },
     "fp8_channel": {"quant_method": "w8a8_fp8"},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 128,
+                    "dynamic": False,
+                },
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head"],
+    },
 }
 """Field `quantization_config` with which SGLang builds its model for each `rollout.wire`."""
 ON_CPU = {

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.patch_payload import apply_payload, has_patches
+from verl_mg.rollout.sglang.marlin_weights import keep_order, marlin_layers, write_marlin
 
 LOADER = f"{__name__}.load_chunk"
 """Name of the loader, for the server argument `custom_weight_loader` and as load format."""
@@ -47,8 +48,14 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if has_patches(places):
         apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
         return
+    layers = marlin_layers(model)
+    if layers:
+        keep_order(model)
     for name, tensor in named_views(places, memory):
-        default_weight_loader(as_loaded(parameters[name]), tensor)
+        if name in layers:
+            write_marlin(layers[name], name, tensor)
+        else:
+            default_weight_loader(as_loaded(parameters[name]), tensor)
 
 
 def as_loaded(parameter: Tensor) -> Tensor:
