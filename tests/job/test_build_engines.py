@@ -8,6 +8,7 @@ import torch
 
 from verl_mg.config import Config
 from verl_mg.errors import UserError
+from verl_mg.job import build_engines
 from verl_mg.job.build_engines import check_engines
 from verl_mg.models.hf_config import parse_config
 from verl_mg.sharding.weight_table import weight_table
@@ -16,9 +17,15 @@ SIZES = {"model_type": "qwen3", "num_hidden_layers": 1, "num_attention_heads": 4
 SIZES |= {"head_dim": 64, "hidden_size": 256, "vocab_size": 100}
 
 
-def check(folder, ffn=512, **rollout):
-    sections = {"model": {"path": folder}, "data": {"train": folder}, "rollout": {"engine": "sglang", **rollout}}
-    check_engines(Config.model_validate(sections), weight_table(parse_config(SIZES | {"intermediate_size": ffn})), 2)
+def check(folder, ffn=512, lora=None, sizes=(), **rollout):
+    sections = {
+        "model": {"path": folder},
+        "data": {"train": folder},
+        "actor": {"lora": lora},
+        "rollout": {"engine": "sglang", **rollout},
+    }
+    table = weight_table(parse_config(SIZES | {"intermediate_size": ffn} | dict(sizes)))
+    check_engines(Config.model_validate(sections), table, 2)
 
 
 @pytest.fixture
@@ -67,3 +74,51 @@ def test_check_engines_quantized_engine_without_a_gpu_is_refused(tmp_path):
         UserError, match="rollout.wire=fp8_channel: SGLang computes with quantized weights on GPUs only"
     ):
         check(tmp_path, wire="fp8_channel")
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXED = EXPERTS | {"num_hidden_layers": 2, "mlp_only_layers": [0], "decoder_sparse_step": 1}
+LATENT = {"model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+LATENT |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1, "n_routed_experts": 4}
+LATENT |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
+"""Sizes of models with experts, with experts in one of two layers, and with latent attention."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "the actor has none. Set actor.lora"),
+        ({"lora": {}, "engine": "hf"}, "the engine hf has merged weights. Write rollout.engine=sglang"),
+        ({"lora": {}, "urls": ["http://a:1"]}, "servers outside the job receive merged weights. Leave it out"),
+        ({"lora": {}, "delta": True, "sleep": False}, "rollout.delta is for weights that are sent again"),
+        ({"lora": {}, "mode": "async", "num_ranks": 1}, "requests in flight keep the adapters"),
+        ({"lora": {}}, "engines that sleep lose the weights under the adapters"),
+        ({"lora": {"experts": True}, "sleep": False, "sizes": EXPERTS}, "engines receive no adapters of experts"),
+        ({"lora": {}, "sleep": False, "sizes": MIXED}, "take adapters of down_proj, gate_proj, up_proj for"),
+        ({"lora": {}, "sleep": False, "sizes": LATENT}, "engines compute latent attention with weights"),
+        ({"lora": {}, "sleep": False, "layout": "tp2-ep2-adp2", "sizes": EXPERTS}, "pins adapters with .* remove adp"),
+    ],
+)
+def test_check_engines_adapters_that_engines_cannot_use_are_refused(on_gpus, tmp_path, settings, message):
+    with pytest.raises(UserError, match=rf"^rollout\.adapters=true: .*{message}"):
+        check(tmp_path, adapters=True, **settings)
+
+
+def test_check_engines_adapters_of_a_rank_that_vllm_has_no_memory_for_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"^actor\.lora\.rank=600: vLLM's adapters have ranks of 512 at most"):
+        check(tmp_path, adapters=True, engine="vllm", lora={"rank": 600})
+
+
+def test_check_engines_adapters_of_engines_that_keep_weights_are_accepted(on_gpus, tmp_path):
+    check(tmp_path, adapters=True, lora={"targets": ["q_proj"]}, num_ranks=1, mode="one_step_off")
+
+
+def test_check_engines_adapters_with_experts_of_vllm_on_the_cpu_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"^rollout\.adapters=true: vLLM then computes experts with kernels for GPUs"):
+        check(tmp_path, adapters=True, engine="vllm", lora={}, sizes=EXPERTS)
+
+
+def test_check_engines_adapters_of_engines_over_nodes_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(build_engines.device, "ranks_of_a_node", lambda ranks: 1)
+    with pytest.raises(UserError, match=r"^rollout\.adapters=true: adapters are in the memory of one node"):
+        check(tmp_path, adapters=True, lora={}, layout="tp2")

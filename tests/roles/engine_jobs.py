@@ -17,7 +17,7 @@ from verl_mg.models.tiny_model import make_tiny_model
 NEW_TOKENS = 10
 
 
-def inputs(folder: Path, architecture: str, positions: int = 64, unused: int = 0) -> Path:
+def inputs(folder: Path, architecture: str, positions: int = 64, unused: int = 0, tie_embeddings: bool = False) -> Path:
     """A model wide enough that no engine pads it on the CPU, prompts, and a reward that a random model can earn.
 
     The more unused characters it knows, the longer its answers are.
@@ -32,6 +32,7 @@ def inputs(folder: Path, architecture: str, positions: int = 64, unused: int = 0
         head_dim=32,
         ffn=128,
         max_positions=positions,
+        tie_embeddings=tie_embeddings,
         init_std=0.2,
         perturb=True,
         seed=3,

@@ -298,6 +298,27 @@ def _check_config(path: Path, lora: LoraConfig) -> None:
             raise UserError(f"{path}: {name} is {value!r}, which is not supported. Use adapters with {supported[0]!r}.")
 
 
+def adapter_fields(lora: LoraConfig, adapted: Sequence[str], has_head: bool = False) -> dict[str, Any]:
+    """Returns the fields of PEFT's configuration, without the directory of the base model.
+
+    Args:
+        lora: configuration of the adapters.
+        adapted: tensors with an adapter.
+        has_head: whether a value head belongs to them.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(dict.fromkeys(map(module_name, adapted))),
+        "modules_to_save": [module_name(SCORE)] if has_head else None,
+        "inference_mode": True,
+    }
+
+
 class AdapterWriter:
     """Writer of a folder in PEFT's format by many processes."""
 
@@ -323,18 +344,7 @@ class AdapterWriter:
             model_dir: directory of the base model.
         """
         self._writer.create()
-        fields = {
-            "peft_type": "LORA",
-            "task_type": "SEQ_CLS" if self._has_head else "CAUSAL_LM",
-            "base_model_name_or_path": str(model_dir),
-            "r": lora.rank,
-            "lora_alpha": lora.alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "target_modules": list(dict.fromkeys(map(module_name, adapted))),
-            "modules_to_save": [module_name(SCORE)] if self._has_head else None,
-            "inference_mode": True,
-        }
+        fields = adapter_fields(lora, adapted, self._has_head) | {"base_model_name_or_path": str(model_dir)}
         (self._folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
     def write(self, name: str, box: Box, values: Tensor) -> None:

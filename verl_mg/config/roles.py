@@ -252,6 +252,10 @@ class RolloutConfig(ConfigSection):
     """Send only the elements that the last update has changed, to SGLang engines that keep their weights: with
     `num_ranks` or `sleep: false`, and to servers of `urls` with `weight_transfer: shards` or `disk`, started with the
     loader of `shards`. Senders keep copies of the weights in host memory."""
+    adapters: bool = False
+    """Send the adapters of `actor.lora` alone: engines receive the weights under them once, and compute with adapters
+    themselves. false: adapters are merged into the weights, all of which are sent in every weight sync. For adapters of
+    attention and, in models without experts, of feed-forward layers; not with latent attention."""
     sharding_table: Path | None = None
     """File of `verl-mg trace` with the parameters of an engine, instead of the built-in table. It must be traced
     from this engine and model, and for `layout`. None: the built-in table of the architecture."""

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from verl_mg import device
 from verl_mg.config import Config
 from verl_mg.errors import UserError
+from verl_mg.job.engine_adapters import adapter_settings, check_adapters
 from verl_mg.job.engine_parts import EnginePart, engine_part
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
 from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import encoding_of
+from verl_mg.roles.adapter_sync import AdapterSync
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, ProcessEngineGroup
 from verl_mg.roles.models import Actor
@@ -128,6 +130,8 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
             "rollout.delta=true: engines that sleep lose the weights that changes refer to. Write rollout.sleep=false "
             "or rollout.num_ranks."
         )
+    if rollout.adapters:
+        check_adapters(config, table, device.ranks_of_a_node(world_size))
     if rollout.has_servers:
         check_servers(config, table)
     elif rollout.engine != "hf":
@@ -217,8 +221,10 @@ def build_engine_group(
             inner = ENGINES[rollout.engine](config.model.path, settings, log, rollout.request_timeout_s, *leading)
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0
+    weights = ProcessEngineSync(placement, groups, inner, table, rollout.wire, rollout.delta, not rollout.adapters)
+    adapters = adapter_settings(config, table)
     return ProcessEngineGroup(
-        ProcessEngineSync(placement, groups, inner, table, rollout.wire, rollout.delta),
+        AdapterSync(weights, adapters) if adapters else weights,
         inner,
         [r in leaders for r in range(world_size)],
         context,
@@ -260,6 +266,7 @@ def _settings(
         seed=config.job.seed + part.number,
         routed_experts=config.rollout.replay_routing,
         deterministic=config.job.deterministic,
+        adapters=adapter_settings(config, table),
         python=config.rollout.python,
         extra=config.rollout.vllm if config.rollout.engine == "vllm" else config.rollout.sglang,
     )

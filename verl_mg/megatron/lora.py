@@ -5,8 +5,9 @@ The weights themselves are frozen: no gradients and no optimizer state. `lora_la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import Module, Parameter
 
 from verl_mg.checkpoint.peft import (
     AdapterShard,
+    Shapes,
     adapted_tensors,
     adapter_shapes,
     adapter_shards,
@@ -30,11 +32,59 @@ from verl_mg.checkpoint.peft import (
 from verl_mg.config import LoraConfig
 from verl_mg.layout import Coordinates
 from verl_mg.megatron.lora_layers import Adapter, ExpertAdapter
+from verl_mg.models.hf_tensors import TensorEntry, TensorInfo
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, slices
+from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 from verl_mg.sharding.weight_table import WeightTable
 
 ADAPTER = "adapter"
 """Attribute name of the adapters in their layer."""
+
+
+@dataclass(frozen=True)
+class _AdaptedLayer:
+    """A layer with adapters on a rank."""
+
+    name: str
+    """Name of the module."""
+    parameters: tuple[str, ...]
+    """Parameters of the module by the weight table that have adapters."""
+    shards: tuple[AdapterShard, ...]
+    """Shards of the adapters, stacked where the layer is one of experts."""
+    of_experts: bool
+    """Whether it contains the linear layers of experts."""
+
+    def names(self, tensor: str) -> tuple[str, str]:
+        """Returns the names of the parameters A and B of a tensor, by the last part of its name."""
+        return f"{self.name}.{ADAPTER}.a.{tensor}", f"{self.name}.{ADAPTER}.b.{tensor}"
+
+    def adapter_shards(self) -> dict[str, Shard]:
+        """Returns the shards by the names of the parameters A and B."""
+        named = [(self.names(module_name(shard.tensor)), shard) for shard in self.shards]
+        return {name: of for names, shard in named for name, of in zip(names, (shard.a, shard.b), strict=True)}
+
+
+def _adapted_layers(
+    shards: Mapping[str, Shard], shapes: Shapes, entries: Mapping[str, TensorEntry]
+) -> list[_AdaptedLayer]:
+    """Returns the layers of a rank with adapters.
+
+    Args:
+        shards: shards of the rank's parameters by the weight table.
+        shapes: result of `adapter_shapes`.
+        entries: the model's tensors.
+    """
+    by_layer: dict[str, dict[str, list[AdapterShard]]] = {}
+    for name, shard in shards.items():
+        if local := adapter_shards(shard, shapes):
+            by_layer.setdefault(name.rpartition(".")[0], {})[name] = local
+    layers = []
+    for layer, parameters in by_layer.items():
+        of_layer = [shard for local in parameters.values() for shard in local]
+        of_experts = entries[of_layer[0].tensor].expert is not None
+        stacked = stacked_shards(of_layer) if of_experts else of_layer
+        layers.append(_AdaptedLayer(layer, tuple(parameters), tuple(stacked), of_experts))
+    return layers
 
 
 class Adapters:
@@ -81,51 +131,39 @@ class Adapters:
         modules = {prefix + name: module for prefix, chunk in chunks.items() for name, module in chunk.named_modules()}
         for chunk in chunks.values():
             _freeze(chunk)
-        experts: dict[str, dict[str, list[AdapterShard]]] = {}
         for name, shard in shards.items():
-            place = name.rpartition(".")[0]
-            module: Any = modules.get(place)
-            if local := adapter_shards(shard, self.shapes):
-                if self._entries[local[0].tensor].expert is None:
-                    self._install(module, place, local)
-                else:
-                    experts.setdefault(place, {})[name] = local
-            elif head := head_shard(shard):
+            if head := head_shard(shard):
+                module: Any = modules[name.rpartition(".")[0]]
                 self.parameters[name], self.shards[name] = module.weight.requires_grad_(True), head
-        for place, of_place in experts.items():
-            assert expert_group
-            self._install_experts(modules[place], place, of_place, expert_group)
+        for layer in _adapted_layers(shards, self.shapes, self._entries):
+            self._install(modules[layer.name], layer, expert_group)
         if initialize:
             self._initialize()
 
-    def _install(self, linear: Any, place: str, shards: Sequence[AdapterShard]) -> None:
-        adapter = linear.adapter = Adapter(linear, shards, self.config.alpha / self.config.rank)
-        if hasattr(linear, "layer_norm_weight"):
-            linear.return_layernorm_output = True
-        # In front of the norm of Gemma 2, which is a hook too.
-        linear.register_forward_hook(_add_adapter, prepend=True)
-        self._register(adapter, place, shards)
-        self._merge[f"{place}.weight"] = adapter.merged
-
-    def _install_experts(
-        self, layer: Any, place: str, shards: Mapping[str, Sequence[AdapterShard]], group: dist.ProcessGroup
-    ) -> None:
-        """Installs the adapters of all experts of a layer, which has one parameter or one for each expert."""
-        weight = next(layer.parameters())
-        stacked = stacked_shards([shard for local in shards.values() for shard in local])
-        adapter = layer.adapter = ExpertAdapter(weight, stacked, self.config.alpha / self.config.rank, group)
-        layer.register_forward_hook(_add_to_experts)
-        self._register(adapter, place, stacked)
-        for number, name in enumerate(shards):
-            self._merge[name] = adapter.merged if len(shards) == 1 else partial(adapter.merged, expert=number)
-
-    def _register(self, adapter: Adapter | ExpertAdapter, place: str, shards: Sequence[AdapterShard]) -> None:
+    def _install(self, module: Any, layer: _AdaptedLayer, expert_group: dist.ProcessGroup | None) -> None:
+        scale = self.config.alpha / self.config.rank
+        adapter: Adapter | ExpertAdapter
+        if layer.of_experts:
+            assert expert_group
+            adapter = ExpertAdapter(next(module.parameters()), layer.shards, scale, expert_group)
+            module.register_forward_hook(_add_to_experts)
+            stacked = len(layer.parameters) == 1
+            for number, name in enumerate(layer.parameters):
+                self._merge[name] = adapter.merged if stacked else partial(adapter.merged, expert=number)
+        else:
+            adapter = Adapter(module, layer.shards, scale)
+            # In front of the norm of Gemma 2, which is a hook too.
+            module.register_forward_hook(_add_adapter, prepend=True)
+            if hasattr(module, "layer_norm_weight"):
+                module.return_layernorm_output = True
+            self._merge[f"{layer.name}.weight"] = adapter.merged
+        module.adapter = adapter
         self._adapters.append(adapter)
-        prefix = f"{place}.{ADAPTER}"
-        for shard in shards:
+        self.shards |= layer.adapter_shards()
+        for shard in layer.shards:
             tensor = module_name(shard.tensor)
-            self.parameters |= {f"{prefix}.a.{tensor}": adapter.a[tensor], f"{prefix}.b.{tensor}": adapter.b[tensor]}
-            self.shards |= {f"{prefix}.a.{tensor}": shard.a, f"{prefix}.b.{tensor}": shard.b}
+            name_a, name_b = layer.names(tensor)
+            self.parameters |= {name_a: adapter.a[tensor], name_b: adapter.b[tensor]}
 
     def _initialize(self) -> None:
         is_fresh = self.config.path is None
@@ -139,6 +177,19 @@ class Adapters:
                 continue  # a head is loaded with the model
             for piece in shard.pieces:
                 self.parameters[name].detach()[slices(piece.target)] = read(piece.tensor, piece.source)
+
+    def shard_map(self, weights: ShardMap) -> ExplicitShardMap:
+        """Returns the shards of the adapters of every rank, by the names of `parameters` and of PEFT's tensors.
+
+        Args:
+            weights: shards of the weights of every rank.
+        """
+        shards: dict[int, dict[str, Shard]] = {}
+        for rank in weights.ranks:
+            layers = _adapted_layers(weights.shards(rank), self.shapes, self._entries)
+            shards[rank] = {name: shard for layer in layers for name, shard in layer.adapter_shards().items()}
+        infos = {name: TensorInfo(number, shape) for number, (name, shape) in enumerate(self.shapes.items())}
+        return ExplicitShardMap(shards, infos)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -153,6 +153,8 @@ def _check(config: Config, roles: set[str]) -> None:
 
 def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterator[str]:
     """Yields the settings that a plan does not take into account."""
+    if config.rollout.adapters:
+        yield "rollout.adapters: the weight sync is counted as the first one, later ones send adapters alone"
     for name, section in sections.items():
         role = getattr(config, section)
         if name in roles and name not in FROZEN and role.lora:

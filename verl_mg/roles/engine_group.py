@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from verl_mg import device
+from verl_mg.roles.adapter_sync import AdapterSync
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.roles.weight_sync import HFEngineSync, ProcessEngineSync
@@ -158,7 +159,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
 
     def __init__(
         self,
-        sync: ProcessEngineSync,
+        sync: ProcessEngineSync | AdapterSync,
         inner: ProcessEngine | None,
         is_leader: Sequence[bool],
         context: JobContext,

@@ -137,6 +137,7 @@ class ProcessEngineSync:
         table: WeightTable,
         wire: Wire = "cast",
         delta: bool = False,
+        merges: bool = True,
     ) -> None:
         """Creates the sync.
 
@@ -147,14 +148,29 @@ class ProcessEngineSync:
             table: weight table of the actor, with the engine's traced table where the configuration names one.
             wire: form in which the engines have their weights.
             delta: send only elements that have changed since the last transfer.
+            merges: merge adapters into the weights; otherwise the weights are those under the adapters.
         """
-        self._delta = delta
+        self._delta, self._merges = delta, merges
         self._sent: dict[int, SentValues] = {}  # by number of the chunk
         self._all_have: tuple[Actor, int] | None = None  # whose weights of which version all engines have
         self._placement, self._engine, self._table, self._encoding = placement, engine, table, encoding_of(wire)
         self._ranks_of = placement.members()
         self._groups = {rank: groups[number] for number, ranks in self._ranks_of.items() for rank in ranks}
         self._planned = cache(self._plan)
+
+    @property
+    def placement(self) -> EnginePlacement:
+        """Returns ranks and layout of the engines."""
+        return self._placement
+
+    @property
+    def engine(self) -> ProcessEngine | None:
+        """Returns the engine that this rank leads."""
+        return self._engine
+
+    def ranks_of(self, engine: int) -> tuple[int, ...]:
+        """Returns the ranks of an engine, of which the first one leads it."""
+        return self._ranks_of[engine]
 
     @property
     def number(self) -> int:
@@ -214,7 +230,7 @@ class ProcessEngineSync:
         """Sends all values and loads them into the engines; `keeps` them to find changes in the next transfer."""
         if keeps:
             self._sent = {number: SentValues() for number in range(len(planned.chunks))}
-        for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, planned.chunks)):
+        for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, planned.chunks, self._merges)):
             filled = Staging(chunk.shards, chunk.dtypes, device.current_device(), planned.staging_bytes)
             traffic.append(execute(chunk.schedule, tensors, filled.tensors, wait_for=wait_for))
             if keeps:
@@ -227,7 +243,7 @@ class ProcessEngineSync:
     ) -> bool:
         """Sends what has changed; returns whether all engines have the values of the senders then."""
         patched = []
-        for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, planned.chunks)):
+        for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, planned.chunks, self._merges)):
             patches, counted = transfer_changes(chunk.schedule, tensors, self._sent[number], wait_for=wait_for)
             traffic.append(counted)
             patched.append(PatchStaging(patches, device.current_device()))
@@ -280,17 +296,19 @@ class ProcessEngineSync:
 
 
 def chunk_sources(
-    actor: Actor, chunks: Iterable[Part]
+    actor: Actor, chunks: Iterable[Part], merges: bool = True
 ) -> Iterator[tuple[Part, Mapping[str, Tensor], Callable[[str], None] | None]]:
     """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them.
 
     Args:
         actor: has the weights.
         chunks: parts of the weights, as many on every rank: all encode them together.
+        merges: merge adapters into the weights.
     """
     parameters, wait_for = sources_of(actor.runner)
     for chunk in chunks:
-        tensors = source_tensors(chunk.encoder or chunk.schedule, actor.runner, parameters)
+        messages = chunk.encoder or chunk.schedule
+        tensors = source_tensors(messages, actor.runner, parameters) if merges else parameters
         if chunk.encoder:
             yield chunk, chunk.encoder.run(tensors, wait_for).tensors, None
         else:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 LINE_LIMIT = 2**31
 """Largest length of a line, in bytes."""
 ABORT_RETRY_SECONDS = 0.1
-METHODS = frozenset({"begin_update", "load", "end_update", "sleep", "wake", "pause", "unpause"})
+METHODS = frozenset({"begin_update", "load", "end_update", "load_adapters", "sleep", "wake", "pause", "unpause"})
 """Methods of a host that the rank can call."""
 
 
@@ -89,6 +89,17 @@ class EngineHost(ABC):
     @abstractmethod
     async def end_update(self, version: int) -> None:
         """Ends an update; what is derived from weights is recomputed."""
+
+    @abstractmethod
+    async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
+        """Replaces the adapters with which all further requests are computed; none may be in flight.
+
+        Args:
+            payloads: payloads of `ipc_payload` with all whole tensors by PEFT's names, one for each process that opens
+                one.
+            version: policy version.
+            config: fields of PEFT's configuration.
+        """
 
     @abstractmethod
     async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.engine import EngineDiedError
+from verl_mg.rollout.engine_adapters import AdapterSettings
 from verl_mg.rollout.engine_nodes import ONE_NODE, EngineNodes, LeadingNode
 from verl_mg.rollout.engine_process import EngineProcess, EngineProgram
 from verl_mg.rollout.ports import PortBlock
@@ -55,6 +56,8 @@ class EngineSettings:
     """Whether samples contain the experts of each token."""
     deterministic: bool = False
     """Whether a sample depends only on its seed, and not on concurrent requests; on GPUs."""
+    adapters: AdapterSettings | None = None
+    """Adapters that the engine receives; None: it has weights alone."""
     python: Path | None = None
     """Interpreter of the engine's process; None: this process's."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -70,6 +73,11 @@ class ProcessEngine(RequestTracker):
 
     NAME: ClassVar[str]
     """Name of the kind of engine, in messages."""
+
+    @property
+    @abstractmethod
+    def num_adapter_readers(self) -> int:
+        """Number of processes that open the memory of `load_adapters`."""
 
     def __init__(
         self,
@@ -200,6 +208,17 @@ class ProcessEngine(RequestTracker):
     def end_update(self, version: int) -> None:
         """Ends an update; the weights are policy version `version` from now on."""
         self._wait(self._call("end_update", version=version))
+        self._version = version
+
+    def load_adapters(self, payloads: Sequence[str], version: int, config: Mapping[str, Any]) -> None:
+        """Replaces the adapters with which all further requests are computed; none may be in flight.
+
+        Args:
+            payloads: one payload of all whole tensors for each process that opens one.
+            version: policy version.
+            config: fields of PEFT's configuration.
+        """
+        self._wait(self._call("load_adapters", payloads=list(payloads), version=version, config=dict(config)))
         self._version = version
 
     def sleep(self, *, weights: bool = True, kv: bool = True) -> None:

@@ -24,6 +24,7 @@ from verl_mg.job.engine_parts import engine_part
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout import ports as ports_module
+from verl_mg.rollout.engine_adapters import AdapterSettings
 from verl_mg.rollout.ports import BLOCK_SIZE, PortBlock
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang import engine_arguments
@@ -37,6 +38,9 @@ ENGINES = {
     "second adp": EngineSettings(layout=EngineLayout(tp=4, ep=4, adp=2), first_gpu=4, routed_experts=True, **LIMITS),
     "pp2": EngineSettings(layout=EngineLayout(tp=2, pp=2), first_gpu=4, **LIMITS),
     "deterministic": EngineSettings(layout=EngineLayout(tp=2), gpu_step=2, deterministic=True, **LIMITS),
+    "adapters": EngineSettings(
+        layout=EngineLayout(tp=2), sleeps=False, adapters=AdapterSettings(16, ("q_proj", "k_proj", "v_proj")), **LIMITS
+    ),
     "awake": EngineSettings(layout=EngineLayout(), sleeps=False, **LIMITS),
 }
 PER_NODE = 8
@@ -124,7 +128,7 @@ def test_engine_that_sleeps_has_no_graphs_whose_memory_stays(sglang_says):
     """SGLang refuses to release the memory of `breakable` graphs, which are its default for the prefill phase."""
     graphs = {name: resolved["graphs"] for name, resolved in sglang_says["resolved"].items()}
     assert graphs["awake"] == {"decode": "full", "prefill": "breakable"}
-    assert all(graphs[name] == {"decode": "full", "prefill": "disabled"} for name in ENGINES if name != "awake")
+    assert all(graphs[name] == {"decode": "full", "prefill": "disabled"} for name in ENGINES if ENGINES[name].sleeps)
 
 
 @needs_sglang

@@ -13,6 +13,7 @@ from tests import warm_start
 from tests.traces import needs_vllm
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout.engine_adapters import AdapterSettings
 from verl_mg.rollout.engine_nodes import EngineNodes
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.vllm.arguments import engine_arguments, environment, node_arguments
@@ -21,6 +22,9 @@ LIMITS = {"dtype": torch.bfloat16, "max_running": 16, "max_positions": 256}
 ENGINES = {
     "tp2": EngineSettings(layout=EngineLayout(tp=2), first_gpu=4, gpu_step=2, deterministic=True, **LIMITS),
     "ep4": EngineSettings(layout=EngineLayout(tp=4, ep=4), routed_experts=True, sleeps=False, **LIMITS),
+    "adapters": EngineSettings(
+        layout=EngineLayout(tp=2), sleeps=False, adapters=AdapterSettings(12, ("q_proj", "k_proj", "v_proj")), **LIMITS
+    ),
 }
 
 
@@ -51,17 +55,18 @@ def vllm_says(model) -> dict[str, Any]:
 
 
 def test_engine_arguments_on_gpus_place_the_engine_and_write_experts_in_place(on_gpus, model):
-    first, second = (engine_arguments(model, settings) for settings in ENGINES.values())
+    first, second, third = (engine_arguments(model, settings) for settings in ENGINES.values())
     assert first["device_ids"] == [4, 6] and second["device_ids"] == [0, 1, 2, 3]
     assert (first["enable_sleep_mode"], second["enable_sleep_mode"]) == (True, False)
     assert (first["enable_expert_parallel"], second["enable_expert_parallel"]) == (False, True)
     assert second["enable_return_routed_experts"] and second["moe_backend"] == "triton"
-    assert "enforce_eager" not in first
+    assert "enforce_eager" not in first and "enable_lora" not in first
+    assert (third["enable_lora"], third["max_lora_rank"]) == (True, 16)
 
 
 def test_environment_of_a_deterministic_engine_asks_for_batch_invariance(on_gpus, model):
     variables = [environment(model, settings).get("VLLM_BATCH_INVARIANT") for settings in ENGINES.values()]
-    assert variables == ["1", None]
+    assert variables == ["1", None, None]
 
 
 def test_node_arguments_of_a_part_name_the_first_node(on_gpus, model):

@@ -96,6 +96,13 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         common |= {"nnodes": settings.nodes.count, "node_rank": settings.nodes.rank}
     if settings.routed_experts:
         common["enable_return_routed_experts"] = True
+    if settings.adapters:
+        common |= {
+            "enable_lora": True,
+            "max_lora_rank": settings.adapters.rank,
+            "lora_target_modules": list(settings.adapters.targets),
+            "max_loras_per_batch": 2,  # none, and the policy's
+        }
     place = _on_gpus(settings) if torch.cuda.is_available() else _on_cpu(settings)
     return common | place | dict(settings.extra)
 
@@ -193,4 +200,5 @@ def _on_cpu(settings: EngineSettings) -> dict[str, Any]:
         "max_total_tokens": min(settings.max_running * settings.max_positions, CPU_KEY_VALUE_TOKENS),
         # Idle engines share the cores with training.
         "sleep_on_idle": True,
+        "lora_backend": "torch_native",
     }

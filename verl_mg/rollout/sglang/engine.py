@@ -54,6 +54,11 @@ class SGLangEngine(ProcessEngine):
         )
         super().__init__(settings, limits, log, request_timeout, nodes)
 
+    @property
+    def num_adapter_readers(self) -> int:
+        """Returns 1: SGLang's main process passes adapters on."""
+        return 1
+
     def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
         return sglang_program(self._arguments, self.settings, ports, address)
 

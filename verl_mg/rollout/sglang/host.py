@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from verl_mg.rollout import engine_host
 from verl_mg.rollout.engine_host import EngineHost
+from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.sglang.requests import parse_response, request_fields
 from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages
 
@@ -30,10 +33,13 @@ class SGLangHost(EngineHost):
         super().__init__()
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._tp: int = engine.server_args.tp_size
+        self._adapters: str | None = None  # SGLang's name of the adapters that requests use
+        self._num_loads = 0
 
     async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
         """Implements `EngineHost.generate`."""
-        return parse_response(await self._engine.async_generate(rid=rid, **request_fields(request)))
+        fields = request_fields(request) | {"lora_path": self._adapters}
+        return parse_response(await self._engine.async_generate(rid=rid, **fields))
 
     def abort(self, rid: str | None) -> None:
         """Implements `EngineHost.abort`."""
@@ -60,6 +66,36 @@ class SGLangHost(EngineHost):
         await self._request("end_weight_update", "EndWeightUpdateReqInput")
         await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
         await self._request("end_weight_update", "EndWeightUpdateReqInput")
+
+    async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
+        """Loads adapters under a new name, of which SGLang caches no keys and values yet, and unloads the others."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        serialized = _by_value(*payloads)
+        self._num_loads += 1
+        name = f"policy-{version}-{self._num_loads}"
+        await self._change_adapters(
+            "load_lora_adapter_from_tensors",
+            "LoadLoRAAdapterFromTensorsReqInput",
+            lora_name=name,
+            config_dict=config,
+            serialized_named_tensors=[serialized] * self._tp,
+        )
+        previous, self._adapters = self._adapters, name
+        if previous:
+            await self._change_adapters("unload_lora_adapter", "UnloadLoRAAdapterReqInput", lora_name=previous)
+        # What is cached for the old name is never read again.
+        await self._manager.flush_cache()
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        )
+
+    async def _change_adapters(self, method: str, kind: str, **fields: Any) -> None:
+        from sglang.srt.managers import io_struct
+
+        result = await getattr(self._manager, method)(getattr(io_struct, kind)(**fields), None)
+        if not result.success:
+            raise RuntimeError(result.error_message)
 
     async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:
         """Waits until SGLang is idle, else its schedulers end when they release memory; then releases it."""
@@ -128,6 +164,12 @@ class SGLangHost(EngineHost):
         # Some manager calls return None on success.
         if result is not None and not result[0]:
             raise RuntimeError(str(result[1]))
+
+
+def _by_value(payload: str) -> str:
+    """Returns the tensors of a payload as SGLang reads them, in base64; by value, for all its ranks read them."""
+    tensors = dict(named_views(*open_payload(payload, torch.device("cpu"))))
+    return base64.b64encode(pickle.dumps({name: view.clone() for name, view in tensors.items()})).decode()
 
 
 def _tags(weights: bool, kv: bool) -> list[str]:

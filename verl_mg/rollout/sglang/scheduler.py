@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ def run_scheduler(*arguments: Any) -> None:
     if not torch.cuda.is_available():
         _skip_host_memory_registration()
         _default_to_the_cpu()
+        _pin_no_memory()
     run_scheduler_process(*arguments)
 
 
@@ -28,6 +31,21 @@ def _default_to_the_cpu() -> None:
     """A torch that is built for CUDA returns CUDA's module by default, also on a machine without a GPU."""
     module_of = torch.get_device_module
     torch.get_device_module = lambda device=None: module_of(device or "cpu")  # type: ignore[assignment]
+
+
+def _pin_no_memory() -> None:
+    """SGLang pins the memory of adapters, also on a machine without a GPU, where torch raises."""
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+
+
+def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(create)
+    def create_unpinned(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return create(*arguments, **options)
+
+    return create_unpinned
 
 
 class Engine(SGLang):

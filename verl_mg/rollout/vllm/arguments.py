@@ -15,6 +15,8 @@ from verl_mg.rollout.process_engine import EngineSettings
 
 WORKER_EXTENSION = "verl_mg.rollout.vllm.worker.WorkerExtension"
 """Class whose methods vLLM adds to its workers."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which vLLM allocates memory."""
 CPU_TILE = 32
 """Sizes of experts are multiples of this on the CPU."""
 CPU_KEY_VALUE_TOKENS = 2**16
@@ -62,6 +64,9 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
     }
+    if settings.adapters:
+        common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": served_rank(settings.adapters.rank)}
+        common["lora_target_modules"] = list(settings.adapters.targets)
     place = _on_gpus(config, settings) if torch.cuda.is_available() else _on_cpu(config, settings)
     return common | place | dict(settings.extra)
 
@@ -83,6 +88,21 @@ def node_arguments(settings: EngineSettings, address: str) -> dict[str, Any]:
         "master_addr": host,
         "master_port": int(port),
     }
+
+
+def served_rank(rank: int) -> int:
+    """Returns the smallest rank for which vLLM has memory that adapters of a rank fit in.
+
+    Args:
+        rank: rank of the adapters.
+
+    Raises:
+        UserError: vLLM has no such rank.
+    """
+    for largest in RANKS:
+        if rank <= largest:
+            return largest
+    raise UserError(f"actor.lora.rank={rank}: vLLM's adapters have ranks of {RANKS[-1]} at most. Lower it.")
 
 
 def check_on_cpu(config: HFConfig, layout: EngineLayout) -> None:

@@ -75,6 +75,11 @@ class VLLMEngine(ProcessEngine):
                 )
         super().submit(requests, sampling)
 
+    @property
+    def num_adapter_readers(self) -> int:
+        """Returns the number of workers, each of which opens the memory."""
+        return self.settings.layout.ranks
+
     def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
         return vllm_program(self._model, self._arguments, self.settings, address)
 

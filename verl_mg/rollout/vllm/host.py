@@ -37,6 +37,7 @@ class VLLMHost(EngineHost):
         """
         super().__init__()
         self._engine, self._captures_routing = engine, captures_routing
+        self._adapters: Any = None  # vLLM's request for the adapters that all requests use
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Prepares the workers, then serves the rank's messages; ends the process when vLLM's end.
@@ -104,6 +105,18 @@ class VLLMHost(EngineHost):
         await self._rpc("finish_shards")
         await self._call_engine(self._engine.update_weight_version(str(version)))
 
+    async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
+        """Has each worker register the adapters under a new id and name, of which nothing is cached yet."""
+        from vllm.lora.request import LoRARequest
+
+        previous = self._adapters.lora_int_id if self._adapters else None
+        number = (previous or 0) + 1
+        await self._rpc("replace_adapters", list(payloads), number, previous, config)
+        # A path is required, and never read: the workers have the id.
+        self._adapters = LoRARequest(f"policy-{version}-{number}", number, "memory")
+        await self._call_engine(self._engine.reset_prefix_cache(reset_running_requests=True))
+        await self._call_engine(self._engine.update_weight_version(str(version)))
+
     async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:
         """Implements `EngineHost.sleep`; vLLM cannot release the weights alone."""
         try:
@@ -139,8 +152,9 @@ class VLLMHost(EngineHost):
         """Returns the only output of a request."""
 
         async def last() -> Any:
-            results = [result async for result in self._engine.generate({"prompt_token_ids": tokens}, parameters, rid)]
-            return results[-1].outputs[0]
+            prompt = {"prompt_token_ids": tokens}
+            stream = self._engine.generate(prompt, parameters, rid, lora_request=self._adapters)
+            return [result async for result in stream][-1].outputs[0]
 
         return await self._call_engine(last())
 

@@ -67,7 +67,7 @@ class WorkerExtension:
         Args:
             payloads: one payload of `ipc_payload` per worker.
         """
-        parameters = dict(self.model_runner.model.named_parameters())
+        parameters = _parameters(self.model_runner.model)
         places, memory = open_payload(payloads[self.rank], self.device)
         for name, tensor in named_views(places, memory):
             staged = self._staged_experts.get(name)
@@ -80,7 +80,7 @@ class WorkerExtension:
     def finish_shards(self) -> None:
         """Computes what is derived from the weights; raises RuntimeError if parameters were not written."""
         model = self.model_runner.model
-        names = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)}
+        names = {name for name in _parameters(model) if not name.endswith(DERIVED)}
         if missing := sorted(names - self._written - _padding_alone(model)):
             raise RuntimeError(f"{len(missing)} parameters were not written: {', '.join(missing[:4])}")
         self._written.clear()
@@ -89,6 +89,31 @@ class WorkerExtension:
                 module.process_weights_after_loading(self.model_runner.model_config.dtype)
         for staged in self._staged_experts.values():
             staged.pack()
+
+    def replace_adapters(
+        self, payloads: Sequence[str], number: int, previous: int | None, config: dict[str, Any]
+    ) -> None:
+        """Registers adapters, of which vLLM would otherwise read a file, and removes the previous ones.
+
+        Args:
+            payloads: one payload of `ipc_payload` per worker, each with all whole tensors.
+            number: id of the adapters.
+            previous: id of those that are replaced.
+            config: fields of PEFT's configuration.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self.model_runner.lora_manager
+        if previous is not None:
+            manager.remove_adapter(previous)
+        tensors = dict(named_views(*open_payload(payloads[self.rank], torch.device("cpu"))))
+        copied = {name: view.clone() for name, view in tensors.items()}
+        adapters = LoRAModel.from_lora_tensors(
+            number, copied, PEFTHelper.from_dict(config), device="cpu", dtype=manager.lora_config.lora_dtype
+        )
+        manager._adapter_manager.add_adapter(adapters)
+        manager._adapter_manager.activate_adapter(number)
 
     def take_routing(self, rid: str, fed: int) -> str:
         """Returns the recorded experts of a request and forgets them.
@@ -112,6 +137,11 @@ def _unlink_shared_memory(ident: str | None) -> None:
     if ident:
         for path in glob.glob(f"/dev/shm/*{ident}*") + glob.glob(f"{tempfile.gettempdir()}/{ident}"):
             Path(path).unlink(missing_ok=True)
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters by their names without adapters, for which vLLM puts layers inside of others."""
+    return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
 
 
 def _padding_alone(model: torch.nn.Module) -> set[str]:

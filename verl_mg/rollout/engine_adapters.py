@@ -1,0 +1,29 @@
+"""LoRA adapters that an engine computes with in addition to the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers that engines fuse: SGLang loads adapters of a part of them only together with the others."""
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Adapters that an engine receives."""
+
+    rank: int
+    """Rank of A and B."""
+    targets: tuple[str, ...]
+    """Names of the linear layers that have them."""
+
+
+def fused_targets(targets: Sequence[str]) -> tuple[str, ...]:
+    """Returns the targets, and behind them all layers that engines fuse with one of them.
+
+    Args:
+        targets: names of linear layers.
+    """
+    added = [name for group in FUSED if set(group) & set(targets) for name in group]
+    return tuple(dict.fromkeys([*targets, *added]))
