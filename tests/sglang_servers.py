@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -44,13 +45,15 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
             continue
         values = value if isinstance(value, list) else [] if value is True else [value]
         options += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return [warm_start.sglang().python, "-m", "sglang.launch_server", *options]
+    return ["-m", "sglang.launch_server", *options]
 
 
 class RunningServer:
     """A server with random weights."""
 
-    def __init__(self, model: Path, log: Path, layout: str = "tp2", port: int | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, model: Path, log: Path, layout: str = "tp2", port: int | None = None, cold: bool = False, **arguments: Any
+    ) -> None:
         """Starts it; `wait_until_ready` before it is used.
 
         Args:
@@ -58,6 +61,7 @@ class RunningServer:
             log: file for its output.
             layout: its parallel sizes.
             port: of its address; a free one by default.
+            cold: whether it imports everything itself, as the environment says.
             arguments: further arguments by SGLang's names.
         """
         self.port, self._log = port or free_port(), log
@@ -66,7 +70,11 @@ class RunningServer:
         given |= {"custom_weight_loader": []} | arguments
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                command_line(given), stdout=output, stderr=output, start_new_session=True, env=environment(settings)
+                [sys.executable if cold else warm_start.sglang().python, *command_line(given)],
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=environment(settings),
             )
 
     @property

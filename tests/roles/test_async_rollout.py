@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines import SGLANG, VLLM_NIGHTLY
 from tests.roles.engine_jobs import engine_job, inputs
+from verl_mg.rollout.engine import RolloutEngine, Sample
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 6, 1, 2
@@ -37,8 +39,10 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
     job, recipe = engine_job(folder, *ASYNC, *overrides, engine=engine)
     job.actor.save(folder / "weights-0", folder / "model")
     reported = []
+    if engine_fault == "late" and job.rollout._engines.engine is not None:
+        hold_back(job.rollout._engines.engine, 0, lambda: job.actor.num_updates >= 2)
     for iteration in range(1, ITERATIONS + 1):
-        if iteration == 3 and engine_fault and job.rollout._engines.engine is not None:
+        if iteration == 3 and engine_fault == "kill" and job.rollout._engines.engine is not None:
             os.killpg(job.rollout._engines.engine.pid, signal.SIGKILL)
         metrics = one_iteration(recipe, job, iteration) | job.rollout.metrics
         job.actor.save(folder / f"weights-{job.actor.num_updates}", folder / "model")
@@ -95,3 +99,41 @@ def test_async_rollout_trains_each_sample_once_with_tokens_of_their_versions(ran
     assert max(spans) >= 2, "no sample was in flight in an update"
     greedy = [row for reported in results for rank in reported for row in rank["greedy"] or []]
     assert len(greedy) == 1 and greedy[0]["policy_versions"].unique().tolist() == [-1, 2]
+
+
+def hold_back(engine: RolloutEngine, sample_id: int, is_late: Callable[[], bool]) -> None:
+    """Makes a real engine deliver one of its samples late."""
+    collect, held = engine.collect, []
+
+    def late(timeout: float) -> list[Sample]:
+        samples = collect(timeout)
+        held.extend(sample for sample in samples if sample.id == sample_id)
+        samples = [sample for sample in samples if sample.id != sample_id]
+        if is_late():
+            samples += held
+            held.clear()
+        return samples
+
+    engine.collect = late
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", [SGLANG])
+def test_async_rollout_stale_drop_counts_dropped_samples_and_trains_none(ranks, tmp_path, engine):
+    """A sample of the first group takes two updates, where one is permitted."""
+    folder = inputs(tmp_path, "qwen3")
+    overrides = ["rollout.max_staleness=1", "rollout.stale=drop"]
+    results = ranks.run(3, train, folder, overrides, engine, "late")
+    trained, dropped = [], 0.0
+    for reported in zip(*results, strict=True):
+        rows = [row for rank in reported for row in rank["rows"]]
+        trained += [i for rank in reported for i in rank["ids"]]
+        newest = reported[0]["version"]
+        for row in rows:
+            written = row["policy_versions"] >= 0
+            assert torch.equal(row["loss_mask"], written) and row["policy_versions"][written].min() >= newest - 1
+        assert len(rows) == PROMPTS * GROUP
+        assert {rank["metrics"]["rollout/tokens_too_old"] for rank in reported} == {0.0}
+        dropped += reported[0]["metrics"]["rollout/dropped_samples"]
+    assert len(trained) == len(set(trained)) == ITERATIONS * PROMPTS * GROUP
+    assert dropped >= GROUP and not set(trained) & set(range(GROUP))

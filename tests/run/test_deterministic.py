@@ -139,5 +139,10 @@ def test_deterministic_with_an_unseeded_server_raises(inputs):
     ):
         check("http://node7", info, ServerRequirements(model, 32, seeded=True))
     check("http://node7", replace(info, seeded=True), ServerRequirements(model, 32, seeded=True))
-    with pytest.raises(UserError, match=r"does only decode; pairs .* Start the server without --disaggregation-mode"):
+    with pytest.raises(UserError, match=r"--disaggregation-mode is decode instead of null. Name a pair as PREFILL"):
         check("http://node7", replace(info, disaggregation="decode"), ServerRequirements(model, 32))
+    needs, prefill = ServerRequirements(model, 32, role="prefill"), replace(info, disaggregation="prefill")
+    check("http://node7", prefill, needs)
+    for unsupported in (replace(needs, in_flight=True), replace(needs, routed=(2, 2))):
+        with pytest.raises(UserError, match="pairs of servers for prefill and decoding do not support rollout.*Leave"):
+            check("http://node7", replace(prefill, routed=True), unsupported)

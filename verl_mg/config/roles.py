@@ -278,7 +278,8 @@ class RolloutConfig(ConfigSection):
     sglang: dict[str, Any] = {}
     """Further SGLang server arguments by their own names, such as {attention_backend: fa3}."""
     urls: list[str] = []
-    """SGLang servers that are already running, such as [http://node7:30000], instead of engines of this job."""
+    """SGLang servers that are already running, such as [http://node7:30000], instead of engines of this job. A pair for
+    prefill and decoding is http://PREFILL+http://DECODE."""
     urls_file: Path | None = None
     """File of further servers, one address a line, which is read again and again: servers that are added to it join the
     job while it runs, and those that are removed finish their samples and leave it."""

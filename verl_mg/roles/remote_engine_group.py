@@ -23,9 +23,10 @@ from verl_mg.roles.process_group_sync import ProcessGroupSync, table_obstacle
 from verl_mg.roles.remote_weight_sync import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
 from verl_mg.roles.server_monitor import ServerList, ServerMonitor, read_urls
 from verl_mg.rollout.request_tracker import routed_shape
+from verl_mg.rollout.sglang.paired_engine import check_addresses, connect_engine, probe_entry
 from verl_mg.rollout.sglang.pool_member import LOST_SECONDS
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
-from verl_mg.rollout.sglang.server_info import ServerRequirements, probe_server
+from verl_mg.rollout.sglang.server_info import ServerRequirements
 from verl_mg.rollout.sglang.server_keys import ServerKeys
 from verl_mg.rollout.sglang.server_pool import ServerPool
 from verl_mg.sharding.weight_table import WeightTable
@@ -170,8 +171,7 @@ def check_servers(config: Config, table: WeightTable) -> None:
         raise UserError(
             f"rollout.urls: these are SGLang servers, but rollout.engine is {rollout.engine}. Write sglang."
         )
-    if len(set(rollout.urls)) < len(rollout.urls):
-        raise UserError("rollout.urls: a server is named twice. Name each once.")
+    check_addresses([*rollout.urls, *(read_urls(rollout.urls_file) if rollout.urls_file else ())])
     if rollout.urls_file and config.job.deterministic:
         raise UserError(
             "job.deterministic=true: servers that come and go make samples depend on time. Write rollout.urls instead "
@@ -185,8 +185,8 @@ def check_servers(config: Config, table: WeightTable) -> None:
     leaders = _leaders(config)
     for number, url in enumerate(rollout.urls):
         if leaders[number % len(leaders)] == dist.get_rank():
-            info = probe_server(url, _requirements(config, table), keys)
-            obstacle = table_obstacle(table, EngineLayout.parse(info.layout), rollout.wire)
+            layouts = probe_entry(url, _requirements(config, table), keys)
+            obstacle = "".join(table_obstacle(table, EngineLayout.parse(layout), rollout.wire) for layout in layouts)
             if obstacle and (rollout.delta or rollout.wire != "cast"):
                 raise UserError(f"{url}: cannot receive shards: {obstacle}. Start the server with another layout.")
 
@@ -216,7 +216,7 @@ def build_remote_engines(
     requirements, keys = _requirements(config, table), _keys(config)
 
     def connect(url: str, borrowed: bool, on_arrival: Callable[[], None]) -> RemoteEngine:
-        return RemoteEngine(
+        return connect_engine(
             url, requirements, keys, max_running=rollout.max_running_requests,
             request_timeout=rollout.request_timeout_s, borrowed=borrowed, on_arrival=on_arrival,
         )  # fmt: skip
@@ -259,6 +259,7 @@ def _requirements(config: Config, table: WeightTable) -> ServerRequirements:
         seeded=config.job.deterministic,
         shards=rollout.weight_transfer == "shards" or (rollout.weight_transfer == "disk" and rollout.delta),
         wire=rollout.wire,
+        in_flight=rollout.mode == "async",
     )
 
 

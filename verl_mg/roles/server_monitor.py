@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine_events import EngineEvents
+from verl_mg.rollout.sglang.paired_engine import check_addresses, parts_of
 from verl_mg.rollout.sglang.pool_member import Server, State
 from verl_mg.rollout.sglang.server_pool import ServerPool
 
@@ -73,6 +74,7 @@ class ServerList:
         """Reads the file again, and publishes what has changed; a file that is not valid changes nothing."""
         try:
             urls = [*self._urls, *(read_urls(self._path) if self._path else ())]
+            check_addresses(urls)
             self._problem = ""
         except UserError as error:
             if str(error) != self._problem:
@@ -87,7 +89,7 @@ class ServerList:
                 load = Counter(leader for _, leader in self._entries.values())
                 leader = min(self._leaders, key=lambda rank: load[rank])
                 self._entries[url] = self._next_number, leader
-                self._next_number += 1
+                self._next_number += len(parts_of(url))  # each server of a pair receives weights
         self._store.set(LIST_KEY, json.dumps([[*entry, url] for url, entry in self._entries.items()]))
 
 

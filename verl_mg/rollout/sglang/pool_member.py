@@ -55,6 +55,10 @@ class Server:
     deadline: float = 0.0
     """Time at which others continue its samples; it is DRAINING."""
 
+    def has(self, number: int) -> bool:
+        """Returns whether a number is that of this server, or of the second one of a pair."""
+        return 0 <= number - self.number < (len(self.client.parts) if self.client else 1)
+
     def weight(self, prompt: tuple[int, ...]) -> int:
         """Returns the server's weight for a prompt, a hash of both: only a lost server's prompts go to others."""
         key = self.url.encode()[-hashlib.blake2b.MAX_KEY_SIZE :]

@@ -84,6 +84,11 @@ class RemoteEngine(RequestTracker):
         if not borrowed:
             self._reset()
 
+    @property
+    def parts(self) -> tuple[RemoteEngine, ...]:
+        """Clients of the servers that receive weights: this one."""
+        return (self,)
+
     def reconnect(self) -> None:
         """Connects to a server that was lost, and ends what it may still be doing.
 
@@ -168,7 +173,7 @@ class RemoteEngine(RequestTracker):
     async def _post_request(self, rid: str, fields: dict[str, Any]) -> None:
         self._open.add(rid)
         try:
-            result = parse_response(await self._client.post("/generate", fields | {"rid": rid}, timeout=None))
+            result = parse_response(await self._exchange(fields | {"rid": rid}))
             if not all(span["version"].isdigit() for span in result["spans"]):
                 result = {"lost": "it was restarted, and does not have the weights of this job"}
         except UnreachableError as error:
@@ -186,8 +191,24 @@ class RemoteEngine(RequestTracker):
         """Repeats the abort: one that overtakes its request has no effect."""
         while rid in self._open:
             with contextlib.suppress(UnreachableError, RefusedError):
-                await self._client.post("/abort_request", {"rid": rid}, QUERY_SECONDS)
+                await self._send_abort(rid)
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def _exchange(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Sends a request and returns the response."""
+        response: dict[str, Any] = await self._client.post("/generate", body, timeout=None)
+        return response
+
+    async def _send_abort(self, rid: str) -> None:
+        await self._client.post("/abort_request", {"rid": rid}, QUERY_SECONDS)
+
+    def start_exchange(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Starts to send a request that another client keeps track of; the result is the response."""
+        return self._client.start(self._exchange(body))
+
+    def start_abort(self, rid: str) -> Future[None]:
+        """Starts to abort such a request."""
+        return self._client.start(self._send_abort(rid))
 
     def _receive(self, timeout: float) -> None:
         rid, result = self._inbox.get(timeout=timeout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
@@ -19,6 +19,8 @@ from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 QUERY_SECONDS = 60.0
 """Time limit of a query."""
 UNAUTHORIZED, FORBIDDEN = 401, 403
+Role = Literal["null", "prefill", "decode"]
+"""Values of SGLang's `--disaggregation-mode`."""
 INVALID_TOKEN = 2**31 - 1
 """Token id outside of every vocabulary."""
 
@@ -61,6 +63,8 @@ class ServerInfo:
     """Number of machines that it spans."""
     shard_obstacle: str
     """Reason why its ranks cannot receive their shards; empty where they can."""
+    bootstrap_port: int = 0
+    """Port at which decode servers find this one, if it does prefill."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,10 @@ class ServerRequirements:
     """Whether its ranks must be able to receive their shards."""
     wire: Wire = "cast"
     """Form in which the job sends weights."""
+    role: Role = "null"
+    """Its part in a pair of servers; null: it does prefill and decoding."""
+    in_flight: bool = False
+    """Whether weights must reach it with requests in flight."""
 
 
 def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -> ServerInfo:
@@ -140,6 +148,7 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
             layout=str(_layout(server)),
             nodes=server["nnodes"],
             shard_obstacle=_shard_obstacle(server, wire),
+            bootstrap_port=server["disaggregation_bootstrap_port"],
         )
     except RefusedError as error:
         if error.status >= 500:
@@ -174,11 +183,14 @@ def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
         raise UserError(
             f"{url}: serves {info.model} with a vocabulary of {info.vocab} instead of {model.vocab}. {same}"
         )
-    if info.disaggregation != "null":
+    if info.disaggregation != requirements.role:
         raise UserError(
-            f"{url}: does only {info.disaggregation}; pairs of servers for prefill and decoding are not supported. "
-            "Start the server without --disaggregation-mode."
+            f"{url}: --disaggregation-mode is {info.disaggregation} instead of {requirements.role}. Name a pair as "
+            "PREFILL_URL+DECODE_URL in rollout.urls, and others alone."
         )
+    if requirements.role != "null" and (requirements.routed or requirements.in_flight):
+        key = "rollout.replay_routing=true" if requirements.routed else "rollout.mode=async"
+        raise UserError(f"{url}: pairs of servers for prefill and decoding do not support {key}. Leave it out.")
     needed = min(requirements.max_tokens, model.max_positions)
     if info.context < needed:
         raise UserError(

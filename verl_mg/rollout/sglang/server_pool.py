@@ -165,12 +165,12 @@ class ServerPool(RolloutEngine):
                 if server.state in wanted and not server.borrowed and (numbers is None or number in set(numbers))
             ]
             self._updating = True
-        receivers = {}
+        receivers: dict[int, RemoteEngine] = {}
         for server in chosen:
             assert server.client is not None
             try:
                 server.client.refresh()  # it may have been restarted in between
-                receivers[server.number] = server.client
+                receivers |= {server.number + i: part for i, part in enumerate(server.client.parts)}
             except (EngineDiedError, UserError) as error:
                 self.lose(server.number, str(error))
         return receivers
@@ -213,7 +213,7 @@ class ServerPool(RolloutEngine):
             reason: description for the log.
         """
         with self._lock:
-            if server := self._servers.get(number):
+            for server in [server for server in self._servers.values() if server.has(number)]:
                 self._lose(server, reason)
 
     def due(self, now: float) -> list[Server]:
@@ -270,7 +270,8 @@ class ServerPool(RolloutEngine):
             except (EngineDiedError, UserError) as error:
                 log.warning("rollout: %s", error)
                 continue
-            client.confirm(version)
+            for part in client.parts:
+                part.confirm(version)
             with self._lock:
                 self._servers[number] = Server(number, url, State.READY, client, borrowed=True)
 
