@@ -52,6 +52,4 @@ def bring_weights(engine: ProcessEngine, model: Path, version: int) -> None:
         held.append(Staging(shards, dtypes, device.current_device()))
         with CheckpointReader(ModelDirectory.find(model)) as reader:
             load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
-    engine.begin_update()
     engine.loaded(engine.load([staging.payload() for staging in held], version))
-    engine.end_update(version)

@@ -109,9 +109,7 @@ def load_weights(engine: SGLangEngine, model: Path) -> None:
     staging = Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
     with CheckpointReader(ModelDirectory.find(model)) as reader:
         load_shards(reader, shards, staging.tensors)
-    engine.begin_update()
     engine.loaded(engine.load([staging.payload()], 0))
-    engine.end_update(0)
 
 
 def main() -> None:

@@ -273,15 +273,22 @@ class Batch:
         """The given rows in the given order; `rows`: indices or a bool mask (n,)."""
         index = torch.as_tensor(rows)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.to(torch.int64)
-        entries = self._entries(index)
+        entries = self.entries(index)
         chosen = Batch(self.lengths[index])
         for name, kind in self._kinds.items():
             values = self[name]
             chosen.put(name, values[entries if kind is ColumnKind.TOKEN else index], kind)
         return chosen
 
-    def _entries(self, rows: Tensor) -> Tensor:
-        """Positions in a token column of the given rows' tokens, row after row."""
+    def entries(self, rows: Tensor) -> Tensor:
+        """Returns the positions of rows in a token column.
+
+        Args:
+            rows: numbers of the rows, (m,) int64.
+
+        Returns:
+            (sum(lengths[rows]),) int64, row after row.
+        """
         lengths = self.lengths[rows]
         starts = self.offsets[:-1][rows]
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)

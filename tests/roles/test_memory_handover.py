@@ -75,20 +75,15 @@ class RecordingEngine(RolloutEngine):
     def wake(self, *, weights=True, kv=True):
         self._note(f"wake weights={weights} kv={kv}")
 
-    def begin_update(self):
-        self._note("begin_update")
-
     def load(self, payloads, version):
         self._note("load")
         self._loads += 1
-        return self._loads
+        return self._loads, version
 
-    def loaded(self, number):
-        self._note("loaded")
-
-    def end_update(self, version):
-        self._note("end_update")
-        self.version = version
+    def loaded(self, load):
+        self._note("loaded" if load[1] is None else "loaded all")
+        if load[1] is not None:
+            self.version = load[1]
 
     def num_free_slots(self):
         return 1
@@ -174,7 +169,7 @@ def test_update_weights_wakes_engine_after_all_ranks_released_memory(ranks, tmp_
     assert events == other and num_chunks > 2
     names = [name for name, _ in events]
     weights, cache = names.index("wake weights=True kv=False"), names.index("wake weights=False kv=True")
-    assert names.index("sleep weights=True kv=True") < weights < names.index("load") < names.index("end_update") < cache
+    assert names.index("sleep weights=True kv=True") < weights < names.index("load") < names.index("loaded all") < cache
     for rank in range(2):
         own = [name for name, of in events[:cache] if of == rank and name in ("empty", "offload")]
         assert own[0] == "empty" and own[-2:] == ["offload", "empty"]
@@ -198,7 +193,7 @@ def with_death(model, dies_in):
 def test_update_weights_of_engine_that_dies_reaches_the_other_engine(ranks, tmp_path, dies_in):
     (version, events), (dead, _) = ranks.run(2, with_death, tiny_model(tmp_path / "model", "qwen3"), dies_in)
     assert (version, dead) == (3, -1)
-    assert events.count("load") == dies_in + 1 and "end_update" not in events
+    assert events.count("load") == dies_in + 1 and "loaded all" not in events
 
 
 def test_fitting_chunk_bytes_halves_until_two_fit_free_memory():

@@ -23,7 +23,7 @@ class EngineUpdate:
     """
 
     def __init__(self, engine: ProcessEngine | None, version: int) -> None:
-        """Makes the weights writable.
+        """Creates the update.
 
         Args:
             engine: engine of this rank; None where another rank leads it.
@@ -34,7 +34,6 @@ class EngineUpdate:
         self._staging: Staging | PatchStaging | None = None
         self.died = False
         """Whether the engine of this rank is dead."""
-        self._call(lambda engine: engine.begin_update())
 
     def load(self, staging: Staging | PatchStaging, payloads: Sequence[str], is_last: bool) -> None:
         """Starts copying a chunk into the parameters.
@@ -48,14 +47,10 @@ class EngineUpdate:
         self._loading = self._call(lambda engine: engine.load(payloads, self._version if is_last else None))
 
     def finish_load(self) -> None:
-        """Waits until the engine has copied the chunk of the last `load`."""
+        """Waits until the engine has copied the chunk of the last `load`; it has the new version after the last one."""
         loading, self._loading = self._loading, None
         if loading is not None:
             self._call(lambda engine: engine.loaded(loading))
-
-    def end(self) -> None:
-        """Ends the update; the engine has the new version from now on."""
-        self._call(lambda engine: engine.end_update(self._version))
 
     def _call(self, function: Callable[[ProcessEngine], Result]) -> Result | None:
         if self._engine is not None:

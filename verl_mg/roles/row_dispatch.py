@@ -13,7 +13,8 @@ that it passes on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ PIECE_BYTES = 32 << 20
 """Bytes of a message, unless a single row is larger."""
 PIECES_IN_FLIGHT = 4
 """Messages of PIECE_BYTES that a rank holds in addition to its rows and those that it has requested."""
+ROWS_AT_ONCE = 256
+"""Rows that a rank copies from its own batch at a time, which bounds the memory of the copy."""
 FROM_OWNER, PASSED_ON = 0, 1
 """Tags of messages from the owner and from the entry of the node."""
 
@@ -85,26 +88,24 @@ class _LocalRows:
 
     def __init__(self, batch: Batch, index: RowIndex) -> None:
         self._batch, self._index = batch, index
-        self._offsets = batch.offsets.tolist()
 
-    def entries(self, part: ColumnPart, row: int) -> Tensor:
-        """Returns the entries of a row, (length or 1, ...)."""
-        local = self._index.local_row[row]
-        is_token = self._index.schema[part.name].kind is ColumnKind.TOKEN
-        start, stop = self._offsets[local : local + 2] if is_token else (local, local + 1)
-        values = self._batch[part.name][start:stop]
-        if part.layers is None:
-            return values
-        first, end = (part.layers[0], part.layers[-1] + 1) if part.layers else (0, 0)
-        if part.layers == tuple(range(first, end)):
-            return values[:, first:end]
-        return values[:, list(part.layers)]
+    def entries(self, parts: Sequence[ColumnPart], rows: Sequence[int]) -> Iterator[tuple[ColumnPart, Tensor]]:
+        """Yields each of the parts of rows, (entries of the rows, ...), row after row."""
+        local = torch.tensor([self._index.local_row[row] for row in rows], dtype=torch.int64)
+        places = _Places(self._batch, local)
+        for part in parts:
+            values, selected = self._batch[part.name], places.of(self._index.schema[part.name].kind)
+            if part.layers is None:
+                yield part, values[selected]
+            else:
+                yield part, values[selected[:, None], torch.tensor(part.layers, dtype=torch.int64)]
 
     def pack(self, piece: Delivery) -> Tensor:
         """Returns the bytes of a piece: its parts one after the other, each row after row."""
         data = torch.empty(piece.num_bytes, dtype=torch.uint8)
-        for part, values, _ in _columns(piece, data, self._index):
-            torch.cat([self.entries(part, row) for row in piece.rows], out=values)
+        packed = _parts_of(piece, data, self._index)
+        for (_, target), (_, values) in zip(packed, self.entries(piece.parts, piece.rows), strict=True):
+            target.copy_(values)
         return data
 
 
@@ -116,40 +117,48 @@ class _Rows:
         self._index, self._rows, self._parts = index, rows, parts
         self._place = {row: place for place, row in enumerate(rows)}
         self.batch = Batch([index.lengths[row] for row in rows])
-        self._offsets = self.batch.offsets.tolist()
+        entries = {ColumnKind.TOKEN: self.batch.total_tokens, ColumnKind.SEQUENCE: len(rows), ColumnKind.UNKNOWN: 0}
         for part in parts:
             column = index.schema[part.name]
-            entries = self.batch.total_tokens if column.kind is ColumnKind.TOKEN else len(rows)
-            self.batch.put(part.name, torch.empty(entries, *part.shape(index.schema), dtype=column.dtype), column.kind)
-
-    def _entries(self, part: ColumnPart, row: int) -> Tensor:
-        place = self._place[row]
-        is_token = self._index.schema[part.name].kind is ColumnKind.TOKEN
-        start, stop = self._offsets[place : place + 2] if is_token else (place, place + 1)
-        return self.batch[part.name][start:stop]
+            values = torch.empty(entries[column.kind], *part.shape(index.schema), dtype=column.dtype)
+            self.batch.put(part.name, values, column.kind)
 
     def copy_local(self, source: _LocalRows, rank: int) -> None:
         """Copies the rows that this rank owns itself."""
-        for row in self._rows:
-            if self._index.owner_rank[row] == rank:
-                for part in self._parts:
-                    self._entries(part, row).copy_(source.entries(part, row))
+        own = [row for row in self._rows if self._index.owner_rank[row] == rank]
+        for first in range(0, len(own), ROWS_AT_ONCE):
+            rows = own[first : first + ROWS_AT_ONCE]
+            self._fill(rows, source.entries(self._parts, rows))
 
     def unpack(self, piece: Delivery, data: Tensor) -> None:
         """Copies a received piece into the columns."""
-        for part, values, lengths in _columns(piece, data, self._index):
-            for row, entries in zip(piece.rows, values.split(lengths), strict=True):
-                self._entries(part, row).copy_(entries)
+        self._fill(piece.rows, _parts_of(piece, data, self._index))
+
+    def _fill(self, rows: Sequence[int], parts: Iterable[tuple[ColumnPart, Tensor]]) -> None:
+        places = _Places(self.batch, torch.tensor([self._place[row] for row in rows], dtype=torch.int64))
+        for part, values in parts:
+            self.batch[part.name][places.of(self._index.schema[part.name].kind)] = values
 
 
-def _columns(piece: Delivery, data: Tensor, index: RowIndex) -> Iterator[tuple[ColumnPart, Tensor, list[int]]]:
-    """Yields each part of a piece, its entries as a view of the piece's bytes, and the entries of each row."""
-    start = 0
+class _Places:
+    """Where entries of rows of a batch are in its columns."""
+
+    def __init__(self, batch: Batch, rows: Tensor) -> None:
+        self._rows, self._tokens = rows, cache(partial(batch.entries, rows))
+
+    def of(self, kind: ColumnKind) -> Tensor:
+        """Returns the positions in a column of the kind, (entries,) int64, row after row."""
+        return self._tokens() if kind is ColumnKind.TOKEN else self._rows
+
+
+def _parts_of(piece: Delivery, data: Tensor, index: RowIndex) -> Iterator[tuple[ColumnPart, Tensor]]:
+    """Yields each part of a piece with its entries as a view of the piece's bytes."""
+    tokens, start = sum(index.lengths[row] for row in piece.rows), 0
     for part in piece.parts:
         column = index.schema[part.name]
-        lengths = [index.lengths[row] if column.kind is ColumnKind.TOKEN else 1 for row in piece.rows]
-        stop = start + sum(lengths) * part.entry_bytes(index.schema)
-        yield part, data[start:stop].view(column.dtype).view(sum(lengths), *part.shape(index.schema)), lengths
+        entries = tokens if column.kind is ColumnKind.TOKEN else len(piece.rows)
+        stop = start + entries * part.entry_bytes(index.schema)
+        yield part, data[start:stop].view(column.dtype).view(entries, *part.shape(index.schema))
         start = stop
 
 

@@ -200,7 +200,7 @@ class ProcessEngineSync:
         planned = self._planned(actor, target)
         is_target = dist.get_rank() in target.ranks
         update = EngineUpdate(self._engine if is_target else None, actor.num_updates)
-        receives = is_target and self._all_alive(update)
+        receives = is_target
         traffic: list[Traffic] = []
         keeps = self._delta and target == self._placement
         intact = False
@@ -214,8 +214,7 @@ class ProcessEngineSync:
             self._all_have = actor, actor.num_updates
         elif self._all_have != (actor, actor.num_updates):
             self._all_have = None
-        update.end()
-        self.barrier()
+        # All ranks report here, so that none releases memory that an engine still reads.
         return transfer_metrics(traffic, planned.lower_bound, started)
 
     def _load_all(
@@ -263,10 +262,6 @@ class ProcessEngineSync:
             return False
         update.load(filled, payloads, is_last=is_last)
         return True
-
-    def _all_alive(self, update: EngineUpdate) -> bool:
-        """Returns whether this rank's engine is alive; its ranks call it together."""
-        return not any(all_gather_json(update.died, self._groups[dist.get_rank()]))
 
     def _gather_payloads(self, payload: str | None) -> list[str]:
         """Returns the payloads of this rank's engine, in the order of SGLang's ranks."""

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 LINE_LIMIT = 2**31
 """Largest length of a line, in bytes."""
 ABORT_RETRY_SECONDS = 0.1
-METHODS = frozenset({"begin_update", "load", "end_update", "load_adapters", "sleep", "wake", "pause", "unpause"})
+METHODS = frozenset({"load", "load_adapters", "sleep", "wake", "pause", "unpause"})
 """Methods of a host that the rank can call."""
 
 
@@ -73,22 +73,14 @@ class EngineHost(ABC):
         """Aborts a request, or all with None; repeated until the samples have been sent."""
 
     @abstractmethod
-    async def begin_update(self) -> None:
-        """Begins an update of the weights."""
-
-    @abstractmethod
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
         """Copies tensors into the parameters.
 
         Args:
             payloads: one payload of `ipc_payload` per rank of the engine.
-            version: policy version, with the last payloads of an update.
+            version: policy version, with the last payloads of an update: what is derived from weights is computed then.
             flush: whether the cache of the old weights is flushed.
         """
-
-    @abstractmethod
-    async def end_update(self, version: int) -> None:
-        """Ends an update; what is derived from weights is recomputed."""
 
     @abstractmethod
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:

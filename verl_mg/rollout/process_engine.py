@@ -102,6 +102,7 @@ class ProcessEngine(RequestTracker):
         super().__init__(limits, request_timeout)
         self.settings, self._log, self._nodes = settings, log, nodes
         self._results: dict[int, tuple[bool, str]] = {}
+        self._loads: dict[int, int | None] = {}
         self._process: EngineProcess | None = None
         self._ports: PortBlock | None = None
         self.restart()
@@ -183,32 +184,30 @@ class ProcessEngine(RequestTracker):
         self._wait(self._call("unpause"))
         self._keeps_cache = False
 
-    def begin_update(self) -> None:
-        """Begins an update of the weights; no requests may be in flight, unless the engine is paused."""
-        self._wait(self._call("begin_update"))
-
     def load(self, payloads: Sequence[str], version: int | None) -> int:
         """Starts copying the tensors of the payloads into the parameters.
 
+        No requests may be in flight, unless the engine is paused.
+
         Args:
             payloads: one payload per rank of the engine.
-            version: policy version, with the last payloads of an update: they flush the cache of the old weights,
-                unless the engine is paused and keeps it.
+            version: policy version of the new weights, with the last payloads of an update: they flush the cache of
+                the old weights, unless the engine is paused and keeps it.
 
         Returns:
             A number for `loaded`.
         """
         flush = version is not None and not self._keeps_cache
-        return self._call("load", payloads=list(payloads), version=version, flush=flush)
+        number = self._call("load", payloads=list(payloads), version=version, flush=flush)
+        self._loads[number] = version
+        return number
 
     def loaded(self, number: int) -> None:
         """Waits until the engine has copied the tensors of a `load`."""
+        version = self._loads.pop(number)
         self._wait(number)
-
-    def end_update(self, version: int) -> None:
-        """Ends an update; the weights are policy version `version` from now on."""
-        self._wait(self._call("end_update", version=version))
-        self._version = version
+        if version is not None:
+            self._version = version
 
     def load_adapters(self, payloads: Sequence[str], version: int, config: Mapping[str, Any]) -> None:
         """Replaces the adapters with which all further requests are computed; none may be in flight.

@@ -207,11 +207,6 @@ def test_engine_given_unanswerable_prompt_raises(engine, prompt, words):
         engine.submit([Request(5, prompt, 0)], SHORT)
 
 
-def test_engine_load_without_begin_update_raises(engine):
-    with pytest.raises(RuntimeError, match="begin_weight_update"):
-        engine.loaded(engine.load([Staging({}, {}, torch.device("cpu")).payload()], 9))
-
-
 def test_engine_killed_while_generating_restarts_and_finishes(engine, model):
     requested = requests(12)
     engine.submit(requested, LONG)

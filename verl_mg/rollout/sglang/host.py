@@ -35,6 +35,7 @@ class SGLangHost(EngineHost):
         self._tp: int = engine.server_args.tp_size
         self._adapters: str | None = None  # SGLang's name of the adapters that requests use
         self._num_loads = 0
+        self._in_session = False
 
     async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
         """Implements `EngineHost.generate`."""
@@ -45,27 +46,24 @@ class SGLangHost(EngineHost):
         """Implements `EngineHost.abort`."""
         self._manager.abort_request(rid=rid or "", abort_all=rid is None)
 
-    async def begin_update(self) -> None:
-        """Opens a session of SGLang."""
-        await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
-
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
-        """Implements `EngineHost.load` by our weight loader."""
+        """Implements `EngineHost.load` by our weight loader, in a session of SGLang for each update."""
+        if not self._in_session:
+            await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
+            self._in_session = True
+        is_last = version is not None
         await self._request(
             "update_weights_from_tensor",
             "UpdateWeightsFromTensorReqInput",
-            serialized_named_tensors=[merge_stages(payloads[rank :: self._tp]) for rank in range(self._tp)],
+            serialized_named_tensors=[merge_stages(payloads[rank :: self._tp], is_last) for rank in range(self._tp)],
             load_format=LOADER,
             selector=TARGET,
             flush_cache=flush,
-            weight_version=None if version is None else str(version),
+            weight_version=str(version) if is_last else None,
         )
-
-    async def end_update(self, version: int) -> None:
-        """Closes the session; SGLang recomputes derived weights (MLA's w_kc and w_vc) in one without a load."""
-        await self._request("end_weight_update", "EndWeightUpdateReqInput")
-        await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
-        await self._request("end_weight_update", "EndWeightUpdateReqInput")
+        if is_last:
+            await self._request("end_weight_update", "EndWeightUpdateReqInput")
+            self._in_session = False
 
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
         """Loads adapters under a new name, of which SGLang caches no keys and values yet, and unloads the others."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,15 @@ LOADER = f"{__name__}.load_chunk"
 """Name of the loader, for the server argument `custom_weight_loader` and as load format."""
 
 
-def merge_stages(payloads: Sequence[str]) -> str:
-    """Merges the payloads of one tensor-parallel rank on all pipeline stages into one, in base64."""
-    text = torch.frombuffer(bytearray(json.dumps(list(payloads)).encode()), dtype=torch.uint8)
+def merge_stages(payloads: Sequence[str], is_last: bool) -> str:
+    """Merges the payloads of one tensor-parallel rank on all pipeline stages into one, in base64.
+
+    Args:
+        payloads: by pipeline stage.
+        is_last: whether they complete the weights.
+    """
+    message = {"payloads": list(payloads), "is_last": is_last}
+    text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
     # By value: all stages read it, and a handle can be opened only once.
     return base64.b64encode(pickle.dumps([("payloads of the stages", text)])).decode()
 
@@ -33,21 +39,31 @@ def merge_stages(payloads: Sequence[str]) -> str:
 def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Copies the tensors of this stage's payload into the parameters of the same names, or applies its patches.
 
+    The last one is followed by what SGLang's own loading ends with: weights are derived from others (MLA's w_kc, w_vc).
+
     Args:
         model: SGLang's model of this stage.
         named_tensors: the merged payload of all stages.
     """
-    from sglang.srt.model_loader.weight_utils import default_weight_loader
+    from sglang.srt.model_loader.loader import post_load_weights
     from sglang.srt.runtime_context import get_parallel
 
     ((_, text),) = named_tensors
-    payloads = json.loads(bytes(text.tolist()))
+    message = json.loads(bytes(text.tolist()))
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
-    places, memory = open_payload(payloads[get_parallel().pp_rank], device)
+    places, memory = open_payload(message["payloads"][get_parallel().pp_rank], device)
     if has_patches(places):
         apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
-        return
+    else:
+        _write_tensors(model, parameters, places, memory)
+    if message["is_last"]:
+        post_load_weights(model)
+
+
+def _write_tensors(model: Any, parameters: Mapping[str, Tensor], places: Any, memory: Tensor) -> None:
+    from sglang.srt.model_loader.weight_utils import default_weight_loader
+
     layers = marlin_layers(model)
     if layers:
         keep_order(model)

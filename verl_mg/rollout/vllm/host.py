@@ -91,19 +91,13 @@ class VLLMHost(EngineHost):
         """Implements `EngineHost.abort`."""
         self._start(self._engine.abort(list(self.open_requests) if rid is None else [rid]))
 
-    async def begin_update(self) -> None:
-        """Does nothing: the workers' parameters can be written at any time between two steps."""
-
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
-        """Has each worker write its payload into its parameters."""
-        await self._rpc("write_shards", list(payloads))
+        """Has each worker write its payload into its parameters, and in the end compute what is derived from them."""
+        await self._rpc("write_shards", list(payloads), version is not None)
         if flush and not await self._call_engine(self._engine.reset_prefix_cache(reset_running_requests=True)):
             raise RuntimeError("the prefix cache cannot be reset while requests run")
-
-    async def end_update(self, version: int) -> None:
-        """Has the workers compute what is derived from weights; tokens have the new version from now on."""
-        await self._rpc("finish_shards")
-        await self._call_engine(self._engine.update_weight_version(str(version)))
+        if version is not None:
+            await self._call_engine(self._engine.update_weight_version(str(version)))
 
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
         """Has each worker register the adapters under a new id and name, of which nothing is cached yet."""

@@ -61,11 +61,15 @@ class WorkerExtension:
         _unlink_shared_memory(os.environ.get("VLLM_DIST_IDENT"))
 
     @torch.no_grad()
-    def write_shards(self, payloads: Sequence[str]) -> None:
+    def write_shards(self, payloads: Sequence[str], is_last: bool) -> None:
         """Copies the tensors of this worker's payload into the parameters of the same names.
 
         Args:
             payloads: one payload of `ipc_payload` per worker.
+            is_last: whether all parameters are written then: what is derived from them is computed.
+
+        Raises:
+            RuntimeError: parameters were not written.
         """
         parameters = _parameters(self.model_runner.model)
         places, memory = open_payload(payloads[self.rank], self.device)
@@ -75,10 +79,10 @@ class WorkerExtension:
             self._written.add(name)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the rank reuses the memory
+        if is_last:
+            self._finish()
 
-    @torch.no_grad()
-    def finish_shards(self) -> None:
-        """Computes what is derived from the weights; raises RuntimeError if parameters were not written."""
+    def _finish(self) -> None:
         model = self.model_runner.model
         names = {name for name in _parameters(model) if not name.endswith(DERIVED)}
         if missing := sorted(names - self._written - _padding_alone(model)):
