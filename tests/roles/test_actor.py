@@ -135,7 +135,7 @@ def columns_at_stage(model, layout, given):
     plan = actor.plan_micro_batches(index, index.row_groups)
     at = actor.runner.groups.coordinates
     numbers = [row for micro in plan.rows[at.dp] for row in micro]
-    return at, numbers, Batch.concat(actor.gather_micro_batches(mine, index, plan))
+    return at, numbers, Batch.concat(*actor.gather_micro_batches(mine, index, [plan]))
 
 
 @pytest.mark.parametrize(

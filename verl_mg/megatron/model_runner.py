@@ -249,6 +249,18 @@ class ModelRunner:
         """
         if not self.is_member:
             return []
+        with self.timer("forward" if forward_only else "update"):
+            return self._run(micro_batches, temperature, loss_closure, forward_only, cp_sizes, with_entropy)
+
+    def _run(
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        loss_closure: LossClosure,
+        forward_only: bool,
+        cp_sizes: Sequence[int] | None,
+        with_entropy: bool,
+    ) -> list[Report]:
         # Temperature 0 is greedy sampling, whose log-probs are those of the unscaled distribution.
         scale = temperature if temperature > 0 else 1.0
         filled = [*micro_batches, *_fillers(micro_batches, self.layout)]
@@ -268,7 +280,7 @@ class ModelRunner:
             return model(micro, scale, with_entropy), partial(_without_division, loss_closure, micro)
 
         iterators = [iter(prepared) for _ in self.model_chunks]
-        with self.groups.active(), self.timer("forward" if forward_only else "update"):
+        with self.groups.active():
             reports = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],

@@ -157,12 +157,13 @@ class Trainer:
             return total, {"loss": total.detach().double(), **means}
 
         host_group = self.runner.groups.host_group
-        reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes)
-        self.runner.timer.barrier("update", host_group)
-        sums = sum_over_ranks(reports, host_group)
-        verdict, guard_metrics = self._guard.check(sums)
-        loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
-        return loss_metrics | guard_metrics | self._apply(verdict)
+        with self.runner.timer("update"):
+            reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes)
+            self.runner.timer.barrier("update", host_group)
+            sums = sum_over_ranks(reports, host_group)
+            verdict, guard_metrics = self._guard.check(sums)
+            loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
+            return loss_metrics | guard_metrics | self._apply(verdict)
 
     def allocate_moments(self) -> None:
         """Creates the optimizer's moments if there are none yet: zeros, as the first step would create them."""

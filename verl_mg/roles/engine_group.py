@@ -209,6 +209,8 @@ class ProcessEngineGroup(InFlightEngineGroup):
 
     def _wake(self, *, weights: bool, kv: bool) -> None:
         """Wakes this rank's engine, after all ranks on its devices have returned the memory that they do not use."""
+        if not self._sleep:
+            return
         device.release_unused_memory()
         self._sync.barrier()
         if self._inner:
@@ -221,9 +223,10 @@ class ProcessEngineGroup(InFlightEngineGroup):
             self.update_weights(self._actor)
             return
         super().acquire_memory()
-        # An engine that is restarted sizes its cache by the memory that is free then.
-        device.release_unused_memory()
-        self._sync.barrier()
+        if device.current_device().type == "cuda" and not self.disjoint:
+            # An engine that is restarted sizes its cache by the memory that is free then.
+            device.release_unused_memory()
+            self._sync.barrier()
 
     def release_memory(self) -> None:
         """Puts the engines to sleep, if they share devices with roles."""

@@ -24,7 +24,7 @@ from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.row_dispatch import gather_rows, scatter_column
-from verl_mg.roles.row_index import ColumnSchema, RowIndex
+from verl_mg.roles.row_index import INDEXED_COLUMNS, ColumnSchema, Fingerprint, RowIndex
 from verl_mg.roles.row_plan import ColumnPart
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
@@ -121,12 +121,9 @@ class Role:
             rows = batch.select_columns(FORWARD_COLUMNS)
             if mask is not None:
                 rows["loss_mask"] = mask
-            index = self._context.rows.index(batch, rows)
+            index = self._index(batch, rows)
             plan = self.plan_micro_batches(index, [[row] for row in range(len(index))])
-            # Roles with the same layout, such as actor and reference, read the same rows.
-            key = (_fingerprint(rows), self.runner.placement, self.runner.table.config, plan)
-            gather = partial(self.gather_micro_batches, rows, index, plan)
-            micro_batches = self._context.executor.once(key, gather) if mask is None else gather()
+            (micro_batches,) = self.gather_micro_batches(rows, index, [plan])
 
         def deliver(outputs: dict[int, Tensor]) -> Tensor:
             column = scatter_column(f"{self.name}.{call}", index, self._output_ranks(plan), outputs)
@@ -183,39 +180,50 @@ class Role:
 
         return MicroBatchPlan([[by_length(micro) for micro in steps] for steps in plan.rows], plan.cp_sizes)
 
-    def gather_micro_batches(self, batch: Batch, index: RowIndex, plan: MicroBatchPlan) -> list[Batch]:
-        """Transfers the rows of a plan to the ranks that compute them; all ranks call it together.
+    def _index(self, batch: Batch, rows: Batch) -> RowIndex:
+        """Returns the index of a batch for the transfer of `rows`; the roles of a concurrent block share it."""
+        key = (Fingerprint(batch, INDEXED_COLUMNS), Fingerprint(rows, rows.names()))
+        return self._context.executor.once(key, lambda: self._context.rows.index(batch, rows))
+
+    def gather_micro_batches(
+        self, batch: Batch, index: RowIndex, plans: Sequence[MicroBatchPlan]
+    ) -> list[list[Batch]]:
+        """Transfers the rows of plans to the ranks that compute them, in one exchange; all ranks call it together.
+
+        Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.
 
         Args:
             batch: this rank's rows, with the columns of `index.schema`.
             index: the index of the batch.
-            plan: rows of the micro-batches.
+            plans: rows of the micro-batches, each row in one plan.
 
         Returns:
-            The micro-batches of this rank, with the columns of its pipeline stage.
+            The micro-batches of this rank, by plan, with the columns of its pipeline stage.
 
         Raises:
             UserError: the column of prescribed experts does not fit the model.
         """
         check_routed_experts(batch, self.runner.table.config)
-        by_slot = [[row for micro in steps for row in micro] for steps in plan.rows]
+        key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, plans)
+        return self._context.executor.once(key, lambda: self._gather(batch, index, plans))
+
+    def _gather(self, batch: Batch, index: RowIndex, plans: Sequence[MicroBatchPlan]) -> list[list[Batch]]:
+        slots = range(len(plans[0].rows))
+        by_slot = [[row for plan in plans for micro in plan.rows[slot] for row in micro] for slot in slots]
         stages, model = range(self.runner.layout.pp), self.runner.table.config
         by_stage = [columns_needed(index.schema, self.runner.stage(stage), model) for stage in stages]
         places = [self.runner.placement.coordinates(rank) for rank in range(dist.get_world_size())]
         wanted = [by_slot[at.dp * self.runner.layout.cp + at.cp] if at else [] for at in places]
         needed = [by_stage[at.pp] if at else [] for at in places]
         rows = gather_rows(batch, index, wanted, needed)
-        return rows.split([len(micro) for micro in self._rows_of_rank(dist.get_rank(), plan)])
+        numbers = [self._rows_of_rank(dist.get_rank(), plan) for plan in plans]
+        micro_batches = iter(rows.split([len(micro) for steps in numbers for micro in steps]))
+        return [[next(micro_batches) for _ in steps] for steps in numbers]
 
     def _rows_of_rank(self, rank: int, plan: MicroBatchPlan) -> list[list[int]]:
         """Returns the rows of each micro-batch of a rank of the job; none outside the placement."""
         at = self.runner.placement.coordinates(rank)
         return plan.rows[at.dp * self.runner.layout.cp + at.cp] if at else []
-
-
-def _fingerprint(rows: Batch) -> list[tuple[int, int]]:
-    """Returns a value that changes with the columns, as long as their tensors exist."""
-    return [(id(rows[name]), rows[name]._version) for name in rows.names()]
 
 
 def columns_needed(schema: Mapping[str, ColumnSchema], stage: Stage, model: HFConfig) -> list[ColumnPart]:

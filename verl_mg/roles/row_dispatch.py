@@ -141,7 +141,7 @@ class _Rows:
 
 
 class _Places:
-    """Where entries of rows of a batch are in its columns."""
+    """Positions of the entries of rows in the columns of a batch."""
 
     def __init__(self, batch: Batch, rows: Tensor) -> None:
         self._rows, self._tokens = rows, cache(partial(batch.entries, rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,8 +61,31 @@ class RowIndex:
         return sorted(rows, key=self.local_row.__getitem__)
 
 
-_Fingerprint = list[tuple[Tensor | None, int]]
-_INDEXED = ("sample_id", "loss_mask", "pair")
+class Fingerprint:
+    """Columns of a batch as they are now; another one is equal as long as none is set or edited in place."""
+
+    def __init__(self, batch: Batch, names: Iterable[str]) -> None:
+        """Notes the columns.
+
+        Args:
+            batch: the batch.
+            names: names of the columns; those that are not there count too.
+        """
+        # The tensors themselves: another one could get the address of one that is gone.
+        self._tensors = [batch.lengths, *(batch[name] if name in batch else None for name in names)]
+        self._versions = [None if tensor is None else tensor._version for tensor in self._tensors]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint) or len(self._tensors) != len(other._tensors):
+            return False
+        same = all(mine is theirs for mine, theirs in zip(self._tensors, other._tensors, strict=True))
+        return same and self._versions == other._versions
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair")
+"""Columns that the index of a batch depends on."""
 _FIELDS = 4
 """Integers that a rank sends for each row: sample id, length, scored tokens and group."""
 
@@ -97,7 +120,7 @@ class RowIndexer:
 
     def __init__(self) -> None:
         # With the tensors that the index was computed from and their versions.
-        self._indices: WeakKeyDictionary[Batch, tuple[RowIndex, _Fingerprint]] = WeakKeyDictionary()
+        self._indices: WeakKeyDictionary[Batch, tuple[RowIndex, Fingerprint]] = WeakKeyDictionary()
 
     def index(self, batch: Batch, transferred: Batch | None = None) -> RowIndex:
         """Returns the index of a batch; all ranks call it together.
@@ -122,7 +145,7 @@ class RowIndexer:
             if any(report.rows is None for report in reports):  # the batch has changed on some ranks only
                 reports = _gather(_Report(_local_rows(batch), schema))
             cached = _merge([report.rows for report in reports if report.rows is not None])
-            self._indices[batch] = (cached, _fingerprint(batch))
+            self._indices[batch] = (cached, Fingerprint(batch, INDEXED_COLUMNS))
         nonempty = sorted(set(cached.owner_rank))
         schemas = sorted({reports[rank].schema for rank in nonempty}) or [schema]
         if len(schemas) > 1:
@@ -130,22 +153,12 @@ class RowIndexer:
         return replace(cached, schema=_parse(json.loads(schemas[0])))
 
     def _cached(self, batch: Batch) -> RowIndex | None:
-        index, before = self._indices.get(batch, (None, []))
-        now = _fingerprint(batch)
-        unchanged = len(before) == len(now) and all(
-            old is new and version == latest for (old, version), (new, latest) in zip(before, now, strict=True)
-        )
-        return index if unchanged else None
+        index, before = self._indices.get(batch, (None, None))
+        return index if before == Fingerprint(batch, INDEXED_COLUMNS) else None
 
 
 def _gather(report: _Report) -> list[_Report]:
     return [_Report.decode(data) for data in all_gather_bytes(report.encode())]
-
-
-def _fingerprint(batch: Batch) -> _Fingerprint:
-    columns = {name: batch[name] for name in _INDEXED if name in batch}
-    tensors = [batch.lengths, *map(columns.get, _INDEXED)]
-    return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
 
 
 def _local_rows(batch: Batch) -> Tensor:

@@ -131,10 +131,10 @@ class TrainableRole(Role):
         self.trained_batches.append(batch)
         self._context.offload.release_engines()
         with self._context.timer("row_dispatch"):
-            index = self._context.rows.index(batch)
+            index = self._index(batch, batch)
             groups = index.row_groups
             cuts = torch.arange(len(groups)).tensor_split(min(num_minibatches, max(len(groups), 1)))
-            epoch = [self._mini_batch(batch, index, [groups[i] for i in cut.tolist()]) for cut in cuts]
+            epoch = self._mini_batches(batch, index, [[groups[i] for i in cut.tolist()] for cut in cuts])
         steps = epoch * num_epochs
         self.num_updates += len(steps)
 
@@ -163,15 +163,18 @@ class TrainableRole(Role):
 
         return self._context.executor.metrics(f"{self.name}.update", work, deliver)
 
-    def _mini_batch(self, batch: Batch, index: RowIndex, row_groups: Sequence[Sequence[int]]) -> _MiniBatch:
-        rows = [row for group in row_groups for row in group]
-        plan = self.plan_micro_batches(index, row_groups)
-        return _MiniBatch(
-            self.gather_micro_batches(batch, index, plan),
-            plan.cp_sizes,
-            num_tokens=sum(index.num_scored_tokens[row] for row in rows),
-            num_sequences=sum(index.num_scored_tokens[row] > 0 for row in rows),
-        )
+    def _mini_batches(
+        self, batch: Batch, index: RowIndex, row_groups: Sequence[Sequence[Sequence[int]]]
+    ) -> list[_MiniBatch]:
+        """Returns the mini-batches, whose rows are transferred together; `row_groups`: by mini-batch."""
+        plans = [self.plan_micro_batches(index, groups) for groups in row_groups]
+        scored = [[index.num_scored_tokens[row] for group in groups for row in group] for groups in row_groups]
+        return [
+            _MiniBatch(micro_batches, plan.cp_sizes, num_tokens=sum(counts), num_sequences=sum(n > 0 for n in counts))
+            for micro_batches, plan, counts in zip(
+                self.gather_micro_batches(batch, index, plans), plans, scored, strict=True
+            )
+        ]
 
     def parts(self) -> Iterator[StoredBox]:
         """Yields this rank's shards of weights and optimizer state for a checkpoint.

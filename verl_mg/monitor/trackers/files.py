@@ -57,8 +57,10 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
         self._writer.flush()
 
     def close(self) -> None:
