@@ -125,9 +125,9 @@ class _Rows:
 
     def copy_local(self, source: _LocalRows, rank: int) -> None:
         """Copies the rows that this rank owns itself."""
-        own = [row for row in self._rows if self._index.owner_rank[row] == rank]
-        for first in range(0, len(own), ROWS_AT_ONCE):
-            rows = own[first : first + ROWS_AT_ONCE]
+        local = [row for row in self._rows if self._index.owner_rank[row] == rank]
+        for first in range(0, len(local), ROWS_AT_ONCE):
+            rows = local[first : first + ROWS_AT_ONCE]
             self._fill(rows, source.entries(self._parts, rows))
 
     def unpack(self, piece: Delivery, data: Tensor) -> None:

@@ -72,14 +72,14 @@ class Fingerprint:
             names: names of the columns; those that are not there count too.
         """
         # The tensors themselves: another one could get the address of one that is gone.
-        self._tensors = [batch.lengths, *(batch[name] if name in batch else None for name in names)]
-        self._versions = [None if tensor is None else tensor._version for tensor in self._tensors]
+        columns = {"": batch.lengths} | {name: batch[name] for name in names if name in batch}
+        self._columns = {name: (tensor, tensor._version) for name, tensor in columns.items()}
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Fingerprint) or len(self._tensors) != len(other._tensors):
+        if not isinstance(other, Fingerprint) or self._columns.keys() != other._columns.keys():
             return False
-        same = all(mine is theirs for mine, theirs in zip(self._tensors, other._tensors, strict=True))
-        return same and self._versions == other._versions
+        pairs = ((column, other._columns[name]) for name, column in self._columns.items())
+        return all(tensor is latest and version == now for (tensor, version), (latest, now) in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 

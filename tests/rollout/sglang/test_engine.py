@@ -17,7 +17,6 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
-from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang import SGLangEngine, check_on_cpu
 

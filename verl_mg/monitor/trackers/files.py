@@ -6,6 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from verl_mg.jsonl import keep_before
 
@@ -60,7 +61,8 @@ class TensorBoardTracker:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
+        file_writer: Any = self._writer.file_writer
+        file_writer.add_summary(Summary(value=values), step)  # one event for all
         self._writer.flush()
 
     def close(self) -> None:
