@@ -91,6 +91,17 @@ def test_dynamic_queue_forgets_groups_of_other_engines_in_one_request():
     assert store.requests == ["add", "multi_get"]
 
 
+def test_dynamic_queue_single_samples_cost_two_requests_each():
+    store = CountedStore()
+    queue = DynamicWorkQueue(store, "call", make_groups([(1, 0)] * 9), 9)
+    for sample in queue.pop(9):
+        queue.mark_done(sample)
+    assert queue.is_done() and store.requests == ["add"] * 18
+    store.requests.clear()
+    queue.delete_keys()
+    assert store.requests == ["delete_key"] * 2
+
+
 def test_work_queue_refresh_is_one_request():
     store = CountedStore()
     queue = DynamicWorkQueue(store, "call", make_groups([(1, 0)] * 9), 1)

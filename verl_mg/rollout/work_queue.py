@@ -65,7 +65,8 @@ class WorkQueue(ABC):
     def mark_done(self, sample: int) -> None:
         """Counts a completed sample; KeyError for an id that is not in the queue."""
         group = self._group_of[sample]
-        if self._add(f"done/{group}", 1) == self._groups[group].size:
+        size = self._groups[group].size
+        if size == 1 or self._add(f"done/{group}", 1) == size:
             self._num_complete = self._add("complete", 1)
             self.completion_order[group] = self._num_complete - 1
 
@@ -110,9 +111,9 @@ class DynamicWorkQueue(WorkQueue):
         """Returns samples of the group that this engine has claimed, then of groups that others have."""
         popped: list[int] = []
         while len(popped) < max_samples and (group := self._current_group()) is not None:
-            samples = self._pop_from(group, max_samples - len(popped))
+            samples, is_exhausted = self._pop_from(group, max_samples - len(popped))
             popped += samples
-            if not samples:
+            if is_exhausted:
                 self._drop(group)
         return popped
 
@@ -131,12 +132,21 @@ class DynamicWorkQueue(WorkQueue):
             return self._claimed
         return self._remaining[-1] if self._remaining else None
 
-    def _pop_from(self, group: int, count: int) -> list[int]:
+    def _pop_from(self, group: int, count: int) -> tuple[list[int], bool]:
+        """Returns samples of a group, and whether none is left."""
+        fresh = self._groups[group].fresh
+        if self._only_claimer_starts(group):
+            return list(fresh), True
         end = self._add(f"popped/{group}", count)
-        return list(self._groups[group].fresh[end - count : end])
+        return list(fresh[end - count : end]), end >= len(fresh)
+
+    def _only_claimer_starts(self, group: int) -> bool:
+        """Returns whether the group is its claimer's alone: others help only when all groups are claimed."""
+        return len(self._groups[group].fresh) == 1
 
     def _drop_exhausted(self) -> None:
         """Forgets the groups without a sample left: one request instead of one for each of them from each engine."""
+        self._remaining = [group for group in self._remaining if not self._only_claimer_starts(group)]
         popped = self._read(f"popped/{group}" for group in self._remaining) if self._remaining else []
         pairs = zip(self._remaining, popped, strict=True)
         self._remaining = [group for group, count in pairs if count < len(self._groups[group].fresh)]
@@ -197,6 +207,9 @@ class StreamingWorkQueue(DynamicWorkQueue):
         self._remaining = [index for index in self._remaining if index not in self._forgotten]
         if self._claimed in self._forgotten:
             self._claimed = None
+
+    def _only_claimer_starts(self, group: int) -> bool:
+        return False  # an engine may have to wait with a group that it has claimed, while others have free slots
 
     def _current_group(self) -> int | None:
         while self._claimed is None:
