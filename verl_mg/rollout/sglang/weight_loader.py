@@ -61,7 +61,7 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         post_load_weights(model)
 
 
-def _write_tensors(model: Any, parameters: Mapping[str, Tensor], places: Any, memory: Tensor) -> None:
+def _write_tensors(model: Any, parameters: Mapping[str, Tensor], places: str, memory: Tensor) -> None:
     from sglang.srt.model_loader.weight_utils import default_weight_loader
 
     layers = marlin_layers(model)
