@@ -26,8 +26,6 @@ class PatchedEngine:
         self.parameters = [{} for _ in range(size)]
         self.loads = []
 
-    def begin_update(self): ...
-
     def load(self, payloads, version):
         for held, payload in zip(self.parameters, payloads, strict=True):
             places, memory = open_payload(payload, torch.device("cpu"))
@@ -39,8 +37,6 @@ class PatchedEngine:
         return 0
 
     def loaded(self, number): ...
-
-    def end_update(self, version): ...
 
 
 def same_bits(a, b):

@@ -28,8 +28,6 @@ class ReceivingEngine:
     def __init__(self, size):
         self.parameters = [{} for _ in range(size)]
 
-    def begin_update(self): ...
-
     def load(self, payloads, version):
         for rank, payload in enumerate(payloads):
             views = named_views(*open_payload(payload, torch.device("cpu")))
@@ -37,8 +35,6 @@ class ReceivingEngine:
         return 0
 
     def loaded(self, number): ...
-
-    def end_update(self, version): ...
 
 
 def synced(model, wire, lora):

@@ -35,6 +35,7 @@ class SGLangHost(EngineHost):
         self._tp: int = engine.server_args.tp_size
         self._adapters: str | None = None  # SGLang's name of the adapters that requests use
         self._num_loads = 0
+        self._is_quantized = engine.server_args.quantization is not None
         self._in_session = False
 
     async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -63,6 +64,10 @@ class SGLangHost(EngineHost):
         )
         if is_last:
             await self._request("end_weight_update", "EndWeightUpdateReqInput")
+            if self._is_quantized:
+                # SGLang transposes FP8 matrices whenever it processes weights: a second time restores the first one's.
+                await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
+                await self._request("end_weight_update", "EndWeightUpdateReqInput")
             self._in_session = False
 
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
