@@ -1,5 +1,7 @@
 """A pool of servers: which server gets which request, and where requests go when servers come, go and fail."""
 
+from __future__ import annotations
+
 import random
 from collections import defaultdict
 from itertools import pairwise
@@ -24,6 +26,10 @@ class Client:
         self.running: dict[int, tuple[Request, Sampling]] = {}
         self.done: list[Sample] = []
         self.version = -1
+
+    @property
+    def parts(self) -> tuple[Client, ...]:
+        return (self,)
 
     def num_free_slots(self) -> int:
         return self.slots - len(self.running)
