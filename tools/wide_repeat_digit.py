@@ -27,6 +27,7 @@ def make(folder: Path, hidden: int, layers: int) -> None:
         layers=layers,
         ffn=3 * hidden,
         max_positions=1024,
+        head_dim=32,  # vLLM has no smaller ones on the CPU
     )
 
 

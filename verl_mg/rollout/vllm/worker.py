@@ -9,19 +9,26 @@ import glob
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm._custom_ops as custom_ops
 from torch import Tensor
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.vllm.routing import RoutingRecorder
 
+CPU_POLL_SECONDS = 0.001
+"""Time for which a worker on the CPU polls for the next message before it sleeps."""
+
 if current_platform.is_cpu():
+    # Else workers poll for a second after each message, which takes the cores from the ranks.
+    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=CPU_POLL_SECONDS)
     # Else linear layers have no weight after loading, only a packed copy inside of oneDNN or of AMX kernels.
     custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
