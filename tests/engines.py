@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ from verl_mg import device
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.models.hf_config import read_config
+from verl_mg.rollout.engine import Request, RolloutEngine, Sample
 from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.process_engine import ProcessEngine
 from verl_mg.rollout.vllm.engine import VLLMEngine
@@ -53,3 +55,18 @@ def bring_weights(engine: ProcessEngine, model: Path, version: int) -> None:
         with CheckpointReader(ModelDirectory.find(model)) as reader:
             load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
     engine.loaded(engine.load([staging.payload() for staging in held], version))
+
+
+def requests(count: int = 6) -> list[Request]:
+    """Requests with prompts of four tokens."""
+    return [Request(10 + i, (6 + i % 8, 7, 9, 11), i) for i in range(count)]
+
+
+def all_of(engine: RolloutEngine, count: int, seconds: float = 100.0, wait: float = 0.5) -> list[Sample]:
+    """Collects samples, for which each look waits up to `wait` seconds; sorted by id."""
+    samples: list[Sample] = []
+    until = time.monotonic() + seconds
+    while len(samples) < count and time.monotonic() < until:
+        samples += engine.collect(wait)
+    assert len(samples) == count
+    return sorted(samples, key=lambda sample: sample.id)

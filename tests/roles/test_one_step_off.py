@@ -44,7 +44,7 @@ def train_ahead(folder, engine):
         rows = trained[0]
         reported.append(
             {
-                "prefetching": job.rollout.is_prefetching,
+                "prefetching": bool(job.rollout.state().prefetched),
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith("time/")},
                 "ids": rows["sample_id"].tolist(),
                 "versions": rows["policy_versions"][rows["loss_mask"]].unique().tolist(),

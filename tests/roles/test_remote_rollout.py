@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from tests.engines import all_of, requests
 from tests.roles.engine_jobs import NEW_TOKENS, engine_job, inputs
 from tests.sglang_servers import RunningServer, free_port
 from tests.traces import needs_sglang
@@ -21,7 +22,7 @@ from verl_mg.errors import UserError
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles import broadcast_sync
-from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
+from verl_mg.rollout.engine import EngineDiedError, Request, Sampling
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.server_info import ServerRequirements
 
@@ -239,19 +240,6 @@ def engine(server) -> Iterator[RemoteEngine]:
     engine.close()
 
 
-def requests(count: int) -> list[Request]:
-    return [Request(10 + i, (6 + i % 8, 7, 9), i) for i in range(count)]
-
-
-def all_of(engine: RemoteEngine, count: int, seconds: float = 100.0, wait: float = 0.5) -> list[Sample]:
-    samples: list[Sample] = []
-    until = time.monotonic() + seconds
-    while len(samples) < count and time.monotonic() < until:
-        samples += engine.collect(wait)
-    assert len(samples) == count
-    return sorted(samples, key=lambda sample: sample.id)
-
-
 def test_remote_engine_resumes_a_partial_sample(engine):
     greedy = Sampling(max_new_tokens=58, temperature=0.0)
     whole = engine.generate(requests(6), greedy)
@@ -372,7 +360,7 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
             r"^URL: its ranks cannot receive their shards: it was started without --custom-weight-loader "
             r"verl_mg\.rollout\.sglang\.shard_receiver\.receive_shards",
         ),
-        (["rollout.urls=[URL, URL]"], r"^rollout\.urls: a server is named twice"),
+        (["rollout.urls=[URL, URL]"], r"^rollout\.urls: the server URL is named twice"),
         (
             ["rollout.urls=[URL]", "rollout.weight_transfer=disk"],
             r"rollout\.shared_folder: it is missing.*Name a folder",

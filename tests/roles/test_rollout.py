@@ -288,7 +288,7 @@ def keep_two_of_five(model: Path) -> list[list[tuple[int, int, list[int]]]]:
                 for i in range(len(batch))
             ]
         )
-        assert rollout.num_pending_prompts == (3, 3, 0)[number]
+        assert len(rollout.state().groups) == (3, 3, 0)[number]
         before = dict(rollout.metrics)
         assert len(rollout.generate_greedy(make_prompts(model)[:2])) == (2 if dist.get_world_size() == 1 else 1)
         assert rollout.metrics == before  # the metrics of an iteration are not those of its evaluation

@@ -29,17 +29,15 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import PendingGroup, RolloutState
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecord, RolloutRecords
+from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecords, RolloutSource
 from verl_mg.roles.staleness import OutstandingGroups, PolicyVersions, Selection, Stale
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_stream import EngineStream, oldest_version
 from verl_mg.rollout.work_queue import StreamingWorkQueue
 
 
-class AsyncRollout:
+class AsyncRollout(RolloutSource):
     """Generates samples on the engines of all ranks without pause; all ranks call every method together."""
-
-    is_replay = False
 
     def __init__(
         self,
@@ -67,6 +65,7 @@ class AsyncRollout:
             max_staleness: largest number of weight updates between generation and training of a token.
             stale: treatment of tokens that are too old.
         """
+        super().__init__(records)
         self._engines, self._seed, self._context, self._feed, self._reward = engines, seed, context, prompts, reward
         self._versions = PolicyVersions(max_staleness)
         self._groups = OutstandingGroups(self._versions, stale)
@@ -84,11 +83,7 @@ class AsyncRollout:
         self._num_samples = 0
         self._num_calls = self._num_consumed = self._num_dropped = 0
         self._progress: list[PendingGroup] = []
-        self._is_last = True
         self._idle_since = time.perf_counter()
-        self._records = records
-        self._train_batches: list[Batch] = []
-        self.metrics: dict[str, float] = {}
         queue = StreamingWorkQueue(self._store, "queue")
         self._stream = EngineStream(
             engines.engine,
@@ -102,26 +97,6 @@ class AsyncRollout:
             sampling,
         )
         self._evaluation = Rollout(engines, sampling, seed, context, prompts, records, reward)
-
-    @property
-    def train_batches(self) -> list[Batch]:
-        """Returns the batches of this iteration that `generate` returned."""
-        return self._train_batches
-
-    @property
-    def records(self) -> list[RolloutRecord]:
-        """Returns the records of all batches of this iteration."""
-        return self._records.records
-
-    @property
-    def num_pending_prompts(self) -> int:
-        """Returns 0: the next call returns as many groups as it is given prompts."""
-        return 0
-
-    def start_iteration(self, iteration: int, is_last: bool) -> None:
-        """Starts the records of an iteration; in the last one nothing is submitted for later calls."""
-        self._is_last, self._train_batches = is_last, []
-        self._records.clear()
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
         """Returns samples of as many prompts as requested, those with the oldest tokens, different rows on each rank.

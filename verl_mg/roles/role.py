@@ -185,9 +185,7 @@ class Role:
         key = (Fingerprint(batch, INDEXED_COLUMNS), Fingerprint(rows, rows.names()))
         return self._context.executor.once(key, lambda: self._context.rows.index(batch, rows))
 
-    def gather_micro_batches(
-        self, batch: Batch, index: RowIndex, plans: Sequence[MicroBatchPlan]
-    ) -> list[list[Batch]]:
+    def gather_micro_batches(self, batch: Batch, index: RowIndex, plans: Sequence[MicroBatchPlan]) -> list[list[Batch]]:
         """Transfers the rows of plans to the ranks that compute them, in one exchange; all ranks call it together.
 
         Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.

@@ -37,7 +37,7 @@ from verl_mg.roles.group_rows import distribute_rows, group_rows, put_origin, sa
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import GenerationCall, PendingGroup, PendingGroups, RolloutState
 from verl_mg.roles.reward import RewardRole
-from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecord, RolloutRecords
+from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecords, RolloutSource
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_counts import count_metrics
 from verl_mg.rollout.engine_loop import EngineLoop
@@ -61,10 +61,8 @@ class _Prefetched:
     num_samples: int
 
 
-class Rollout:
+class Rollout(RolloutSource):
     """Generates samples on the engines of all ranks; all ranks call every method together."""
-
-    is_replay = False
 
     def __init__(
         self,
@@ -95,6 +93,7 @@ class Rollout:
             prefetch: whether the samples of the next `generate` are generated while this iteration trains.
             partial_rollout: whether groups that were not complete are resumed in the next call, not dropped.
         """
+        super().__init__(records)
         self._engines, self._sampling, self._seed, self._feed, self._reward = engines, sampling, seed, prompts, reward
         self._extra_prompts, self._prefetch, self._partial_rollout = extra_prompts, prefetch, partial_rollout
         self._context, self._store = context, PrefixStore("rollout", context.store)
@@ -109,35 +108,6 @@ class Rollout:
         """Actor whose weights are transferred when the samples in flight are complete."""
         self._num_resumed_groups: int | None = None
         """Groups to return of the call that was in flight at the checkpoint."""
-        self._is_last = True
-        self._records = records
-        self._train_batches: list[Batch] = []
-        self.metrics: dict[str, float] = {}
-
-    @property
-    def train_batches(self) -> list[Batch]:
-        """Returns the batches of this iteration that `generate` returned."""
-        return self._train_batches
-
-    @property
-    def records(self) -> list[RolloutRecord]:
-        """Returns the records of all batches of this iteration."""
-        return self._records.records
-
-    @property
-    def num_pending_prompts(self) -> int:
-        """Returns how many prompts the next call resumes."""
-        return len(self._pending)
-
-    @property
-    def is_prefetching(self) -> bool:
-        """Returns whether samples of the next `generate` are in flight or ready."""
-        return self._prefetched is not None
-
-    def start_iteration(self, iteration: int, is_last: bool) -> None:
-        """Starts the records of an iteration; in the last one nothing is prefetched."""
-        self._is_last, self._train_batches = is_last, []
-        self._records.clear()
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
         """Returns samples of as many prompts as requested, different rows on each rank.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
@@ -87,26 +87,36 @@ class LocalRolloutState:
     """Rows that were generated in advance, and that the next `generate` returns."""
 
 
-class RolloutSource(Protocol):
+class RolloutSource(ABC):
     """Source of samples, as a recipe and the training loop use it; all ranks call every method together.
 
     `Rollout` generates the samples, `ReplayRollout` reads those of an earlier run.
     """
 
-    metrics: dict[str, float]
-    """Metrics of the last `generate` and the last transfer of weights."""
-    is_replay: bool
+    is_replay = False
     """Whether the samples were recorded in an earlier run: then there are no engines and no evaluation."""
+
+    def __init__(self, records: RolloutRecords) -> None:
+        """Creates a source without batches.
+
+        Args:
+            records: receives the batches for the recording of samples.
+        """
+        self._records = records
+        self._train_batches: list[Batch] = []
+        self._is_last = True
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last `generate` and the last transfer of weights."""
 
     @property
     def train_batches(self) -> Sequence[Batch]:
         """Returns the batches of this iteration that `generate` returned."""
-        ...
+        return self._train_batches
 
     @property
     def records(self) -> Sequence[RolloutRecord]:
         """Returns the records of all batches of this iteration, in the order in which they were returned."""
-        ...
+        return self._records.records
 
     def start_iteration(self, iteration: int, is_last: bool) -> None:
         """Starts the records of an iteration.
@@ -115,8 +125,10 @@ class RolloutSource(Protocol):
             iteration: number of the iteration, from 1.
             is_last: whether no iteration follows, so that no samples are generated in advance.
         """
-        ...
+        self._is_last, self._train_batches = is_last, []
+        self._records.clear()
 
+    @abstractmethod
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
         """Returns samples of prompts; each rank has other rows.
 
@@ -124,12 +136,12 @@ class RolloutSource(Protocol):
             prompts: the prompts, the same on every rank.
             num_samples: samples of each prompt.
         """
-        ...
 
+    @abstractmethod
     def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns the greedy response to each prompt."""
-        ...
 
+    @abstractmethod
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
         """Returns samples that are not trained on and do not change those of training.
 
@@ -138,20 +150,20 @@ class RolloutSource(Protocol):
             num_samples: samples of each prompt.
             temperature: sampling temperature; 0 is greedy.
         """
-        ...
 
+    @abstractmethod
     def update_weights(self, actor: Actor) -> None:
         """Transfers the actor's weights to the engines."""
-        ...
 
+    @abstractmethod
     def state(self) -> RolloutState | None:
         """Returns what all ranks know of unfinished samples, for a checkpoint; None where there is nothing to save."""
-        ...
 
+    @abstractmethod
     def local_state(self) -> LocalRolloutState:
         """Returns what this rank alone has of unfinished samples, for a checkpoint."""
-        ...
 
+    @abstractmethod
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
         """Resumes from a checkpoint, before the first `update_weights`.
 
@@ -160,12 +172,11 @@ class RolloutSource(Protocol):
             local: this rank's share of the ranks' local states.
             prompt_of: returns the prompt of an id.
         """
-        ...
 
+    @abstractmethod
     def resume_in_flight(self) -> None:
         """Starts the samples that were in flight at the checkpoint again, after the first `update_weights`."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Ends the engines that this job has started."""
-        ...

@@ -23,7 +23,7 @@ from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import fingerprint
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import RolloutState
-from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecord, RolloutRecords
+from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecords, RolloutSource
 from verl_mg.run.checkpointer import newest_intact
 from verl_mg.run.run_dir import CHECKPOINTS
 
@@ -65,7 +65,7 @@ class Replay:
         return cls(recording, checkpoint, last)
 
 
-class ReplayRollout:
+class ReplayRollout(RolloutSource):
     """Returns recorded batches, with their rewards, in the order in which the recipe received them in the run.
 
     Prompts and numbers of samples are those of the run, whatever the recipe requests.
@@ -74,27 +74,14 @@ class ReplayRollout:
     is_replay = True
 
     def __init__(self, recording: SampleReader) -> None:
+        super().__init__(RolloutRecords())
         self._recording, self._iteration = recording, 0
         self._remaining: list[Batch] = []
-        self._records = RolloutRecords()
-        self._train_batches: list[Batch] = []
-        self.metrics: dict[str, float] = {}
-
-    @property
-    def train_batches(self) -> list[Batch]:
-        """Returns the batches of this iteration that `generate` returned."""
-        return self._train_batches
-
-    @property
-    def records(self) -> list[RolloutRecord]:
-        """Returns the records of all batches of this iteration."""
-        return self._records.records
 
     def start_iteration(self, iteration: int, is_last: bool) -> None:
         """Reads the batches of an iteration."""
+        super().start_iteration(iteration, is_last)
         self._iteration, self._remaining = iteration, self._recording.batches(iteration)
-        self._train_batches = []
-        self._records.clear()
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
         """Returns the next recorded batch."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines import bring_weights, process_of
+from tests.engines import all_of, bring_weights, process_of, requests, workers_of
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
+from verl_mg.rollout.engine import EngineDiedError, Request, Sampling
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang import SGLangEngine, check_on_cpu
 
@@ -42,25 +41,6 @@ def engine(model, tmp_path_factory) -> Iterator[SGLangEngine]:
     bring_weights(engine, model, version=7)
     yield engine
     engine.close()
-
-
-def requests(count: int = 6) -> list[Request]:
-    return [Request(10 + i, (6 + i % 8, 7, 9, 11), i) for i in range(count)]
-
-
-def all_of(engine: SGLangEngine, count: int, seconds: float = 60.0, look: float = 0.5) -> list[Sample]:
-    """Late requests are looked for every `look` seconds."""
-    samples: list[Sample] = []
-    until = time.monotonic() + seconds
-    while len(samples) < count and time.monotonic() < until:
-        samples += engine.collect(look)
-    assert len(samples) == count
-    return sorted(samples, key=lambda sample: sample.id)
-
-
-def schedulers(engine: SGLangEngine) -> list[psutil.Process]:
-    children = process_of(engine).children(recursive=True)
-    return [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
 
 
 def test_engine_samples_match_transformers_logprobs_and_routing(engine, model):
@@ -115,7 +95,7 @@ def test_engine_request_over_its_time_is_cut_alone(engine, monkeypatch):
     engine.submit([Request(1, (6, 7), 1)], Sampling(max_new_tokens=250))
     monkeypatch.setattr(engine, "_request_timeout", 100.0)
     engine.submit([Request(2, (6, 7), 1)], Sampling(max_new_tokens=250))
-    late, other = all_of(engine, 2, look=0.01)
+    late, other = all_of(engine, 2, wait=0.01)
     assert late.finish == "timeout" and len(late.tokens) < 250
     assert other.finish == "length" and len(other.tokens) == 250
 
@@ -123,7 +103,7 @@ def test_engine_request_over_its_time_is_cut_alone(engine, monkeypatch):
 def test_engine_request_without_answer_times_out(engine, monkeypatch):
     monkeypatch.setattr(engine, "_request_timeout", 0.2)
     monkeypatch.setattr("verl_mg.rollout.request_tracker.ABORT_SECONDS", 0.3)
-    (scheduler,) = schedulers(engine)
+    (scheduler,) = workers_of(engine)
     scheduler.suspend()
     try:
         engine.submit([Request(1, (6, 7), 1)], SHORT)
@@ -185,7 +165,7 @@ def test_engine_updated_twice_in_flight_writes_what_each_version_gives(engine, m
 @pytest.mark.nightly
 def test_engine_sleep_with_requests_that_do_not_end_kills_it(engine, model, monkeypatch):
     monkeypatch.setattr("verl_mg.rollout.process_engine.IDLE_SECONDS", 0.5)
-    (scheduler,) = schedulers(engine)
+    (scheduler,) = workers_of(engine)
     scheduler.suspend()
     engine.submit(requests(), LONG)
     with pytest.raises(EngineDiedError, match="does not end its requests and was killed .*6 requests"):
@@ -210,7 +190,7 @@ def test_engine_killed_while_generating_restarts_and_finishes(engine, model):
     requested = requests(12)
     engine.submit(requested, LONG)
     finished = engine.collect(0.2)
-    schedulers(engine)[0].kill()
+    workers_of(engine)[0].kill()
     with pytest.raises(EngineDiedError, match="crashed with exit code -9"):
         while len(finished) < 12:
             finished += engine.collect(0.5)

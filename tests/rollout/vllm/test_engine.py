@@ -3,7 +3,6 @@
 import dataclasses
 import glob
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import warm_start
-from tests.engines import bring_weights, process_of, workers_of
+from tests.engines import all_of, bring_weights, process_of, requests, workers_of
 from tests.traces import needs_vllm
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
@@ -62,20 +61,6 @@ def engine(model, tmp_path_factory) -> Iterator[VLLMEngine]:
     bring_weights(engine, model, version=7)
     yield engine
     engine.close()
-
-
-def requests(count: int = 6) -> list[Request]:
-    return [Request(10 + i, (6 + i % 8, 7, 9, 11), i) for i in range(count)]
-
-
-def all_of(engine: VLLMEngine, count: int, seconds: float = 60.0, look: float = 0.5) -> list[Sample]:
-    """Late requests are looked for every `look` seconds."""
-    samples: list[Sample] = []
-    until = time.monotonic() + seconds
-    while len(samples) < count and time.monotonic() < until:
-        samples += engine.collect(look)
-    assert len(samples) == count
-    return sorted(samples, key=lambda sample: sample.id)
 
 
 def check_sample(whole, request: Request, sample: Sample, temperature: float = 1.0) -> None:
@@ -155,7 +140,7 @@ def test_engine_request_over_its_time_is_cut_alone(engine, monkeypatch):
     engine.submit([Request(1, (6, 7), 1)], LONG)
     monkeypatch.setattr(engine, "_request_timeout", 100.0)
     engine.submit([Request(2, (6, 7), 1)], LONG)
-    late, other = all_of(engine, 2, look=0.01)
+    late, other = all_of(engine, 2, wait=0.01)
     assert late.finish == "timeout" and len(late.tokens) < 900
     assert other.finish == "length" and len(other.tokens) == 900
 
