@@ -6,16 +6,8 @@ is a whole `update_weights`: requests over HTTP, the transfer itself, and SGLang
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from tools.local_servers import free_port, running_servers
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
@@ -30,13 +23,10 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.process_group_sync import ProcessGroupSync
 from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang import engine_arguments
-from verl_mg.rollout.sglang.arguments import environment
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 
 RANKS, ACTOR, SERVERS = 8, "tp4-pp2", 2
 HIDDEN, PARAMETERS_OF_A_LAYER = 512, 4.2e6
-START_SECONDS = 600.0
 SETTINGS = EngineSettings(
     layout=EngineLayout(tp=2), dtype=torch.float32, max_running=8, max_positions=128,
     extra={"skip_tokenizer_init": False, "custom_weight_loader": [RECEIVER]},
@@ -61,9 +51,9 @@ def measure(parameters: int, repeats: int) -> dict[str, Any]:
         )  # fmt: skip
         (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
         (folder / "reward.py").write_text("def zero(sample): return 0.0\n")
-        with _servers(folder) as urls:
+        with running_servers(folder / "model", SETTINGS, SERVERS, folder) as urls:
             results = multiprocessing.get_context("fork").SimpleQueue()
-            arguments = (folder, urls, _free_port(), repeats, results)
+            arguments = (folder, urls, free_port(), repeats, results)
             multiprocessing.start_processes(_rank, arguments, nprocs=RANKS, start_method="fork")
             report: dict[str, Any] = results.get()
     return report
@@ -84,51 +74,6 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
             f"{ours['lower_bound'] / 2**20:.1f}; median {seconds:.3f} s; against shards {ratios}"
         )
     yield f"{'':<15} {report['parameters'] / 1e6:.0f}M parameters, Megatron {ACTOR} -> {SERVERS} servers of tp2"
-
-
-@contextmanager
-def _servers(folder: Path) -> Iterator[list[str]]:
-    ports = [_free_port() for _ in range(SERVERS)]
-    processes = [_start(folder, port) for port in ports]
-    try:
-        for port, process in zip(ports, processes, strict=True):
-            _wait_until_ready(port, process, folder / f"{port}.log")
-        yield [f"http://127.0.0.1:{port}" for port in ports]
-    finally:
-        for process in processes:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _start(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    options: list[str] = []
-    for name, value in (engine_arguments(folder / "model", SETTINGS) | {"host": "127.0.0.1", "port": port}).items():
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        if value is not False:
-            options += [f"--{name.replace('_', '-')}", *map(str, values)]
-    with (folder / f"{port}.log").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *options],
-            stdout=output, stderr=output, env=environment(SETTINGS), start_new_session=True,
-        )  # fmt: skip
-
-
-def _wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
-                return
-        except OSError:
-            if process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"a server does not start: {log.read_text()[-2000:]}") from None
-            time.sleep(0.5)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _rank(rank: int, folder: Path, urls: Sequence[str], port: int, repeats: int, results: Any) -> None:
