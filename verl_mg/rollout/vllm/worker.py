@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import vllm._custom_ops as custom_ops
 from torch import Tensor
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
@@ -25,10 +25,15 @@ from verl_mg.rollout.vllm.routing import RoutingRecorder
 
 CPU_POLL_SECONDS = 0.001
 """Time for which a worker on the CPU polls for the next message before it sleeps."""
+CPU_SLEEP_MS = 10
+"""Longest sleep of a worker on the CPU, which misses the notification of a message that is written as it falls asleep."""
 
 if current_platform.is_cpu():
     # Else workers poll for a second after each message, which takes the cores from the ranks.
-    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=CPU_POLL_SECONDS)
+    shm_broadcast.SpinCondition.__init__ = partialmethod(
+        shm_broadcast.SpinCondition.__init__, busy_loop_s=CPU_POLL_SECONDS
+    )
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = CPU_SLEEP_MS
     # Else linear layers have no weight after loading, only a packed copy inside of oneDNN or of AMX kernels.
     custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
