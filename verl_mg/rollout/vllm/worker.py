@@ -26,7 +26,7 @@ from verl_mg.rollout.vllm.routing import RoutingRecorder
 CPU_POLL_SECONDS = 0.001
 """Time for which a worker on the CPU polls for the next message before it sleeps."""
 CPU_SLEEP_MS = 10
-"""Longest sleep of a worker on the CPU, which misses the notification of a message that is written as it falls asleep."""
+"""Longest sleep of a worker on the CPU: it misses the notification of a message written while it falls asleep."""
 
 if current_platform.is_cpu():
     # Else workers poll for a second after each message, which takes the cores from the ranks.
