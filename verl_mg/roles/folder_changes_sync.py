@@ -26,14 +26,19 @@ import torch.distributed as dist
 
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.errors import UserError
-from verl_mg.http_client import RefusedError, UnreachableError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard import plan, schedule, split_into_chunks
 from verl_mg.reshard.delta_files import Place, member_name, write_changes
 from verl_mg.reshard.delta_transfer import SentValues
 from verl_mg.reshard.plan import Plan
 from verl_mg.roles.models import Actor
-from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SharedFolderSync, SyncResult
+from verl_mg.roles.remote_weight_sync import (
+    SENDER,
+    ServerView,
+    SharedFolderSync,
+    SyncResult,
+    wait_for_servers,
+)
 from verl_mg.roles.weight_sync import SourceChunk, chunk_sources
 from verl_mg.rollout.sglang.folder_receiver import FolderReport, FolderRequest
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
@@ -177,16 +182,10 @@ class FolderChangesSync:
         for view in mine:
             request = FolderRequest(folder=str(folder), layout=view.layout, server=view.number)
             updates[view] = request, engines[view.number].update_shards(request, version)
-        lost, intact, problems, received = list[int](), list[int](), list[str](), 0
-        for view, (request, update) in updates.items():
-            try:
-                update.result()
-            except UnreachableError:
-                lost.append(view.number)
-                continue
-            except RefusedError as error:
-                problems.append(f"{view.url}: {error}")
-                continue
+        done, problems, lost = wait_for_servers({view: update for view, (_, update) in updates.items()})
+        intact, received = list[int](), 0
+        for view in done:
+            request = updates[view][0]
             reports = [_report(request.report_path(rank)) for rank in range(view.ranks)]
             received += sum(report.bytes_read for report in reports)
             problems += [f"{view.url}: {report.error}" for report in reports if report.error]

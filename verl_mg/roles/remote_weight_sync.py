@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +13,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.http_client import RefusedError, UnreachableError
 from verl_mg.layout import EngineLayout
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine import EngineDiedError
@@ -44,6 +46,32 @@ class ServerView:
     def ranks(self) -> int:
         """Number of ranks of the server."""
         return EngineLayout.parse(self.layout).ranks
+
+
+def wait_for_servers(
+    updates: Mapping[ServerView, Future[None]],
+) -> tuple[list[ServerView], list[str], list[int]]:
+    """Waits for the responses of servers to requests for an update.
+
+    Args:
+        updates: the pending responses of this rank's servers.
+
+    Returns:
+        The servers that have done it, what the others have refused, and the numbers of those that were lost.
+    """
+    done: list[ServerView] = []
+    problems: list[str] = []
+    lost: list[int] = []
+    for view, update in updates.items():
+        try:
+            update.result()
+        except UnreachableError:
+            lost.append(view.number)
+        except RefusedError as error:
+            problems.append(f"{view.url}: {error}")
+        else:
+            done.append(view)
+    return done, problems, lost
 
 
 def gather_views(engines: Mapping[int, RemoteEngine]) -> list[ServerView]:

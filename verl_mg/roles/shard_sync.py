@@ -32,7 +32,6 @@ from verl_mg.distributed.outside_group import (
     local_address,
 )
 from verl_mg.errors import UserError
-from verl_mg.http_client import RefusedError, UnreachableError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
@@ -41,7 +40,7 @@ from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.reshard.schedule_json import pack_schedules
 from verl_mg.roles.broadcast_sync import no_connection
 from verl_mg.roles.models import Actor
-from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult
+from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult, wait_for_servers
 from verl_mg.roles.weight_sync import SourceChunk, chunk_sources
 from verl_mg.rollout.sglang.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.shard_receiver import (
@@ -235,17 +234,8 @@ class ShardSync:
     ) -> tuple[list[Report], list[str], list[int]]:
         """Waits for this rank's servers; returns reports of their ranks, problems, and the servers that were lost."""
         reports: list[Report] = []
-        problems: list[str] = []
-        lost: list[int] = []
-        for view, update in updates.items():
-            try:
-                update.result()
-            except UnreachableError:
-                lost.append(view.number)
-                continue
-            except RefusedError as error:
-                problems.append(f"{view.url}: {error}")
-                continue
+        done, problems, lost = wait_for_servers(updates)
+        for view in done:
             for rank in session.ranks[view.number]:
                 key = report_key(session.num_transfers, rank)
                 report = Report.parse(session.store.get(key))

@@ -6,11 +6,9 @@ applies them, and writes a report into the same folder, since an exception here 
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import os
-import pickle
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from verl_mg.reshard.delta_files import ChangesFile, member_name
 from verl_mg.reshard.delta_transfer import apply_patches
-from verl_mg.rollout.sglang.weight_loader import as_loaded
+from verl_mg.rollout.sglang.weight_loader import as_loaded, message_for_loader
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +35,8 @@ class FolderRequest:
     """Number of the server in the job, for the names of its reports."""
 
     def payload(self) -> str:
-        """Returns the request as SGLang passes it to a loader: a named tensor of text, by value, in base64."""
-        text = torch.frombuffer(bytearray(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
-        return base64.b64encode(pickle.dumps([("request", text)])).decode()
+        """Returns the request as SGLang passes it to a loader."""
+        return message_for_loader(asdict(self))
 
     def report_path(self, rank: int) -> Path:
         """Returns the file in which a rank of the server reports."""

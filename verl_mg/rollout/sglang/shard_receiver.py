@@ -8,10 +8,8 @@ and receives its boxes in place. It reports in the store, since an exception her
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +28,7 @@ from verl_mg.reshard import Schedule, Traffic, execute
 from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes
 from verl_mg.reshard.schedule_json import unpack_schedules
 from verl_mg.rollout.sglang.folder_receiver import FolderRequest, apply_folder
-from verl_mg.rollout.sglang.weight_loader import as_loaded
+from verl_mg.rollout.sglang.weight_loader import as_loaded, message_for_loader
 from verl_mg.sharding.boxes import slices
 
 RECEIVER = f"{__name__}.receive_shards"
@@ -66,9 +64,8 @@ class ShardRequest:
     """Whether only what has changed since the last transfer in this group is sent."""
 
     def payload(self) -> str:
-        """Returns the request as SGLang passes it to a loader: a named tensor of text, by value, in base64."""
-        text = torch.frombuffer(bytearray(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
-        return base64.b64encode(pickle.dumps([("request", text)])).decode()
+        """Returns the request as SGLang passes it to a loader."""
+        return message_for_loader(asdict(self))
 
 
 @dataclass(frozen=True)

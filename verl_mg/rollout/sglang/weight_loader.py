@@ -30,10 +30,18 @@ def merge_stages(payloads: Sequence[str], is_last: bool) -> str:
         payloads: by pipeline stage.
         is_last: whether they complete the weights.
     """
-    message = {"payloads": list(payloads), "is_last": is_last}
+    return message_for_loader({"payloads": list(payloads), "is_last": is_last})
+
+
+def message_for_loader(message: dict[str, Any]) -> str:
+    """Returns a message to a loader as SGLang passes it on: a named tensor with the text, in base64.
+
+    Args:
+        message: values that JSON can have.
+    """
     text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-    # By value: all stages read it, and a handle can be opened only once.
-    return base64.b64encode(pickle.dumps([("payloads of the stages", text)])).decode()
+    # By value: several ranks read it, and a handle can be opened only once.
+    return base64.b64encode(pickle.dumps([("message", text)])).decode()
 
 
 def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
