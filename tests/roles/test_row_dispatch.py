@@ -155,8 +155,7 @@ def count_row_gathers(change):
 
     def counting(data):
         gathered = all_gather_bytes(data)
-        counts = [int(part[:8].clone().view(torch.int64)) for part in gathered]
-        row_gathers.append(any(count >= 0 for count in counts))
+        row_gathers.append(any(row_index._Report.decode(part).rows is not None for part in gathered))
         return gathered
 
     rows = RowIndexer()
@@ -203,6 +202,22 @@ def test_row_index_is_gathered_once_for_each_state_of_the_batch(
     ranks, change, gathers, collectives, scored, ids, groups
 ):
     assert ranks.run(2, count_row_gathers, change) == [(gathers, collectives, scored, ids, groups)] * 2
+
+
+def test_row_index_of_moved_rows_equals_the_one_that_is_gathered_for_them(ranks):
+    for kept, gathered in ranks.run(2, index_of_moved_rows):
+        assert kept == gathered
+        assert kept.owner_rank == (1, 0, 1, 0, 0) and kept.local_row == (0, 0, 1, 2, 1)
+
+
+def index_of_moved_rows():
+    batch, rows = rows_held_by(2 * dist.get_rank()), RowIndexer()
+    index, wanted = rows.index(batch), [[1, 4, 3], [0, 2]]
+    moved = gather_rows(batch, index, wanted)
+    rows.put(moved, index, wanted)
+    with mock.patch.object(row_index, "_local_rows", side_effect=AssertionError("rows are sent")):
+        kept = rows.index(moved)
+    return kept, RowIndexer().index(moved)
 
 
 def test_row_index_of_a_selection_is_gathered_for_the_new_rows(ranks):

@@ -53,7 +53,10 @@ def distribute_rows(batch: Batch, groups: Sequence[PendingGroup], rows: RowIndex
     for group in groups:
         ends.append(ends[-1] + len(group.ids))
     edges = [ends[rank * len(groups) // world_size] for rank in range(world_size + 1)]
-    return gather_rows(batch, rows.index(batch), [range(*edge) for edge in pairwise(edges)])
+    index, shares = rows.index(batch), [range(*edge) for edge in pairwise(edges)]
+    mine = gather_rows(batch, index, shares)
+    rows.put(mine, index, shares)
+    return mine
 
 
 def put_origin(batch: Batch, score_ids: Sequence[int] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,18 +101,21 @@ class _Report:
     """Columns of the rank as JSON."""
 
     def encode(self) -> Tensor:
-        """Returns the report as uint8: the number of rows or -1, the rows, and the schema."""
+        """Returns the report as compressed uint8: the number of rows or -1, the rows by column, and the schema."""
         rows = torch.empty(0, _FIELDS, dtype=torch.int64) if self.rows is None else self.rows
         count = torch.tensor([-1 if self.rows is None else len(rows)])
         schema = torch.frombuffer(bytearray(self.schema), dtype=torch.uint8)
-        return torch.cat([count.view(torch.uint8), rows.reshape(-1).view(torch.uint8), schema])
+        report = torch.cat([count.view(torch.uint8), rows.T.reshape(-1).view(torch.uint8), schema])
+        # Small integers have many zero bytes: most reports fit the first round of `all_gather_bytes`.
+        return torch.frombuffer(bytearray(zlib.compress(report.numpy(), level=1)), dtype=torch.uint8)
 
     @classmethod
     def decode(cls, data: Tensor) -> _Report:
         """Returns the report that `encode` encoded."""
+        data = torch.frombuffer(bytearray(zlib.decompress(data.numpy())), dtype=torch.uint8)
         count = int(data[:8].clone().view(torch.int64))
         end = 8 * (1 + _FIELDS * max(count, 0))
-        rows = None if count < 0 else data[8:end].clone().view(torch.int64).view(count, _FIELDS)
+        rows = None if count < 0 else data[8:end].clone().view(torch.int64).view(_FIELDS, count).T
         return cls(rows, data[end:].numpy().tobytes())
 
 
@@ -151,6 +155,19 @@ class RowIndexer:
         if len(schemas) > 1:
             raise ValueError(f"ranks have different columns: {schemas[0].decode()} and {schemas[1].decode()}")
         return replace(cached, schema=_parse(json.loads(schemas[0])))
+
+    def put(self, batch: Batch, index: RowIndex, rows_of: Sequence[Sequence[int]]) -> None:
+        """Sets the index of a batch whose rows were moved; all ranks call it together.
+
+        Args:
+            batch: this rank's rows.
+            index: the index of the rows before.
+            rows_of: numbers of the rows that each rank has now, in the order of its batch, by rank; each row once.
+        """
+        places = {row: (rank, local) for rank, rows in enumerate(rows_of) for local, row in enumerate(rows)}
+        owners, local_rows = zip(*(places[row] for row in range(len(index))), strict=True) if places else ((), ())
+        moved = replace(index, owner_rank=owners, local_row=local_rows)
+        self._indices[batch] = (moved, Fingerprint(batch, INDEXED_COLUMNS))
 
     def _cached(self, batch: Batch) -> RowIndex | None:
         index, before = self._indices.get(batch, (None, None))

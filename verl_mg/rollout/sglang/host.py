@@ -26,6 +26,14 @@ IDLE_RETRY_SECONDS = 0.01
 """Pause between two attempts to find the schedulers idle, a step after their last request."""
 
 
+_COMMUNICATORS = {
+    "BeginWeightUpdateReqInput": "begin_weight_update_communicator",
+    "UpdateWeightsFromTensorReqInput": "update_weights_from_tensor_communicator",
+    "EndWeightUpdateReqInput": "end_weight_update_communicator",
+}
+"""Names of the manager's attributes that send the requests of an update."""
+
+
 class SGLangHost(EngineHost):
     """Runs SGLang's engine and its tokenizer manager."""
 
@@ -49,26 +57,48 @@ class SGLangHost(EngineHost):
 
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
         """Implements `EngineHost.load` by our weight loader, in a session of SGLang for each update."""
-        if not self._in_session:
-            await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
-            self._in_session = True
+        from sglang.srt.managers.io_struct import (
+            BeginWeightUpdateReqInput,
+            EndWeightUpdateReqInput,
+            UpdateWeightsFromTensorReqInput,
+        )
+
         is_last = version is not None
-        await self._request(
-            "update_weights_from_tensor",
-            "UpdateWeightsFromTensorReqInput",
+        load = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[merge_stages(payloads[rank :: self._tp], is_last) for rank in range(self._tp)],
             load_format=LOADER,
             selector=TARGET,
             flush_cache=flush,
             weight_version=str(version) if is_last else None,
         )
-        if is_last:
-            await self._request("end_weight_update", "EndWeightUpdateReqInput")
-            if self._is_quantized:
-                # SGLang transposes FP8 matrices whenever it processes weights: a second time restores the first one's.
-                await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
-                await self._request("end_weight_update", "EndWeightUpdateReqInput")
-            self._in_session = False
+        begin = [] if self._in_session else [BeginWeightUpdateReqInput(selector=TARGET)]
+        end = [EndWeightUpdateReqInput()] if is_last else []
+        self._in_session = not is_last
+        await self._update(*begin, load, *end)
+        if is_last and self._is_quantized:
+            # SGLang transposes FP8 matrices whenever it processes weights: a second time restores the first one's.
+            await self._update(BeginWeightUpdateReqInput(selector=TARGET), EndWeightUpdateReqInput())
+
+    async def _update(self, *requests: Any) -> None:
+        """Sends requests of an update at once, and waits until the schedulers have handled them in their order.
+
+        The manager's own methods would wait for one before they send the next. No request may be in flight, unless
+        generation is paused: the lock against those is not taken.
+
+        Args:
+            requests: requests of different kinds.
+
+        Raises:
+            RuntimeError: SGLang refuses one of them.
+        """
+        from sglang.srt.managers.communicator import FanOutCommunicator
+
+        self._manager.auto_create_handle_loop()
+        sent = [getattr(self._manager, _COMMUNICATORS[type(request).__name__])(request) for request in requests]
+        for results in await asyncio.gather(*sent):
+            ok, text = FanOutCommunicator.merge_results(results)
+            if not ok:
+                raise RuntimeError(text)
 
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
         """Loads adapters under a new name, of which SGLang caches no keys and values yet, and unloads the others."""
