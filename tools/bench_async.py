@@ -1,6 +1,6 @@
 """Trained tokens per second of asynchronous and synchronous runs, where lengths have a heavy tail.
 
-    python -m tools.bench_async [--iterations 16] [--rounds 2] [--prompts 16] [--tokens 1024] [--staleness 4]
+    python -m tools.bench_async [--iterations 40] [--rounds 1] [--prompts 16] [--tokens 1024] [--staleness 4]
 
 GRPO on `tools/heavy_tail_task.py` with SGLang, two ranks with one thread each, in three ways, in turn: synchronous with
 an engine on each rank (all memory of both ranks for generation, then for training), synchronous with one rank for
@@ -54,7 +54,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"iterations": 16, "rounds": 2, "prompts": 16, "tokens": 1024, "staleness": 4, "hidden": 64, "layers": 2}
+    sizes = {"iterations": 40, "rounds": 1, "prompts": 16, "tokens": 1024, "staleness": 4, "hidden": 64, "layers": 2}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
