@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import SGLANG, VLLM
 from tests.launched import LONG, ended, error_lines, iterations_done, started, torchrun, train_command, write_inputs
 from tests.roles.engine_jobs import inputs as engine_inputs
 from tests.roles.engine_jobs import settings
 from tests.tiny_jobs import RECIPES, logged
-from tests.traces import needs_sglang
+from tests.warm_start import VLLM_PYTHON
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
 PORT = 29400
@@ -137,13 +138,15 @@ def test_job_on_two_hosts_given_a_signal_ends_both(hosts, tmp_path):
 
 
 @pytest.mark.nightly
-@needs_sglang
+@pytest.mark.parametrize("engine", [SGLANG, VLLM])
 @pytest.mark.timeout(600)
-def test_engine_over_two_hosts_is_updated_across_the_cable_and_resumes_after_a_cut(hosts, tmp_path):
+def test_engine_over_two_hosts_is_updated_across_the_cable_and_resumes_after_a_cut(hosts, tmp_path, engine):
     inputs, output = engine_inputs(tmp_path, "qwen3"), tmp_path / "run"
     command = [
-        *("-m", "verl_mg", "train", str(RECIPES / "grpo.py"), *settings(inputs)),
+        *("-m", "verl_mg", "train", str(RECIPES / "grpo.py"), *settings(inputs, engine)),
         *(f"job.output={output}", f"job.iterations={LONG}", f"job.heartbeat_timeout_s={LOST_AFTER}"),
+        # A process that is forked by the server of tests would have the server's memory, not that of its host.
+        *([f"rollout.python={VLLM_PYTHON}"] if engine == "vllm" else []),
         *("actor.layout=tp2", "rollout.layout=tp2", "checkpoint.every=2", "job.save=false", "job.console=false"),
     ]
     with ExitStack() as stack:
