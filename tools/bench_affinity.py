@@ -35,9 +35,9 @@ from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import NOT_GENERATED, Request, Sample, Sampling
 from verl_mg.rollout.engine_counts import CACHED, PROMPT
 from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
-from verl_mg.rollout.sglang.server_info import ServerRequirements
-from verl_mg.rollout.sglang.server_pool import ServerPool
+from verl_mg.rollout.sglang.servers.info import ServerRequirements
+from verl_mg.rollout.sglang.servers.pool import ServerPool
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
 OBSERVATION = 16
 

@@ -21,7 +21,7 @@ from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.roles.process_group_sync import ProcessGroupSync
+from verl_mg.roles.weight_sync.process_group import ProcessGroupSync
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 

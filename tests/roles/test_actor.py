@@ -15,7 +15,7 @@ from tests.tiny_models import oracle, oracle_outputs, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.row_index import RowIndexer
+from verl_mg.roles.rows.index import RowIndexer
 from verl_mg.sharding.weight_table import weight_table
 
 LAYOUTS = [

@@ -12,7 +12,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups
+from verl_mg.roles.weight_sync.engines import ProcessEngineSync, engine_groups
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.patch_payload import apply_payload, has_patches
 

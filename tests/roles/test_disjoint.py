@@ -14,7 +14,7 @@ from tests.tiny_models import tiny_model
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.roles import weight_sync
+from verl_mg.roles.weight_sync import engines as engines_sync
 
 # (layout, its ranks, ranks of the job, architecture)
 PLACEMENTS = [
@@ -132,7 +132,7 @@ def test_job_with_unfit_ranks_is_refused_with_a_remedy(ranks, tmp_path, override
 
 def train_with_engines(folder, engine):
     """Two iterations with a reference under another layout; this rank's results and bytes received in each transfer."""
-    received, execute = [], weight_sync.execute
+    received, execute = [], engines_sync.execute
 
     def counting(*arguments, **options):
         traffic = execute(*arguments, **options)
@@ -140,7 +140,7 @@ def train_with_engines(folder, engine):
         return traffic
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync, "execute", counting)
+        patch.setattr(engines_sync, "execute", counting)
         job, recipe = engine_job(
             folder,
             *("actor.layout=tp2", "reference.layout=pp2", "algorithm.kl.coefficient=0.01"),

@@ -17,7 +17,7 @@ from verl_mg.planner.iteration_time import weight_sync
 from verl_mg.planner.memory import rollout_memory
 from verl_mg.reshard import best_stride
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups
+from verl_mg.roles.weight_sync.engines import ProcessEngineSync, engine_groups
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.sharding.weight_table import weight_table
 

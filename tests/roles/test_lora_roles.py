@@ -23,13 +23,14 @@ from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles import role, weight_sync
+from verl_mg.roles import role
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import HFEngineGroup
 from verl_mg.roles.models import Actor, Critic
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.rollout_source import RolloutRecords
 from verl_mg.roles.trainable import TrainableRole
+from verl_mg.roles.weight_sync import engines as engines_sync
 from verl_mg.rollout import Sampling
 from verl_mg.rollout.hf.engine import HFEngine
 
@@ -238,7 +239,7 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     rollout = Rollout(HFEngineGroup(engine, context), Sampling(max_new_tokens=4), 5, context, feed, records)
     own = actor.runner.parameters()
     before = {name: values.detach().clone() for name, values in own.items()}
-    with mock.patch.object(weight_sync, "CHUNK_BYTES", portion):
+    with mock.patch.object(engines_sync, "CHUNK_BYTES", portion):
         rollout.update_weights(actor)
         learn(actor, rows(model))
         rollout.update_weights(actor)

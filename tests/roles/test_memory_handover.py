@@ -24,11 +24,11 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.sharded_state import steps_taken
 from verl_mg.megatron.storages import gradient_buffers, optimizer_storages, weight_storages
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles import weight_sync
 from verl_mg.roles.engine_group import ProcessEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.trainable import TrainableRole
-from verl_mg.roles.weight_sync import (
+from verl_mg.roles.weight_sync import engines as engines_sync
+from verl_mg.roles.weight_sync.engines import (
     CHUNK_BYTES,
     KEPT_FREE_BYTES,
     ProcessEngineSync,
@@ -156,8 +156,8 @@ def handed_over(model):
         history.note("empty")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync, "Staging", Noted)
-        patch.setattr(weight_sync, "CHUNK_BYTES", 2**13)
+        patch.setattr(engines_sync, "Staging", Noted)
+        patch.setattr(engines_sync, "CHUNK_BYTES", 2**13)
         actor, _, group = group_of(model, history, EngineLayout(tp=2), job_context())
         patch.setattr(torch.cuda, "empty_cache", empty_cache)
         group.update_weights(actor)
@@ -182,7 +182,7 @@ def with_death(model, dies_in):
     """Two engines, of which the second ends in the middle of a transfer: the groups' versions, and all events."""
     history = History()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync, "CHUNK_BYTES", 2**13)
+        patch.setattr(engines_sync, "CHUNK_BYTES", 2**13)
         actor, engine, group = group_of(model, history, EngineLayout(), job_context(), dies_in)
         actor.num_updates = 3
         group.update_weights(actor)
@@ -201,7 +201,7 @@ def test_fitting_chunk_bytes_halves_until_two_fit_free_memory():
     assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES]) == CHUNK_BYTES
     assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES - 1]) == CHUNK_BYTES // 2
     assert fitting_chunk_bytes([KEPT_FREE_BYTES + CHUNK_BYTES // 4, 80 * 2**30]) == CHUNK_BYTES // 8
-    assert fitting_chunk_bytes([0]) == weight_sync.MIN_CHUNK_BYTES
+    assert fitting_chunk_bytes([0]) == engines_sync.MIN_CHUNK_BYTES
 
 
 def bytes_held(role):

@@ -12,7 +12,7 @@ from tests.roles.engine_jobs import checked_answers, engine_job, inputs, trained
 from tests.sglang_servers import RunningServer, free_port, receiving_server
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
-from verl_mg.rollout.sglang.paired_engine import PairedEngine, check_addresses, parts_of
+from verl_mg.rollout.sglang.servers.paired_engine import PairedEngine, check_addresses, parts_of
 
 pytestmark = needs_sglang
 WITHOUT_CUDA = Path(__file__).parents[1] / "without_cuda"

@@ -21,10 +21,10 @@ from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.roles import broadcast_sync
+from verl_mg.roles.weight_sync import broadcast
 from verl_mg.rollout.engine import EngineDiedError, Request, Sampling
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
-from verl_mg.rollout.sglang.server_info import ServerRequirements
+from verl_mg.rollout.sglang.servers.info import ServerRequirements
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
 pytestmark = needs_sglang
 LONG = Sampling(max_new_tokens=58)
@@ -49,7 +49,7 @@ class FailingGroup:
 
 def test_process_group_that_nccl_cannot_connect_raises_with_its_version(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    group = broadcast_sync._RemoteProcessGroup(None, FailingGroup())  # type: ignore[arg-type]
+    group = broadcast._RemoteProcessGroup(None, FailingGroup())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"NCCL 2\.28\.9 cannot connect .*22809 vs 23003.*weight_transfer=disk"):
         group.send(torch.zeros(1))
 
@@ -173,11 +173,11 @@ def test_shared_folder_sync_serves_the_exported_checkpoint(server, ranks, tmp_pa
 
 
 def in_portions(server: Server) -> list[dict[str, object]]:
-    whole, broadcast_sync.CHUNK_BYTES = broadcast_sync.CHUNK_BYTES, 2**14
+    whole, broadcast.CHUNK_BYTES = broadcast.CHUNK_BYTES, 2**14
     try:
         return train(server, 1, ["actor.layout=tp2"])
     finally:
-        broadcast_sync.CHUNK_BYTES = whole
+        broadcast.CHUNK_BYTES = whole
 
 
 def test_process_group_sync_in_many_chunks_serves_the_same_weights(server, ranks):

@@ -22,12 +22,12 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.reshard.encoded_shard_map import quantized_tensors
-from verl_mg.roles.folder_changes_sync import FolderChangesSync
 from verl_mg.roles.models import Actor
-from verl_mg.roles.process_group_sync import ProcessGroupSync
-from verl_mg.roles.remote_weight_sync import gather_views
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
-from verl_mg.rollout.sglang.server_info import ServerRequirements
+from verl_mg.roles.weight_sync.folder_changes import FolderChangesSync
+from verl_mg.roles.weight_sync.process_group import ProcessGroupSync
+from verl_mg.roles.weight_sync.remote import gather_views
+from verl_mg.rollout.sglang.servers.info import ServerRequirements
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table

@@ -12,7 +12,7 @@ from tests.sglang_servers import RunningServer, receiving_server
 from tests.traces import needs_sglang
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.reshard import execute
-from verl_mg.roles import shard_sync
+from verl_mg.roles.weight_sync import shards
 
 pytestmark = [needs_sglang, pytest.mark.nightly]
 SIZES = {"hidden": 32, "heads": 4, "ffn": 128, "init_std": 0.2, "perturb": True, "seed": 3, "max_positions": 64}
@@ -85,8 +85,8 @@ def kill_in_transfer(folder: Path, urls: list[str], process: int) -> dict[str, o
 
     killed: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_sync, "CHUNK_BYTES", 2**14)
-        patch.setattr(shard_sync, "execute", killing)
+        patch.setattr(shards, "CHUNK_BYTES", 2**14)
+        patch.setattr(shards, "execute", killing)
         seen = trained_once(job, recipe, folder, "after")
     metrics = job.rollout.metrics
     job.rollout.close()

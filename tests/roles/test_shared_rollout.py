@@ -18,7 +18,7 @@ from tests.roles.engine_jobs import engine_job, inputs
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.job.job import Job
-from verl_mg.roles import weight_sync
+from verl_mg.roles.weight_sync import engines as engines_sync
 from verl_mg.rollout.work_queue import StaticWorkQueue
 
 TOKENS = 180
@@ -109,7 +109,7 @@ def updated_with_death(job: Job) -> int:
         return loads[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync, "CHUNK_BYTES", 2**14)
+        patch.setattr(engines_sync, "CHUNK_BYTES", 2**14)
         patch.setattr(engines.engine, "load", load_and_die)
         engines._sync._planned.cache_clear()
         job.rollout.update_weights(job.actor)

@@ -19,7 +19,7 @@ from verl_mg.models.hf_config import read_config
 from verl_mg.roles.engine_group import ProcessEngineGroup
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang.arguments import engine_arguments
-from verl_mg.rollout.sglang.server_info import ServerInfo, ServerRequirements, check
+from verl_mg.rollout.sglang.servers.info import ServerInfo, ServerRequirements, check
 from verl_mg.rollout.work_queue import Group
 
 SPY = """

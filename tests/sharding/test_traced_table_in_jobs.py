@@ -18,7 +18,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.from_config import plan_request
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups
+from verl_mg.roles.weight_sync.engines import ProcessEngineSync, engine_groups
 from verl_mg.sharding.traced_table import TracedTable, write_traced_table
 from verl_mg.sharding.weight_table import weight_table
 

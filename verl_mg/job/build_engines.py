@@ -19,12 +19,12 @@ from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
 from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import encoding_of
-from verl_mg.roles.adapter_sync import AdapterSync
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, ProcessEngineGroup
 from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
-from verl_mg.roles.weight_sync import ProcessEngineSync, engine_groups
+from verl_mg.roles.weight_sync.adapters import AdapterSync
+from verl_mg.roles.weight_sync.engines import ProcessEngineSync, engine_groups
 from verl_mg.rollout.engine_nodes import LeadingNode, node_address
 from verl_mg.rollout.engine_python import engine_python
 from verl_mg.rollout.hf.engine import HFEngine

@@ -11,7 +11,7 @@ from verl_mg.distributed.groups import ProcessGroups
 from verl_mg.megatron.offload import OffloadManager
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.concurrent import RoleExecutor
-from verl_mg.roles.row_index import RowIndexer
+from verl_mg.roles.rows.index import RowIndexer
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
 from verl_mg import device
-from verl_mg.roles.adapter_sync import AdapterSync
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import HFEngineSync, ProcessEngineSync
+from verl_mg.roles.weight_sync.adapters import AdapterSync
+from verl_mg.roles.weight_sync.engines import HFEngineSync, ProcessEngineSync
 from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
 from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_nodes import FollowingNode

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.roles.pending_groups import PendingGroup
 from verl_mg.roles.reward import NOT_SCORED
-from verl_mg.roles.row_dispatch import gather_rows
-from verl_mg.roles.row_index import RowIndexer
-from verl_mg.roles.sample_batch import samples_to_batch
+from verl_mg.roles.rows.dispatch import gather_rows
+from verl_mg.roles.rows.index import RowIndexer
+from verl_mg.roles.rows.samples import samples_to_batch
 from verl_mg.rollout.engine import Sample
 
 

@@ -17,18 +17,18 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineWrapper, InFlightEngineGroup
-from verl_mg.roles.folder_changes_sync import FolderChangesSync
 from verl_mg.roles.models import Actor
-from verl_mg.roles.process_group_sync import ProcessGroupSync, table_obstacle
-from verl_mg.roles.remote_weight_sync import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
 from verl_mg.roles.server_monitor import ServerList, ServerMonitor, read_urls
+from verl_mg.roles.weight_sync.folder_changes import FolderChangesSync
+from verl_mg.roles.weight_sync.process_group import ProcessGroupSync, table_obstacle
+from verl_mg.roles.weight_sync.remote import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
 from verl_mg.rollout.request_tracker import routed_shape
-from verl_mg.rollout.sglang.paired_engine import check_addresses, connect_engine, probe_entry
-from verl_mg.rollout.sglang.pool_member import LOST_SECONDS
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
-from verl_mg.rollout.sglang.server_info import ServerRequirements
-from verl_mg.rollout.sglang.server_keys import ServerKeys
-from verl_mg.rollout.sglang.server_pool import ServerPool
+from verl_mg.rollout.sglang.servers.info import ServerRequirements
+from verl_mg.rollout.sglang.servers.keys import ServerKeys
+from verl_mg.rollout.sglang.servers.paired_engine import check_addresses, connect_engine, probe_entry
+from verl_mg.rollout.sglang.servers.pool import ServerPool
+from verl_mg.rollout.sglang.servers.pool_member import LOST_SECONDS
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.weight_table import WeightTable
 
 MAX_LEADERS = 64

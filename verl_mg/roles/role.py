@@ -23,9 +23,9 @@ from verl_mg.megatron.routing import check_routed_experts, replayed_layers
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.row_dispatch import gather_rows, scatter_column
-from verl_mg.roles.row_index import INDEXED_COLUMNS, ColumnSchema, Fingerprint, RowIndex
-from verl_mg.roles.row_plan import ColumnPart
+from verl_mg.roles.rows.dispatch import gather_rows, scatter_column
+from verl_mg.roles.rows.index import INDEXED_COLUMNS, ColumnSchema, Fingerprint, RowIndex
+from verl_mg.roles.rows.plan import ColumnPart
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
 

@@ -18,9 +18,9 @@ from torch.distributed import PrefixStore, Store
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine_events import EngineEvents
-from verl_mg.rollout.sglang.paired_engine import check_addresses, parts_of
-from verl_mg.rollout.sglang.pool_member import Server, State
-from verl_mg.rollout.sglang.server_pool import ServerPool
+from verl_mg.rollout.sglang.servers.paired_engine import check_addresses, parts_of
+from verl_mg.rollout.sglang.servers.pool import ServerPool
+from verl_mg.rollout.sglang.servers.pool_member import Server, State
 
 CYCLE_SECONDS = 1.0
 """Interval at which a rank looks at its list and its servers."""

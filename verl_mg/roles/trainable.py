@@ -27,7 +27,7 @@ from verl_mg.megatron.sharded_state import restore_weights
 from verl_mg.megatron.trainer import TokenLoss, Trainer, TrainerCounters
 from verl_mg.megatron.weight_export import write_weights
 from verl_mg.roles.role import Role
-from verl_mg.roles.row_index import RowIndex
+from verl_mg.roles.rows.index import RowIndex
 
 ADAPTER_FOLDER = "adapter"
 """Folder of adapters in PEFT's format, within the directory of a model into which they are merged."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
 LOST_SECONDS = 600.0
 """Longest time without any server: loading a large model takes minutes."""

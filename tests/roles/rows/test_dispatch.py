@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.distributed.collectives import all_gather_bytes
-from verl_mg.roles import row_dispatch, row_index
-from verl_mg.roles.row_dispatch import gather_rows, scatter_column
-from verl_mg.roles.row_index import RowIndexer
-from verl_mg.roles.row_plan import ColumnPart, plan_deliveries, plan_returns
+from verl_mg.roles.rows import dispatch as row_dispatch
+from verl_mg.roles.rows import index as row_index
+from verl_mg.roles.rows.dispatch import gather_rows, scatter_column
+from verl_mg.roles.rows.index import RowIndexer
+from verl_mg.roles.rows.plan import ColumnPart, plan_deliveries, plan_returns
 
 
 def rows_held_by(rank: int) -> Batch:

@@ -16,8 +16,8 @@ from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
 from verl_mg.rollout.sglang.folder_receiver import FolderRequest
 from verl_mg.rollout.sglang.requests import parse_response, request_fields
-from verl_mg.rollout.sglang.server_info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
-from verl_mg.rollout.sglang.server_keys import ServerKeys
+from verl_mg.rollout.sglang.servers.info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
+from verl_mg.rollout.sglang.servers.keys import ServerKeys
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER, ShardRequest
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
-from verl_mg.rollout.sglang.server_info import Role, ServerRequirements, probe_server
-from verl_mg.rollout.sglang.server_keys import ServerKeys
+from verl_mg.rollout.sglang.servers.info import Role, ServerRequirements, probe_server
+from verl_mg.rollout.sglang.servers.keys import ServerKeys
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 """Values of SGLang's `--disaggregation-mode` of the servers of a pair, in the order of their addresses."""

@@ -15,7 +15,7 @@ from verl_mg import device
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_fields, adapter_shapes
 from verl_mg.reshard import Schedule, execute, plan, schedule
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync import ProcessEngineSync, transfer_metrics
+from verl_mg.roles.weight_sync.engines import ProcessEngineSync, transfer_metrics
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.engine_adapters import AdapterSettings
 from verl_mg.rollout.ipc_payload import Staging

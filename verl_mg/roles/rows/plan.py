@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from verl_mg.batch import ColumnKind
-from verl_mg.roles.row_index import ColumnSchema, RowIndex
+from verl_mg.roles.rows.index import ColumnSchema, RowIndex
 
 
 @dataclass(frozen=True, order=True)

@@ -23,8 +23,8 @@ from torch import Tensor
 from verl_mg import device
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.distributed.collectives import ByteSender, request_bytes
-from verl_mg.roles.row_index import RowIndex
-from verl_mg.roles.row_plan import ColumnPart, Delivery, plan_deliveries, plan_returns, whole_columns
+from verl_mg.roles.rows.index import RowIndex
+from verl_mg.roles.rows.plan import ColumnPart, Delivery, plan_deliveries, plan_returns, whole_columns
 
 PIECE_BYTES = 32 << 20
 """Bytes of a message, unless a single row is larger."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from verl_mg.batch import ColumnKind
-from verl_mg.roles.row_index import ColumnSchema, RowIndex
-from verl_mg.roles.row_plan import ColumnPart, Delivery, Return, plan_deliveries, plan_returns
+from verl_mg.roles.rows.index import ColumnSchema, RowIndex
+from verl_mg.roles.rows.plan import ColumnPart, Delivery, Return, plan_deliveries, plan_returns
 
 TOKENS, MASK, REWARD = ColumnPart("tokens"), ColumnPart("loss_mask"), ColumnPart("reward")
 SCHEMA = {

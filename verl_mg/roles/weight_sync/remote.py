@@ -17,7 +17,7 @@ from verl_mg.http_client import RefusedError, UnreachableError
 from verl_mg.layout import EngineLayout
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine import EngineDiedError
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
 SENDER = 0
 """Rank of the job that does what only one rank does."""

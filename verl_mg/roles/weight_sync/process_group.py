@@ -12,12 +12,12 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import Wire, encoding_of
-from verl_mg.roles.broadcast_sync import BroadcastSync
 from verl_mg.roles.models import Actor
-from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult
-from verl_mg.roles.shard_sync import ShardSync
+from verl_mg.roles.weight_sync.broadcast import BroadcastSync
+from verl_mg.roles.weight_sync.remote import SENDER, ServerView, SyncResult
+from verl_mg.roles.weight_sync.shards import ShardSync
 from verl_mg.rollout.sglang.arguments import check_on_cpu
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 from verl_mg.sharding.weight_table import WeightTable
 

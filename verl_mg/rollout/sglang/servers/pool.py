@@ -18,8 +18,8 @@ from dataclasses import replace
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_counts import Counts
-from verl_mg.rollout.sglang.pool_member import FIRST_PAUSE, Patience, Server, State
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.servers.pool_member import FIRST_PAUSE, Patience, Server, State
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
 DRAIN_SECONDS = 60.0
 """Time of a removed server to finish its samples."""

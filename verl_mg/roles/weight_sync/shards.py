@@ -38,11 +38,11 @@ from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
 from verl_mg.reshard.encode import Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.reshard.schedule_json import pack_schedules
-from verl_mg.roles.broadcast_sync import no_connection
 from verl_mg.roles.models import Actor
-from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult, wait_for_servers
-from verl_mg.roles.weight_sync import SourceChunk, chunk_sources
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.roles.weight_sync.broadcast import no_connection
+from verl_mg.roles.weight_sync.engines import SourceChunk, chunk_sources
+from verl_mg.roles.weight_sync.remote import SENDER, ServerView, SyncResult, wait_for_servers
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.shard_receiver import (
     ARRIVAL_POLL_SECONDS,
     GO_KEY,

@@ -10,10 +10,11 @@ import pytest
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
-from verl_mg.rollout.sglang import pool_member, server_pool
-from verl_mg.rollout.sglang.pool_member import Server, State
-from verl_mg.rollout.sglang.server_keys import ServerKeys
-from verl_mg.rollout.sglang.server_pool import ServerPool
+from verl_mg.rollout.sglang.servers import pool as server_pool
+from verl_mg.rollout.sglang.servers import pool_member
+from verl_mg.rollout.sglang.servers.keys import ServerKeys
+from verl_mg.rollout.sglang.servers.pool import ServerPool
+from verl_mg.rollout.sglang.servers.pool_member import Server, State
 
 SAMPLING = Sampling(max_new_tokens=8)
 

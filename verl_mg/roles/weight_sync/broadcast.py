@@ -23,10 +23,10 @@ from verl_mg.layout import EngineLayout
 from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.chunking import TensorChunk
 from verl_mg.roles.models import Actor
-from verl_mg.roles.remote_weight_sync import SENDER, ServerView, SyncResult
-from verl_mg.roles.weight_sync import source_tensors, sources_of, transfer_metrics
+from verl_mg.roles.weight_sync.engines import source_tensors, sources_of, transfer_metrics
+from verl_mg.roles.weight_sync.remote import SENDER, ServerView, SyncResult
 from verl_mg.rollout.engine import EngineDiedError
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.shard_map import ExplicitShardMap
 from verl_mg.sharding.weight_table import WeightTable
 

@@ -32,16 +32,16 @@ from verl_mg.reshard.delta_files import Place, member_name, write_changes
 from verl_mg.reshard.delta_transfer import SentValues
 from verl_mg.reshard.plan import Plan
 from verl_mg.roles.models import Actor
-from verl_mg.roles.remote_weight_sync import (
+from verl_mg.roles.weight_sync.engines import SourceChunk, chunk_sources
+from verl_mg.roles.weight_sync.remote import (
     SENDER,
     ServerView,
     SharedFolderSync,
     SyncResult,
     wait_for_servers,
 )
-from verl_mg.roles.weight_sync import SourceChunk, chunk_sources
 from verl_mg.rollout.sglang.folder_receiver import FolderReport, FolderRequest
-from verl_mg.rollout.sglang.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.boxes import Box, cut, intersect, numel, slices, translate_box
 from verl_mg.sharding.joined_map import JoinedShardMap
 from verl_mg.sharding.weight_table import WeightTable

@@ -13,7 +13,7 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
 from verl_mg.rollout.sglang.arguments import QUANTIZATIONS
-from verl_mg.rollout.sglang.server_keys import ServerKeys
+from verl_mg.rollout.sglang.servers.keys import ServerKeys
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 
 QUERY_SECONDS = 60.0

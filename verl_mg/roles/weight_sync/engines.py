@@ -22,8 +22,8 @@ from verl_mg.reshard import Schedule, Traffic, aliased_parameters, aliases, exec
 from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
 from verl_mg.reshard.encode import Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
-from verl_mg.roles.engine_update import EngineUpdate
 from verl_mg.roles.models import Actor
+from verl_mg.roles.weight_sync.engine_update import EngineUpdate
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.ipc_payload import Staging, staging_bytes
 from verl_mg.rollout.patch_payload import PatchStaging

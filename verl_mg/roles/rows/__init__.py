@@ -1,0 +1,1 @@
+"""Rows of a batch: made of samples, numbered over all ranks, and moved between ranks."""

@@ -1,0 +1,1 @@
+"""SGLang servers by URL: their requests, health, keys and pool."""
