@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from verl_mg.rollout.sglang.weight_loader import message_for_loader
 
 PROBE = f"{__name__}.probe"
 """Name of the loader, for the server argument `custom_weight_loader`."""
@@ -45,8 +45,7 @@ def parameters_of(url: str, tp: int, folder: Path, damage: str = "") -> list[Map
     folder.mkdir(parents=True, exist_ok=True)
     for request in ({"folder": str(folder), "damage": damage}, {"folder": "", "damage": ""}):
         # Twice, because SGLang transposes some parameters at the end of each session.
-        text = torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)
-        payload = base64.b64encode(pickle.dumps([("request", text)])).decode()
+        payload = message_for_loader(request)
         body = {"serialized_named_tensors": [payload] * tp, "load_format": PROBE, "selector": "target"}
         post(f"{url}/begin_weight_update", {"selector": "target"})
         post(f"{url}/update_weights_from_tensor", body)

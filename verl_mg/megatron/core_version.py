@@ -49,12 +49,6 @@ if not megatron_random.HAVE_TE:
     names.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     names.activation_recompute_forward = names.fp8_autocast = lambda **_: nullcontext()
 
-# 0.19 replaces the function that a pickled tensor names; whoever reads pickles, such as SGLang, admits that of torch.
-load_from_bytes: Any = torch.storage._load_from_bytes
-load_from_bytes.__module__, load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
-load_from_bytes.__name__ = load_from_bytes.__qualname__
-
-
 # Linear layers call Apex's kernel for gradient accumulation where it is installed, otherwise torch's product.
 if not linear_layers._grad_accum_fusion_available:
     linear_layers.fused_weight_gradient_mlp_cuda = weight_gradients

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
-from torch.distributed import HashStore, Store
+from torch.distributed import Store
 
 from verl_mg import device
 from verl_mg.roles.context import JobContext
@@ -60,8 +60,6 @@ class EngineGroup(ABC):
             groups: all samples of the call.
             num_groups_needed: the call is done when this many groups are complete.
         """
-        if self.num_engines == 1:
-            store = HashStore()  # no other engine reads the counters
         if self._static:
             number = sum(self.is_leader[: dist.get_rank()])
             return StaticWorkQueue(store, key, groups, num_groups_needed, number, self.num_engines)

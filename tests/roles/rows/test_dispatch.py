@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_bytes
+from verl_mg.roles.group_rows import distribute_rows
+from verl_mg.roles.pending_groups import PendingGroup
 from verl_mg.roles.rows import dispatch as row_dispatch
 from verl_mg.roles.rows import index as row_index
 from verl_mg.roles.rows.dispatch import gather_rows, scatter_column
@@ -205,17 +208,16 @@ def test_row_index_is_gathered_once_for_each_state_of_the_batch(
     assert ranks.run(2, count_row_gathers, change) == [(gathers, collectives, scored, ids, groups)] * 2
 
 
-def test_row_index_of_moved_rows_equals_the_one_that_is_gathered_for_them(ranks):
-    for kept, gathered in ranks.run(2, index_of_moved_rows):
+def test_row_index_of_distributed_rows_equals_the_one_that_is_gathered_for_them(ranks):
+    for kept, gathered in ranks.run(2, index_of_distributed_rows):
         assert kept == gathered
-        assert kept.owner_rank == (1, 0, 1, 0, 0) and kept.local_row == (0, 0, 1, 2, 1)
+        assert kept.owner_rank == (0, 0, 1, 1, 1) and kept.local_row == (0, 1, 0, 1, 2)
 
 
-def index_of_moved_rows():
+def index_of_distributed_rows():
     batch, rows = rows_held_by(2 * dist.get_rank()), RowIndexer()
-    index, wanted = rows.index(batch), [[1, 4, 3], [0, 2]]
-    moved = gather_rows(batch, index, wanted)
-    rows.put(moved, index, wanted)
+    prompt = Prompt(0, (1,), "", None, {})
+    moved = distribute_rows(batch, [PendingGroup(prompt, range(0, 2)), PendingGroup(prompt, range(2, 5))], rows)
     with mock.patch.object(row_index, "_local_rows", side_effect=AssertionError("rows are sent")):
         kept = rows.index(moved)
     return kept, RowIndexer().index(moved)

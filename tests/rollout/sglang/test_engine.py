@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines import all_of, bring_weights, process_of, requests, workers_of
 from tests.traces import needs_sglang
+from verl_mg import device
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims
+from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import EngineDiedError, Request, Sampling
+from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang import SGLangEngine, check_on_cpu
+from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = needs_sglang
 SETTINGS = EngineSettings(
@@ -163,6 +168,29 @@ def test_engine_updated_twice_in_flight_writes_what_each_version_gives(engine, m
 
 
 @pytest.mark.nightly
+@pytest.mark.nightly
+def test_engine_updated_right_after_its_last_sample_flushes_its_cache(engine, model):
+    shards = weight_table(read_config(model)).for_engine("sglang").engine_shards(SETTINGS.layout, 0)
+    for _ in range(300):
+        staging = Staging(shards, dict.fromkeys(shards, SETTINGS.dtype), device.current_device())
+        payload = staging.payload()
+        engine.generate(requests(), SHORT)
+        engine.loaded(engine.load([payload], 8))
+    bring_weights(engine, model, version=7)
+
+
+@pytest.mark.nightly
+def test_engine_that_imports_its_libraries_late_is_updated_after_samples_with_experts(model, tmp_path):
+    settings = dataclasses.replace(SETTINGS, python=Path(sys.executable))
+    engine = SGLangEngine(model, settings, tmp_path / "0.log", request_timeout=100.0)
+    try:
+        for version in (1, 2):
+            bring_weights(engine, model, version)
+            assert all(set(sample.policy_versions) == {version} for sample in engine.generate(requests(), SHORT))
+    finally:
+        engine.close()
+
+
 def test_engine_sleep_with_requests_that_do_not_end_kills_it(engine, model, monkeypatch):
     monkeypatch.setattr("verl_mg.rollout.process_engine.IDLE_SECONDS", 0.5)
     (scheduler,) = workers_of(engine)

@@ -1,7 +1,7 @@
 """Transfer of rows from their owners to the ranks of a role, and of computed columns back to the owners.
 
 Each row of a recipe's batch is owned by exactly one rank. A role computes a row on all ranks of one data-parallel
-index. `row_plan` decides which rank sends what to whom; here the messages are sent as raw bytes between the ranks that
+index. `plan` decides which rank sends what to whom; here the messages are sent as raw bytes between the ranks that
 have something to exchange, over gloo: rows are in host memory until their micro-batch is computed, and inside a node
 gloo's loopback moves the few bytes of a stage.
 

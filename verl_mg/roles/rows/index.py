@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,21 +100,18 @@ class _Report:
     """Columns of the rank as JSON."""
 
     def encode(self) -> Tensor:
-        """Returns the report as compressed uint8: the number of rows or -1, the rows by column, and the schema."""
+        """Returns the report as uint8: the number of rows or -1, the rows, and the schema."""
         rows = torch.empty(0, _FIELDS, dtype=torch.int64) if self.rows is None else self.rows
         count = torch.tensor([-1 if self.rows is None else len(rows)])
         schema = torch.frombuffer(bytearray(self.schema), dtype=torch.uint8)
-        report = torch.cat([count.view(torch.uint8), rows.T.reshape(-1).view(torch.uint8), schema])
-        # Small integers have many zero bytes: most reports fit the first round of `all_gather_bytes`.
-        return torch.frombuffer(bytearray(zlib.compress(report.numpy(), level=1)), dtype=torch.uint8)
+        return torch.cat([count.view(torch.uint8), rows.reshape(-1).view(torch.uint8), schema])
 
     @classmethod
     def decode(cls, data: Tensor) -> _Report:
         """Returns the report that `encode` encoded."""
-        data = torch.frombuffer(bytearray(zlib.decompress(data.numpy())), dtype=torch.uint8)
         count = int(data[:8].clone().view(torch.int64))
         end = 8 * (1 + _FIELDS * max(count, 0))
-        rows = None if count < 0 else data[8:end].clone().view(torch.int64).view(_FIELDS, count).T
+        rows = None if count < 0 else data[8:end].clone().view(torch.int64).view(count, _FIELDS)
         return cls(rows, data[end:].numpy().tobytes())
 
 

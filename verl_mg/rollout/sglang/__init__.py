@@ -4,11 +4,7 @@ arguments         a layout and a device as SGLang's server arguments and environ
 engine            an engine that this job starts
 host              the main object of such an engine's process
 requests          requests and responses in SGLang's own fields
-remote_engine     a server that the user has started, over HTTP
-server_info       properties of such a server, compared with the job's requirements
-server_keys       keys of such servers, from environment variables
-server_pool       several such servers as one engine, which come and go
-pool_member       state of a server in a pool
+servers/          servers that the user has started, over HTTP: one, a pair, a pool that they join and leave
 shard_receiver    receives the shards of a server's rank, inside SGLang
 scheduler         SGLang's schedulers, adapted to the CPU
 weight_loader     copies the shards into an engine's parameters, inside SGLang

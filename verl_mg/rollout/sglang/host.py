@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
-import pickle
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +14,7 @@ from verl_mg.rollout import engine_host
 from verl_mg.rollout.engine_host import EngineHost
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.sglang.requests import parse_response, request_fields
-from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages
+from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
 
 TARGET = "target"
 """Updates are of the policy's weights, not of those of a draft model, which are others."""
@@ -24,14 +22,6 @@ CHECK_SECONDS = 1.0
 """Interval at which a part of an engine on a further node looks after its schedulers."""
 IDLE_RETRY_SECONDS = 0.01
 """Pause between two attempts to find the schedulers idle, a step after their last request."""
-
-
-_COMMUNICATORS = {
-    "BeginWeightUpdateReqInput": "begin_weight_update_communicator",
-    "UpdateWeightsFromTensorReqInput": "update_weights_from_tensor_communicator",
-    "EndWeightUpdateReqInput": "end_weight_update_communicator",
-}
-"""Names of the manager's attributes that send the requests of an update."""
 
 
 class SGLangHost(EngineHost):
@@ -57,12 +47,12 @@ class SGLangHost(EngineHost):
 
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
         """Implements `EngineHost.load` by our weight loader, in a session of SGLang for each update."""
-        from sglang.srt.managers.io_struct import (
-            BeginWeightUpdateReqInput,
-            EndWeightUpdateReqInput,
-            UpdateWeightsFromTensorReqInput,
-        )
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput, UpdateWeightsFromTensorReqInput
 
+        if not self._in_session:
+            # Alone: schedulers drop complete requests in the step after, and refuse to flush a cache that has any.
+            await self._begin_update()
+            self._in_session = True
         is_last = version is not None
         load = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[merge_stages(payloads[rank :: self._tp], is_last) for rank in range(self._tp)],
@@ -71,34 +61,20 @@ class SGLangHost(EngineHost):
             flush_cache=flush,
             weight_version=str(version) if is_last else None,
         )
-        begin = [] if self._in_session else [BeginWeightUpdateReqInput(selector=TARGET)]
-        end = [EndWeightUpdateReqInput()] if is_last else []
-        self._in_session = not is_last
-        await self._update(*begin, load, *end)
+        # Not by the manager's methods, which wait for a response before they send the next request.
+        sent = [self._manager.update_weights_from_tensor_communicator(load)]
+        if is_last:
+            sent.append(self._manager.end_weight_update_communicator(EndWeightUpdateReqInput()))
+            self._in_session = False
+        for response in await asyncio.gather(*sent):
+            _check(_merged(response))
         if is_last and self._is_quantized:
             # SGLang transposes FP8 matrices whenever it processes weights: a second time restores the first one's.
-            await self._update(BeginWeightUpdateReqInput(selector=TARGET), EndWeightUpdateReqInput())
+            await self._begin_update()
+            await self._request("end_weight_update", "EndWeightUpdateReqInput")
 
-    async def _update(self, *requests: Any) -> None:
-        """Sends requests of an update at once, and waits until the schedulers have handled them in their order.
-
-        The manager's own methods would wait for one before they send the next. No request may be in flight, unless
-        generation is paused: the lock against those is not taken.
-
-        Args:
-            requests: requests of different kinds.
-
-        Raises:
-            RuntimeError: SGLang refuses one of them.
-        """
-        from sglang.srt.managers.communicator import FanOutCommunicator
-
-        self._manager.auto_create_handle_loop()
-        sent = [getattr(self._manager, _COMMUNICATORS[type(request).__name__])(request) for request in requests]
-        for results in await asyncio.gather(*sent):
-            ok, text = FanOutCommunicator.merge_results(results)
-            if not ok:
-                raise RuntimeError(text)
+    async def _begin_update(self) -> None:
+        await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
 
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
         """Loads adapters under a new name, of which SGLang caches no keys and values yet, and unloads the others."""
@@ -194,15 +170,28 @@ class SGLangHost(EngineHost):
         from sglang.srt.managers import io_struct
 
         result = await getattr(self._manager, method)(getattr(io_struct, kind)(**fields), None)
-        # Some manager calls return None on success.
-        if result is not None and not result[0]:
-            raise RuntimeError(str(result[1]))
+        if result is not None:  # some manager calls return None on success
+            _check(result)
+
+
+def _merged(responses: Sequence[Any]) -> tuple[bool, str]:
+    """Returns whether all schedulers have handled a request, and their messages."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+
+    success, message = FanOutCommunicator.merge_results(responses)
+    return success, message
+
+
+def _check(result: tuple[bool, str]) -> None:
+    success, message = result
+    if not success:
+        raise RuntimeError(str(message))
 
 
 def _by_value(payload: str) -> str:
-    """Returns the tensors of a payload as SGLang reads them, in base64; by value, for all its ranks read them."""
+    """Returns the tensors of a payload as SGLang reads them."""
     tensors = dict(named_views(*open_payload(payload, torch.device("cpu"))))
-    return base64.b64encode(pickle.dumps({name: view.clone() for name, view in tensors.items()})).decode()
+    return pickled_by_value({name: view.clone() for name, view in tensors.items()})
 
 
 def _tags(weights: bool, kv: bool) -> list[str]:
@@ -219,12 +208,7 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> SGLang
     """
     from verl_mg.rollout.sglang.scheduler import Engine
 
-    engine = Engine(**arguments)
-    # Some models of SGLang import megatron-core, which replaces this function by its own: pickled tensors would name
-    # that one, and SGLang refuses names that it does not know.
-    load_from_bytes: Any = torch.storage._load_from_bytes
-    load_from_bytes.__module__, load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
-    return SGLangHost(engine)
+    return SGLangHost(Engine(**arguments))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,21 @@ def message_for_loader(message: dict[str, Any]) -> str:
         message: values that JSON can have.
     """
     text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-    # By value: several ranks read it, and a handle can be opened only once.
-    return base64.b64encode(pickle.dumps([("message", text)])).decode()
+    return pickled_by_value([("message", text)])
+
+
+def pickled_by_value(tensors: Any) -> str:
+    """Returns tensors as SGLang reads them, in base64; several ranks can read them, unlike a handle of memory.
+
+    Args:
+        tensors: tensors in lists, tuples and dictionaries.
+    """
+    # megatron-core, which SGLang imports for some models and only when it needs it, replaces this function by its own:
+    # pickles would name that one, and SGLang refuses names that it does not know.
+    load_from_bytes: Any = torch.storage._load_from_bytes
+    load_from_bytes.__module__, load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
+    load_from_bytes.__name__ = load_from_bytes.__qualname__
+    return base64.b64encode(pickle.dumps(tensors)).decode()
 
 
 def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
