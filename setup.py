@@ -25,6 +25,8 @@ setup(
         "numpy",
         "einops",
         "httpx>=0.27",
+        "starlette>=1",
+        "uvicorn>=0.40",
         "tenacity>=9",
         "psutil",
         "packaging",

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine_counts import Counts
+from verl_mg.rollout.trajectory import NOT_GENERATED, Trajectory
 
 Finish = Literal["stop", "length", "abort", "timeout"]
-
-NOT_GENERATED = -1
-"""Policy version of tokens that no policy generated, such as observations of tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +100,8 @@ class Sample:
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of every token from the first prompt token on, except the last token: int16, (tokens fed to the model,
     layers, top_k). None if the engine does not report them."""
+    trajectory: Trajectory | None = None
+    """The work of an agent on the prompt; the sample has no tokens of its own then. None without an agent."""
 
     def extended_by(self, continuation: Sample) -> Sample:
         """Returns this sample followed by its continuation, whose finish reason and id are kept.

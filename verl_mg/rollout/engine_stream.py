@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from torch.distributed import Store
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.engine import NOT_GENERATED, EngineDiedError, Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_loop import COLLECT_SECONDS, MAX_DEATHS
+from verl_mg.rollout.trajectory import NOT_GENERATED
 from verl_mg.rollout.work_queue import Group, StreamingWorkQueue
 
 IDLE_SECONDS = 0.01

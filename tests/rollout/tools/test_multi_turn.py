@@ -15,12 +15,13 @@ from tests.rollout.tools.tool_calls import qwen, tokenizer_with
 from tests.traces import needs_sglang
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout import Request, RolloutEngine, Sample, Sampling
-from verl_mg.rollout.engine import NOT_GENERATED, Finish
+from verl_mg.rollout.engine import Finish
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.tools.builtin import calculator, python
 from verl_mg.rollout.tools.chat_format import ToolCall, ToolCallFormat, ToolResult
 from verl_mg.rollout.tools.multi_turn import UNREADABLE, MultiTurnEngine
 from verl_mg.rollout.tools.tool import Tool
+from verl_mg.rollout.trajectory import NOT_GENERATED
 
 pytestmark = needs_sglang
 

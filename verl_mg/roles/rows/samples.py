@@ -9,7 +9,8 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
-from verl_mg.rollout.engine import NOT_GENERATED, Sample
+from verl_mg.rollout.engine import Sample
+from verl_mg.rollout.trajectory import NOT_GENERATED
 
 
 def samples_to_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], policy_version: int) -> Batch:

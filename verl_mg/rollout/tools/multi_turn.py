@@ -19,10 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from verl_mg.rollout.engine import NOT_GENERATED, Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_counts import Counts
 from verl_mg.rollout.tools.chat_format import MALFORMED, ToolCall, ToolCallFormat, ToolResult
 from verl_mg.rollout.tools.tool import Tool, call_tool
+from verl_mg.rollout.trajectory import NOT_GENERATED
 
 POLL_SECONDS = 0.02
 """Longest time that a result waits until the engine is polled."""

@@ -1,0 +1,100 @@
+"""A request of an agent for one reply of the policy, and the reply, in whatever protocol they are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in a reply."""
+
+    id: str
+    """Id by which the agent refers to the call in its result."""
+    name: str
+    """Name of the tool."""
+    arguments: str
+    """Arguments as JSON text."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request of an agent for one reply.
+
+    Sampling parameters of the agent are not part of it: the policy samples as the job's configuration says, or training
+    would compute other log-probabilities.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    """Messages in the form of OpenAI's chat completions: `role` (system, user, assistant, tool) and `content` (text);
+    of the assistant also `tool_calls` and `reasoning_content`, of a tool `tool_call_id`."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tools that the policy may call, as `{"type": "function", "function": {...}}`."""
+    model: str = ""
+    """Name of the model that the agent has written; `rollout.agent_trained` lists those whose replies are trained."""
+    max_tokens: int | None = None
+    """Largest number of tokens of the reply; None: as many as the sample may still have."""
+    stop: tuple[str, ...] = ()
+    """Texts at which the reply ends."""
+
+
+@dataclass(frozen=True)
+class ReplyToken:
+    """One generated token of a reply."""
+
+    id: int
+    """Token id."""
+    text: str
+    """Text of the token alone."""
+    logprob: float
+    """Log-probability in nats, after temperature scaling."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The policy's reply to a call."""
+
+    text: str
+    """Text without reasoning and tool calls."""
+    reasoning: str
+    """Reasoning before the text; "" where there is none."""
+    tool_calls: tuple[ToolCall, ...]
+    """Calls of tools."""
+    finish: Literal["stop", "length", "tool_calls"]
+    """Reason why the reply ended."""
+    tokens: tuple[ReplyToken, ...]
+    """Everything that was generated, in order."""
+    prompt_tokens: int
+    """Number of tokens in front of the reply."""
+    cached_tokens: int
+    """Number of these that were kept from earlier turns of the session."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Returns the reply as a message of `Call.messages`."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class RequestError(Exception):
+    """A request that cannot be answered, for a reason that its sender can change."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        """Creates the error.
+
+        Args:
+            status: HTTP status, 400 to 499, or 503 while nothing can be generated.
+            message: one line that says what is wrong and how to correct it.
+            param: field of the request that is wrong.
+            code: name of the error in OpenAI's API, such as "context_length_exceeded".
+        """
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code

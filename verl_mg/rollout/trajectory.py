@@ -1,0 +1,77 @@
+"""The sample of an agent: sequences of tokens as the engine was given and has continued them, and the conversation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from verl_mg.rewards.reward import Reward
+
+NOT_GENERATED = -1
+"""Policy version of tokens that no policy generated, such as observations of tools."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A context, with replies and observations that continue it without rewriting anything."""
+
+    tokens: tuple[int, ...]
+    """All token ids, from the first one of the context on."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each token in nats, as in `Sample`; 0 where the segment does not train the token."""
+    policy_versions: tuple[int, ...]
+    """Version of the weights that generated each token; NOT_GENERATED for the context, for observations, and for tokens
+    that an earlier segment trains."""
+    truncated: bool
+    """Whether the last reply ended at a limit of its length."""
+    prefix_of: int | None = None
+    """Number of the earlier segment whose first `prefix_length` tokens this one repeats; None where there is none."""
+    prefix_length: int = 0
+    """Number of leading tokens that are the same in the segment `prefix_of`."""
+    routed_experts: Tensor | None = field(default=None, compare=False)
+    """Experts of the tokens, as in `Sample`: int16, (tokens fed to the model, layers, top_k)."""
+
+
+@dataclass(frozen=True)
+class ConversationTurn:
+    """One request of an agent and its reply, for people."""
+
+    segment: int
+    """Number of the segment that contains the reply."""
+    model: str
+    """Name of the model in the request."""
+    trained: bool
+    """Whether the reply is trained."""
+    started: float
+    """Seconds from the start of the sample to the request."""
+    seconds: float
+    """Seconds until the reply was complete."""
+    messages: tuple[dict[str, Any], ...]
+    """Messages that were new in the request."""
+    reply: dict[str, Any]
+    """Message of the assistant, with its reasoning."""
+    prompt_tokens: int
+    """Tokens in front of the reply."""
+    tokens: int
+    """Tokens of the reply."""
+    finish: str
+    """Reason why the reply ended."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Everything that an agent has done for one sample. Each generated token of a trained model has its policy version
+    in exactly one segment."""
+
+    segments: tuple[Segment, ...]
+    """The sequences, in the order in which they began."""
+    turns: tuple[ConversationTurn, ...]
+    """The conversation."""
+    reward: Reward | None
+    """Reward that the agent returned; None: the reward function of the job scores the sample."""
+    log: str = ""
+    """End of the agent's output."""
+    error: str = ""
+    """Reason why the agent failed, one line; "" where it has not."""
