@@ -38,6 +38,8 @@ class Prompt:
     """Name of the source; "" if there is only one."""
     place: str = ""
     """Place of the record, `file:line`, for errors."""
+    messages: Sequence[dict[str, Any]] = ()
+    """The prompt as messages, for agents; a string is one of the user, instruction included."""
 
     @property
     def where(self) -> str:
@@ -159,7 +161,7 @@ class PromptSet:
             _check_length(len(row), max_prompt_tokens, overlong_prompts, place)
         columns = zip(rows, rendered, answers, located, strict=True)
         prompts = [
-            Prompt(i, tuple(row), text.text, answer, record, source, place)
+            Prompt(i, tuple(row), text.text, answer, record, source, place, text.messages)
             for i, (row, text, answer, (place, record)) in enumerate(columns, start=first_id)
             if len(row) <= max_prompt_tokens
         ]

@@ -17,6 +17,8 @@ class RenderedPrompt(NamedTuple):
     """The text."""
     templated: bool
     """Whether a chat template wrote it, special tokens included."""
+    messages: list[dict[str, Any]]
+    """The prompt as messages; a string is one of the user."""
 
 
 def prompt_of(record: Record, name: str, chosen: str, rejected: str, place: str) -> Any:
@@ -125,10 +127,10 @@ def render(
     Raises:
         UserError: the value is neither, or the tokenizer has no template, or its template rejects the value.
     """
-    if isinstance(value, str) and not chat_template:
-        return RenderedPrompt(value + instruction, templated=False)
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
-    return RenderedPrompt(_render_conversation(messages, tokenizer, place, tools), templated=True)
+    if isinstance(value, str) and not chat_template:
+        return RenderedPrompt(value + instruction, False, messages)
+    return RenderedPrompt(_render_conversation(messages, tokenizer, place, tools), True, messages)
 
 
 def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
