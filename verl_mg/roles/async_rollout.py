@@ -182,7 +182,7 @@ class AsyncRollout(RolloutSource):
         known = {i for group in groups for i in group.done}
         self._loaded = {i: sample for i, sample in local.completed.items() if i in known}
         self._stream.resume_partial(
-            Request(i, self._prompt_of[i].tokens, sample_seed(self._seed, i), partial[i])
+            self._request(i, partial[i])
             for group in groups
             for i in sorted(group.partial & partial.keys())
         )
@@ -199,7 +199,11 @@ class AsyncRollout(RolloutSource):
     # -- called by the stream's thread
 
     def _request_of(self, sample: int) -> Request:
-        return Request(sample, self._prompt_of[sample].tokens, sample_seed(self._seed, sample))
+        return self._request(sample, None)
+
+    def _request(self, sample: int, partial: Sample | None) -> Request:
+        prompt = self._prompt_of[sample]
+        return Request(sample, prompt.tokens, sample_seed(self._seed, sample), partial, prompt)
 
     def _on_sample(self, sample: Sample) -> None:
         self._context.timer.progress += 1  # the watchdog sees that a long call progresses

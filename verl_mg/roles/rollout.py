@@ -261,7 +261,8 @@ class Rollout(RolloutSource):
         prompt_of, partial, reward = call.prompt_of, self._pending.partial, self._reward
 
         def request_of(sample: int) -> Request:
-            return Request(sample, prompt_of[sample].tokens, sample_seed(self._seed, sample), partial.pop(sample, None))
+            prompt, seed = prompt_of[sample], sample_seed(self._seed, sample)
+            return Request(sample, prompt.tokens, seed, partial.pop(sample, None), prompt)
 
         def on_sample(sample: Sample) -> None:
             self._context.timer.progress += 1  # the watchdog sees that a long call progresses

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine_counts import Counts
 from verl_mg.rollout.trajectory import NOT_GENERATED, Trajectory
@@ -67,6 +68,8 @@ class Request:
     """Source of the sample's randomness; the only one where the engine supports seeds per request."""
     partial: Sample | None = None
     """Tokens generated before the sample was aborted; the response begins with them."""
+    origin: Prompt | None = None
+    """Prompt of the data, for agents and tools, which need more than its tokens."""
 
     @property
     def context(self) -> tuple[int, ...]:

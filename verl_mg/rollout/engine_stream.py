@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch.distributed import Store
 
@@ -252,8 +253,7 @@ class EngineStream:
                 self._events.announce_end(key)
 
     def _continuation(self, sample: Sample) -> Request:
-        request = self._request_of(sample.id)
-        return Request(request.id, request.prompt, request.seed, sample if sample.tokens else None)
+        return replace(self._request_of(sample.id), partial=sample if sample.tokens else None)
 
     def _recover(self, error: EngineDiedError) -> None:
         """Restarts the engine; its samples are generated again as soon as it has weights."""

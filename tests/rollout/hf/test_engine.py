@@ -141,6 +141,18 @@ def test_generate_samples_do_not_depend_on_their_batch(qwen3: Path) -> None:
     assert by_id(small.generate(requested[4:5], sampling)) == by_id(whole[4:5])
 
 
+def test_collect_requests_with_other_token_limits_share_a_batch(qwen3: Path) -> None:
+    engine, requested = engine_of(qwen3), requests(prompts=4, group=2)
+    limits = [Sampling(max_new_tokens=3 + 2 * i, stop_token_ids=(5, 6)) for i in range(len(requested))]
+    alone = [engine_of(qwen3).generate([request], limit)[0] for request, limit in zip(requested, limits, strict=True)]
+    for request, limit in zip(requested, limits, strict=True):
+        engine.submit([request], limit)
+    together = {sample.id: sample for sample in engine.collect(0.0)}
+    assert [together[sample.id].tokens for sample in alone] == [sample.tokens for sample in alone]
+    assert [together[sample.id].finish for sample in alone] == [sample.finish for sample in alone]
+    assert {len(sample.tokens) for sample in alone} > {3, 5}
+
+
 def test_generate_finish_is_stop_or_length(qwen3: Path) -> None:
     sampling = Sampling(max_new_tokens=10, stop_token_ids=tuple(range(10)))
     samples = engine_of(qwen3).generate(requests(prompts=10), sampling)

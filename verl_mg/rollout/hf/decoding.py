@@ -39,31 +39,35 @@ class _Rows:
     attend: torch.Tensor
     """(r, prompt width + T) bool, false on left padding."""
     running: torch.Tensor
-    """(r,) bool, false once a stop token was drawn."""
+    """(r,) bool, false once a stop token was drawn or the row has as many tokens as it may have."""
+    limit: torch.Tensor
+    """(r,) largest number of tokens."""
 
     def select(self, keep: torch.Tensor) -> None:
         self.index, self.position = self.index[keep], self.position[keep]
-        self.attend, self.running = self.attend[keep], self.running[keep]
+        self.attend, self.running, self.limit = self.attend[keep], self.running[keep], self.limit[keep]
 
 
 def decode(
     module: PreTrainedModel,
     prompts: Sequence[tuple[int, ...]],
     uniforms: torch.Tensor,
+    limits: Sequence[int],
     sampling: Sampling,
     aborted: Callable[[], bool],
 ) -> Completions:
-    """Continues n prompts by up to T = max_new_tokens tokens each.
+    """Continues n prompts, each by up to its own limit of tokens, of which T is the largest.
 
     Args:
         module: a causal language model.
         prompts: n sequences of token ids.
         uniforms: (n, T) numbers in [0, 1); entry t of a row draws its t-th token.
-        sampling: how tokens are drawn.
+        limits: largest number of tokens of each row, at least 1.
+        sampling: how tokens are drawn; its own limit is not used.
         aborted: called after every token; returns whether to end.
     """
     device = module.device
-    steps = sampling.max_new_tokens
+    steps = max(limits)
     stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
     uniforms = uniforms.to(device)
     out = Completions(
@@ -72,7 +76,7 @@ def decode(
         lengths=torch.zeros(len(prompts), dtype=torch.int64, device=device),
     )
     cache = preallocated_cache(module.config)
-    logits, rows = _prefill(module, cache, prompts, steps)
+    logits, rows = _prefill(module, cache, prompts, limits)
     width = rows.attend.shape[1] - steps
 
     for step in range(steps):
@@ -80,7 +84,7 @@ def decode(
         out.tokens[rows.index, step] = tokens
         out.logprobs[rows.index, step] = logprobs
         out.lengths[rows.index] += rows.running
-        rows.running &= ~torch.isin(tokens, stops)
+        rows.running &= ~torch.isin(tokens, stops) & (rows.limit > step + 1)
 
         running = int(rows.running.sum())
         if running == 0 or step + 1 == steps or aborted():
@@ -98,13 +102,14 @@ def decode(
 
 
 def _prefill(
-    module: PreTrainedModel, cache: DynamicCache, prompts: Sequence[tuple[int, ...]], steps: int
+    module: PreTrainedModel, cache: DynamicCache, prompts: Sequence[tuple[int, ...]], limits: Sequence[int]
 ) -> tuple[torch.Tensor, _Rows]:
     """Runs every distinct prompt once, left-padded, and copies its cache row to all rows with this prompt.
 
     Returns:
         The logits of the next token, (n, V), and the n rows.
     """
+    steps = max(limits)
     row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
     width = max(map(len, row_of))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in row_of])
@@ -124,6 +129,7 @@ def _prefill(
         position=lengths,
         attend=attend,
         running=torch.ones(len(prompts), dtype=torch.bool, device=device),
+        limit=torch.tensor(limits, device=device),
     )
 
 

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.initialization import no_init_weights
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import Finish, Request, RolloutEngine, Sample, Sampling
-from verl_mg.rollout.hf.decoding import Completions, decode, uniforms
+from verl_mg.rollout.hf.decoding import decode, uniforms
 
 
 class HFEngine(RolloutEngine):
@@ -78,18 +77,11 @@ class HFEngine(RolloutEngine):
             return []
         # Neighbours in this order have equal prompts, which share a prefill, or little padding between them.
         self._waiting.sort(key=_batching_key)
-        first, sampling = self._waiting[0]
-        num_equal = next(
-            (
-                i
-                for i, (r, s) in enumerate(self._waiting)
-                if s != sampling or r.remaining_tokens(s) != first.remaining_tokens(sampling)
-            ),
-            len(self._waiting),
-        )
+        drawn = _drawing(self._waiting[0][1])
+        num_equal = next((i for i, (_, s) in enumerate(self._waiting) if _drawing(s) != drawn), len(self._waiting))
         size = min(num_equal, self._max_batch)
-        batch, self._waiting = [request for request, _ in self._waiting[:size]], self._waiting[size:]
-        return [r.prepend_partial(more) for r, more in zip(batch, self._decode(batch, sampling), strict=True)]
+        batch, self._waiting = self._waiting[:size], self._waiting[size:]
+        return [r.prepend_partial(more) for (r, _), more in zip(batch, self._decode(batch), strict=True)]
 
     def begin_update(self) -> None:
         """Begins an update; the weights may be written until `end_update`."""
@@ -141,54 +133,57 @@ class HFEngine(RolloutEngine):
             )
 
     @torch.inference_mode()
-    def _decode(self, requests: list[Request], sampling: Sampling) -> list[Sample]:
-        """Continues each context; all have the same number of remaining tokens."""
-        budget = requests[0].remaining_tokens(sampling)
-        if self._abort.is_set() or budget <= 0:
-            return [Sample(request.id, (), (), (), "length" if budget <= 0 else "abort") for request in requests]
-        # A resumed sample draws the tokens that it would have drawn without the interruption.
-        draws = torch.stack([uniforms(request.seed, sampling.max_new_tokens)[-budget:] for request in requests])
-        contexts = [request.context for request in requests]
-        remaining = replace(sampling, max_new_tokens=budget)
-        completions = decode(self.module, contexts, draws, remaining, self._abort.is_set)
-        return _samples(requests, completions, remaining, self.version)
+    def _decode(self, batch: Sequence[tuple[Request, Sampling]]) -> list[Sample]:
+        """Continues each context; all tokens are drawn in the same way."""
+        limits = [request.remaining_tokens(sampling) for request, sampling in batch]
+        running = [i for i, limit in enumerate(limits) if limit > 0 and not self._abort.is_set()]
+        samples = [
+            Sample(request.id, (), (), (), "length" if limit <= 0 else "abort")
+            for (request, _), limit in zip(batch, limits, strict=True)
+        ]
+        if not running:
+            return samples
+        draws = torch.zeros(len(running), max(limits[i] for i in running))
+        for row, i in enumerate(running):
+            request, sampling = batch[i]
+            # A resumed sample draws the tokens that it would have drawn without the interruption.
+            draws[row, : limits[i]] = uniforms(request.seed, sampling.max_new_tokens)[-limits[i] :]
+        completions = decode(
+            self.module,
+            [batch[i][0].context for i in running],
+            draws,
+            [limits[i] for i in running],
+            batch[0][1],
+            self._abort.is_set,
+        )
+        rows = zip(
+            completions.tokens.tolist(), completions.logprobs.tolist(), completions.lengths.tolist(), strict=True
+        )
+        for i, (tokens, logprobs, length) in zip(running, rows, strict=True):
+            samples[i] = Sample(
+                id=batch[i][0].id,
+                tokens=tuple(tokens[:length]),
+                logprobs=tuple(logprobs[:length]),
+                policy_versions=(self.version,) * length,
+                finish=_finish(tokens[length - 1], length, limits[i], batch[i][1]),
+            )
+        return samples
+
+
+def _drawing(sampling: Sampling) -> tuple[object, ...]:
+    """Returns everything that decides how a token is drawn."""
+    return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids)
 
 
 def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:
     request, sampling = waiting
-    return (
-        (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.max_new_tokens),
-        request.remaining_tokens(sampling),
-        len(request.context),
-        request.context,
-    )
+    return (_drawing(sampling), request.remaining_tokens(sampling), len(request.context), request.context)
 
 
-def _samples(requests: list[Request], completions: Completions, sampling: Sampling, version: int) -> list[Sample]:
-    """Cuts each row of the completions at its length and sets the reason why it ended."""
-    rows = zip(
-        requests,
-        completions.tokens.tolist(),
-        completions.logprobs.tolist(),
-        completions.lengths.tolist(),
-        strict=True,
-    )
-    return [
-        Sample(
-            id=request.id,
-            tokens=tuple(tokens[:length]),
-            logprobs=tuple(logprobs[:length]),
-            policy_versions=(version,) * length,
-            finish=_finish(tokens[length - 1], length, sampling),
-        )
-        for request, tokens, logprobs, length in rows
-    ]
-
-
-def _finish(last: int, length: int, sampling: Sampling) -> Finish:
+def _finish(last: int, length: int, limit: int, sampling: Sampling) -> Finish:
     if last in sampling.stop_token_ids:
         return "stop"
-    return "length" if length == sampling.max_new_tokens else "abort"
+    return "length" if length == limit else "abort"
 
 
 def _read_config(directory: Path) -> PreTrainedConfig:
