@@ -1,0 +1,122 @@
+"""The endpoint's server with the official clients, and its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.rollout.agents.scripted_backend import KEY, ScriptedBackend, base_url, reply_of, serving
+from verl_mg.rollout.agents import server as agent_server
+from verl_mg.rollout.agents.call import Call, Reply, RequestError
+from verl_mg.rollout.agents.server import AgentServer
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[AgentServer]:
+    with serving(ScriptedBackend()) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", ["check_chat", "check_chat_async", "check_models", "check_errors"])
+def test_server_given_official_client_satisfies_check(server: AgentServer, name: str) -> None:
+    pytest.importorskip("openai")
+    from tests.rollout.agents import client_checks
+
+    result = getattr(client_checks, name)(base_url(server), KEY)
+    if result is not None:
+        asyncio.run(result)
+
+
+def test_server_given_wrong_key_replies_before_the_body_is_read(server: AgentServer) -> None:
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
+        path = urlsplit(base_url(server)).path
+        connection.sendall(f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
+
+
+def test_server_given_body_above_the_limit_replies_413(server: AgentServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_server, "MAX_BODY", 1000)
+    url = f"{base_url(server)}/chat/completions"
+    large = json.dumps(CHAT | {"user": "x" * 1000}).encode()
+    assert httpx.post(url, content=large, headers=HEADERS).status_code == 413
+    assert httpx.post(url, content=iter([large[:600], large[600:]]), headers=HEADERS).status_code == 413
+    assert httpx.post(url, json=CHAT, headers=HEADERS).status_code == 200
+
+
+def test_server_given_disconnected_client_completes_the_call() -> None:
+    backend = ScriptedBackend(delay=0.2)
+    with serving(backend) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{base_url(server)}/chat/completions", json=CHAT, headers=HEADERS, timeout=0.05)
+        deadline = time.monotonic() + 10
+        while not backend.replies and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(backend.replies) == 1
+
+
+def test_server_given_slow_reply_keeps_the_stream_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_server, "KEEP_ALIVE_S", 0.01)
+    with serving(ScriptedBackend(delay=0.1)) as server:
+        url = f"{base_url(server)}/chat/completions"
+        text = httpx.post(url, json=CHAT | {"stream": True}, headers=HEADERS).text
+    assert text.startswith(": keep-alive\n\n") and text.endswith("data: [DONE]\n\n")
+
+
+def test_server_given_error_after_the_stream_has_begun_writes_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: Call) -> Reply:
+        raise RequestError(400, "messages: too long. Send fewer.", code="context_length_exceeded")
+
+    monkeypatch.setattr(agent_server, "KEEP_ALIVE_S", 0.01)
+    with serving(ScriptedBackend(refuse, delay=0.1)) as server:
+        url = f"{base_url(server)}/chat/completions"
+        reply = httpx.post(url, json=CHAT | {"stream": True}, headers=HEADERS)
+    assert json.loads(reply.text.split("data: ")[-1])["error"]["code"] == "context_length_exceeded"
+
+
+def test_server_given_unexpected_exception_replies_500_and_reports_it(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(call: Call) -> Reply:
+        raise ZeroDivisionError("secret")
+
+    reported: list[BaseException] = []
+    with serving(ScriptedBackend(fail), on_error=reported.append) as server:
+        reply = httpx.post(f"{base_url(server)}/chat/completions", json=CHAT, headers=HEADERS)
+    assert reply.status_code == 500 and "secret" not in reply.text and reply.json()["error"]["type"] == "server_error"
+    assert [type(error) for error in reported] == [ZeroDivisionError]
+    assert capfd.readouterr().err == ""
+
+
+def test_server_given_close_ends_running_calls_with_503() -> None:
+    server = AgentServer(ScriptedBackend(delay=60))
+    server.start()
+    replies: list[httpx.Response] = []
+    url = f"{base_url(server)}/chat/completions"
+    thread = threading.Thread(target=lambda: replies.append(httpx.post(url, json=CHAT, headers=HEADERS, timeout=30)))
+    thread.start()
+    time.sleep(0.2)
+    server.close()
+    thread.join()
+    assert replies[0].status_code == 503
+
+
+def test_server_given_unknown_path_or_method_replies_404_or_405(server: AgentServer) -> None:
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 404
+    reply = httpx.get(f"{base_url(server)}/chat/completions", headers=HEADERS)
+    assert reply.status_code == 405 and set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_reply_given_reasoning_counts_its_tokens() -> None:
+    with serving(ScriptedBackend(lambda call: reply_of("Yes.", "abc"))) as server:
+        usage = httpx.post(f"{base_url(server)}/chat/completions", json=CHAT, headers=HEADERS).json()["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len("<think>abc")

@@ -1,0 +1,1 @@
+"""Protocols in which agents write their requests: OpenAI's chat completions and responses, Anthropic's messages."""

@@ -1,0 +1,71 @@
+"""State of a session between its requests: responses that are continued, and arguments of tool calls."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+MAX_RESPONSES = 256
+MAX_CHARACTERS = 64 << 20
+MAX_CALLS = 4096
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response that a later request may continue with `previous_response_id`."""
+
+    messages: tuple[dict[str, Any], ...]
+    """Messages up to and with the reply, without the instructions."""
+    items: dict[str, dict[str, Any]]
+    """Items of the output by their id, which a later request may refer to."""
+    size: int
+    """Number of characters that the response adds to earlier ones, whose messages it shares."""
+
+
+class SessionMemory:
+    """State of one session, bounded: the oldest entries are dropped."""
+
+    def __init__(self) -> None:
+        """Creates an empty memory."""
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._arguments: OrderedDict[str, str] = OrderedDict()
+
+    def store(self, name: str, response: StoredResponse) -> None:
+        """Stores a response for later requests.
+
+        Args:
+            name: id of the response.
+            response: the response.
+        """
+        self._responses[name] = response
+        while len(self._responses) > MAX_RESPONSES or self._size() > MAX_CHARACTERS:
+            self._responses.popitem(last=False)
+
+    def _size(self) -> int:
+        return sum(response.size for response in self._responses.values())
+
+    def response(self, name: str) -> StoredResponse | None:
+        """Returns a stored response, or None."""
+        return self._responses.get(name)
+
+    def item(self, name: str) -> dict[str, Any] | None:
+        """Returns an item of a stored response by its id, or None."""
+        items = (response.items.get(name) for response in reversed(self._responses.values()))
+        return next((item for item in items if item is not None), None)
+
+    def remember_arguments(self, call: str, arguments: str) -> None:
+        """Remembers the text of a tool call's arguments, where the protocol writes them in another form.
+
+        Args:
+            call: id of the tool call.
+            arguments: text as the policy has written it.
+        """
+        self._arguments[call] = arguments
+        self._arguments.move_to_end(call)
+        if len(self._arguments) > MAX_CALLS:
+            self._arguments.popitem(last=False)
+
+    def arguments(self, call: str) -> str | None:
+        """Returns the text of a tool call's arguments, or None for a call that is not known."""
+        return self._arguments.get(call)

@@ -1,0 +1,283 @@
+"""HTTP server of the agents' endpoint: one URL per session, keys, limits and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from socket import AF_INET, AF_INET6, create_server
+from typing import Any
+from typing import Protocol as Interface
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from verl_mg.rollout.agents.call import Call, Reply, RequestError
+from verl_mg.rollout.agents.protocols.chat_completions import ChatCompletions
+from verl_mg.rollout.agents.protocols.exchange import Exchange, JsonObject, Protocol
+from verl_mg.rollout.agents.protocols.fields import parse
+from verl_mg.rollout.agents.protocols.memory import SessionMemory
+
+MAX_BODY = 32 << 20
+"""Largest size of a request's body, bytes."""
+KEEP_ALIVE_S = 10.0
+"""Seconds between signs of life in a stream; clients give up after 60 to 300 seconds of silence."""
+IDLE_CONNECTION_S = 3600
+"""Seconds after which an idle connection is closed: later than any client does, or its next request would fail."""
+STREAM_HEADERS = {"cache-control": "no-cache"}
+CHAT = ChatCompletions()
+
+
+class Backend(Interface):
+    """Source of the replies. Its coroutines run in the server's event loop."""
+
+    def authorize(self, session: str, key: str) -> None:
+        """Raises `RequestError` with status 404 for an unknown session, 401 for a wrong key.
+
+        Args:
+            session: id of the session in the URL.
+            key: key in the headers; "" where there is none.
+        """
+
+    async def complete(self, session: str, key: str, call: Call) -> Reply:
+        """Returns the policy's reply. It is called to the end also when the client disconnects.
+
+        Args:
+            session: id of the session.
+            key: its key.
+            call: the request.
+
+        Raises:
+            RequestError: the request cannot be answered.
+        """
+
+    async def count_tokens(self, session: str, key: str, call: Call) -> int:
+        """Returns the number of tokens that would be in front of the reply.
+
+        Args:
+            session: id of the session.
+            key: its key.
+            call: the request.
+
+        Raises:
+            RequestError: the request cannot be answered.
+        """
+
+
+class AgentServer:
+    """An HTTP server in a thread with its event loop."""
+
+    url: str
+    """Address without a path, from `start` on."""
+    loop: asyncio.AbstractEventLoop
+    """Event loop in which the backend's coroutines run, from `start` on."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        host: str = "127.0.0.1",
+        on_error: Callable[[BaseException], None] | None = None,
+        models: tuple[str, ...] = ("policy",),
+    ) -> None:
+        """Creates the server without starting it.
+
+        Args:
+            backend: answers the requests.
+            host: address to listen on.
+            on_error: called in the server's thread with an unexpected exception, whose request gets status 500; None
+                writes one line to stderr.
+            models: names that `/v1/models` lists; requests may name others.
+        """
+        self._backend, self._host, self._models = backend, host, models
+        self._on_error = on_error or _print
+        self._memories: dict[str, SessionMemory] = {}
+        self._tasks: set[asyncio.Task[JsonObject]] = set()
+
+    def start(self) -> None:
+        """Listens on a free port and serves in a thread."""
+        family = AF_INET6 if ":" in self._host else AF_INET
+        socket = create_server((self._host, 0), family=family, backlog=1024)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            self._application(),
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=IDLE_CONNECTION_S,
+            timeout_graceful_shutdown=5,
+        )
+        self._server = uvicorn.Server(config)
+        self.loop = _new_loop()
+        self._thread = threading.Thread(target=self._serve, args=([socket],), name="agent-server", daemon=True)
+        self._thread.start()
+
+    def _serve(self, sockets: list[Any]) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._server.serve(sockets))
+
+    def close(self) -> None:
+        """Ends running requests with status 503, and the thread."""
+        self.loop.call_soon_threadsafe(self._stop)
+        self._thread.join()
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
+        for task in self._tasks:
+            task.cancel()
+
+    def forget(self, session: str) -> None:
+        """Drops what the requests of a session have left, once the session has ended."""
+        self._memories.pop(session, None)
+
+    def _application(self) -> Starlette:
+        base = "/sessions/{session}/v1"
+        return Starlette(
+            routes=[
+                Route(f"{base}/chat/completions", self._endpoint(self._complete, CHAT), methods=["POST"]),
+                Route(f"{base}/models", self._endpoint(self._list_models, CHAT)),
+                Route(f"{base}/models/{{name:path}}", self._endpoint(self._show_model, CHAT)),
+            ],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    def _endpoint(
+        self, work: Callable[[Request, Protocol], Awaitable[Response]], protocol: Protocol
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                self._backend.authorize(request.path_params["session"], _key(request))
+                return await work(request, protocol)
+            except RequestError as error:
+                return _error_response(protocol, error)
+            except ClientDisconnect:
+                return Response(status_code=499)  # goes nowhere
+            except Exception as error:
+                return _error_response(protocol, self._unexpected(error))
+
+        return endpoint
+
+    def _unexpected(self, error: Exception) -> RequestError:
+        self._on_error(error)
+        return RequestError(500, "server: unexpected error. See the log of the job.", code="server_error")
+
+    async def _complete(self, request: Request, protocol: Protocol) -> Response:
+        session = request.path_params["session"]
+        memory = self._memories.setdefault(session, SessionMemory())
+        exchange = protocol.read(parse(await _body(request)), memory)
+        # The reply is part of the session also when the client disconnects: the task does not depend on the request's.
+        task = self.loop.create_task(self._reply(session, _key(request), exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        done, _ = await asyncio.wait([task], timeout=KEEP_ALIVE_S if exchange.stream else None)
+        if not done:
+            return StreamingResponse(_late_events(exchange, task), headers=STREAM_HEADERS, media_type=EVENTS)
+        body = _result(task)
+        if not exchange.stream:
+            return JSONResponse(body)
+        return Response(b"".join(exchange.events(body)), headers=STREAM_HEADERS, media_type=EVENTS)
+
+    async def _reply(self, session: str, key: str, exchange: Exchange) -> JsonObject:
+        try:
+            return exchange.body(await self._backend.complete(session, key, exchange.call))
+        except RequestError:
+            raise
+        except Exception as error:
+            raise self._unexpected(error) from None
+
+    async def _list_models(self, request: Request, protocol: Protocol) -> Response:
+        models = [_model(name) for name in self._models]
+        page = {"first_id": self._models[0], "last_id": self._models[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": models} | page)
+
+    async def _show_model(self, request: Request, protocol: Protocol) -> Response:
+        return JSONResponse(_model(request.path_params["name"]))
+
+
+EVENTS = "text/event-stream"
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _print(error: BaseException) -> None:
+    print(f"agent server: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def _key(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def _body(request: Request) -> bytes:
+    announced = request.headers.get("content-length", "0")
+    too_large = RequestError(413, f"body: larger than {MAX_BODY >> 20} MiB. Send a shorter conversation.")
+    if announced.isdecimal() and int(announced) > MAX_BODY:
+        raise too_large
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY:
+            raise too_large
+    return bytes(data)
+
+
+def _result(task: asyncio.Task[JsonObject]) -> JsonObject:
+    if task.cancelled():
+        raise RequestError(503, "server: it is being stopped. Nothing can be generated any more.")
+    return task.result()
+
+
+async def _late_events(exchange: Exchange, task: asyncio.Task[JsonObject]) -> AsyncIterator[bytes]:
+    """Events of a reply that is not complete when the stream begins, so that an error is an event too."""
+    while not task.done():
+        yield exchange.keep_alive()
+        await asyncio.wait([task], timeout=KEEP_ALIVE_S)
+    try:
+        body = _result(task)
+    except RequestError as error:
+        yield exchange.error_event(error)
+    else:
+        for event in exchange.events(body):
+            yield event
+
+
+def _error_response(protocol: Protocol, error: RequestError) -> Response:
+    return JSONResponse(protocol.error(error), error.status)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answers a request to an unknown path, or with a wrong method."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    wrong = {404: f"{path}: unknown path", 405: f"{path}: {request.method} is not supported"}
+    text = wrong.get(error.status_code, f"{path}: {error.detail}")
+    return _error_response(CHAT, RequestError(error.status_code, f"{text}. See the documentation of agents."))
+
+
+def _model(name: str) -> JsonObject:
+    """A model in the form of both OpenAI and Anthropic, whose fields have different names."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "verl_mg",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
+    }
