@@ -16,7 +16,7 @@ import pytest
 
 from verl_mg.errors import UserError
 from verl_mg.sandbox import Outcome, isolated, run_python, run_python_async
-from verl_mg.sandbox import python as module
+from verl_mg.sandbox import supervisor as module
 
 TIMEOUT = 60  # seconds for programs that are to end by themselves, on a machine that is busy
 
@@ -35,7 +35,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
 
 @functools.cache
 def works(kind: module.Isolation) -> bool:
-    return kind == "none" or module._works(kind)
+    return kind == "none" or module.works(kind)
 
 
 def with_isolation(kind: module.Isolation, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:

@@ -6,17 +6,23 @@ Isolation "bubblewrap": bwrap builds the namespaces. "namespaces": this file bui
 machines without bwrap; the program is process 1 of its namespace. In both, the kernel ends all processes of the
 namespace when its process 1 ends. "none": the supervisor adopts the processes that the program leaves, and kills them.
 SIGTERM makes the supervisor end everything at once.
+
+Its argument is the descriptor of a file with the request, since every user of the machine can read arguments.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import resource
+import shutil
 import signal
+import socket
+import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +38,12 @@ END_WITH_PARENT, ADOPT_ORPHANS, NO_NEW_PRIVILEGES = 1, 36, 38
 
 FIRST_UNUSED_USER = 2_000_000_000
 """User ids from here on are not in use; each program that root runs gets one."""
+USER_INSIDE = 1000
+"""User id of a program inside of bubblewrap."""
+SET_INTERFACE_FLAGS, INTERFACE_UP = 0x8914, 1
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+LINKS = {"/dev/fd": "/proc/self/fd", "/dev/shm": "/tmp"}
+"""Links that programs expect where there is a /proc."""
 SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 
@@ -50,30 +61,30 @@ def main(request: dict[str, Any]) -> None:
 def _run_in_bubblewrap(request: dict[str, Any]) -> int:
     _prctl(ADOPT_ORPHANS, 1)
     user_id = _unused_user()
-    source = os.open(os.path.join(request["folder"], "program.py"), os.O_RDONLY)
+    _give_folders(request, user_id)
     status, status_end = os.pipe()
-    for descriptor in (source, status_end):
-        os.set_inheritable(descriptor, True)
+    os.set_inheritable(status_end, True)
     bwrap: str = request["bubblewrap"]
-    visible: list[str] = []
-    parents = {str(parent) for path in (*request["paths"], *DEVICES) for parent in Path(path).parents}
-    for parent in sorted(parents - {"/", "/tmp"}):
-        visible += ["--perms", "0755", "--dir", parent]  # otherwise with the mode outside, which may be root's alone
-    for path in request["paths"]:
-        visible += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    for device in DEVICES:
-        visible += ["--dev-bind", device, device]
+    targets = [target for _, target, _ in request["visible"]]
+    parents = {str(parent) for path in (*targets, *DEVICES) for parent in Path(path).parents} - {"/", "/tmp"}
+    # Otherwise with the mode outside, which may be root's alone.
+    folders = [text for parent in sorted(parents) for text in ("--perms", "0755", "--dir", parent)]
+    devices = [text for device in DEVICES for text in ("--dev-bind", device, device)]
     jail = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--cap-drop", "ALL"]
-    jail += ["--perms", "0700", "--size", str(request["memory_mb"] << 20), "--tmpfs", "/tmp", *visible]
-    jail += ["--file", str(source), "/tmp/program.py", "--chdir", "/tmp", "--remount-ro", "/"]
-    jail += ["--json-status-fd", str(status_end)]
+    jail += ["--uid", str(USER_INSIDE), "--gid", str(USER_INSIDE), "--perms", "0700"]
+    jail += ["--size", str(request["memory_mb"] << 20), "--tmpfs", "/tmp", *folders]
+    jail += [*_bindings(request, again=user_id > 0), *devices]
+    if request["proc"]:
+        jail += ["--proc", "/proc", *(text for path, at in LINKS.items() for text in ("--symlink", at, path))]
+    jail += ["--chdir", request["directory"], "--remount-ro", "/", "--json-status-fd", str(status_end)]
     # The limit of processes is set inside the user namespace: outside, all processes of this user would count.
-    limit = ["env", "-i", "prlimit", f"--nproc={request['processes']}:{request['processes']}"]
+    limit = [_tool("env"), "-u", "PWD", _tool("prlimit"), f"--nproc={request['processes']}:{request['processes']}"]
     command = [*jail, *limit, *request["command"]]
     if user_id:
         # root first makes all paths reachable, also those inside its home directory, and then drops its rights.
-        user = ["setpriv", f"--reuid={user_id}", f"--regid={user_id}", "--clear-groups", "--pdeathsig=KILL"]
-        command = [bwrap, "--tmpfs", "/tmp", *visible, "--dev-bind", "/proc", "/proc", *user, *command]
+        user = [_tool("setpriv"), f"--reuid={user_id}", f"--regid={user_id}", "--clear-groups", "--pdeathsig=KILL"]
+        visible = [*folders, *_bindings(request), *devices, "--dev-bind", "/proc", "/proc"]
+        command = [bwrap, "--tmpfs", "/tmp", *visible, *user, *command]
     inside = {**request, "binary": bwrap, "command": command}
     try:
         ended = _wait(_start(inside, "/", None, lambda: None))
@@ -89,10 +100,19 @@ def _run_in_bubblewrap(request: dict[str, Any]) -> int:
     raise OSError("bubblewrap did not start the program")
 
 
+def _bindings(request: dict[str, Any], again: bool = False) -> Iterator[str]:
+    """Yields arguments of bubblewrap for the visible paths; `again`: within another bubblewrap that has them."""
+    for source, target, writable in request["visible"]:
+        if source == target and os.path.islink(source):
+            yield from ("--symlink", os.readlink(source), target)
+        else:
+            yield from ("--bind" if writable else "--ro-bind", target if again else source, target)
+
+
 def _run_in_namespaces(request: dict[str, Any]) -> int:
-    code = (Path(request["folder"]) / "program.py").read_bytes()
     proc = os.open("/proc", os.O_DIRECTORY)
     if user_id := _unused_user():
+        _give_folders(request, user_id)
         _call(LIBC.unshare, NAMESPACES)
     else:
         user, group = os.geteuid(), os.getegid()
@@ -100,10 +120,11 @@ def _run_in_namespaces(request: dict[str, Any]) -> int:
         _write(proc, "self/setgroups", "deny")
         _write(proc, "self/uid_map", f"{user} {user} 1")
         _write(proc, "self/gid_map", f"{group} {group} 1")
-    _build_root(request["folder"], request["paths"], request["memory_mb"])
-    Path("/tmp/program.py").write_bytes(code)
+    if request["channel"] is not None:
+        _enable_loopback()
 
     def enter() -> None:
+        _build_root(request)  # in the process that is the first of its namespace, whose /proc it mounts
         if user_id:
             os.chown("/tmp", user_id, user_id)
             _become(user_id)
@@ -112,7 +133,7 @@ def _run_in_namespaces(request: dict[str, Any]) -> int:
         with contextlib.suppress(OSError):  # in further namespaces the program could mount tmpfs without a limit
             _write(proc, "sys/user/max_user_namespaces", "0")
 
-    return _wait(_start(request, "/tmp", request["processes"], enter))
+    return _wait(_start(request, request["directory"], request["processes"], enter))
 
 
 def _run_without_namespaces(request: dict[str, Any]) -> int:
@@ -122,11 +143,11 @@ def _run_without_namespaces(request: dict[str, Any]) -> int:
 
     def enter() -> None:
         if user_id:
-            os.chown(request["folder"], user_id, user_id)
+            _give(request["folder"], user_id)
             _become(user_id)
 
     try:
-        return _wait(_start(request, request["folder"], processes, enter))
+        return _wait(_start(request, request["directory"], processes, enter))
     finally:
         _end_descendants(user_id)
 
@@ -144,7 +165,7 @@ def _start(request: dict[str, Any], folder: str, processes: int | None, enter: C
         os.chdir(folder)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         _limit(request, processes)
-        os.execve(request["binary"], request["command"], {})
+        os.execve(request["binary"], request["command"], request["environment"])
     os._exit(1)
 
 
@@ -163,14 +184,9 @@ def _wait(program: int) -> int:
 
 
 def _limit(request: dict[str, Any], processes: int | None) -> None:
-    memory, file, cpu = request["memory_mb"] << 20, request["file_mb"] << 20, request["cpu_seconds"]
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file, file))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (request["open_files"],) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if processes is not None:
-        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+    limits = request["limits"] if processes is None else {**request["limits"], "NPROC": (processes, processes)}
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limit)
 
 
 def _unused_user() -> int:
@@ -184,28 +200,61 @@ def _become(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def _build_root(folder: str, paths: list[str], memory_mb: int) -> None:
-    """Builds a root in memory: `paths` of the machine read-only, and an empty /tmp; nothing else is reachable."""
+def _give_folders(request: dict[str, Any], user: int) -> None:
+    for source, _, writable in request["visible"]:
+        if user and writable:
+            _give(source, user)
+
+
+def _give(folder: str, user: int) -> None:
+    """Makes a user the owner of a folder and of everything in it; follows no link."""
+    for parent, folders, files in os.walk(folder):
+        for path in (parent, *(os.path.join(parent, name) for name in (*folders, *files))):
+            os.lchown(path, user, user)
+
+
+def _build_root(request: dict[str, Any]) -> None:
+    """Builds a root in memory: the visible paths of the machine, and an empty /tmp; nothing else is reachable."""
+    root = request["folder"] + "/root"
+    os.makedirs(root, exist_ok=True)
     _mount(None, "/", None, RECURSIVE | PRIVATE)
-    _mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_DEVICES, f"size={memory_mb}m,nr_inodes=20000,mode=755")
-    for path in paths:
-        inside = folder + path
+    _mount("tmpfs", root, "tmpfs", NO_SETUID | NO_DEVICES, f"size={request['memory_mb']}m,nr_inodes=20000,mode=755")
+    os.makedirs(root + "/tmp", 0o700)
+    for source, target, writable in request["visible"]:
+        inside = root + target
         os.makedirs(os.path.dirname(inside), exist_ok=True)
-        if os.path.islink(path):
-            os.symlink(os.readlink(path), inside)
+        if source == target and os.path.islink(source):
+            os.symlink(os.readlink(source), inside)
+            continue
+        if os.path.isdir(source):
+            os.makedirs(inside, exist_ok=True)
         else:
-            os.mkdir(inside)
-            _mount(path, inside, None, BIND | RECURSIVE)
+            Path(inside).touch()
+        _mount(source, inside, None, BIND | RECURSIVE)
+        if not writable:
             _make_read_only(inside)
-    os.mkdir(folder + "/dev")
+    os.mkdir(root + "/dev")
     for device in DEVICES:
-        Path(folder + device).touch()
-        _mount(device, folder + device, None, BIND)
-    os.makedirs(folder + "/tmp", 0o700, exist_ok=True)  # the interpreter may be located in it
-    os.chdir(folder)
+        Path(root + device).touch()
+        _mount(device, root + device, None, BIND)
+    if request["proc"]:
+        os.mkdir(root + "/proc")
+        _mount("proc", root + "/proc", "proc", NO_SETUID | NO_DEVICES)
+        for path, at in LINKS.items():
+            os.symlink(at, root + path)
+    os.chdir(root)
     _call(LIBC.pivot_root, b".", b".")
     _call(LIBC.umount2, b".", UNMOUNT_LATER)  # the old root, which covers the new one now
     os.chdir("/")
+
+
+def _enable_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SET_INTERFACE_FLAGS, struct.pack("16sh14x", b"lo", INTERFACE_UP))
+
+
+def _tool(name: str) -> str:
+    return shutil.which(name, path=os.defpath) or name
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
@@ -285,4 +334,5 @@ def _write(proc: int, name: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    with os.fdopen(int(sys.argv[1])) as request_file:
+        main(json.load(request_file))

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import json
 import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from verl_mg.errors import UserError
+from verl_mg.sandbox import supervisor
+from verl_mg.sandbox.supervisor import Isolation, Program, Visible, interpreter_paths
 
 Ended = Literal["ok", "error", "timeout", "memory", "output"]
 
-Isolation = Literal["bubblewrap", "namespaces", "none"]
-
-SUPERVISOR = Path(__file__).with_name("namespace_jail.py")
 PROCESSES, OPEN_FILES, FILE_MB = 16, 64, 64
-SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
-"""Folders with the libraries of an interpreter, in addition to its installation."""
 
 
 @dataclass(frozen=True)
@@ -92,118 +85,51 @@ async def run_python_async(
     for name, limit in (("seconds", seconds), ("memory_mb", memory_mb), ("output_bytes", output_bytes)):
         if limit <= 0:
             raise UserError(f"{name}={limit}: out of range. Give the sandbox a positive limit.")
-    return await _run(code, stdin, seconds, memory_mb, output_bytes, isolation())
-
-
-def isolated() -> bool:
-    """Returns whether programs run in namespaces on this machine."""
-    return isolation() != "none"
-
-
-@functools.cache
-def isolation() -> Isolation:
-    """Returns the best isolation that works on this machine, determined by trying."""
-    candidates: tuple[Isolation, ...] = ("bubblewrap", "namespaces")
-    # In another thread, since the caller's may be running an event loop.
-    with ThreadPoolExecutor(1) as thread:
-        return next((kind for kind in candidates if thread.submit(_works, kind).result()), "none")
-
-
-def _works(kind: Isolation) -> bool:
-    if kind == "bubblewrap" and not all(map(shutil.which, ("bwrap", "prlimit", "setpriv"))):
-        return False
-    try:
-        return asyncio.run(_run("", "", 60, 512, 1, kind)).ended == "ok"
-    except OSError:
-        return False
+    return await _run(code, stdin, seconds, memory_mb, output_bytes, supervisor.isolation())
 
 
 async def _run(code: str, stdin: str, seconds: float, memory_mb: int, output_bytes: int, kind: Isolation) -> Outcome:
-    report, report_end = os.pipe()
     with (
         tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as source,
-        os.fdopen(report, "rb") as reports,
     ):
         # Half of a surrogate pair, which a model can write, is not valid UTF-8.
-        (Path(folder) / "program.py").write_text(code, encoding="utf-8", errors="replace")
+        file = Path(folder) / "program.py"
+        file.write_text(code, encoding="utf-8", errors="replace")
         source.write(stdin.encode(errors="replace"))
         source.seek(0)
-        request = {
-            "report": report_end,
-            "isolation": kind,
-            "bubblewrap": shutil.which("bwrap"),
-            "folder": folder,
-            "paths": _visible(),
-            "binary": os.path.realpath(sys.executable),
-            "command": [sys.executable, "-I", "-u", "-X", "utf8", "program.py"],
-            "memory_mb": memory_mb,
-            "file_mb": FILE_MB,
-            "cpu_seconds": math.ceil(seconds),
-            "open_files": OPEN_FILES,
-            "processes": PROCESSES,
-        }
-        try:
-            supervisor = await _start_supervisor(request, source.fileno())
-        finally:
-            os.close(report_end)
+        memory, cpu = memory_mb << 20, math.ceil(seconds)
+        limits = {"FSIZE": (FILE_MB << 20,) * 2, "CPU": (cpu, cpu + 1), "NOFILE": (OPEN_FILES,) * 2, "CORE": (0, 0)}
+        program = Program(
+            command=[sys.executable, "-I", "-u", "-X", "utf8", "program.py"],
+            binary=os.path.realpath(sys.executable),
+            directory=folder if kind == "none" else "/tmp",
+            memory_mb=memory_mb,
+            processes=PROCESSES,
+            limits={"AS": (memory, memory), **limits},
+            visible=[*interpreter_paths(), Visible(str(file), "/tmp/program.py")],
+        )
         stdout, stderr = bytearray(), bytearray()
-        stopped = await _follow(supervisor, stdout, stderr, seconds, output_bytes)
-        result = json.loads(reports.readline() or "{}")
-    if "failed" in result:
-        raise OSError(f"the sandbox cannot start a program: {result['failed']}")
+        status = 1
+        stopped: Ended | None = None
+        keep = functools.partial(_keep, limit=output_bytes)
+        try:
+            status = await supervisor.run(
+                program, kind, folder, source.fileno(), seconds, lambda c: keep(stdout, c), lambda c: keep(stderr, c)
+            )
+        except TimeoutError:
+            stopped = "timeout"
+        except OverflowError:
+            stopped = "output"
     written, errors = stdout.decode(errors="replace"), stderr.decode(errors="replace")
-    return Outcome(written, errors, stopped or _reason(result.get("status", 1), errors))
+    return Outcome(written, errors, stopped or _reason(status, errors))
 
 
-async def _start_supervisor(request: dict[str, Any], stdin: int) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(SUPERVISOR), json.dumps(request)),
-        stdin=stdin,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        pass_fds=(request["report"],),
-        start_new_session=True,
-        env={},
-    )
-
-
-async def _follow(
-    supervisor: asyncio.subprocess.Process, stdout: bytearray, stderr: bytearray, seconds: float, output_bytes: int
-) -> Ended | None:
-    """Collects the output until the program ends or exceeds a limit; returns that limit, or None."""
-    assert supervisor.stdout is not None and supervisor.stderr is not None
-    tasks = [
-        asyncio.create_task(_fill(stdout, supervisor.stdout, output_bytes)),
-        asyncio.create_task(_fill(stderr, supervisor.stderr, output_bytes)),
-        asyncio.create_task(supervisor.wait()),
-    ]
-    try:
-        done, pending = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            supervisor.terminate()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # A process counts as ended only when its pipes have been read to the end.
-        await asyncio.gather(_drain(supervisor.stdout), _drain(supervisor.stderr), supervisor.wait())
-    if any(task.exception() for task in done):
-        return "output"
-    return "timeout" if pending else None
-
-
-async def _fill(kept: bytearray, stream: asyncio.StreamReader, limit: int) -> None:
-    while chunk := await stream.read(1 << 16):
-        free = limit - len(kept)
-        kept += chunk[:free]
-        if len(chunk) > free:
-            raise OverflowError
-
-
-async def _drain(stream: asyncio.StreamReader) -> None:
-    while await stream.read(1 << 16):
-        pass
+def _keep(kept: bytearray, chunk: bytes, limit: int) -> None:
+    free = limit - len(kept)
+    kept += chunk[:free]
+    if len(chunk) > free:
+        raise OverflowError
 
 
 def _reason(status: int, stderr: str) -> Ended:
@@ -215,14 +141,3 @@ def _reason(status: int, stderr: str) -> Ended:
     if os.WIFSIGNALED(status):
         return by_signal.get(os.WTERMSIG(status), "error")
     return "memory" if stderr.rstrip().rpartition("\n")[2].startswith("MemoryError") else "error"
-
-
-@functools.cache
-def _visible() -> list[str]:
-    """Returns the paths that an interpreter needs; none is inside of another."""
-    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
-    chosen: list[str] = []
-    for path in sorted({*SYSTEM, *prefixes, *map(os.path.realpath, prefixes)}):
-        if os.path.exists(path) and not any(path.startswith(f"{other}/") for other in chosen):
-            chosen.append(path)
-    return chosen

@@ -1,0 +1,265 @@
+"""An agent that is a command line, run in the sandbox.
+
+    folder/          as /agent in the sandbox, where there are namespaces
+        work/        working directory, with a copy of the task's folder
+        user/        HOME
+        sample.json  VERL_MG_SAMPLE: prompt, messages, record
+        reward.json  VERL_MG_REWARD: a number or an object with "reward", if the command writes it
+
+The endpoint is the only address that it can reach there, under the URLs in its environment. Everything that runs inside
+can write the reward, also programs that the policy starts: an agent that runs them leaves the reward to the job's, or
+is scored afterwards as `environments/harbor.py` does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from verl_mg.errors import UserError
+from verl_mg.rollout.agents.agent import AgentError, AgentSample, AgentSession, Result
+from verl_mg.sandbox import isolated
+from verl_mg.sandbox.command import Limits
+from verl_mg.sandbox.command import run_command as run_in_sandbox
+from verl_mg.sandbox.supervisor import Visible
+
+INSIDE = "/agent"
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+REWARD_BYTES, ERROR_CHARACTERS = 1 << 20, 300
+HTTP_PORT = 80
+
+
+@dataclass(frozen=True)
+class CommandOptions:
+    """Options of an agent that is a command line."""
+
+    folder: str = ""
+    """Folder whose content is copied into the working directory; one that the record names is copied over it."""
+    paths: Sequence[str] = ()
+    """Further files and folders that the command can read, such as the installation of a harness."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables; PATH is put in front of the system's."""
+    show_answer: bool = False
+    """Whether sample.json contains the answer, for agents that compute the reward themselves; otherwise the fields of
+    the record that contain it are left out, too."""
+    memory_mb: int = Limits.memory_mb
+    """Memory of each process in MiB."""
+    processes: int = Limits.processes
+    """Processes and threads."""
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> CommandOptions:
+        """Reads `rollout.agent_options`.
+
+        Raises:
+            UserError: an option is unknown.
+        """
+        known = [item.name for item in fields(cls)]
+        if unknown := [name for name in options if name not in known]:
+            raise UserError(f"rollout.agent_options.{unknown[0]}: unknown. Use {', '.join(known)}.")
+        return cls(**options)
+
+
+async def run_command(
+    command: Sequence[str] | str,
+    session: AgentSession,
+    sample: AgentSample,
+    *,
+    timeout: float,
+) -> Result:
+    """Runs a command line as the agent of a sample, with `session.options` as `CommandOptions`.
+
+    Args:
+        command: program and arguments, or a text for the shell.
+        session: the policy as the command reaches it.
+        sample: the sample; the record may name a `folder`.
+        timeout: seconds until it and everything that it has started is killed.
+
+    Returns:
+        The reward that it wrote; None where it wrote none.
+
+    Raises:
+        AgentError: it failed, or its reward cannot be read.
+        TimeoutError: its time is up.
+        UserError: an option is unknown or names a path that does not exist.
+    """
+    options = CommandOptions.read(session.options)
+    temporary = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
+    try:
+        folder = Path(temporary.name) / "agent"
+        await asyncio.to_thread(_fill, folder, session, sample, options)
+        inside = INSIDE if isolated() else str(folder)
+        code, last_line = await run_logged(
+            ["/bin/sh", "-c", command] if isinstance(command, str) else command,
+            session,
+            folder=Path(temporary.name),
+            directory=f"{inside}/work",
+            environment={
+                "HOME": f"{inside}/user",
+                "VERL_MG_SAMPLE": f"{inside}/sample.json",
+                "VERL_MG_REWARD": f"{inside}/reward.json",
+            },
+            visible=[Visible(str(folder), INSIDE, writable=True)],
+            options=options,
+            timeout=timeout,
+        )
+        if code:
+            raise AgentError(f"the agent's command ended with exit code {code}: {last_line or 'no output'}")
+        return read_reward(folder / "reward.json")
+    finally:
+        await asyncio.to_thread(temporary.cleanup)
+
+
+async def run_logged(
+    command: Sequence[str],
+    session: AgentSession,
+    *,
+    folder: Path,
+    directory: str,
+    environment: Mapping[str, str],
+    visible: Sequence[Visible],
+    options: CommandOptions,
+    timeout: float,
+) -> tuple[int, str]:
+    """Runs a command that can reach the policy, with its output in the sample's log.
+
+    Args:
+        command: program and arguments.
+        session: the policy.
+        folder: temporary folder of the command.
+        directory: working directory as the command sees it.
+        environment: environment variables besides those of the endpoint and the options.
+        visible: what it can reach besides the system and the options' paths.
+        options: its options.
+        timeout: seconds until everything is killed.
+
+    Returns:
+        The exit code and the last line of the output.
+
+    Raises:
+        TimeoutError: its time is up.
+    """
+    log = _Log(session.log)
+    url = urlsplit(session.base_url)
+    endpoint = (url.hostname or "127.0.0.1", url.port or HTTP_PORT)
+    path = [options.environment.get("PATH", ""), str(Path(sys.executable).parent), SYSTEM_PATH]
+    code = await run_in_sandbox(
+        command,
+        folder=folder,
+        directory=directory,
+        environment={
+            **_addresses(session, endpoint[1]),
+            "LANG": "C.UTF-8",
+            **environment,
+            **{name: str(value) for name, value in options.environment.items()},
+            "PATH": ":".join(filter(None, path)),
+        },
+        limits=Limits(timeout, options.memory_mb, options.processes),
+        visible=visible,
+        readable=[os.path.abspath(os.path.expanduser(path)) for path in options.paths],
+        endpoint=endpoint,
+        output=log.add,
+    )
+    return code, log.last_line()
+
+
+def read_reward(file: Path) -> float | dict[str, Any] | None:
+    """Reads a reward that a program wrote: a number, or an object with "reward".
+
+    Args:
+        file: the file, whose author is not trusted: nothing but a regular file of at most 1 MiB is read.
+
+    Returns:
+        The number or the object; None where there is no file.
+
+    Raises:
+        AgentError: it is something else.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AgentError(f"{file.name} cannot be read: {error.strerror}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise AgentError(f"{file.name} is not a file")
+        content = os.read(descriptor, REWARD_BYTES)
+    finally:
+        os.close(descriptor)
+    try:
+        reward = json.loads(content)
+    except (ValueError, RecursionError):
+        reward = None
+    if isinstance(reward, dict) and "reward" in reward:
+        return reward
+    if isinstance(reward, int | float) and not isinstance(reward, bool):
+        return float(reward)
+    raise AgentError(f"{file.name} is neither a number nor an object with a reward: {content[:60]!r}")
+
+
+def _fill(folder: Path, session: AgentSession, sample: AgentSample, options: CommandOptions) -> None:
+    for name in ("user", "work"):
+        (folder / name).mkdir(parents=True)
+    for source in filter(None, (options.folder, sample.record.get("folder"))):
+        if not Path(source).is_dir():
+            raise UserError(f"folder {source}: it does not exist. Correct rollout.agent_options.folder or the record.")
+        shutil.copytree(source, folder / "work", symlinks=True, dirs_exist_ok=True)
+    content: dict[str, Any] = {"prompt": sample.prompt, "messages": session.messages}
+    if options.show_answer:
+        content |= {"answer": sample.answer, "record": sample.record}
+    else:
+        content["record"] = {key: value for key, value in sample.record.items() if not _shows(value, sample.answer)}
+    (folder / "sample.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _shows(value: Any, answer: str | None) -> bool:
+    if isinstance(value, dict | list):
+        return any(_shows(item, answer) for item in (value.values() if isinstance(value, dict) else value))
+    return answer is not None and str(value) == answer
+
+
+def _addresses(session: AgentSession, port: int) -> dict[str, str]:
+    """Returns variables that clients of both APIs read; in the sandbox the endpoint has the same port of 127.0.0.1."""
+
+    def inside(url: str) -> str:
+        return urlsplit(url)._replace(netloc=f"127.0.0.1:{port}").geturl() if isolated() else url
+
+    url = inside(session.base_url)
+    return {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_BASE": url,
+        "OPENAI_API_KEY": session.api_key,
+        "OPENAI_MODEL": session.model,
+        "ANTHROPIC_BASE_URL": inside(session.anthropic_base_url),
+        "ANTHROPIC_API_KEY": session.api_key,
+        "ANTHROPIC_MODEL": session.model,
+    }
+
+
+class _Log:
+    """Decodes output for the session's log and keeps its end."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._end = ""
+
+    def add(self, piece: bytes) -> None:
+        text = self._decoder.decode(piece)
+        self._write(text)
+        self._end = (self._end + text)[-4 * ERROR_CHARACTERS :]
+
+    def last_line(self) -> str:
+        return self._end.strip().rpartition("\n")[2][:ERROR_CHARACTERS]

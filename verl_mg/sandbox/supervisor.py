@@ -1,0 +1,241 @@
+"""Runs a program under a supervisor process (`namespace_jail.py`) with the best isolation of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Isolation = Literal["bubblewrap", "namespaces", "none"]
+
+SUPERVISOR = Path(__file__).with_name("namespace_jail.py")
+SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
+"""Folders with the libraries of an interpreter, in addition to its installation."""
+PROBE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Visible:
+    """A file or folder of the machine that a program can reach."""
+
+    source: str
+    """Absolute path on the machine."""
+    target: str
+    """Absolute path for the program."""
+    writable: bool = False
+    """Whether the program may change it; it then becomes its owner."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command with everything that it may use."""
+
+    command: Sequence[str]
+    """Arguments, the first one included."""
+    binary: str
+    """Path of the executable."""
+    directory: str
+    """Working directory as the program sees it."""
+    memory_mb: int
+    """Limit in MiB of files that are kept in memory, such as those in /tmp."""
+    processes: int
+    """Largest number of processes and threads."""
+    limits: Mapping[str, tuple[int, int]]
+    """Limits of each process, soft and hard, by the name in `resource` without RLIMIT_."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables."""
+    visible: Sequence[Visible] = ()
+    """Files and folders that it can reach where there is isolation."""
+    proc: bool = False
+    """Whether it has a /proc with its processes where there is isolation, and links that need it."""
+    channel: int | None = None
+    """Descriptor that the program inherits; its network then has a loopback interface."""
+
+
+def isolated() -> bool:
+    """Returns whether programs run in namespaces on this machine."""
+    return isolation() != "none"
+
+
+@functools.cache
+def isolation() -> Isolation:
+    """Returns the best isolation that works on this machine, determined by trying."""
+    candidates: tuple[Isolation, ...] = ("bubblewrap", "namespaces")
+    return next((kind for kind in candidates if _in_thread(kind, proc=False)), "none")
+
+
+@functools.cache
+def proc_works(kind: Isolation) -> bool:
+    """Returns whether programs with this isolation can have a /proc, which some containers forbid.
+
+    Args:
+        kind: an isolation that works on this machine.
+    """
+    return kind != "none" and _in_thread(kind, proc=True)
+
+
+def works(kind: Isolation, proc: bool = False) -> bool:
+    """Returns whether a program can be run with an isolation.
+
+    Not to be called in the thread of an event loop.
+
+    Args:
+        kind: the isolation.
+        proc: whether the program has a /proc.
+    """
+    if kind == "bubblewrap" and not all(map(shutil.which, ("bwrap", "prlimit", "setpriv"))):
+        return False
+    directory = "/" if kind != "none" else None
+    try:
+        with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+            command = [sys.executable, "-I", "-S", "-c", ""]
+            program = Program(
+                command=command,
+                binary=os.path.realpath(sys.executable),
+                directory=directory or folder,
+                memory_mb=64,
+                processes=16,
+                limits={},
+                visible=interpreter_paths(),
+                proc=proc,
+            )
+            ended = asyncio.run(run(program, kind, folder, None, PROBE_SECONDS, lambda chunk: None, lambda chunk: None))
+    except OSError:
+        return False
+    return ended == 0
+
+
+async def run(
+    program: Program,
+    kind: Isolation,
+    folder: str,
+    stdin: int | None,
+    seconds: float,
+    on_stdout: Callable[[bytes], None],
+    on_stderr: Callable[[bytes], None],
+) -> int:
+    """Runs a program on an event loop until all of its processes have ended; cancelling the task kills them.
+
+    Args:
+        program: the program.
+        kind: its isolation.
+        folder: temporary folder, empty but for what `program.visible` names; without isolation the program owns it.
+        stdin: descriptor of its standard input; None for none.
+        seconds: time limit from start to end.
+        on_stdout: called with each piece of the standard output; if it raises, the program is killed.
+        on_stderr: the same for the standard error.
+
+    Returns:
+        The wait status, as of `os.waitpid`.
+
+    Raises:
+        TimeoutError: the time is up; everything has been killed.
+        OSError: the program cannot be started on this machine.
+    """
+    report, report_end = os.pipe()
+    with tempfile.TemporaryFile("w+") as request_file, os.fdopen(report, "rb") as reports:
+        request = {
+            "report": report_end,
+            "isolation": kind,
+            "bubblewrap": shutil.which("bwrap"),
+            "folder": folder,
+            "directory": program.directory,
+            "visible": [(item.source, item.target, item.writable) for item in program.visible],
+            "binary": program.binary,
+            "command": list(program.command),
+            "environment": dict(program.environment),
+            "memory_mb": program.memory_mb,
+            "limits": dict(program.limits),
+            "processes": program.processes,
+            "proc": program.proc,
+            "channel": program.channel,
+        }
+        json.dump(request, request_file)
+        request_file.seek(0)
+        try:
+            supervisor = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(SUPERVISOR), str(request_file.fileno())),
+                stdin=asyncio.subprocess.DEVNULL if stdin is None else stdin,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=[fd for fd in (request_file.fileno(), report_end, program.channel) if fd is not None],
+                start_new_session=True,
+                env={},
+            )
+        finally:
+            os.close(report_end)
+        await _follow(supervisor, seconds, on_stdout, on_stderr)
+        result = json.loads(reports.readline() or "{}")
+    if "failed" in result:
+        raise OSError(f"the sandbox cannot start a program: {result['failed']}")
+    return int(result.get("status", 1))
+
+
+def interpreter_paths(more: Iterable[str] = ()) -> list[Visible]:
+    """Returns the paths that this interpreter needs, and others; none is inside of another.
+
+    Args:
+        more: further absolute paths, with those that their links refer to.
+    """
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *more}
+    chosen: list[str] = []
+    for path in sorted({*SYSTEM, *prefixes, *map(os.path.realpath, prefixes)}):
+        if os.path.exists(path) and not any(path.startswith(f"{other}/") for other in chosen):
+            chosen.append(path)
+    return [Visible(path, path) for path in chosen]
+
+
+def _in_thread(kind: Isolation, proc: bool) -> bool:
+    """In another thread, since the caller's may be running an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(works, kind, proc).result()
+
+
+async def _follow(
+    supervisor: asyncio.subprocess.Process,
+    seconds: float,
+    on_stdout: Callable[[bytes], None],
+    on_stderr: Callable[[bytes], None],
+) -> None:
+    """Passes the output on until the program ends; raises TimeoutError, or the error of one of the two functions."""
+    assert supervisor.stdout is not None and supervisor.stderr is not None
+    tasks = [
+        asyncio.create_task(_pass_on(supervisor.stdout, on_stdout)),
+        asyncio.create_task(_pass_on(supervisor.stderr, on_stderr)),
+        asyncio.create_task(supervisor.wait()),
+    ]
+    try:
+        done, pending = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            supervisor.terminate()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A process counts as ended only when its pipes have been read to the end.
+        await asyncio.gather(_drain(supervisor.stdout), _drain(supervisor.stderr), supervisor.wait())
+    for task in done:
+        if error := task.exception():
+            raise error
+    if pending:
+        raise TimeoutError(f"not done within {seconds:g} s")
+
+
+async def _pass_on(stream: asyncio.StreamReader, consume: Callable[[bytes], None]) -> None:
+    while chunk := await stream.read(1 << 16):
+        consume(chunk)
+
+
+async def _drain(stream: asyncio.StreamReader) -> None:
+    while await stream.read(1 << 16):
+        pass
