@@ -6,10 +6,15 @@ is validated with the clients' own types, strictly.
 
 from __future__ import annotations
 
+import functools
+import json
 from typing import Any
 
+import anthropic
 import openai
+import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 MODEL = "policy"
@@ -22,12 +27,31 @@ SCHEMA = {
 CHAT_TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "get_weather", "description": "Forecast.", "parameters": SCHEMA}}
 ]
+RESPONSE_TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}]
+MESSAGE_TOOLS: list[Any] = [{"name": "get_weather", "description": "Forecast.", "input_schema": SCHEMA}]
+CHECKS = (
+    "check_chat",
+    "check_chat_async",
+    "check_responses",
+    "check_responses_async",
+    "check_messages",
+    "check_messages_async",
+    "check_models",
+    "check_errors",
+    "check_anthropic_models_and_errors",
+)
+"""Names of all checks; those of the asynchronous clients return a coroutine."""
 
 
 def valid(kind: Any, value: Any) -> Any:
     """Validates an object of a client, or parsed JSON, with a type of the client, strictly."""
     written = value if isinstance(value, dict) else value.model_dump(exclude_unset=True, warnings=False)
-    return TypeAdapter(kind).validate_python(written, strict=True)
+    return _adapter(kind).validate_python(written, strict=True)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)  # takes a second for the events of responses
 
 
 def returned(message: Any) -> dict[str, Any]:
@@ -100,15 +124,123 @@ def check_errors(base_url: str, key: str) -> None:
         (client.with_options(api_key="wrong"), 401),
         (client.with_options(base_url=base_url.replace("/sessions/", "/sessions/no-")), 404),
     ):
-        try:
+        with pytest.raises(openai.APIStatusError) as caught:
             other.chat.completions.create(**ask)
-        except openai.APIStatusError as error:
-            assert error.status_code == status and "\n" not in error.message
-        else:
-            raise AssertionError(status)
-    try:
+        assert caught.value.status_code == status and "\n" not in caught.value.message
+    with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**ask, n=2)
-    except openai.BadRequestError as error:
-        assert error.param == "n" and error.body["message"].startswith("n: 2 is not supported. ")
-    else:
-        raise AssertionError("n=2")
+    assert refused.value.param == "n" and refused.value.body["message"].startswith("n: 2 is not supported. ")
+
+
+def check_responses(base_url: str, key: str) -> None:
+    """Responses: a conversation with tools that is sent back, one that is stored, and streams."""
+    client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+    ask: dict[str, Any] = {"model": MODEL, "tools": RESPONSE_TOOLS, "max_output_tokens": 64}
+    brief = ask | {"instructions": "Be brief."}
+    raw = client.responses.with_raw_response.create(
+        input="What will the weather be in Bern?",
+        include=["message.output_text.logprobs", "reasoning.encrypted_content"],
+        reasoning={"effort": "low"},
+        text={"verbosity": "low"},
+        **brief,
+    )
+    first = valid(Response, raw.http_response.json())
+    assert first.status in ("completed", "incomplete") and first.usage.output_tokens > 0
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    question = {"role": "user", "content": "What will the weather be in Bern?"}
+    history = [question, *map(returned, first.output), *outputs]
+    valid(Response, client.responses.create(input=[*history, {"role": "user", "content": "And then?"}], **ask))
+    follow_up = [*outputs, {"role": "user", "content": [{"type": "input_text", "text": "And then?"}]}]
+    second = valid(Response, client.responses.create(input=follow_up, previous_response_id=first.id, **brief))
+    assert second.previous_response_id == first.id and second.usage.input_tokens > first.usage.input_tokens
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    valid(Response, client.responses.create(input=[question, *references, *follow_up], **ask))
+    events = [valid(ResponseStreamEvent, event) for event in client.responses.create(input="Hi", stream=True, **ask)]
+    _check_response_events(events)
+
+
+def _check_response_events(events: list[Any]) -> None:
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == events[-1].response.output and done
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == events[-1].response.output_text
+
+
+async def check_responses_async(base_url: str, key: str) -> None:
+    """Responses with the asynchronous client, and its helper that accumulates a stream."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0)
+    valid(Response, await client.responses.create(model=MODEL, input="Hello", store=False, max_output_tokens=64))
+    async with client.responses.stream(model=MODEL, input="Hello", max_output_tokens=64) as stream:
+        kinds = [event.type async for event in stream]
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+
+
+def _anthropic(base_url: str, key: str, kind: type = anthropic.Anthropic) -> Any:
+    return kind(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=0)
+
+
+def check_messages(base_url: str, key: str) -> None:
+    """Messages: a conversation with tools, counts of tokens, streams."""
+    client = _anthropic(base_url, key)
+    ask: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "tools": MESSAGE_TOOLS}
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    raw = client.messages.with_raw_response.create(messages=[QUESTION], system=system, **ask)
+    message = valid(anthropic.types.Message, json.loads(raw.text()))
+    assert message.stop_reason in ("end_turn", "max_tokens", "tool_use") and message.usage.output_tokens > 0
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sunny"}]}
+        for block in message.content
+        if block.type == "tool_use"
+    ]
+    assert (message.stop_reason == "tool_use") <= bool(results)
+    answer = {"role": "user", "content": [*results, {"type": "text", "text": "And then?"}]}
+    history = [QUESTION, {"role": "assistant", "content": message.content}, answer]
+    valid(anthropic.types.Message, client.messages.create(messages=history, system="Be brief.", **ask))
+    count = client.messages.count_tokens(model=MODEL, messages=history, tools=MESSAGE_TOOLS)
+    assert valid(anthropic.types.MessageTokensCount, count).input_tokens > 0
+    events = list(client.messages.create(messages=[QUESTION], stream=True, **ask))
+    _check_message_events([valid(anthropic.types.RawMessageStreamEvent, event) for event in events])
+
+
+def _check_message_events(events: list[Any]) -> None:
+    assert [event.type for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
+    assert events[0].message.content == [] and events[-2].delta.stop_reason and events[-2].usage.output_tokens > 0
+    blocks = [event for event in events if event.type == "content_block_start"]
+    assert [event.index for event in blocks] == list(range(len(blocks))) and blocks
+
+
+async def check_messages_async(base_url: str, key: str) -> None:
+    """Messages with the asynchronous client, and its helper that accumulates a stream."""
+    client = _anthropic(base_url, key, anthropic.AsyncAnthropic)
+    valid(anthropic.types.Message, await client.messages.create(model=MODEL, messages=[QUESTION], max_tokens=64))
+    async with client.messages.stream(
+        model=MODEL, messages=[QUESTION], max_tokens=64, tools=MESSAGE_TOOLS, thinking={"type": "adaptive"}
+    ) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_message()
+    assert final.stop_reason and final.usage.output_tokens > 0 and final.content
+
+
+def check_anthropic_models_and_errors(base_url: str, key: str) -> None:
+    """Lists of models, and errors, with Anthropic's client."""
+    client = _anthropic(base_url, key)
+    assert [valid(anthropic.types.ModelInfo, model.to_dict(mode="python")).id for model in client.models.list()]
+    for other, expected in (
+        (_anthropic(base_url, "wrong"), anthropic.AuthenticationError),
+        (_anthropic(base_url.replace("/sessions/", "/sessions/no-"), key), anthropic.NotFoundError),
+    ):
+        with pytest.raises(expected):
+            other.messages.create(model=MODEL, messages=[QUESTION], max_tokens=64)
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+        client.messages.create(model=MODEL, messages=[{"role": "user", "content": [image]}], max_tokens=64)
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    assert caught.value.body["error"]["message"].startswith('messages[0].content[0].type: "image" is not supported. ')

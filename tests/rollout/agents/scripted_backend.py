@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from verl_mg.rollout.agents.call import Call, Reply, ReplyToken, RequestError, ToolCall
 from verl_mg.rollout.agents.server import AgentServer
@@ -47,7 +48,7 @@ class ScriptedBackend:
         self.authorize(session, key)
         self.calls.append(call)
         await asyncio.sleep(self.delay)
-        reply = self.reply(call)
+        reply = replace(self.reply(call), prompt_tokens=5 + 10 * len(call.messages))
         self.replies.append(reply)
         return reply
 

@@ -22,6 +22,8 @@ from verl_mg.rollout.agents.protocols.chat_completions import ChatCompletions
 from verl_mg.rollout.agents.protocols.exchange import Exchange, JsonObject, Protocol
 from verl_mg.rollout.agents.protocols.fields import parse
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
+from verl_mg.rollout.agents.protocols.messages import Messages
+from verl_mg.rollout.agents.protocols.responses import Responses
 
 MAX_BODY = 32 << 20
 """Largest size of a request's body, bytes."""
@@ -30,7 +32,7 @@ KEEP_ALIVE_S = 10.0
 IDLE_CONNECTION_S = 3600
 """Seconds after which an idle connection is closed: later than any client does, or its next request would fail."""
 STREAM_HEADERS = {"cache-control": "no-cache"}
-CHAT = ChatCompletions()
+CHAT, RESPONSES, MESSAGES = ChatCompletions(), Responses(), Messages()
 
 
 class Backend(Interface):
@@ -143,6 +145,9 @@ class AgentServer:
         return Starlette(
             routes=[
                 Route(f"{base}/chat/completions", self._endpoint(self._complete, CHAT), methods=["POST"]),
+                Route(f"{base}/responses", self._endpoint(self._complete, RESPONSES), methods=["POST"]),
+                Route(f"{base}/messages", self._endpoint(self._complete, MESSAGES), methods=["POST"]),
+                Route(f"{base}/messages/count_tokens", self._endpoint(self._count, MESSAGES), methods=["POST"]),
                 Route(f"{base}/models", self._endpoint(self._list_models, CHAT)),
                 Route(f"{base}/models/{{name:path}}", self._endpoint(self._show_model, CHAT)),
             ],
@@ -171,8 +176,7 @@ class AgentServer:
 
     async def _complete(self, request: Request, protocol: Protocol) -> Response:
         session = request.path_params["session"]
-        memory = self._memories.setdefault(session, SessionMemory())
-        exchange = protocol.read(parse(await _body(request)), memory)
+        exchange = protocol.read(parse(await _body(request)), self._memory(session))
         # The reply is part of the session also when the client disconnects: the task does not depend on the request's.
         task = self.loop.create_task(self._reply(session, _key(request), exchange))
         self._tasks.add(task)
@@ -193,6 +197,14 @@ class AgentServer:
             raise
         except Exception as error:
             raise self._unexpected(error) from None
+
+    def _memory(self, session: str) -> SessionMemory:
+        return self._memories.setdefault(session, SessionMemory())
+
+    async def _count(self, request: Request, protocol: Protocol) -> Response:
+        session = request.path_params["session"]
+        call = MESSAGES.read_context(parse(await _body(request)), self._memory(session))
+        return JSONResponse({"input_tokens": await self._backend.count_tokens(session, _key(request), call)})
 
     async def _list_models(self, request: Request, protocol: Protocol) -> Response:
         models = [_model(name) for name in self._models]
@@ -244,15 +256,17 @@ def _result(task: asyncio.Task[JsonObject]) -> JsonObject:
 
 async def _late_events(exchange: Exchange, task: asyncio.Task[JsonObject]) -> AsyncIterator[bytes]:
     """Events of a reply that is not complete when the stream begins, so that an error is an event too."""
+    earlier = 0
     while not task.done():
-        yield exchange.keep_alive()
+        yield exchange.keep_alive(earlier)
+        earlier += 1
         await asyncio.wait([task], timeout=KEEP_ALIVE_S)
     try:
         body = _result(task)
     except RequestError as error:
-        yield exchange.error_event(error)
+        yield exchange.error_event(error, earlier)
     else:
-        for event in exchange.events(body):
+        for event in exchange.events(body, earlier):
             yield event
 
 
@@ -266,7 +280,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = request.url.path[:200]
     wrong = {404: f"{path}: unknown path", 405: f"{path}: {request.method} is not supported"}
     text = wrong.get(error.status_code, f"{path}: {error.detail}")
-    return _error_response(CHAT, RequestError(error.status_code, f"{text}. See the documentation of agents."))
+    is_anthropic = "/messages" in path or "anthropic-version" in request.headers
+    refused = RequestError(error.status_code, f"{text}. See the documentation of agents.")
+    return _error_response(MESSAGES if is_anthropic else CHAT, refused)
 
 
 def _model(name: str) -> JsonObject:

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions.
+"""Protocol `/v1/chat/completions` of OpenAI.
 
 Reasoning is written as `reasoning_content` of the message, as DeepSeek, vLLM and SGLang do. Sampling parameters
 (temperature, top_p, seed, penalties) are accepted and ignored, and so are formats of the reply (`response_format`) and
@@ -190,8 +190,8 @@ class ChatExchange(Exchange):
             "usage": _usage(reply),
         }
 
-    def events(self, body: JsonObject) -> Iterator[bytes]:
-        """Returns the chunks of a chat completion: each part of the message is one."""
+    def events(self, body: JsonObject, earlier: int = 0) -> Iterator[bytes]:
+        """Returns the chunks of a chat completion: each part of the message is one. See `Exchange.events`."""
         chunk = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
         usage = {"usage": None} if self.include_usage else {}
         choice = body["choices"][0]
@@ -204,12 +204,12 @@ class ChatExchange(Exchange):
             yield sse(chunk | {"choices": [], "usage": body["usage"]})
         yield sse("[DONE]")
 
-    def keep_alive(self) -> bytes:
-        """Returns a comment, which clients skip."""
+    def keep_alive(self, earlier: int) -> bytes:
+        """Returns a comment, which clients skip. See `Exchange.keep_alive`."""
         return b": keep-alive\n\n"
 
-    def error_event(self, error: RequestError) -> bytes:
-        """Returns the event of an error."""
+    def error_event(self, error: RequestError, earlier: int) -> bytes:
+        """Returns the event of an error; see `Exchange.error_event`."""
         return sse(exchange.openai_error(error))
 
 

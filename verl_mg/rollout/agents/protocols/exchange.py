@@ -28,16 +28,30 @@ class Exchange(ABC):
         """Returns the reply as the JSON object of the protocol."""
 
     @abstractmethod
-    def events(self, body: JsonObject) -> Iterator[bytes]:
-        """Returns the server-sent events of a reply that `body` has returned."""
+    def events(self, body: JsonObject, earlier: int = 0) -> Iterator[bytes]:
+        """Returns the server-sent events of a reply.
+
+        Args:
+            body: what `body` has returned.
+            earlier: number of times that `keep_alive` has written to the stream.
+        """
 
     @abstractmethod
-    def keep_alive(self) -> bytes:
-        """Returns what a stream writes while the policy generates, so that the client does not give up."""
+    def keep_alive(self, earlier: int) -> bytes:
+        """Returns what a stream writes while the policy generates, so that the client does not give up.
+
+        Args:
+            earlier: number of times that it has written to the stream.
+        """
 
     @abstractmethod
-    def error_event(self, error: RequestError) -> bytes:
-        """Returns the event of an error that occurs after the stream has begun."""
+    def error_event(self, error: RequestError, earlier: int) -> bytes:
+        """Returns the event of an error that occurs after the stream has begun.
+
+        Args:
+            error: the error.
+            earlier: number of times that `keep_alive` has written to the stream.
+        """
 
 
 class Protocol(ABC):
