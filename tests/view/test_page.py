@@ -1,38 +1,18 @@
 """The page in a real browser, used only by pointer and keyboard."""
 
 import json
-import os
 import random
 import re
-import shutil
-import threading
 
 import pytest
 
 from tests.view.runs import GROUP, HOSTILE, PROMPTS, metrics_of, write_run
-from verl_mg.view.run import Run
-from verl_mg.view.server import Viewer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; tools/install_browser.sh installs it")
+from tests.view.pages import panel, tooltip, turn_to  # noqa: E402 - needs playwright
+
 expect = sync_api.expect
 COUNT = PROMPTS * GROUP
-PATIENCE = 20_000
-"""Milliseconds; the machine may be busy."""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip(f"no browser ({', '.join(names)}); tools/install_browser.sh installs one")
-    expect.set_options(timeout=PATIENCE)
-    # Chromium does not put root in its sandbox.
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=arguments)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -41,54 +21,8 @@ def folders(tmp_path_factory):
     return [write_run(root / "grpo", 12), write_run(root / "dapo", 10, seed=1, state="finished")]
 
 
-@pytest.fixture
-def visit(browser):
-    """Opens the page over these runs; at the end, no console error must have occurred and nothing been injected."""
-    opened = []
-
-    def visit(*folders):
-        viewer = Viewer([Run(folder) for folder in folders])
-        thread = threading.Thread(target=viewer.serve_forever, args=(0.05,))
-        thread.start()
-        page = browser.new_page(viewport={"width": 1360, "height": 900})
-        opened.append((page, viewer, thread))
-        page.set_default_timeout(PATIENCE)
-        page.complaints = []
-        page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.goto(viewer.url)
-        expect(panel(page)).to_have_count(1)
-        return page
-
-    yield visit
-    for page, viewer, thread in opened:
-        complaints, injected = page.complaints, page.evaluate("window.injected")
-        page.close()
-        viewer.shutdown()
-        viewer.server_close()
-        thread.join()
-        assert complaints == [] and injected is None
-
-
-def turn_to(page, name):
-    page.get_by_role("link", name=name).click()
-
-
-def panel(page):
-    """The view that is shown."""
-    return page.locator("main > section:visible")
-
-
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def tooltip(page):
-    """The tooltip: its title, and its values by name."""
-    tooltip = page.locator("#tooltip")
-    expect(tooltip).to_be_visible()
-    names, values = tooltip.locator("dt").all_inner_texts(), tooltip.locator("dd").all_inner_texts()
-    return tooltip.locator("strong").inner_text(), dict(zip(names, values, strict=True))
 
 
 def slide(locator, value):

@@ -1,16 +1,12 @@
 """What the server tells of runs: real files, real requests; a run that goes on, and requests that are not proper."""
 
-import http.client
 import json
 import random
-import threading
-from urllib.parse import urlencode, urlsplit
 
 import pytest
 
 from tests.view.runs import GROUP, HOSTILE, PROMPTS, write_run, write_samples
-from verl_mg.view.run import Run
-from verl_mg.view.server import Viewer
+from tests.view.serving import fetch, serving
 
 COUNT = PROMPTS * GROUP
 
@@ -25,37 +21,6 @@ def run(tmp_path_factory):
 def ask(run):
     with serving(run) as ask:
         yield ask
-
-
-class serving:  # noqa: N801
-    """In it, a function that asks a server of these runs and returns the JSON of its answer."""
-
-    def __init__(self, *folders):
-        self.viewer = Viewer([Run(folder) for folder in folders])
-        self.thread = threading.Thread(target=self.viewer.serve_forever, args=(0.05,))
-
-    def __enter__(self):
-        self.thread.start()
-        return self.json
-
-    def __exit__(self, *error):
-        self.viewer.shutdown()
-        self.viewer.server_close()
-        self.thread.join()
-
-    def json(self, name, status=200, **parameters):
-        answer, body = fetch(self.viewer, f"/api/{name}?{urlencode(parameters)}")
-        assert answer.status == status, body
-        return json.loads(body)
-
-
-def fetch(viewer, path, method="GET", **headers):
-    connection = http.client.HTTPConnection(urlsplit(viewer.url).netloc, timeout=30)
-    connection.request(method, path, headers=headers)
-    answer = connection.getresponse()
-    body = answer.read()
-    connection.close()
-    return answer, body
 
 
 def ids(found):
@@ -110,7 +75,7 @@ def test_run_without_files_is_empty(tmp_path):
         assert ask("metrics")["lines"] == []
         assert ask("timeline", iteration=1) == []
         assert ask("samples") == {"total": 0, "rows": []}
-        assert ask("facets") == {"source": [], "finish": []}
+        assert ask("facets") == {"source": [], "finish": [], "agents": False}
         assert ask("prompts", iteration=1) == []
         (run / "timeline").mkdir()
         (run / "timeline" / "rank-0.jsonl").write_text('{"iteration": 1, "st')
@@ -203,7 +168,8 @@ def test_sample_returns_all_columns(ask):
 
 
 def test_facets_and_prompts_of_an_iteration(ask, run):
-    assert ask("facets", first=1, last=1) == {"source": ["carry", "sums"], "finish": ["length", "stop"]}
+    texts = {"source": ["carry", "sums"], "finish": ["length", "stop"]}
+    assert ask("facets", first=1, last=1) == texts | {"agents": False}
     prompts = ask("prompts", iteration=2)
     assert [one["prompt_id"] for one in prompts] == list(range(PROMPTS, 2 * PROMPTS))
     rows = [row for row in ask("samples", first=2, last=2)["rows"] if row["prompt_id"] == PROMPTS]
@@ -238,6 +204,8 @@ def test_samples_new_files_appear(tmp_path):
         ("samples", {"run": -1}, 404, "run=-1"),
         ("samples", {"run": "../.."}, 400, "not a number"),
         ("samples", {"sort": "__filename"}, 400, "not one of"),
+        ("samples", {"agent": "tired"}, 400, "not one of failed, completed"),
+        ("samples", {"turns_from": "x"}, 400, "not a number"),
         ("samples", {"limit": 10**6}, 400, "at most 1000"),
         ("samples", {"group": 10**30}, 400, "too large"),
         ("sample", {"iteration": "../../000001", "call": 0, "sample_id": 0}, 400, "not a number"),

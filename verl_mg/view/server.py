@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from verl_mg.errors import UserError
 from verl_mg.view.run import Run
-from verl_mg.view.samples import BRIEF, Query
+from verl_mg.view.samples import AGENT_OUTCOMES, IDENTITY, SORTABLE, Query
 
 KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -222,8 +222,10 @@ def _samples(run: Run, parameters: Parameters) -> Any:
             arguments[field.name] = _number(parameters, field.name, kind)
     arguments["descending"] = parameters.get("descending") == "true"
     query = Query(**arguments)
-    if query.sort not in BRIEF:
-        raise _RequestError(400, f"sort={query.sort}: not one of {', '.join(BRIEF)}")
+    if query.sort not in SORTABLE:
+        raise _RequestError(400, f"sort={query.sort}: not one of {', '.join(SORTABLE)}")
+    if query.agent not in (None, *AGENT_OUTCOMES):
+        raise _RequestError(400, f"agent={query.agent}: not one of {', '.join(AGENT_OUTCOMES)}")
     if query.offset < 0 or not 0 <= query.limit <= MAX_PAGE_ROWS:
         bounds = f"offset={query.offset} limit={query.limit}"
         raise _RequestError(400, f"{bounds}: write 0 or more, and at most {MAX_PAGE_ROWS} rows")
@@ -235,11 +237,19 @@ def _prompts(run: Run, parameters: Parameters) -> Any:
 
 
 def _sample(run: Run, parameters: Parameters) -> Any:
-    iteration, call, number = (_needed(parameters, name) for name in ("iteration", "call", "sample_id"))
+    iteration, call, number = (_needed(parameters, name) for name in IDENTITY)
     sample = run.samples.get(iteration, call, number)
     if sample is None:
         raise _RequestError(404, f"iteration {iteration} has no sample {number} of call {call}")
     return sample
+
+
+def _conversation(run: Run, parameters: Parameters) -> Any:
+    iteration, call, number = (_needed(parameters, name) for name in IDENTITY)
+    conversation = run.samples.conversation(iteration, call, number)
+    if conversation is None:
+        raise _RequestError(404, f"iteration {iteration} has no conversation of sample {number} of call {call}")
+    return conversation
 
 
 _ENDPOINTS: dict[str, Callable[[Run, Parameters], Any]] = {
@@ -249,4 +259,5 @@ _ENDPOINTS: dict[str, Callable[[Run, Parameters], Any]] = {
     "samples": _samples,
     "prompts": _prompts,
     "sample": _sample,
+    "conversation": _conversation,
 }

@@ -1,11 +1,11 @@
 // Two runs side by side: how each answered the same prompt in the same iteration.
 
 import { ask } from "./data.js";
-import { detailSheet } from "./detail.js";
+import { detailSheet, firstOfEach } from "./detail.js";
 import { el, fill, select } from "./dom.js";
 import { number, signed } from "./format.js";
 
-const MOST = 200;
+const MOST = 1000;
 
 export function compareView(app) {
   const sheet = detailSheet();
@@ -107,7 +107,7 @@ export function compareView(app) {
         "section",
         { "aria-label": `Run ${run.mark}` },
         el("h3", { class: `run-${run.mark}`, text: `${run.mark}: ${run.about.name}` }),
-        ...matches[i].rows.map((row) => answer(run, row, matches[i].rows)),
+        ...firstOfEach(matches[i].rows).map((row) => answer(run, row, matches[i].rows)),
       ),
     );
     answers.replaceChildren(
@@ -118,7 +118,8 @@ export function compareView(app) {
   }
 
   function answer(run, row, rows) {
-    const facts = `${number(row.length)} tokens, ${row.finish ?? "–"}`;
+    const size = row.agent_turns === null ? `${number(row.length)} tokens` : `${row.agent_turns} ${row.agent_turns === 1 ? "turn" : "turns"}`;
+    const facts = `${size}, ${row.agent_error ? "failed" : (row.finish ?? "–")}`;
     return el(
       "button",
       {

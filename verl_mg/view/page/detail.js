@@ -1,20 +1,39 @@
-// One sample in a dialog: prompt, response turn by turn, and rewards.
+// One sample in a dialog: rewards, and prompt and response token by token or the conversation of an agent.
 
 import { ask } from "./data.js";
+import { conversationOf } from "./conversation.js";
 import { el, select } from "./dom.js";
 import { extent, number, plain } from "./format.js";
 import { coloured, colourings } from "./tokens.js";
 
 const PLAIN = "plain";
+const CONVERSATION = "conversation",
+  TOKENS = "tokens";
 /** Numbers of a sample with a separate place in the dialog. */
-const SHOWN = new Set("iteration call sample_id group prompt_id policy_version reward prompt_length".split(" "));
+const SHOWN = new Set([
+  ..."iteration call sample_id group prompt_id policy_version reward prompt_length".split(" "),
+  ..."trajectory prefix_of prefix_length".split(" "),
+]);
+
+/** Rows that a group of an agent's segments can have at most. */
+const MOST_ROWS = 1000;
+
+/** Of the rows of a list, the first one of each trajectory. */
+export function firstOfEach(rows) {
+  const seen = new Set();
+  return rows.filter(({ call, trajectory }) => {
+    const known = seen.has(`${call} ${trajectory}`);
+    seen.add(`${call} ${trajectory}`);
+    return !known;
+  });
+}
 
 /** `open(run, row, rows)` shows a sample of a list; the arrow keys switch to the next ones. */
 export function detailSheet() {
   const title = el("h2");
-  const body = el("div", { class: "body" });
-  const move = (by, label, text) => el("button", { type: "button", "aria-label": label, text, onclick: () => go(by) });
-  const [back, on] = [move(-1, "Previous sample", "‹"), move(1, "Next sample", "›")];
+  const body = el("div", { class: "body", tabindex: -1, autofocus: true });
+  const step = (by, label, text) => el("button", { type: "button", "aria-label": label, text, onclick: () => go(by) });
+  const [back, on] = [step(-1, "Previous sample", "‹"), step(1, "Next sample", "›")];
   const close = el("button", { type: "button", "aria-label": "Close", text: "✕", onclick: () => sheet.close() });
   const sheet = el(
     "dialog",
@@ -24,13 +43,13 @@ export function detailSheet() {
       onclick: (event) => event.target === sheet && sheet.close(),
       onkeydown: (event) => {
         const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-        if (by && event.target.tagName !== "SELECT") go(by);
+        if (by && !["SELECT", "INPUT"].includes(event.target.tagName)) go(by);
       },
     },
     el("header", {}, title, back, on, close),
     body,
   );
-  let [run, rows, place, colour] = [null, [], 0, "advantages"];
+  let [run, rows, place, colour, tab] = [null, [], 0, "advantages", CONVERSATION];
   let latest = 0;
 
   function open(ofRun, row, list) {
@@ -46,27 +65,72 @@ export function detailSheet() {
     load(rows[place]);
   }
 
-  async function load({ iteration, call, sample_id }) {
+  async function load(row) {
+    const { iteration, call, sample_id } = row;
     const request = (latest += 1);
+    const hasAgent = row.agent_turns !== null;
     [back.disabled, on.disabled] = [place <= 0, place < 0 || place >= rows.length - 1];
     title.textContent = `Sample ${sample_id}`;
+    if (hasAgent) title.textContent += `: segment ${row.segment} of trajectory ${row.trajectory}`;
     try {
-      const sample = await ask("sample", { run: run.number, iteration, call, sample_id });
+      // A conversation comes without the tokens, which are much more.
+      const name = hasAgent && tab === CONVERSATION ? "conversation" : "sample";
+      const answer = await ask(name, { run: run.number, iteration, call, sample_id });
       const group = await ask("samples", {
         run: run.number,
         first: iteration,
         last: iteration,
         call,
-        group: sample.group,
-        limit: 200,
+        group: row.group,
+        limit: MOST_ROWS,
       });
-      if (request === latest) draw(sample, group.rows);
+      if (request !== latest) return;
+      const conversation = name === CONVERSATION ? answer : null;
+      sheet.classList.toggle("wide", conversation !== null);
+      const parts = [
+        hasAgent && tabsOf(row),
+        facts(conversation?.sample ?? answer, row),
+        siblings(row, group.rows),
+        ...(conversation ? [conversationOf(conversation, (other) => turnTo(TOKENS, other))] : tokensOf(answer)),
+      ];
+      body.replaceChildren(...parts.filter(Boolean));
+      body.scrollTop = 0;
+      // Keys reach the dialog only through an element that exists and is not disabled.
+      const focused = document.activeElement;
+      if (!sheet.contains(focused) || focused.disabled) body.focus();
     } catch (error) {
       if (request === latest) body.replaceChildren(el("p", { class: "empty", text: error.message }));
     }
   }
 
-  function draw(sample, group) {
+  function tabsOf(row) {
+    const button = (name, label) =>
+      el("button", {
+        type: "button",
+        "aria-pressed": String(tab === name),
+        text: label,
+        onclick: () => turnTo(name, row),
+      });
+    return el(
+      "div",
+      { class: "tabs", role: "group", "aria-label": "Show" },
+      button(CONVERSATION, "Conversation"),
+      button(TOKENS, `Tokens of segment ${row.segment}`),
+    );
+  }
+
+  function turnTo(name, row) {
+    tab = name;
+    move(row);
+  }
+
+  /** Shows a sample that need not be in the list. */
+  function move(row) {
+    place = rows.findIndex((other) => ["iteration", "call", "sample_id"].every((name) => other[name] === row[name]));
+    load(row);
+  }
+
+  function tokensOf(sample) {
     const choices = colourings(sample);
     if (!(colour in choices)) colour = "advantages" in choices ? "advantages" : PLAIN;
     const options = [[PLAIN, "nothing"], ...Object.entries(choices).map(([key, { label }]) => [key, label])];
@@ -78,9 +142,7 @@ export function detailSheet() {
     };
     chooser.value = colour;
     paint(colour);
-    const parts = [
-      facts(sample),
-      siblings(sample, group),
+    return [
       el("section", {}, el("h3", { text: "Prompt" }), el("div", { class: "text prompt", text: sample.prompt })),
       sample.answer &&
         el(
@@ -96,11 +158,9 @@ export function detailSheet() {
         response,
       ),
     ];
-    body.replaceChildren(...parts.filter(Boolean));
-    body.scrollTop = 0;
   }
 
-  function facts(sample) {
+  function facts(sample, row) {
     const versions = (sample.policy_versions ?? []).filter((_, i) => sample.loss_mask[i]);
     const [oldest, newest] = extent(versions);
     const report = [
@@ -109,11 +169,12 @@ export function detailSheet() {
       ["iteration", sample.iteration],
       ["prompt", sample.prompt_id],
       ["group", sample.group],
-      ["tokens", `${sample.prompt_length} + ${sample.tokens.length - sample.prompt_length}`],
+      ["tokens", `${sample.prompt_length} + ${row.length}`],
       ["finish", sample.finish],
       ["source", sample.source],
       ["version", versions.length && oldest !== newest ? `${oldest} to ${newest}` : sample.policy_version],
       ["call", sample.call],
+      ...(row.agent_turns === null ? [] : [["turns", row.agent_turns]]),
       ...Object.entries(sample).filter(
         ([name, value]) => !SHOWN.has(name) && typeof value === "number" && Math.abs(value) <= Number.MAX_SAFE_INTEGER,
       ),
@@ -126,20 +187,15 @@ export function detailSheet() {
   }
 
   /** The rewards of all responses to this prompt, to switch between them. */
-  function siblings(sample, group) {
-    const chips = group.map((row) =>
+  function siblings({ trajectory }, group) {
+    const chips = firstOfEach(group).map((row) =>
       el("button", {
         type: "button",
-        class: "chip",
-        "aria-current": row.sample_id === sample.sample_id ? "true" : null,
+        class: row.agent_error ? "chip bad" : "chip",
+        "aria-current": row.trajectory === trajectory ? "true" : null,
         "aria-label": `Sample ${row.sample_id}, reward ${number(row.reward)}`,
         text: number(row.reward),
-        onclick: () => {
-          place = rows.findIndex((other) =>
-            ["iteration", "call", "sample_id"].every((name) => other[name] === row[name]),
-          );
-          load(row);
-        },
+        onclick: () => move(row),
       }),
     );
     return el(

@@ -17,8 +17,13 @@ const COLUMNS = [
   ["length", "tokens", true],
   ["finish", "finish", false],
   ["policy_version", "version", true],
+  ["agent_turns", "turns", true],
+  ["segment", "segment", true],
+  ["agent_segments", "segments", true],
 ];
-const UNSORTED = ["prompt", "response"];
+const UNSORTED = ["prompt", "response", "segment"];
+/** Columns of samples of agents. */
+const OF_AGENTS = ["agent_turns", "segment", "agent_segments"];
 
 export function samplesView(app) {
   const sheet = detailSheet();
@@ -86,6 +91,23 @@ export function samplesView(app) {
       "–",
       bound("length_to", "tokens to", 1),
     ),
+    el(
+      "span",
+      { class: "pair agent" },
+      "Turns ",
+      bound("turns_from", "turns from", 1),
+      "–",
+      bound("turns_to", "turns to", 1),
+    ),
+    field(
+      "agent",
+      "Agent",
+      select({ onchange: now }, [
+        ["", "any"],
+        ["failed", "failed"],
+        ["completed", "completed"],
+      ]),
+    ),
     field("finish", "Finish", select({ onchange: now }, [["", "any"]])),
     field("source", "Source", select({ onchange: now }, [["", "any"]])),
   );
@@ -111,7 +133,11 @@ export function samplesView(app) {
     const inside = UNSORTED.includes(name)
       ? label
       : el("button", { type: "button", text: label, onclick: () => sortBy(name) });
-    return el("th", { scope: "col", class: numeric ? `number ${name}` : name }, inside);
+    return el("th", { scope: "col", class: classOf(name, numeric) }, inside);
+  }
+
+  function classOf(name, numeric) {
+    return [numeric && "number", name, OF_AGENTS.includes(name) && "agent"].filter(Boolean).join(" ");
   }
 
   function sortBy(name) {
@@ -177,6 +203,8 @@ export function samplesView(app) {
     for (const name of ["finish", "source"])
       fill(filters[name], [["", "any"], ...facets[name].map((item) => [item, item])]);
     node.classList.toggle("no-source", !facets.source.length); // the data names none
+    const ofAgents = ["turns_from", "turns_to", "agent"].some((name) => filters[name].value);
+    node.classList.toggle("no-agents", !facets.agents && !ofAgents);
     const last = Math.min(total, (page + 1) * PAGE);
     count.textContent = total ? `${page * PAGE + 1} to ${last} of ${total} samples` : "No such samples.";
     [back.disabled, on.disabled] = [page === 0, last >= total];
@@ -198,7 +226,9 @@ export function samplesView(app) {
           el("button", { type: "button", class: "link", "aria-label": `Open sample ${text}`, text }),
         );
       }
-      return el("td", { class: numeric ? `number ${name}` : name, text });
+      if (name === "finish" && row.agent_error)
+        return el("td", { class: name, title: row.agent_error }, el("span", { class: "failed", text: "failed" }));
+      return el("td", { class: classOf(name, numeric), text });
     });
     return el("tr", { "data-sample": row.sample_id, onclick: () => sheet.open(run, row, list) }, ...cells);
   }

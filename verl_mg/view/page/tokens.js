@@ -8,6 +8,9 @@ const NEGATIVE = "217 119 6",
   POSITIVE = "37 99 235",
   VERSION = "124 58 237";
 const DEEPEST = 0.55;
+/** Tokens of a part of a text after which it ends with the next line, and after which it ends in any case. */
+const PART = 300,
+  LONGEST_PART = 3000;
 
 /** What tokens can be coloured by: label and value of token i, null where it has none; `sides`: may it be negative? */
 export function colourings(sample) {
@@ -74,7 +77,18 @@ export function coloured(sample, colouring) {
       span.style.backgroundColor = colourOf(colouring.value(i), scale, colouring.sides);
     return span;
   };
-  const range = (from, to) => Array.from({ length: to - from }, (_, k) => token(from + k));
+  // Parts that are not on the screen are not laid out, which takes seconds for a long text as a whole.
+  const range = (from, to) => {
+    const parts = [];
+    for (let i = from, begin = from; i < to; i++) {
+      const long = i - begin >= PART && (sample.pieces?.[i].endsWith("\n") || i - begin >= LONGEST_PART);
+      if (!long && i < to - 1) continue;
+      const tokens = Array.from({ length: i + 1 - begin }, (_, k) => token(begin + k));
+      parts.push(el("div", { class: tokens.length >= PART ? "part" : null }, ...tokens));
+      begin = i + 1;
+    }
+    return parts;
+  };
   const turns = sample.turns?.length
     ? sample.turns
     : [{ by: "policy", start: sample.prompt_length, end: sample.tokens.length }];

@@ -1,0 +1,58 @@
+"""A browser, and pages in it."""
+
+import os
+import shutil
+import threading
+
+import pytest
+
+from verl_mg.view.run import Run
+from verl_mg.view.server import Viewer
+
+PATIENCE = 20_000
+"""Milliseconds; the machine may be busy."""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip(f"no browser ({', '.join(names)}); tools/install_browser.sh installs one")
+    sync_api.expect.set_options(timeout=PATIENCE)
+    # Chromium does not put root in its sandbox.
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens the page over these runs; at the end, no console error must have occurred and nothing been injected."""
+    opened = []
+
+    def visit(*folders):
+        viewer = Viewer([Run(folder) for folder in folders])
+        thread = threading.Thread(target=viewer.serve_forever, args=(0.05,))
+        thread.start()
+        page = browser.new_page(viewport={"width": 1360, "height": 900})
+        opened.append((page, viewer, thread))
+        page.set_default_timeout(PATIENCE)
+        page.complaints = []
+        page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.goto(viewer.url)
+        page.locator("main > section:visible").wait_for()
+        return page
+
+    yield visit
+    for page, viewer, thread in opened:
+        complaints, injected = page.complaints, page.evaluate("window.injected")
+        page.close()
+        viewer.shutdown()
+        viewer.server_close()
+        thread.join()
+        assert complaints == [] and injected is None

@@ -1,0 +1,121 @@
+"""Conversations of agents among recorded samples: one of them, and the counts of all.
+
+A trajectory has a row per segment, the first one with the conversation as JSON text: `verl_mg.monitor.sample_schema`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+COLUMN = "conversation"
+TRAJECTORY = ("iteration", "call", "trajectory")
+"""Columns that identify a trajectory."""
+COUNTS = pa.schema(
+    [
+        ("iteration", pa.int64()),
+        ("call", pa.int32()),
+        ("trajectory", pa.int64()),
+        ("first_sample", pa.int64()),
+        ("agent_turns", pa.int32()),
+        ("agent_segments", pa.int32()),
+        ("agent_error", pa.string()),
+    ]
+)
+"""A row per conversation: the row of its first segment, numbers of turns and segments, and why the agent failed."""
+ADDED = ("segment", "agent_turns", "agent_segments", "agent_error")
+"""Columns that `ConversationCounts.join` adds; null for samples without a conversation."""
+
+
+class ConversationCounts:
+    """Counts of conversations. They are in the text, which is too large to be read again for each page of a list."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: dict[Path, tuple[tuple[int, int], pa.Table]] = {}
+
+    def join(self, rows: pa.Table, files: Iterable[Path]) -> pa.Table:
+        """Returns rows with the columns `ADDED`, in any order.
+
+        Args:
+            rows: rows with `sample_id` and the columns `TRAJECTORY`.
+            files: the files that contain them.
+        """
+        counts = pa.concat_tables([COUNTS.empty_table(), *(self._of_file(file) for file in files)])
+        joined = rows.join(counts, keys=list(TRAJECTORY))
+        # Segments of a trajectory have consecutive ids.
+        joined = joined.append_column("segment", pc.subtract(joined["sample_id"], joined["first_sample"]))
+        return joined.drop_columns("first_sample")
+
+    def _of_file(self, file: Path) -> pa.Table:
+        try:
+            status = file.stat()
+            version = (status.st_mtime_ns, status.st_size)
+            with self._lock:
+                known = self._tables.get(file)
+                if known is None or known[0] != version:
+                    known = self._tables[file] = version, pa.Table.from_pylist(list(_count(file)), COUNTS)
+            return known[1]
+        except (OSError, pa.ArrowException):
+            # A resumed run replaces its files, and other files are still complete.
+            return COUNTS.empty_table()
+
+
+def has_conversations(files: Iterable[Path]) -> bool:
+    """Returns whether any of these files has a conversation; reads only their metadata."""
+    for file in files:
+        try:
+            metadata = pq.read_metadata(file)
+        except (OSError, pa.ArrowException):
+            continue
+        names = metadata.schema.to_arrow_schema().names
+        if COLUMN not in names:
+            continue
+        # A row group lists primitive columns, of which nested ones have several.
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            columns = (group.column(place) for place in range(group.num_columns))
+            statistics = next(column.statistics for column in columns if column.path_in_schema == COLUMN)
+            if statistics is None or not statistics.has_null_count or statistics.null_count < group.num_rows:
+                return True
+    return False
+
+
+def parse_conversation(text: str) -> dict[str, Any] | None:
+    """Returns `turns`, `segments`, `log` and `error` of a conversation; None where the text is damaged."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(parsed, dict):
+        return None
+    complete = {"turns": [], "segments": [], "log": "", "error": ""} | parsed
+    lists = [complete["turns"], complete["segments"]]
+    if not all(isinstance(item, list) and all(isinstance(entry, dict) for entry in item) for item in lists):
+        return None
+    return complete
+
+
+def _count(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of `COUNTS` of a file."""
+    with pq.ParquetFile(file) as opened:
+        names = opened.schema_arrow.names
+        if COLUMN not in names or not has_conversations([file]):
+            return
+        for batch in opened.iter_batches(64, columns=[*TRAJECTORY, "sample_id", COLUMN]):
+            for row in batch.filter(batch[COLUMN].is_valid()).to_pylist():
+                conversation = parse_conversation(row[COLUMN])
+                if conversation is not None:
+                    yield {name: row[name] for name in TRAJECTORY} | {
+                        "first_sample": row["sample_id"],
+                        "agent_turns": len(conversation["turns"]),
+                        "agent_segments": len(conversation["segments"]),
+                        "agent_error": str(conversation["error"]) or None,
+                    }
