@@ -119,6 +119,26 @@ def test_iterations_with_and_without_conversations_are_listed_together(tmp_path)
         assert "error" in ask("conversation", status=404, iteration=2, call=0, sample_id=row["sample_id"])
 
 
+def test_trajectory_on_two_ranks_has_each_row_once(tmp_path):
+    run = write_agent_run(tmp_path / "run", iterations=1)
+    target = run / "samples" / "000001"
+    table = pq.read_table(target / "rank-1.parquet")
+    place = table["trajectory"].to_pylist().index(FORKED)
+    text = table["conversation"][place].as_py()
+    texts = [text if segment == 1 else None for segment in range(2)]
+    column = table.schema.get_field_index("conversation")
+    moved = table.slice(place + 1, 2).set_column(column, "conversation", [texts])
+    rest = table.filter([not place < row <= place + 2 for row in range(len(table))])
+    pq.write_table(rest, target / "rank-1.parquet")
+    pq.write_table(moved, target / "rank-2.parquet")
+    with serving(run) as ask:
+        rows = [row for row in ask("samples")["rows"] if row["trajectory"] == FORKED]
+        assert [(row["segment"], row["agent_turns"]) for row in rows] == [(0, 4), (1, 4), (2, 4)]
+        assert ask("samples", turns_from=1)["total"] == ROWS - 1
+        answer = ask("conversation", iteration=1, call=0, sample_id=FORKED * MAX_SEGMENTS + 1)
+        assert [row["segment"] for row in answer["rows"]] == [0, 1, 2]
+
+
 def test_counts_of_a_replaced_file_are_read_again(tmp_path):
     run = write_agent_run(tmp_path / "run", iterations=1)
     file = run / "samples" / "000001" / "rank-0.parquet"

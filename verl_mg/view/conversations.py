@@ -49,6 +49,9 @@ class ConversationCounts:
             files: the files that contain them.
         """
         counts = pa.concat_tables([COUNTS.empty_table(), *(self._of_file(file) for file in files)])
+        # The rows of a trajectory may be on several ranks, each of which then has the conversation.
+        merged = counts.group_by(list(TRAJECTORY)).aggregate([(name, "min") for name in COUNTS.names[3:]])
+        counts = merged.rename_columns([name.removesuffix("_min") for name in merged.column_names])
         joined = rows.join(counts, keys=list(TRAJECTORY))
         # Segments of a trajectory have consecutive ids.
         joined = joined.append_column("segment", pc.subtract(joined["sample_id"], joined["first_sample"]))
