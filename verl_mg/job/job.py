@@ -18,6 +18,7 @@ from verl_mg.config import Config
 from verl_mg.data import Prompt, PromptFeed, Prompts, demonstrations_batch, pairs_batch, read_prompts
 from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
+from verl_mg.job.build_agents import agent_wrapper, check_agents
 from verl_mg.job.build_engines import build_engine_group, check_engines, num_training_ranks
 from verl_mg.job.build_models import MODEL_ROLES, ModelRoleBuilder
 from verl_mg.job.evaluation import evaluate
@@ -90,6 +91,8 @@ class Job:
         builder.check(roles, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
         if engines:
             check_engines(config, weight_table(read_config(config.model.path)), ranks)
+            if config.rollout.has_agents:
+                check_agents(config.rollout)
         self.tokenizer = _read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
         schemas, seed = [tool.schema for tool in self._tools], config.job.seed
@@ -283,7 +286,11 @@ class Job:
             top_k=config.top_k,
             stop_token_ids=tuple(sorted(stops)),
         )
-        engines = build_engine_group(self.config, self._dtype, self.actor, self.context, self._with_tools())
+        if config.has_agents:
+            wrap = agent_wrapper(config, self.tokenizer, sampling.stop_token_ids, model.max_positions)
+        else:
+            wrap = self._with_tools()
+        engines = build_engine_group(self.config, self._dtype, self.actor, self.context, wrap)
         seed, context, prompts, reward = self.config.job.seed, self.context, self.prompts, self._reward
         if config.mode == "async":
             assert isinstance(engines, InFlightEngineGroup)  # `check_engines` has refused others

@@ -1,0 +1,87 @@
+"""The agents that a configuration describes, around the engines of a job."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from verl_mg.config.roles import RolloutConfig
+from verl_mg.errors import UserError
+from verl_mg.import_function import load_function
+from verl_mg.roles.engine_group import EngineWrapper
+from verl_mg.rollout.agents.command import run_command
+from verl_mg.rollout.agents.engine import AgentEngine
+from verl_mg.rollout.agents.parsers import ReplyParser
+from verl_mg.rollout.agents.renderer import ConversationRenderer
+from verl_mg.rollout.agents.runner import Agent, AgentSettings
+from verl_mg.rollout.agents.sessions import Generate, Sessions
+from verl_mg.rollout.engine import RolloutEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def check_agents(rollout: RolloutConfig) -> None:
+    """Checks the options of agents before anything is built.
+
+    Args:
+        rollout: section of the configuration.
+
+    Raises:
+        UserError: they do not fit other options.
+    """
+    if rollout.tools:
+        raise UserError("rollout.tools: agents call tools themselves. Leave it out, or leave rollout.agent out.")
+    if rollout.partial_rollout:
+        raise UserError(
+            "rollout.partial_rollout=true: an agent that was stopped cannot continue. Leave it out."
+        )  # fmt: skip
+
+
+def agent_wrapper(
+    rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], max_positions: int
+) -> EngineWrapper:
+    """Returns a function that starts agents around an engine.
+
+    Args:
+        rollout: section of the configuration.
+        tokenizer: tokenizer of the policy.
+        stop_token_ids: tokens that end a reply.
+        max_positions: largest number of tokens of a context with its reply.
+
+    Raises:
+        UserError: there is no such agent, or the tokenizer has no chat template, or SGLang no such parser.
+    """
+    agent = _agent(rollout)
+    renderer = ConversationRenderer(tokenizer, stop_token_ids, rollout.chat_template_options)
+    parser = ReplyParser(tokenizer, rollout.tool_call_parser, rollout.reasoning_parser)
+    settings = AgentSettings(
+        timeout=rollout.agent_timeout_s,
+        retries=rollout.agent_retries,
+        failure_reward=rollout.agent_failure_reward,
+        options=rollout.agent_options,
+    )
+
+    def sessions(generate: Generate) -> Sessions:
+        return Sessions(renderer, parser, generate, max_positions, rollout.agent_trained)
+
+    def wrap(engine: RolloutEngine) -> RolloutEngine:
+        return AgentEngine(
+            engine, agent, settings, sessions, concurrency=rollout.agent_concurrency, host=rollout.agent_host
+        )
+
+    return wrap
+
+
+def _agent(rollout: RolloutConfig) -> Agent:
+    if rollout.agent_command:
+        return functools.partial(run_command, tuple(rollout.agent_command), timeout=rollout.agent_timeout_s)
+    assert rollout.agent is not None
+    agent = load_function(rollout.agent, "agent")
+    if not inspect.iscoroutinefunction(agent):
+        raise UserError(
+            f"rollout.agent={rollout.agent}: not an async function. Write it as `async def run(session, sample)`."
+        )
+    return agent

@@ -1,0 +1,243 @@
+"""Engine whose samples are made by agents.
+
+    rank's thread     submit, collect, abort                requests of agents to the inner engine, and their replies
+    server's thread   HTTP, messages to tokens and back
+    agents' thread    the functions of the user
+
+A sample is complete when its agent has returned and none of its requests is in the inner engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from verl_mg.errors import UserError
+from verl_mg.rollout.agents.runner import Agent, AgentRunner, AgentSettings
+from verl_mg.rollout.agents.server import AgentServer
+from verl_mg.rollout.agents.sessions import Generate, OpenSession, Sessions
+from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine_counts import Counts
+
+POLL_SECONDS = 0.01
+"""Longest time that a request of an agent waits until the engine has it."""
+GATHER_SECONDS = 0.002
+"""An idle engine receives requests together that arrive within this time of each other."""
+LONGEST_GATHER_SECONDS = 0.05
+"""Longest time that an idle engine waits for more requests."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A request of an agent, for the inner engine."""
+
+    sample_id: int
+    request: Request
+    sampling: Sampling
+    reply: asyncio.Future[Sample]
+    loop: asyncio.AbstractEventLoop
+
+    def resolve(self, sample: Sample) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self._set, sample)
+
+    def _set(self, sample: Sample) -> None:
+        if not self.reply.done():
+            self.reply.set_result(sample)
+
+
+class AgentEngine(RolloutEngine):
+    """Wrapper around an engine: each request starts an agent, whose conversation is the sample.
+
+    An aborted sample begins again: what an agent has done outside cannot be continued.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        agent: Agent,
+        settings: AgentSettings,
+        sessions: Callable[[Generate], Sessions],
+        *,
+        concurrency: int | None,
+        host: str,
+    ) -> None:
+        """Starts the server and the threads.
+
+        Args:
+            engine: the engine that generates replies.
+            agent: the function that is called for each sample.
+            settings: time limit, retries and reward of a failure.
+            sessions: makes the sessions, which obtain tokens by the function that it is given.
+            concurrency: largest number of agents at the same time; None: as many as the engine has free slots.
+            host: address that the server listens on.
+        """
+        self._engine, self._concurrency = engine, concurrency
+        self._events: queue.SimpleQueue[_Turn | Sample] = queue.SimpleQueue()
+        self._turns: dict[int, _Turn] = {}
+        self._numbers = itertools.count()
+        self._agents: set[int] = set()
+        """Samples whose agents are running."""
+        self._cancelled: set[int] = set()
+        """Samples whose agents are to be aborted."""
+        self._tasks: dict[int, asyncio.Task[Sample]] = {}
+        """Used in the agents' thread alone."""
+        self._returned: dict[int, Sample] = {}
+        """Samples whose agents have returned, with requests still in the inner engine."""
+        self._done: list[Sample] = []
+        # `abort` may come from another thread, between any two steps of `collect`.
+        self._lock = threading.RLock()
+        self._error: BaseException | None = None
+        self._sessions = sessions(self._generate)
+        self._server = AgentServer(self._sessions, host, self._fail)
+        self._server.start()
+        self._runner = AgentRunner(agent, settings, self._sessions, self._server)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+
+    def num_free_slots(self) -> int:
+        """Returns how many more agents may run."""
+        if self._concurrency is None:
+            return self._engine.num_free_slots() + len(self._turns) - len(self._agents)
+        return self._concurrency - len(self._agents)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Starts an agent for each request; the tokens of a partial sample are not used."""
+        with self._lock:
+            self._agents |= {request.id for request in requests}
+        for request in requests:
+            self._loop.call_soon_threadsafe(self._start, request, sampling)
+
+    def collect(self, timeout: float) -> list[Sample]:
+        """Returns samples whose agents have returned; moves requests to the engine and replies to the agents."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._check()
+            left = max(deadline - time.monotonic(), 0.0)
+            self._receive(0.0 if self._turns else left)
+            if self._turns:
+                for sample in self._engine.collect(min(left, POLL_SECONDS)):
+                    self._resolve(sample)
+            with self._lock:
+                if self._done or not self._agents or time.monotonic() >= deadline:
+                    done, self._done = self._done, []
+                    return done
+
+    def abort(self) -> None:
+        """Cancels all agents and aborts their requests."""
+        with self._lock:
+            self.abort_samples(set(self._agents))
+            self._engine.abort()
+
+    def abort_samples(self, ids: Collection[int]) -> None:
+        """Cancels the agents of some samples."""
+        with self._lock:
+            running = self._agents & set(ids)
+            self._cancelled |= running
+        self._loop.call_soon_threadsafe(self._cancel, running)
+
+    def health(self) -> bool:
+        """Returns the health of the engine."""
+        return self._engine.health()
+
+    def take_counts(self) -> Counts:
+        """Returns the counters of the engine."""
+        return self._engine.take_counts()
+
+    def _start(self, request: Request, sampling: Sampling) -> None:
+        task = self._tasks[request.id] = self._loop.create_task(self._runner.run(request, sampling))
+        task.add_done_callback(lambda task: self._return(request.id, task))
+
+    def _cancel(self, ids: Collection[int]) -> None:
+        for i in ids:
+            if i in self._tasks:
+                self._tasks[i].cancel()
+
+    def _return(self, sample_id: int, task: asyncio.Task[Sample]) -> None:
+        del self._tasks[sample_id]
+        if task.cancelled():
+            self._events.put(Sample(sample_id, (), (), (), "abort"))
+        elif (error := task.exception()) is not None:  # our own: those of agents are in the sample
+            self._fail(error)
+        else:
+            self._events.put(task.result())
+
+    async def _generate(self, session: OpenSession, context: tuple[int, ...], sampling: Sampling) -> Sample:
+        """Returns the reply of the engine; called in the server's thread."""
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        seed = _turn_seed(session.request.seed, next(session.seeds))
+        turn = _Turn(session.request.id, Request(number, context, seed), sampling, loop.create_future(), loop)
+        self._events.put(turn)
+        return await turn.reply
+
+    def _receive(self, timeout: float) -> None:
+        """Handles what has arrived; an idle engine waits for the first event, and for others that arrive with it."""
+        events: list[_Turn | Sample] = []
+        with suppress(queue.Empty):
+            events.append(self._events.get(timeout=timeout) if timeout else self._events.get_nowait())
+            latest = time.monotonic() + LONGEST_GATHER_SECONDS
+            while not timeout or time.monotonic() < latest:
+                events.append(self._events.get(timeout=GATHER_SECONDS) if timeout else self._events.get_nowait())
+        if events:
+            with self._lock:
+                self._handle(events)
+
+    def _handle(self, events: Sequence[_Turn | Sample]) -> None:
+        submitted: dict[Sampling, list[Request]] = {}
+        for event in events:
+            if isinstance(event, Sample):
+                self._returned[event.id] = event
+            elif event.sample_id in self._agents - self._cancelled:
+                self._turns[event.request.id] = event
+                submitted.setdefault(event.sampling, []).append(event.request)
+            else:
+                event.resolve(Sample(event.request.id, (), (), (), "abort"))
+        for sampling, requests in submitted.items():
+            self._engine.submit(requests, sampling)
+        if self._returned:
+            left = [number for number, turn in self._turns.items() if turn.sample_id in self._returned]
+            if left:
+                self._engine.abort_samples(left)
+            self._finish()
+
+    def _resolve(self, sample: Sample) -> None:
+        with self._lock:
+            if (turn := self._turns.pop(sample.id, None)) is not None:
+                turn.resolve(sample)
+            self._finish()
+
+    def _finish(self) -> None:
+        """Completes the samples that have returned and have no requests in the engine any more."""
+        if not self._returned:
+            return
+        busy = {turn.sample_id for turn in self._turns.values()}
+        for i in self._returned.keys() - busy:
+            self._agents.discard(i)
+            self._cancelled.discard(i)
+            self._done.append(self._returned.pop(i))
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            if isinstance(self._error, UserError):
+                raise self._error
+            raise RuntimeError(f"the endpoint of agents failed: {self._error!r}") from self._error
+
+
+def _turn_seed(seed: int, number: int) -> int:
+    """Returns the seed of a reply.
+
+    Args:
+        seed: of the sample.
+        number: number of the reply in the sample.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,294 @@
+"""Exact tokens of the conversations of one session.
+
+A request contains the whole conversation as messages; the engine must be given the tokens that it has generated, not
+tokens of their text. `ConversationHistory.context` finds the longest part of the conversation whose tokens are known,
+and renders what is new:
+
+    known     a reply whose messages are the first ones of the request, if the chat template leaves it as it was:
+              its tokens stay, whether or not the template would write them in the same way
+    rewritten a reply that the template now renders differently than before, such as one whose reasoning it drops:
+              a new segment begins, which repeats the tokens in front of that reply
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.rollout.agents.call import Call, RequestError
+from verl_mg.rollout.agents.renderer import ConversationRenderer
+from verl_mg.rollout.engine import Sample
+from verl_mg.rollout.trajectory import NOT_GENERATED, Segment
+
+MAX_SEGMENTS = 1024
+"""Largest number of segments of a session."""
+
+
+@dataclass
+class _GrowingSegment:
+    """A segment to which replies are added."""
+
+    number: int
+    tokens: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    prefix_of: int | None
+    prefix_length: int
+    truncated: bool = False
+    routed_experts: Tensor | None = None
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.policy_versions += versions
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """Beginning of a rendered conversation, by its length and a digest instead of its text."""
+
+    length: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, text: str) -> _Rendered:
+        return cls(len(text), _digest(text))
+
+    def begins(self, text: str) -> bool:
+        return len(text) >= self.length and _digest(text[: self.length]) == self.digest
+
+
+@dataclass(frozen=True)
+class _KnownReply:
+    """A reply, with the tokens in front of it and its own."""
+
+    segment: _GrowingSegment
+    prompt: _Rendered
+    """Conversation in front of the reply."""
+    whole: _Rendered
+    """The same, and the reply as it was generated."""
+    prompt_length: int
+    """Tokens of the segment in front of the reply."""
+    length: int
+    """Tokens of the segment up to the end of the reply."""
+    last: int
+    """Last token of the reply."""
+    reasoning: str
+    """Reasoning of the reply, which agents need not send back."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tokens in front of a reply, and where they come from."""
+
+    tokens: tuple[int, ...]
+    """All tokens that the engine is given."""
+    kept: int
+    """Number of these that are known from earlier requests."""
+    new_messages: tuple[dict[str, Any], ...]
+    """Messages behind those that are known."""
+    segment: _GrowingSegment | None
+    """Segment whose first tokens are kept."""
+    rendered: str
+    """The conversation as text."""
+    key: bytes
+    """Key of the tools and messages."""
+
+
+class ConversationHistory:
+    """Segments of a session; used in one thread. Replies may be added in another order than they were requested in."""
+
+    def __init__(self, renderer: ConversationRenderer) -> None:
+        """Starts without segments.
+
+        Args:
+            renderer: renders messages as text and text as tokens.
+        """
+        self._renderer = renderer
+        self._segments: list[_GrowingSegment] = []
+        self._replies: dict[bytes, list[_KnownReply]] = defaultdict(list)
+        """Known replies by the messages up to them, theirs included."""
+        self._prompts: dict[bytes, list[_KnownReply]] = defaultdict(list)
+        """Known replies by the messages in front of them."""
+
+    def context(self, call: Call) -> Context:
+        """Returns the tokens in front of the reply to a call.
+
+        Raises:
+            RequestError: the chat template rejects the messages.
+        """
+        keys = _prefix_keys(call)
+        messages = self._with_reasoning(call.messages, keys)
+        rendered = self._renderer.render(messages, call.tools, for_reply=True)
+        for i in range(len(messages), 0, -1):
+            for known in reversed(self._replies.get(keys[i], ())):
+                if (end := self._end_of(known, rendered, messages[:i], call.tools)) is not None:
+                    return self._continued(known.segment, known.length, end, rendered, call.messages[i:], keys[-1])
+            for known in reversed(self._prompts.get(keys[i], ())):
+                if known.prompt.begins(rendered):
+                    tail = rendered[known.prompt.length :]
+                    return self._continued(known.segment, known.prompt_length, tail, rendered, call.messages, keys[-1])
+        return Context(self._renderer.tokens(rendered), 0, call.messages, None, rendered, keys[-1])
+
+    def add(self, call: Call, context: Context, sample: Sample, message: Mapping[str, Any], trained: bool) -> int:
+        """Adds a reply; returns the number of the segment that it is in.
+
+        Args:
+            call: the request.
+            context: its `context`.
+            sample: tokens of the reply, with their log-probabilities and policy versions.
+            message: the reply as a message.
+            trained: whether its tokens are trained.
+
+        Raises:
+            RequestError: the session has as many segments as it may have.
+        """
+        segment = self._segment_for(context)
+        observation = context.tokens[len(segment.tokens) :]
+        segment.extend(observation, [0.0] * len(observation), [NOT_GENERATED] * len(observation))
+        start = len(segment.tokens)
+        versions = sample.policy_versions if trained else (NOT_GENERATED,) * len(sample.tokens)
+        segment.extend(sample.tokens, sample.logprobs if trained else [0.0] * len(sample.tokens), versions)
+        segment.truncated = sample.finish != "stop"
+        if sample.routed_experts is not None:
+            before = segment.routed_experts
+            new = sample.routed_experts if before is None else sample.routed_experts[len(before) :]
+            # The earlier tokens were generated with the experts reported then.
+            segment.routed_experts = new if before is None else torch.cat([before, new])
+        known = _KnownReply(
+            segment,
+            _Rendered.of(context.rendered),
+            _Rendered.of(context.rendered + self._renderer.decode(sample.tokens)),
+            start,
+            len(segment.tokens),
+            sample.tokens[-1] if sample.tokens else NOT_GENERATED,
+            str(message.get("reasoning_content", "")),
+        )
+        self._prompts[context.key].append(known)
+        self._replies[_next_key(context.key, message)].append(known)
+        return segment.number
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Returns all segments as they are now."""
+        return tuple(
+            Segment(
+                tuple(segment.tokens),
+                tuple(segment.logprobs),
+                tuple(segment.policy_versions),
+                segment.truncated,
+                segment.prefix_of,
+                segment.prefix_length,
+                segment.routed_experts,
+            )
+            for segment in self._segments
+        )
+
+    def _end_of(
+        self, known: _KnownReply, rendered: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> str | None:
+        """Returns the text behind a known reply; None where the template has rewritten the reply.
+
+        Args:
+            known: the reply.
+            rendered: the whole conversation.
+            messages: the messages up to the reply, with it.
+            tools: tools that the template describes.
+        """
+        if known.whole.begins(rendered):
+            return rendered[known.whole.length :]
+        if not known.prompt.begins(rendered):
+            return None
+        until = self._renderer.render(messages, tools, for_reply=False)
+        if not rendered.startswith(until):
+            return None
+        return self._renderer.after_reply(until, known.last) + rendered[len(until) :]
+
+    def _continued(
+        self,
+        segment: _GrowingSegment,
+        length: int,
+        tail: str,
+        rendered: str,
+        new_messages: Sequence[dict[str, Any]],
+        key: bytes,
+    ) -> Context:
+        tokens = (*segment.tokens[:length], *self._renderer.tokens(tail))
+        return Context(tokens, length, tuple(new_messages), segment, rendered, key)
+
+    def _segment_for(self, context: Context) -> _GrowingSegment:
+        """Returns the segment that a context continues, or a new one where another reply has continued it."""
+        source, kept = context.segment, context.kept
+        if source is not None and len(source.tokens) == kept:
+            return source
+        number = len(self._segments)
+        if number >= MAX_SEGMENTS:
+            raise RequestError(
+                400,
+                f"messages: the session has {MAX_SEGMENTS} segments, the most that a sample may have. Continue an "
+                "earlier conversation instead of rewriting it.",
+                "messages",
+            )
+        tokens = list(context.tokens[:kept])
+        segment = _GrowingSegment(
+            number, tokens, [0.0] * kept, [NOT_GENERATED] * kept, source.number if source else None, kept
+        )
+        if source is not None and source.routed_experts is not None:
+            segment.routed_experts = source.routed_experts[:kept]
+        self._segments.append(segment)
+        return segment
+
+    def _with_reasoning(self, messages: Sequence[dict[str, Any]], keys: Sequence[bytes]) -> list[dict[str, Any]]:
+        """Returns the messages with the reasoning of known replies."""
+        restored: list[dict[str, Any]] = []
+        for message, key in zip(messages, keys[1:], strict=True):
+            known = self._replies.get(key)
+            if known and known[-1].reasoning and "reasoning_content" not in message:
+                message = {**message, "reasoning_content": known[-1].reasoning}
+            restored.append(message)
+        return restored
+
+
+def _prefix_keys(call: Call) -> list[bytes]:
+    """Returns a key of the tools, and of each beginning of the messages with them."""
+    keys = [_digest(json.dumps(call.tools, sort_keys=True))]
+    for message in call.messages:
+        keys.append(_next_key(keys[-1], message))
+    return keys
+
+
+def _next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
+    """Returns the key of messages and one more. Reasoning and spaces around a reply do not change it.
+
+    Args:
+        key: of the messages before.
+        message: the next one.
+    """
+    content = message.get("content") or ""
+    calls = [(call["function"]["name"], _canonical(call["function"]["arguments"])) for call in _calls(message)]
+    of_reply = message["role"] == "assistant"
+    fields = [message["role"], content.strip() if of_reply else content, calls]
+    fields += [message.get("tool_call_id"), message.get("name")]
+    return _digest(key.hex() + json.dumps(fields))
+
+
+def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return message.get("tool_calls") or ()
+
+
+def _canonical(arguments: str) -> str:
+    """Returns arguments as JSON in one form: agents read and write them again."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except ValueError:
+        return arguments
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

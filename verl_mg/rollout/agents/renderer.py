@@ -1,0 +1,99 @@
+"""Conversations as text and tokens, by the chat template of the policy's tokenizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl_mg.errors import UserError
+from verl_mg.rollout.agents.call import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ConversationRenderer:
+    """Renders messages, tokenizes new text and decodes replies; used in one thread."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], options: Mapping[str, Any]
+    ) -> None:
+        """Copies the tokenizer, which is not safe to use in two threads.
+
+        Args:
+            tokenizer: tokenizer of the policy.
+            stop_token_ids: tokens that end a reply.
+            options: variables of the chat template, such as {"enable_thinking": False}.
+
+        Raises:
+            UserError: the tokenizer has no chat template.
+        """
+        if tokenizer.chat_template is None:
+            raise UserError(
+                "rollout.agent: the tokenizer of model.path has no chat template, by which the messages of agents are "
+                "written. Use an instruction-tuned model, or add chat_template.jinja to its folder."
+            )
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._options = dict(options)
+        self._pieces: dict[int, str] = {}
+        self._stops = {token: self.decode([token]) for token in stop_token_ids}
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], for_reply: bool) -> str:
+        """Returns a conversation as text.
+
+        Args:
+            messages: messages as in `Call`.
+            tools: tools that the template describes.
+            for_reply: whether the text ends where the reply of the assistant begins.
+
+        Raises:
+            RequestError: the template rejects the conversation.
+        """
+        described: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=for_reply, **described, **self._options
+            )
+        except Exception as error:  # a template is a program, which may raise anything
+            reason = " ".join(str(error).split())[:300]
+            raise RequestError(
+                400,
+                f"messages: the chat template of the model rejects them ({reason}). Write roles and contents that it "
+                "has.",
+                "messages",
+            ) from error
+        return str(text)
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        """Returns the token ids of a part of a rendered conversation; the template has written special tokens."""
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def piece(self, token: int) -> str:
+        """Returns the text of one token, special ones included."""
+        if token not in self._pieces:
+            self._pieces[token] = self.decode([token])
+        return self._pieces[token]
+
+    def is_stop(self, token: int) -> bool:
+        """Returns whether a token ends a reply."""
+        return token in self._stops
+
+    def after_reply(self, rendered: str, last: int) -> str:
+        """Returns what a template puts behind the last generated token of a reply: the end of the turn.
+
+        Args:
+            rendered: the conversation up to the reply, with it.
+            last: last token that was generated.
+        """
+        ended = self._stops.get(last)
+        if ended is not None and ended in rendered:
+            return rendered[rendered.rindex(ended) + len(ended) :]
+        ends = [rendered.rindex(text) for text in self._stops.values() if text in rendered]
+        return rendered[max(ends) :] if ends else ""

@@ -1,0 +1,117 @@
+"""Runs agents with a time limit and retries, and turns what they return into a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from verl_mg.errors import UserError
+from verl_mg.rewards.reward import Reward
+from verl_mg.rewards.reward import Sample as Task
+from verl_mg.rollout.agents.server import AgentServer
+from verl_mg.rollout.agents.session import Session
+from verl_mg.rollout.agents.sessions import OpenSession, Sessions
+from verl_mg.rollout.engine import Finish, Request, Sample, Sampling
+
+Agent = Callable[[Session, Task], Awaitable[Any]]
+"""Function of a user: returns a reward, a number, a mapping of numbers, or None."""
+REWARD = "reward"
+"""Entry of a returned mapping that is the reward; the others are its parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """Settings of all agents of a job."""
+
+    timeout: float
+    """Seconds after which an attempt ends."""
+    retries: int
+    """Number of attempts after a failed one."""
+    failure_reward: float
+    """Reward of a sample whose last attempt fails."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options that each agent is given."""
+
+
+class AgentRunner:
+    """Runs one agent for each sample."""
+
+    def __init__(self, agent: Agent, settings: AgentSettings, sessions: Sessions, server: AgentServer) -> None:
+        """Creates the runner.
+
+        Args:
+            agent: the function of the user.
+            settings: time limit, retries and reward of a failure.
+            sessions: the sessions that the server answers for.
+            server: answers the agents' requests.
+        """
+        self._agent, self._settings, self._sessions, self._server = agent, settings, sessions, server
+
+    async def run(self, request: Request, sampling: Sampling) -> Sample:
+        """Runs the agent until an attempt succeeds or none is left.
+
+        Args:
+            request: the sample.
+            sampling: how tokens are drawn.
+
+        Returns:
+            The sample with its trajectory, that of the last attempt.
+
+        Raises:
+            UserError: the agent finds its options wrong.
+        """
+        for attempt in range(self._settings.retries + 1):
+            session = self._sessions.open(request, sampling)
+            reward: Reward | None = Reward(self._settings.failure_reward)
+            error, finish = "", "stop"
+            try:
+                async with asyncio.timeout(self._settings.timeout) as limit:
+                    reward = _as_reward(await self._call(session))
+            except UserError:
+                raise  # the options of the job are wrong, and those of all agents
+            except Exception as failure:  # the code of a user, which may raise anything
+                if isinstance(failure, TimeoutError) and limit.expired():
+                    error, finish = f"the agent took longer than {self._settings.timeout:g} s", "timeout"
+                else:
+                    error = " ".join(f"{type(failure).__name__}: {failure}".split())[:1000]
+                session.write_log(f"attempt {attempt + 1} failed: {error}")
+            finally:
+                self._sessions.close(session)
+                self._server.loop.call_soon_threadsafe(self._server.forget, session.id)
+            if not error or attempt == self._settings.retries:
+                break
+        ended: Finish = "timeout" if finish == "timeout" else "stop"
+        return Sample(request.id, (), (), (), ended, trajectory=session.trajectory(reward, error))
+
+    async def _call(self, session: OpenSession) -> Any:
+        prompt = session.request.origin
+        assert prompt is not None
+        given = Session(
+            f"{self._server.url}/sessions/{session.id}/v1",
+            session.key,
+            [dict(message) for message in prompt.messages],
+            self._settings.options,
+            session.write_log,
+        )
+        task = Task(prompt.text, "", prompt.answer, prompt.record, "stop")
+        return await self._agent(given, task)
+
+
+def _as_reward(result: Any) -> Reward | None:
+    """Returns what an agent returned as a reward; ValueError where it is none."""
+    if result is None:
+        return None
+    if isinstance(result, dict):
+        if REWARD not in result:
+            raise ValueError(f"the agent returned a mapping without '{REWARD}': {result!r:.200}")
+        numbers = {name: value for name, value in result.items() if isinstance(value, Real) and name != REWARD}
+        result = Reward(result[REWARD], {str(name): float(value) for name, value in numbers.items()})
+    reward = result if isinstance(result, Reward) else Reward(result)
+    for value in (reward.value, *reward.parts.values()):
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"the agent returned {value!r:.80}, which is not a finite number")
+    return Reward(float(reward.value), dict(reward.parts), reward.answer)

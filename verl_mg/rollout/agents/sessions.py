@@ -1,0 +1,246 @@
+"""The open sessions of one engine: they authorize requests, obtain replies, and record every token.
+
+Everything runs in the server's thread, except `open` and `close`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field, replace
+
+from verl_mg.rewards.reward import Reward
+from verl_mg.rollout.agents.call import Call, Reply, ReplyToken, RequestError
+from verl_mg.rollout.agents.history import Context, ConversationHistory
+from verl_mg.rollout.agents.parsers import ReplyParser
+from verl_mg.rollout.agents.renderer import ConversationRenderer
+from verl_mg.rollout.engine import Request, Sample, Sampling
+from verl_mg.rollout.trajectory import ConversationTurn, Trajectory
+
+LOG_CHARACTERS = 1 << 16
+"""End of an agent's log that is kept."""
+
+Generate = Callable[["OpenSession", tuple[int, ...], Sampling], Awaitable[Sample]]
+"""Generates a reply: the session, the tokens in front of the reply, and how it is drawn."""
+
+
+@dataclass
+class OpenSession:
+    """A session whose agent is running."""
+
+    id: str
+    """Id in the URL."""
+    key: str
+    """Key of its requests."""
+    request: Request
+    """Request for the sample."""
+    sampling: Sampling
+    """Sampling parameters; `max_new_tokens` limits all replies together."""
+    history: ConversationHistory
+    """Exact tokens of its conversations."""
+    started: float = field(default_factory=time.monotonic)
+    """Time of the first request of the agent's attempt."""
+    turns: list[ConversationTurn] = field(default_factory=list)
+    """Replies so far."""
+    num_generated: int = 0
+    """Tokens of all replies."""
+    log: str = ""
+    """End of the agent's log."""
+    seeds: itertools.count[int] = field(default_factory=itertools.count)
+    """Numbers of the replies, for their seeds."""
+
+    def write_log(self, text: str) -> None:
+        """Adds text to the log, of which the end is kept."""
+        self.log = (self.log + text + ("" if text.endswith("\n") else "\n"))[-LOG_CHARACTERS:]
+
+    def trajectory(self, reward: Reward | None, error: str) -> Trajectory:
+        """Returns everything that was recorded.
+
+        Args:
+            reward: reward of the agent.
+            error: reason why the agent failed.
+        """
+        return Trajectory(self.history.segments(), tuple(self.turns), reward, self.log, error)
+
+
+class Sessions:
+    """Open sessions by their ids; answers the requests that the server has read."""
+
+    def __init__(
+        self,
+        renderer: ConversationRenderer,
+        parser: ReplyParser,
+        generate: Generate,
+        max_positions: int,
+        trained: Collection[str],
+    ) -> None:
+        """Starts without sessions.
+
+        Args:
+            renderer: renders conversations.
+            parser: divides replies into their parts.
+            generate: obtains the tokens of a reply from the engine.
+            max_positions: largest number of tokens of a context with its reply.
+            trained: names of the models whose replies are trained; all with none.
+        """
+        self._renderer, self._parser, self._generate = renderer, parser, generate
+        self._max_positions, self._trained = max_positions, frozenset(trained)
+        self._open: dict[str, OpenSession] = {}
+        self._numbers = itertools.count()
+
+    def open(self, request: Request, sampling: Sampling) -> OpenSession:
+        """Opens a session for a sample; from any thread.
+
+        Args:
+            request: the sample.
+            sampling: how its tokens are drawn.
+        """
+        name = f"{request.id}-{next(self._numbers)}"
+        history = ConversationHistory(self._renderer)
+        session = OpenSession(name, secrets.token_urlsafe(24), request, sampling, history)
+        self._open[name] = session
+        return session
+
+    def close(self, session: OpenSession) -> None:
+        """Closes a session, whose requests are refused from now on; from any thread."""
+        self._open.pop(session.id, None)
+
+    def authorize(self, session: str, key: str) -> None:
+        """Raises RequestError where there is no such session or the key is not its own.
+
+        Args:
+            session: id of the session.
+            key: key that the request has.
+        """
+        if session not in self._open:
+            raise RequestError(
+                404, f"session {session[:80]!r}: it is not open. Its agent has returned, or it never was."
+            )
+        if not hmac.compare_digest(self._open[session].key.encode(), key.encode("utf-8", "surrogatepass")):
+            raise RequestError(
+                401, "api_key: it is not the key of this session. Use the key that the agent was given.",
+                code="invalid_api_key",
+            )  # fmt: skip
+
+    async def complete(self, session: str, key: str, call: Call) -> Reply:
+        """Returns the reply to a call that was authorized, and records its tokens.
+
+        Args:
+            session: id of the session.
+            key: its key.
+            call: the request.
+
+        Raises:
+            RequestError: the request cannot be answered.
+        """
+        state, started = self._open[session], time.monotonic()
+        context = self._context(state, call)
+        limit = self._limit(state, call, context)
+        sample = await self._generate(state, context.tokens, replace(state.sampling, max_new_tokens=limit))
+        if session not in self._open or sample.finish == "abort" or not sample.tokens:
+            raise RequestError(503, "the sample was aborted. Stop: its session is closed.")
+        sample, stopped = self._cut(sample, call.stop)
+        return self._record(state, call, context, sample, stopped, started)
+
+    async def count_tokens(self, session: str, key: str, call: Call) -> int:
+        """Returns the number of tokens in front of the reply to a call that was authorized.
+
+        Args:
+            session: id of the session.
+            key: its key.
+            call: the request.
+        """
+        return len(self._context(self._open[session], call).tokens)
+
+    def _context(self, state: OpenSession, call: Call) -> Context:
+        try:
+            self._parser.check_tools(call.tools)
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise RequestError(400, f"tools: they cannot be read ({reason}). Correct them.", "tools") from error
+        return state.history.context(call)
+
+    def _record(
+        self, state: OpenSession, call: Call, context: Context, sample: Sample, stopped: str | None, started: float
+    ) -> Reply:
+        text = self._text(sample, stopped)
+        parsed = self._parser.parse(text, call.tools)
+        finish = "tool_calls" if parsed.tool_calls else "stop" if sample.finish == "stop" else "length"
+        reply = Reply(
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
+            finish=finish,  # type: ignore[arg-type]
+            tokens=tuple(map(ReplyToken, sample.tokens, map(self._renderer.piece, sample.tokens), sample.logprobs)),
+            prompt_tokens=len(context.tokens),
+            cached_tokens=context.kept,
+        )
+        trained = not self._trained or call.model in self._trained
+        number = state.history.add(call, context, sample, reply.message, trained)
+        state.num_generated += len(sample.tokens)
+        state.turns.append(
+            ConversationTurn(
+                segment=number,
+                model=call.model,
+                trained=trained,
+                started=started - state.started,
+                seconds=time.monotonic() - started,
+                messages=context.new_messages,
+                reply=reply.message,
+                prompt_tokens=len(context.tokens),
+                tokens=len(sample.tokens),
+                finish=reply.finish,
+            )
+        )
+        return reply
+
+    def _limit(self, state: OpenSession, call: Call, context: Context) -> int:
+        """Returns how many tokens the reply may have, at least 1."""
+        length, allowed = len(context.tokens), state.sampling.max_new_tokens
+        left = min(allowed - state.num_generated, self._max_positions - length)
+        if left < 1:
+            raise RequestError(
+                400,
+                f"messages: no token is left for a reply; {length} of {self._max_positions} positions and "
+                f"{state.num_generated} of rollout.max_new_tokens={allowed} are used. Shorten the conversation, or "
+                "end it.",
+                "messages",
+                "context_length_exceeded",
+            )
+        return left if call.max_tokens is None else min(left, call.max_tokens)
+
+    def _cut(self, sample: Sample, stops: tuple[str, ...]) -> tuple[Sample, str | None]:
+        """Returns the sample up to the token that completes one of the texts, and that text; None where none occurs.
+
+        These tokens are those that an engine generates which knows the texts itself.
+        """
+        if not any(stop in self._renderer.decode(sample.tokens) for stop in stops):
+            return sample, None
+        low, high = 1, len(sample.tokens)  # the text of the first `high` tokens contains one
+        while low < high:
+            middle = (low + high) // 2
+            text = self._renderer.decode(sample.tokens[:middle])
+            low, high = (low, middle) if any(stop in text for stop in stops) else (middle + 1, high)
+        text = self._renderer.decode(sample.tokens[:high])
+        first = min((stop for stop in stops if stop in text), key=text.index)
+        routed = sample.routed_experts
+        return (
+            replace(
+                sample,
+                tokens=sample.tokens[:high],
+                logprobs=sample.logprobs[:high],
+                policy_versions=sample.policy_versions[:high],
+                finish="stop",
+                routed_experts=None if routed is None else routed[: len(routed) - (len(sample.tokens) - high)],
+            ),
+            first,
+        )
+
+    def _text(self, sample: Sample, stopped: str | None) -> str:
+        """Returns the text of a reply, without the token or text that ended it."""
+        ended = sample.finish == "stop" and self._renderer.is_stop(sample.tokens[-1])
+        text = self._renderer.decode(sample.tokens[:-1] if ended else sample.tokens)
+        return text if stopped is None else text[: text.index(stopped)]
