@@ -95,10 +95,11 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
 
     # All ranks draw the same responses, and each repeats its rows as often as they were drawn.
     generator = torch.Generator().manual_seed(job.config.job.seed + job.iteration)
-    sample_ids, rewards = job.all_gather_column(buffer, "sample_id"), job.all_gather_column(buffer, "reward")
-    num_samples = int(job.all_reduce_sum(torch.tensor(len(batch))))
+    responses = buffer.one_per_trajectory()
+    drawable, rewards = (job.all_gather_column(responses, name) for name in ("trajectory", "reward"))
+    num_samples = int(job.all_reduce_sum(torch.tensor(len(batch.first_rows))))
     drawn = select(rewards, num_samples, cfg.resampling, cfg.power, generator)
-    times = drawn.bincount(minlength=len(sample_ids))[torch.searchsorted(sample_ids, buffer["sample_id"])]
+    times = drawn.bincount(minlength=len(drawable))[torch.searchsorted(drawable, buffer["trajectory"])]
     batch = job.reassign_sample_ids(buffer.select(torch.arange(len(buffer)).repeat_interleave(times)))
 
     batch["values"] = job.critic.compute_values(batch)

@@ -21,11 +21,16 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | routed_experts | token, int16 | (layers, k) a token: the experts that took it in the rollout; -1 where not known |
 | reward | sequence | the scalar score of the row |
 | group | sequence, int64 | rows of one prompt share it |
-| sample_id | sequence, int64 | unique over the run and over the ranks |
-| prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens of the row it takes |
+| trajectory | sequence, int64 | rows of one sample share it: an agent's sample has a row for each of its segments |
+| sample_id | sequence, int64 | unique over the run and over the ranks; in a trajectory in the order of the segments |
+| prefix_of, prefix_length | sequence, int64 | of agents: the row begins with so many tokens of the row with that id |
+| prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens are in front of the response |
 | policy_version | sequence, int64 | the oldest weights that wrote of the row |
 | truncated | sequence, bool | the response was cut at the length limit |
 | pair, chosen | sequence, int64 and bool | two rows of one prompt to be compared, and which of them is preferred |
+
+The rows of a trajectory are on one rank and have the same reward; whatever counts samples counts a trajectory once.
+Without agents a trajectory is a row. A batch without the column has as many trajectories as rows.
 
 Inside a recipe a batch is distributed over all ranks of the job, each row on exactly one of them. Roles
 fetch the rows that they work on and bring columns back, so a recipe never mentions ranks.
@@ -54,7 +59,8 @@ TOKEN_COLUMNS = frozenset(
     | {"values", "advantages", "returns", "correction", "correction_below", "correction_above", "routed_experts"}
 )
 SEQUENCE_COLUMNS = frozenset(
-    {"reward", "group", "sample_id", "prompt_id", "prompt_length", "policy_version", "truncated", "pair", "chosen"}
+    {"reward", "group", "trajectory", "sample_id", "prefix_of", "prefix_length", "prompt_id", "prompt_length"}
+    | {"policy_version", "truncated", "pair", "chosen"}
 )
 
 
@@ -246,26 +252,72 @@ class Batch:
         start, stop = self.offsets[i : i + 2].tolist()
         return self[name][start:stop]
 
+    # -- trajectories
+
+    @property
+    def trajectory_index(self) -> Tensor:
+        """(n,) int64: the number of each row's trajectory, from 0 in the order of their first appearance."""
+        if "trajectory" not in self:
+            return torch.arange(len(self))
+        _, index = self["trajectory"].unique(return_inverse=True)
+        rows = torch.arange(len(self))
+        appearance = torch.full((_count(index),), len(self)).scatter_reduce_(0, index, rows, "amin")
+        return appearance.argsort().argsort()[index]
+
+    @property
+    def first_rows(self) -> Tensor:
+        """(t,) int64: of each trajectory the row with the lowest `sample_id`, in the order of `trajectory_index`."""
+        rows, sizes, _ = self._joined_rows()
+        return rows[sizes.cumsum(0) - sizes]
+
+    @property
+    def last_rows(self) -> Tensor:
+        """(t,) int64: of each trajectory the row with the highest `sample_id`, in the order of `trajectory_index`."""
+        rows, sizes, _ = self._joined_rows()
+        return rows[sizes.cumsum(0) - 1]
+
+    def one_per_trajectory(self) -> Batch:
+        """The sequence columns of `first_rows`, for values that the rows of a trajectory share."""
+        names = [name for name, kind in self._kinds.items() if kind is not ColumnKind.TOKEN]
+        return self.select_columns(names).select(self.first_rows)
+
+    def _joined_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows (n,) by trajectory and in it by sample id; numbers of rows (t,) and of tokens (t,) of each one."""
+        index = self.trajectory_index
+        order, count = torch.arange(len(self)), _count(index)
+        if count < len(self):
+            order = self["sample_id"].argsort(stable=True)
+            order = order[index[order].argsort(stable=True)]
+        sizes = torch.bincount(index, minlength=count)
+        lengths = torch.zeros(count, dtype=torch.int64).index_add_(0, index, self.lengths)
+        return order, sizes, lengths
+
     def pad(self, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
-        """Returns a token column as a padded table.
+        """Returns a token column as a padded table with a line for each trajectory, its rows one after another.
 
         Args:
             name: the column's name.
             fill: value of the padding.
 
         Returns:
-            The table (n, T, ...), where T is the length of the longest row, and the bool mask (n, T) of real entries.
+            The table (t, T, ...) in the order of `trajectory_index`, where T is the number of tokens of the longest
+            trajectory, and the bool mask (t, T) of real entries.
         """
-        width = int(self.lengths.max()) if len(self) else 0
-        mask = torch.arange(width) < self.lengths[:, None]
+        rows, _, lengths = self._joined_rows()
+        width = int(lengths.max()) if len(lengths) else 0
+        mask = torch.arange(width) < lengths[:, None]
         values = self[name]
-        table = values.new_full((len(self), width, *values.shape[1:]), fill)
-        table[mask] = values
+        table = values.new_full((len(lengths), width, *values.shape[1:]), fill)
+        table[mask] = values if len(lengths) == len(self) else values[self.entries(rows)]
         return table, mask
 
     def unpad(self, table: Tensor) -> Tensor:
-        """Returns a padded table (n, T) as a token column (sum(lengths),); the inverse of `pad`."""
-        return table[torch.arange(table.shape[1]) < self.lengths[:, None]]
+        """Returns a padded table (t, T) as a token column (sum(lengths),); the inverse of `pad`."""
+        rows, _, lengths = self._joined_rows()
+        values = table[torch.arange(table.shape[1]) < lengths[:, None]]
+        if len(lengths) == len(self):
+            return values
+        return torch.empty_like(values).index_copy_(0, self.entries(rows), values)
 
     # -- verbs
 
@@ -324,6 +376,11 @@ class Batch:
             kind = max(batch.kind(name) for batch in batches)
             whole.put(name, torch.cat([batch[name] for batch in batches]), kind)
         return whole
+
+
+def _count(index: Tensor) -> int:
+    """Returns how many numbers, all from 0 on, occur."""
+    return int(index.max()) + 1 if len(index) else 0
 
 
 def _shape(values: Tensor) -> tuple[int, ...]:

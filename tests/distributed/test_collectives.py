@@ -80,3 +80,35 @@ def gathered_bytes(lengths):
 def test_all_gather_bytes_of_short_tensors_is_one_round(ranks):
     assert ranks.run(3, gathered_bytes, [0, FIRST_BYTES, 7]) == [(True, 1)] * 3
     assert ranks.run(3, gathered_bytes, [FIRST_BYTES + 1, 5, 3 * FIRST_BYTES]) == [(True, 2)] * 3
+
+
+def renumbered_trajectories() -> list[dict[str, int]]:
+    """Rank 0 has two segments of trajectory 3 twice, rank 1 trajectory 5 once, and two of three segments of 4 twice."""
+    rows = [(3, 0, 0), (3, 1, 0)] * 2 if dist.get_rank() == 0 else [(5, 0, 0), *[(4, 2, 1), (4, 0, 0)] * 2]
+    batch = Batch([2] * len(rows))
+    batch["trajectory"] = torch.tensor([trajectory for trajectory, _, _ in rows])
+    batch["sample_id"] = torch.tensor([10 * trajectory + segment for trajectory, segment, _ in rows])
+    batch["prefix_of"] = torch.tensor([10 * trajectory + prefix for trajectory, _, prefix in rows])
+    batch["prefix_length"] = torch.tensor([1 if segment else 0 for _, segment, _ in rows])
+    reassign_sample_ids(batch)
+    names = ("sample_id", "trajectory", "prefix_of", "prefix_length")
+    columns = zip(*(batch[name].tolist() for name in names), strict=True)
+    return [dict(zip(names, row, strict=True)) | {"was": was} for row, was in zip(columns, rows, strict=True)]
+
+
+def test_reassign_sample_ids_of_repeated_trajectories_keeps_the_segments_of_each_copy_together(ranks):
+    rows = [row for part in ranks.run(2, renumbered_trajectories) for row in part]
+    assert sorted(row["sample_id"] for row in rows) == list(range(9))
+    copies: dict[int, list[dict]] = {}
+    for row in rows:
+        copies.setdefault(row["trajectory"], []).append(row)
+    segments = sorted(sorted((row["was"][0], row["was"][1]) for row in copy) for copy in copies.values())
+    assert segments == [[(3, 0), (3, 1)]] * 2 + [[(4, 0), (4, 2)]] * 2 + [[(5, 0)]]
+    for number, copy in copies.items():
+        by_segment = {row["was"][1]: row for row in copy}
+        assert number == by_segment[0]["sample_id"] == min(row["sample_id"] for row in copy)
+        for row in copy:
+            # Of trajectory 4 the segment that the last one repeats was not selected.
+            prefix = by_segment.get(row["was"][2])
+            expected = (prefix["sample_id"], int(row["was"][1] > 0)) if prefix else (row["sample_id"], 0)
+            assert (row["prefix_of"], row["prefix_length"]) == expected

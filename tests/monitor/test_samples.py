@@ -14,12 +14,12 @@ from verl_mg.data import PromptFeed, PromptSet
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import ROWS_PER_TABLE, SampleWriter, other_columns
-from verl_mg.roles.rollout_source import RolloutRecord
+from verl_mg.roles.rollout_source import GeneratedRows, RolloutRecord
 
 SCHEMA = {
-    **dict.fromkeys(("iteration", "sample_id", "group", "prompt_id", "policy_version"), "int64"),
+    **dict.fromkeys(("iteration", "trajectory", "sample_id", "group", "prompt_id", "policy_version"), "int64"),
     **dict.fromkeys(("call", "prompt_length"), "int32"),
-    **dict.fromkeys(("prompt", "response", "answer", "source", "finish"), "string"),
+    **dict.fromkeys(("prompt", "response", "answer", "source", "finish", "conversation"), "string"),
     "reward": "float",
     "parts": "map<string, float ('parts')>",
     "truncated": "bool",
@@ -129,7 +129,7 @@ def with_tools(inputs: Path, folder: Path) -> None:
     count, mask = 2 * ROWS_PER_TABLE + 3, [False, False, True, True, False, True, True]
     batch = Batch.from_rows([[3, 4, 5, 6, 7, 8, 9 + i % 3] for i in range(count)])
     batch["loss_mask"] = torch.tensor(mask * count)
-    for name in ("group", "sample_id", "prompt_id", "policy_version"):
+    for name in ("group", "trajectory", "sample_id", "prompt_id", "policy_version"):
         batch[name] = torch.arange(count) % (40 if name == "prompt_id" else count)
     batch["prompt_length"], batch["truncated"] = torch.full((count,), 2), torch.arange(count) % 2 == 0
     batch["policy_versions"] = torch.where(batch["loss_mask"], 4, -1)
@@ -140,8 +140,8 @@ def with_tools(inputs: Path, folder: Path) -> None:
     batch["answer"] = torch.randint(0, 2**62, (count,))
     batch.put("scores", torch.randn(count, 2), ColumnKind.SEQUENCE)
     writer = SampleWriter(folder / "samples", 0, FileMetadata("own", "m", 1), PromptFeed(prompts), tokenizer)
-    writer.write(1, [RolloutRecord.of(batch), RolloutRecord.of(batch.select([]))], [])
-    back, empty = SampleReader(folder).batches(1)
+    writer.write(1, [RolloutRecord.of(GeneratedRows(rows)) for rows in (batch, batch.select([]))], [])
+    back, empty = (rows.batch for rows in SampleReader(folder).batches(1))
     assert back.names() == batch.names() == empty.names() and len(empty) == 0
     for name in batch.names():
         assert back.kind(name) == batch.kind(name) and back[name].dtype == batch[name].dtype
@@ -166,7 +166,7 @@ def test_other_columns_contain_changed_columns_as_received():
     batch = Batch.from_rows([[1, 2, 3], [4, 5]])
     batch["reward"], batch["loss_mask"] = torch.tensor([1.0, 2.0]), torch.tensor([False, True, True, False, True])
     batch["sample_id"] = torch.tensor([0, 1])
-    handed = RolloutRecord.of(batch)
+    handed = RolloutRecord.of(GeneratedRows(batch))
     batch["reward"] += 1
     batch["loss_mask"] = batch["loss_mask"] & False
     batch["sample_id"] = batch["sample_id"].clone()
@@ -178,7 +178,7 @@ def test_other_columns_contain_changed_columns_as_received():
 def test_other_columns_match_rows_with_new_ids_by_tokens():
     batch = Batch.from_rows([[1, 2, 3], [4, 5], [6]])
     batch["sample_id"], batch["prompt_id"] = torch.tensor([7, 8, 9]), torch.tensor([0, 1, 2])
-    handed = RolloutRecord.of(batch)
+    handed = RolloutRecord.of(GeneratedRows(batch))
     one = batch.select([2, 0])
     one["advantages"], one["weight"] = torch.tensor([6.0, 1, 2, 3]), torch.tensor([60, 10])
     two = batch.select([1])

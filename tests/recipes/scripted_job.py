@@ -75,6 +75,7 @@ def rows(sample_ids: list[int], groups: list[int], rewards: list[float]) -> Batc
     """Batch of rows of one prompt token and one response token."""
     batch = Batch.from_rows([(1, 2)] * len(sample_ids))
     batch["sample_id"] = torch.tensor(sample_ids, dtype=torch.int64)
+    batch["trajectory"] = batch["sample_id"].clone()
     batch["group"] = torch.tensor(groups, dtype=torch.int64)
     batch["loss_mask"] = torch.tensor([False, True] * len(sample_ids), dtype=torch.bool)
     batch["prompt_length"] = torch.ones(len(sample_ids), dtype=torch.int64)

@@ -36,7 +36,7 @@ class SlowEngine:
         complete = [request for request, end in self._ends.items() if end < time.monotonic()]
         for request in complete:
             del self._ends[request]
-        return [SimpleNamespace(id=request, finish="stop", generated_mask=[True]) for request in complete]
+        return [SimpleNamespace(id=request, finish="stop", generated_versions=[0]) for request in complete]
 
     def abort(self):
         raise AssertionError("all groups are needed")

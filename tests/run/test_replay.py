@@ -99,7 +99,8 @@ def test_replay_on_other_ranks_is_close(ranks, inputs, first, tmp_path, count):
 
 
 def read_samples(run: Path) -> dict[str, list[int]]:
-    (batch,) = SampleReader(run).batches(2)
+    (rows,) = SampleReader(run).batches(2)
+    batch = rows.batch
     return {
         "samples": batch["sample_id"].tolist(),
         "groups": batch["group"].tolist(),

@@ -6,7 +6,7 @@ Functions of a `Batch` compute properties of all rows of all ranks, with the sam
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -238,15 +238,40 @@ def global_kth_largest(values: Tensor, k: int) -> float:
 
 
 def reassign_sample_ids(batch: Batch) -> Batch:
-    """Replaces the sample ids by 0, 1, ... over all ranks and returns the batch.
+    """Replaces the sample ids by 0, 1, ... over all ranks, those of trajectories too, and returns the batch.
 
-    The order of the ids is preserved; duplicates of a row become distinct.
+    The order of the ids is preserved; duplicates of a row become distinct, those of all rows of a trajectory become
+    distinct trajectories, each with the id of its first row.
     """
     counts = _gather(torch.tensor([len(batch)]))
     first = int(counts[: dist.get_rank()].sum())
-    order = _gather(batch["sample_id"]).argsort(stable=True)
+    before = batch["sample_id"]
+    order = _gather(before).argsort(stable=True)
     batch["sample_id"] = order.argsort()[first : first + len(batch)]
+    if "trajectory" in batch:
+        _reassign_trajectories(batch, before.tolist())
     return batch
+
+
+def _reassign_trajectories(batch: Batch, before: Sequence[int]) -> None:
+    """Replaces the columns that name rows by their sample ids, which were `before`."""
+    ids, trajectories = batch["sample_id"].tolist(), batch["trajectory"].tolist()
+    seen: Counter[int] = Counter()
+    copies = []
+    for row in before:
+        copies.append(seen[row])
+        seen[row] += 1
+    id_of = dict(zip(zip(before, copies, strict=True), ids, strict=True))
+    first: dict[tuple[int, int], int] = {}
+    for key, row in zip(zip(trajectories, copies, strict=True), ids, strict=True):
+        first[key] = min(row, first.get(key, row))
+    batch["trajectory"] = torch.tensor([first[key] for key in zip(trajectories, copies, strict=True)]).long()
+    if "prefix_of" in batch:
+        # Of the same copy; a row whose prefix was not selected has none.
+        prefixes = [id_of.get(key) for key in zip(batch["prefix_of"].tolist(), copies, strict=True)]
+        batch["prefix_of"] = torch.tensor([i if p is None else p for i, p in zip(ids, prefixes, strict=True)]).long()
+        kept = torch.tensor([prefix is not None for prefix in prefixes], dtype=torch.bool)
+        batch["prefix_length"] = torch.where(kept, batch["prefix_length"], 0)
 
 
 def _gather(values: Tensor) -> Tensor:

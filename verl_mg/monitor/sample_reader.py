@@ -16,6 +16,7 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_schema import (
     COLUMN_RENAMES,
+    CONVERSATION,
     PART,
     RECEIVED,
     SAMPLES,
@@ -24,6 +25,7 @@ from verl_mg.monitor.sample_schema import (
     file_of,
     iteration_folder,
 )
+from verl_mg.roles.rollout_source import GeneratedRows
 
 Columns = Mapping[str, ColumnSchema]
 
@@ -54,7 +56,7 @@ class SampleReader:
             if files[0].model != model:
                 raise UserError(f"{self._folder}: recorded with another model. Write the run's model into model.path.")
 
-    def batches(self, iteration: int) -> list[Batch]:
+    def batches(self, iteration: int) -> list[GeneratedRows]:
         """Returns this rank's rows of each batch of an iteration.
 
         On as many ranks as the run had, each row is on the same rank as in the run. Otherwise groups stay together, and
@@ -66,7 +68,7 @@ class SampleReader:
         columns = [max((file.calls[call] for file in files), key=_num_known) for call in calls]
         if len(files) == dist.get_world_size():
             table = self._table(iteration, dist.get_rank())
-            return [_to_batch(_of_call(table, call), columns[call]) for call in calls]
+            return [_to_rows(_of_call(table, call), columns[call]) for call in calls]
         groups = [self._local_groups(iteration, len(files), call) for call in calls]
         tables = [self._table(iteration, rank, groups) for rank in range(len(files))]
         return [_concat([_of_call(table, call) for table in tables], columns[call]) for call in calls]
@@ -141,14 +143,26 @@ def _of_call(table: pa.Table, call: int) -> pa.Table:
     return table.filter(compute.equal(table["call"], call))
 
 
-def _concat(tables: Sequence[pa.Table], columns: Columns) -> Batch:
+def _concat(tables: Sequence[pa.Table], columns: Columns) -> GeneratedRows:
     """Returns the rows of several ranks in the order of their sample ids."""
-    batch = Batch.concat([_to_batch(table, columns) for table in tables])
-    return batch.select(batch["sample_id"].argsort())
+    parts = [_to_rows(table, columns) for table in tables]
+    batch = Batch.concat([part.batch for part in parts])
+    conversations = {i: text for part in parts for i, text in part.conversations.items()}
+    return GeneratedRows(batch.select(batch["sample_id"].argsort()), conversations)
+
+
+def _to_rows(table: pa.Table, columns: Columns) -> GeneratedRows:
+    """Returns rows as they were received."""
+    batch, conversations = _to_batch(table, columns), {}
+    if "trajectory" not in columns:  # recorded before there were trajectories
+        batch["trajectory"] = batch["sample_id"]
+    elif CONVERSATION in table.column_names:
+        with_text = table.filter(compute.is_valid(table[CONVERSATION]))
+        conversations = dict(zip(with_text["trajectory"].to_pylist(), with_text[CONVERSATION].to_pylist(), strict=True))
+    return GeneratedRows(batch, conversations)
 
 
 def _to_batch(table: pa.Table, columns: Columns) -> Batch:
-    """Returns rows as they were received."""
     lengths = compute.list_value_length(table["tokens"]).to_numpy()
     batch = Batch(torch.from_numpy(lengths.copy()))
     for name, column in columns.items():

@@ -26,7 +26,8 @@ from verl_mg.batch import Batch, ColumnKind
 
 SAMPLES = "samples"
 """Folder of the samples, in the folder of a run."""
-NUMBERS = {"sample_id": pa.int64(), "group": pa.int64(), "prompt_id": pa.int64(), "policy_version": pa.int64()} | {
+NUMBERS = {
+    **dict.fromkeys(("trajectory", "sample_id", "group", "prompt_id", "policy_version"), pa.int64()),
     "reward": pa.float32(),
     "prompt_length": pa.int32(),
     "truncated": pa.bool_(),
@@ -36,6 +37,9 @@ TOKENS = {"tokens": pa.int32(), "loss_mask": pa.bool_(), "policy_versions": pa.i
 """Token columns of every batch."""
 TEXTS = ("prompt", "response", "answer", "source", "finish")
 """Text columns of every file."""
+CONVERSATION = "conversation"
+"""Text column with the conversation of an agent as JSON, in the first row of each trajectory; null in others and
+without agents. Its fields are those of `roles.rows.conversations.conversation_of`."""
 PARTS = pa.map_(pa.string(), pa.float32())
 """Type of the column `parts`: the parts of the reward by name."""
 TURNS = pa.list_(pa.struct([("by", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
@@ -135,7 +139,7 @@ def schema(others: Mapping[str, pa.DataType], metadata: FileMetadata) -> pa.Sche
         metadata: of the file.
     """
     fields: dict[str, pa.DataType] = {"iteration": pa.int64(), "call": pa.int32(), **NUMBERS}
-    fields |= dict.fromkeys(TEXTS, pa.string()) | {"parts": PARTS}
+    fields |= dict.fromkeys((*TEXTS, CONVERSATION), pa.string()) | {"parts": PARTS}
     fields |= {name: pa.list_(kind) for name, kind in TOKENS.items()}
     fields |= {"pieces": pa.list_(pa.string()), "turns": TURNS} | dict(sorted(others.items()))
     return pa.schema(list(fields.items()), metadata.metadata())

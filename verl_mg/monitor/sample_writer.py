@@ -21,6 +21,7 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data import PromptFeed
 from verl_mg.monitor.sample_schema import (
     COLUMN_RENAMES,
+    CONVERSATION,
     NUMBERS,
     PART,
     PARTS,
@@ -121,21 +122,22 @@ class SampleWriter:
         remaining = num_rows if self._limit is None else self._limit
         with parquet.ParquetWriter(file, file_schema, compression="zstd") as writer:
             for call, (record, others) in enumerate(zip(records, columns, strict=True)):
-                count = min(remaining, len(record.batch))
-                remaining -= count
-                for index in torch.arange(count).split(ROWS_PER_TABLE) if count else ():
-                    writer.write_table(self._table(file_schema, iteration, call, record.batch, others, index))
+                written = (record.batch.trajectory_index < remaining).nonzero().flatten()
+                remaining -= len(record.batch.first_rows)
+                for index in written.split(ROWS_PER_TABLE) if len(written) else ():
+                    writer.write_table(self._table(file_schema, iteration, call, record, others, index))
 
     def _table(
         self,
         file_schema: pa.Schema,
         iteration: int,
         call: int,
-        batch: Batch,
+        record: RolloutRecord,
         others: Mapping[str, _Column],
         index: Tensor,
     ) -> pa.Table:
         """Returns some rows of a batch, with nulls where it has no column of a name."""
+        batch = record.batch
         whole = batch.select_columns({*NUMBERS, *TOKENS, *_parts_of(batch)})
         for name, column in others.items():
             whole.put(_OTHER + name, column.values, column.kind)
@@ -144,7 +146,7 @@ class SampleWriter:
         columns |= {"iteration": pa.array([iteration] * len(rows)), "call": pa.array([call] * len(rows), pa.int32())}
         columns |= {name: _array(rows, name, kind) for name, kind in NUMBERS.items() if name in rows}
         columns |= {name: _array(rows, name, pa.list_(kind)) for name, kind in TOKENS.items()}
-        columns |= self._texts(rows)
+        columns |= self._texts(rows) | {CONVERSATION: pa.array(_conversations(record, index), pa.string())}
         columns["turns"] = pa.array([_turns(mask) for mask in _response_masks(rows)], TURNS)
         for name, column in others.items():
             absent = None if column.present is None else ~column.present[index].numpy()
@@ -255,6 +257,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     if a.dtype.is_floating_point and b.dtype.is_floating_point:
         return a.shape == b.shape and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
     return torch.equal(a, b)
+
+
+def _conversations(record: RolloutRecord, index: Tensor) -> list[str | None]:
+    """Returns the conversation of each of some rows that is the first of its trajectory."""
+    if not record.conversations:
+        return [None] * len(index)
+    first, trajectories = set(record.batch.first_rows.tolist()), record.batch["trajectory"].tolist()
+    return [record.conversations.get(trajectories[row]) if row in first else None for row in index.tolist()]
 
 
 # -- arrays

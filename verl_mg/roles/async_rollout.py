@@ -29,7 +29,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import PendingGroup, RolloutState
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecords, RolloutSource
+from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState, RolloutRecords, RolloutSource
 from verl_mg.roles.staleness import OutstandingGroups, PolicyVersions, Selection, Stale
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_stream import EngineStream, oldest_version
@@ -115,11 +115,11 @@ class AsyncRollout(RolloutSource):
         with self._context.timer("generate"):
             selection = self._wait_for_groups(len(prompts))
         with self._context.timer("row_dispatch"):
-            batch = self._assemble(selection.returned)
-        self._measure(batch)
-        self._train_batches.append(batch)
-        self._records.add(batch)
-        return batch
+            rows = self._assemble(selection.returned)
+        self._measure(rows.batch)
+        self._train_batches.append(rows.batch)
+        self._records.add(rows)
+        return rows.batch
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns the greedy response to each prompt; see `generate_for_eval`."""
@@ -182,9 +182,7 @@ class AsyncRollout(RolloutSource):
         known = {i for group in groups for i in group.done}
         self._loaded = {i: sample for i, sample in local.completed.items() if i in known}
         self._stream.resume_partial(
-            self._request(i, partial[i])
-            for group in groups
-            for i in sorted(group.partial & partial.keys())
+            self._request(i, partial[i]) for group in groups for i in sorted(group.partial & partial.keys())
         )
         self._ahead, self._num_samples = list(state.prefetched), state.prefetched_samples
         self._versions.recent = list(state.versions)
@@ -285,17 +283,18 @@ class AsyncRollout(RolloutSource):
         self._num_dropped += len(ids)
         self._admit(self._feed.draw_extra(len(groups)))
 
-    def _assemble(self, groups: Sequence[PendingGroup]) -> Batch:
+    def _assemble(self, groups: Sequence[PendingGroup]) -> GeneratedRows:
         """Returns this rank's rows of groups, whose samples leave the buffer."""
         ids = [i for group in groups for i in group.ids]
         completed = self._stream.take(ids)
         completed |= {i: sample for i, sample in self._loaded.items() if i in set(ids)}
-        batch = group_rows(groups, completed, self._score_ids if self._reward else None, self._engines.version)
+        rows = group_rows(groups, completed, self._score_ids if self._reward else None, self._engines.version)
         self._remove(ids, discard_scores=False)
-        batch = distribute_rows(batch, groups, self._context.rows)
+        rows = distribute_rows(rows, groups, self._context.rows)
+        batch = rows.batch
         too_old = batch["loss_mask"] & (batch["policy_versions"] < self._versions.oldest_allowed)
         batch["loss_mask"] = batch["loss_mask"] & ~too_old
-        return batch
+        return rows
 
     def _remove(self, ids: Sequence[int], *, discard_scores: bool = True) -> None:
         """Forgets samples that were returned or dropped."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.roles.pending_groups import PendingGroup
 from verl_mg.roles.reward import NOT_SCORED
+from verl_mg.roles.rollout_source import GeneratedRows
+from verl_mg.roles.rows.conversations import conversation_of, exchange_conversations, to_text
 from verl_mg.roles.rows.dispatch import gather_rows
 from verl_mg.roles.rows.index import RowIndexer
 from verl_mg.roles.rows.samples import samples_to_batch
@@ -23,40 +27,58 @@ def group_rows(
     completed: Mapping[int, Sample],
     score_ids: Mapping[int, int] | None,
     policy_version: int,
-) -> Batch:
+) -> GeneratedRows:
     """Returns the rows of the samples that this rank's engine has generated.
 
     Args:
         groups: the groups, in the order of their ids.
         completed: samples of this rank's engine by id.
         score_ids: number of each sample's score on this rank; None where nothing is scored.
-        policy_version: `policy_version` of a response without tokens.
+        policy_version: `policy_version` of a row without generated tokens.
     """
-    rows = [(group, i) for group in groups for i in group.ids if i in completed]
-    batch = samples_to_batch([group.prompt for group, _ in rows], [completed[i] for _, i in rows], policy_version)
-    batch["group"] = torch.tensor([group.ids.start for group, _ in rows], dtype=torch.int64)
-    put_origin(batch, None if score_ids is None else [score_ids.get(i, NOT_SCORED) for _, i in rows])
-    return batch
+    pairs = [(group, completed[i]) for group in groups for i in group.ids if i in completed]
+    samples = [sample for _, sample in pairs]
+    batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version)
+    starts = {sample.id: group.ids.start for group, sample in pairs}
+    trajectories = batch["trajectory"].tolist()
+    batch["group"] = torch.tensor([starts[i] for i in trajectories], dtype=torch.int64)
+    put_origin(batch, None if score_ids is None else [score_ids.get(i, NOT_SCORED) for i in trajectories])
+    texts = {sample.id: to_text(conversation_of(sample.trajectory)) for sample in samples if sample.trajectory}
+    return GeneratedRows(batch, texts)
 
 
-def distribute_rows(batch: Batch, groups: Sequence[PendingGroup], rows: RowIndexer) -> Batch:
-    """Returns this rank's share of the rows of all ranks: whole groups, as evenly as possible.
+def distribute_rows(generated: GeneratedRows, groups: Sequence[PendingGroup], rows: RowIndexer) -> GeneratedRows:
+    """Returns this rank's share of the rows of all ranks: whole groups, with about equally many rows on each rank.
 
     Args:
-        batch: the rows that are on this rank.
+        generated: the rows that are on this rank.
         groups: the groups of all rows, in the order of their ids.
         rows: index of the rows of all ranks.
     """
-    world_size = dist.get_world_size()
-    # Rows of the index are in the order of sample ids, as the groups are.
-    ends = [0]
-    for group in groups:
-        ends.append(ends[-1] + len(group.ids))
-    edges = [ends[rank * len(groups) // world_size] for rank in range(world_size + 1)]
-    index, shares = rows.index(batch), [range(*edge) for edge in pairwise(edges)]
-    mine = gather_rows(batch, index, shares)
+    index = rows.index(generated.batch)
+    shares = _shares(index.trajectories, [group.ids.start for group in groups], dist.get_world_size())
+    mine = gather_rows(generated.batch, index, shares)
     rows.put(mine, index, shares)
-    return mine
+    conversations: Mapping[int, str] = {}
+    if "prefix_of" in index.schema:  # the rows are of agents, on all ranks
+        trajectories = [sorted({index.trajectories[row] for row in share}) for share in shares]
+        conversations = exchange_conversations(generated.conversations, trajectories)
+    return GeneratedRows(mine, conversations)
+
+
+def _shares(trajectories: Sequence[int], groups: Sequence[int], count: int) -> list[range]:
+    """Returns ranges of rows, each of whole groups, that end where a group ends nearest to an equal share of the rows.
+
+    Args:
+        trajectories: trajectory of each row, ascending.
+        groups: id of the first trajectory of each group, ascending.
+        count: number of ranks.
+    """
+    sizes = Counter(bisect_right(groups, trajectory) - 1 for trajectory in trajectories)
+    ends = [0, *accumulate(sizes[group] for group in range(len(groups)))]
+    middles = [count * (before + after) for before, after in pairwise(ends)]  # twice `count` times as large
+    edges = [ends[bisect_left(middles, 2 * rank * ends[-1])] for rank in range(count)]
+    return [range(*edge) for edge in pairwise([*edges, ends[-1]])]
 
 
 def put_origin(batch: Batch, score_ids: Sequence[int] | None) -> None:

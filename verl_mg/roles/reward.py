@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_mg.algorithms.segments import segment_totals
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
@@ -18,7 +19,8 @@ from verl_mg.distributed.collectives import all_gather_json, all_to_all_bytes
 from verl_mg.rewards import AsyncScorer, Reward, Sample
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import RewardModel
-from verl_mg.roles.rollout_source import RolloutRecords
+from verl_mg.roles.rollout_source import GeneratedRows, RolloutRecords
+from verl_mg.roles.rows.conversations import Conversation, agent_reward, conversation_of, final_reply, from_text
 from verl_mg.rollout.engine import Sample as GeneratedSample
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class RewardRole:
         self._scorer, self._prompts, self._tokenizer, self._model = scorer, prompts, tokenizer, model
         self._timer, self._records = context.timer, records
         self._next_id = itertools.count()
+        self._agent_rewards: dict[int, Reward] = {}
+        """Rewards that agents have returned, by number of the score."""
         self._collected: list[int] = []
 
     def start_iteration(self) -> dict[str, float]:
@@ -76,6 +80,9 @@ class RewardRole:
     def submit(self, prompt: Prompt, sample: GeneratedSample) -> int:
         """Starts to score a sample of this rank's engine and returns at once, from any thread.
 
+        An agent's own reward is the reward of its sample, and no reward function is called. Where it has none, reward
+        functions score its final reply, see `final_reply`.
+
         Args:
             prompt: the prompt of the sample.
             sample: the complete sample.
@@ -83,29 +90,51 @@ class RewardRole:
         Returns:
             the number of the score on this rank, for the column `score_id`.
         """
+        truncated = sample.finish != "stop"
+        if sample.trajectory is not None:
+            truncated |= any(segment.truncated for segment in sample.trajectory.segments)
+            return self._submit_conversation(prompt, conversation_of(sample.trajectory), truncated)
         if self._scorer is None:
             return NOT_SCORED
-        score_id = next(self._next_id)
-        truncated = sample.finish != "stop"
-        self._scorer.submit(score_id, _to_sample(prompt, sample.tokens, truncated, self._tokenizer))
-        return score_id
+        return self._submit(_to_sample(prompt, sample.tokens, truncated, self._tokenizer))
 
-    def submit_row(self, batch: Batch, row: int) -> int:
-        """Starts to score a row of a batch that comes from a checkpoint; returns the number of the score.
+    def submit_rows(self, rows: GeneratedRows) -> list[int]:
+        """Starts to score rows that come from a checkpoint; returns the number of each row's score.
 
         Args:
-            batch: the batch.
-            row: index of the row.
+            rows: the rows, with the conversations of agents.
         """
+        batch = rows.batch
+        truncated = segment_totals(batch["truncated"], batch["trajectory"]) > 0
+        score_ids = []
+        for row in batch.first_rows.tolist():
+            prompt = self._prompts.by_id(int(batch["prompt_id"][row]))
+            text = rows.conversations.get(int(batch["trajectory"][row]))
+            if text is not None:
+                score_ids.append(self._submit_conversation(prompt, from_text(text), bool(truncated[row])))
+            else:
+                score_ids.append(self._submit(self.sample(batch, row)))
+        return [score_ids[i] for i in batch.trajectory_index.tolist()]
+
+    def _submit_conversation(self, prompt: Prompt, conversation: Conversation, truncated: bool) -> int:
+        reward = agent_reward(conversation)
+        if reward is None:
+            return self._submit(_sample_of(prompt, final_reply(conversation), truncated))
+        score_id = next(self._next_id)
+        self._agent_rewards[score_id] = reward
+        return score_id
+
+    def _submit(self, sample: Sample) -> int:
         if self._scorer is None:
             return NOT_SCORED
         score_id = next(self._next_id)
-        self._scorer.submit(score_id, self.sample(batch, row))
+        self._scorer.submit(score_id, sample)
         return score_id
 
     def discard(self, score_ids: Iterable[int]) -> None:
         """Drops samples that are not waited for, scored or not."""
         for score_id in score_ids:
+            self._agent_rewards.pop(score_id, None)
             if self._scorer and score_id != NOT_SCORED:
                 self._scorer.discard(score_id)
 
@@ -117,7 +146,7 @@ class RewardRole:
         those of a replay, keep it.
 
         Returns:
-            (n,) float32, the reward of each row.
+            (n,) float32, the reward of each row: that of its trajectory.
 
         Raises:
             UserError: a reward function failed; the message says which and how.
@@ -125,10 +154,7 @@ class RewardRole:
         if "reward" in batch:
             return batch["reward"]
         if self._model is not None:
-            columns = {
-                "reward": self._model.compute_scores(batch),
-                "answer": torch.full((len(batch),), NO_ANSWER, dtype=torch.int64),
-            }
+            columns = self._score_by_model(self._model, batch)
         else:
             with self._timer("wait_reward"):
                 columns = self._collect(batch)
@@ -152,14 +178,30 @@ class RewardRole:
         if self._scorer:
             self._scorer.close()
 
-    def _collect(self, batch: Batch) -> dict[str, Tensor]:
-        """Returns the columns of the rows' scores, fetched from the ranks that generated them."""
+    def _score_by_model(self, model: RewardModel, batch: Batch) -> dict[str, Tensor]:
+        """Returns the columns of the model's scores: of the last row of each trajectory whose agent has no reward."""
+        last = batch.last_rows
+        scores = model.compute_scores(batch if len(last) == len(batch) else batch.select(last))[batch.trajectory_index]
+        answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
+        if not any(all_gather_json("score_id" in batch and bool((batch["score_id"] != NOT_SCORED).any()))):
+            return {"reward": scores, "answer": answers}
+        columns = self._collect(batch)
+        return columns | {"reward": torch.where(batch["score_id"] == NOT_SCORED, scores, columns["reward"])}
+
+    def _result(self, score_id: int) -> Reward:
+        if score_id in self._agent_rewards:
+            return self._agent_rewards[score_id]
         assert self._scorer is not None
+        return self._scorer.result(score_id)
+
+    def _collect(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns the columns of the rows' scores, fetched from the ranks that generated them; NaN where not scored."""
         world_size = dist.get_world_size()
         generated_by, score_ids = batch["generated_by"], batch["score_id"]
-        rows = [(generated_by == rank).nonzero().flatten() for rank in range(world_size)]
+        scored = score_ids != NOT_SCORED
+        rows = [(scored & (generated_by == rank)).nonzero().flatten() for rank in range(world_size)]
         requested = _exchange([score_ids[index] for index in rows])
-        rewards = [[self._scorer.result(i) for i in ids.tolist()] for ids in requested]
+        rewards = [[self._result(i) for i in ids.tolist()] for ids in requested]
         self._collected += [i for ids in requested for i in ids.tolist()]
         local_parts = sorted({part for replies in rewards for reward in replies for part in reward.parts})
         # A part that only some ranks have seen is a column on all, or batches would not fit together.
@@ -168,7 +210,8 @@ class RewardRole:
             [_to_bytes(replies, parts) for replies in rewards], [_num_bytes(len(index), parts) for index in rows]
         )
         # One contiguous row per column.
-        scores, answers = torch.empty(1 + len(parts), len(batch)), torch.empty(len(batch), dtype=torch.int64)
+        scores = torch.full((1 + len(parts), len(batch)), float("nan"))
+        answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
         for index, data in zip(rows, received, strict=True):
             split = len(index) * 4 * (1 + len(parts))
             scores[:, index] = data[:split].clone().view(torch.float32).view(len(index), 1 + len(parts)).T
@@ -193,8 +236,11 @@ def row_to_sample(batch: Batch, row: int, prompts: PromptFeed, tokenizer: PreTra
 
 
 def _to_sample(prompt: Prompt, response: Sequence[int], truncated: bool, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    text = tokenizer.decode(response, skip_special_tokens=True)
-    return Sample(prompt.text, text, prompt.answer, prompt.record, "length" if truncated else "stop")
+    return _sample_of(prompt, tokenizer.decode(response, skip_special_tokens=True), truncated)
+
+
+def _sample_of(prompt: Prompt, response: str, truncated: bool) -> Sample:
+    return Sample(prompt.text, response, prompt.answer, prompt.record, "length" if truncated else "stop")
 
 
 def _exchange(outgoing: Sequence[Tensor]) -> list[Tensor]:

@@ -37,7 +37,7 @@ from verl_mg.roles.group_rows import distribute_rows, group_rows, put_origin, sa
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import GenerationCall, PendingGroup, PendingGroups, RolloutState
 from verl_mg.roles.reward import RewardRole
-from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecords, RolloutSource
+from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState, RolloutRecords, RolloutSource
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_counts import count_metrics
 from verl_mg.rollout.engine_loop import EngineLoop
@@ -102,7 +102,7 @@ class Rollout(RolloutSource):
         self._score_ids: dict[int, int] = {}
         """Score of each complete sample of this rank's engine that has not been returned."""
         self._in_flight: _InFlight | None = None
-        self._ready: Batch | None = None
+        self._ready: GeneratedRows | None = None
         self._prefetched: _Prefetched | None = None
         self._deferred_actor: Actor | None = None
         """Actor whose weights are transferred when the samples in flight are complete."""
@@ -114,8 +114,9 @@ class Rollout(RolloutSource):
 
         With extra prompts or pending ones the groups that are complete first are returned, which may be others than
         those requested. Columns: tokens, loss_mask, rollout_logprobs, policy_versions, prompt_id, prompt_length, group,
-        sample_id, policy_version, truncated, generated_by; routed_experts where the engines report them; score_id with
-        a reward. Where the engine can, a sample depends on the job's seed and its sample id alone, not on the ranks.
+        trajectory, sample_id, policy_version, truncated, generated_by; prefix_of and prefix_length of agents;
+        routed_experts where the engines report them; score_id with a reward. Where the engine can, a sample depends on
+        the job's seed and its id alone, not on the ranks.
 
         Args:
             prompts: the prompts, the same on every rank; with none all pending groups are completed.
@@ -126,17 +127,17 @@ class Rollout(RolloutSource):
         """
         self._context.executor.require_outside_block("rollout.generate")
         if self._prefetched is None:
-            batch = self._finish(self._start(self._new_call(prompts, num_samples), self._sampling))
+            rows = self._finish(self._start(self._new_call(prompts, num_samples), self._sampling))
         else:
             self._check_prefetched(prompts, num_samples)
             # A rank's batch may have no rows and is ready nevertheless.
-            batch = self._wait_in_flight() if self._ready is None else self._ready
+            rows = self._wait_in_flight() if self._ready is None else self._ready
             self._ready = self._prefetched = None
-        self._train_batches.append(batch)
-        self._records.add(batch)
+        self._train_batches.append(rows.batch)
+        self._records.add(rows)
         if self._prefetch and not self._is_last and prompts:
             self._start_prefetch(len(prompts), num_samples)
-        return batch
+        return rows.batch
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns the greedy response to each prompt; see `generate_for_eval`."""
@@ -149,10 +150,10 @@ class Rollout(RolloutSource):
             self._ready = self._wait_in_flight()
         metrics = dict(self.metrics)
         call = self._pending.new_evaluation_call(prompts, num_samples)
-        batch = self._finish(self._start(call, replace(self._sampling, temperature=temperature)))
+        rows = self._finish(self._start(call, replace(self._sampling, temperature=temperature)))
         self.metrics = metrics
-        self._records.add(batch)
-        return batch
+        self._records.add(rows)
+        return rows.batch
 
     def update_weights(self, actor: Actor) -> None:
         """Transfers the actor's weights to the engines; where samples are in flight, as soon as these are complete."""
@@ -192,8 +193,10 @@ class Rollout(RolloutSource):
         groups = [PendingGroup.from_state(group, prompt_of, completed, partial) for group in state.groups]
         self._pending.load(state.next_id, groups, local.completed, local.partial)
         self._num_resumed_groups = state.in_flight
-        # A copy: the rows get new columns.
-        self._ready = None if local.ready is None else local.ready.select_columns(local.ready.names())
+        if local.ready is not None:
+            # A copy: the rows get new columns.
+            batch = local.ready.batch.select_columns(local.ready.batch.names())
+            self._ready = replace(local.ready, batch=batch)
         if state.prefetched:
             self._prefetched = _Prefetched(list(state.prefetched), state.prefetched_samples)
         if self._reward is None:
@@ -202,8 +205,7 @@ class Rollout(RolloutSource):
         for i, sample in self._pending.completed.items():
             self._score_ids[i] = self._reward.submit(prompt_of_sample[i], sample)
         if self._ready is not None:
-            score_ids = [self._reward.submit_row(self._ready, row) for row in range(len(self._ready))]
-            put_origin(self._ready, score_ids)
+            put_origin(self._ready.batch, self._reward.submit_rows(self._ready))
 
     def resume_in_flight(self) -> None:
         """Submits the groups that were in flight at the checkpoint, after the first `update_weights`."""
@@ -234,15 +236,15 @@ class Rollout(RolloutSource):
                 "rollout.mode=sync."
             )
 
-    def _wait_in_flight(self) -> Batch:
-        """Returns the batch of the call in flight, and transfers the weights that waited for it."""
+    def _wait_in_flight(self) -> GeneratedRows:
+        """Returns the rows of the call in flight, and transfers the weights that waited for it."""
         assert self._in_flight is not None
         in_flight, self._in_flight = self._in_flight, None
-        batch = self._finish(in_flight)
+        rows = self._finish(in_flight)
         if self._deferred_actor is not None:
             actor, self._deferred_actor = self._deferred_actor, None
             self.update_weights(actor)
-        return batch
+        return rows
 
     # -- one call
 
@@ -277,7 +279,7 @@ class Rollout(RolloutSource):
         loop.start(partial_requests, request_of, sampling)
         return _InFlight(call, queue, loop)
 
-    def _finish(self, in_flight: _InFlight) -> Batch:
+    def _finish(self, in_flight: _InFlight) -> GeneratedRows:
         """Waits for a call and returns this rank's rows of the groups that were complete first."""
         call, timer = in_flight.call, self._context.timer
         with timer("generate"):
@@ -299,11 +301,11 @@ class Rollout(RolloutSource):
             in_flight.queue.delete_keys()
             self._measure(reports)
             selected = call.select([dict(report["order"]) for report in reports])
-            batch = self._assemble([call.groups[i] for i in selected], call.returns_fresh_groups_only(selected))
+            rows = self._assemble([call.groups[i] for i in selected], call.returns_fresh_groups_only(selected))
         completed, partial = ({i for report in reports for i in report[name]} for name in ("completed", "partial"))
         gone = self._pending.finish(call, selected, completed, partial, keep_rest=self._partial_rollout)
         self._forget_scores(gone, {i for g in selected for i in call.groups[g].ids})
-        return batch
+        return rows
 
     def _forget_scores(self, gone: set[int], returned: set[int]) -> None:
         """Drops the scores of samples that are neither returned nor pending."""
@@ -321,7 +323,7 @@ class Rollout(RolloutSource):
             "time/rollout_busy": max(report["busy"] for report in reports),
         } | count_metrics(report["counts"] for report in reports)
 
-    def _assemble(self, groups: Sequence[PendingGroup], fresh_only: bool) -> Batch:
+    def _assemble(self, groups: Sequence[PendingGroup], fresh_only: bool) -> GeneratedRows:
         """Returns this rank's rows of groups, each sent by the rank that generated it.
 
         Args:
@@ -329,10 +331,10 @@ class Rollout(RolloutSource):
             fresh_only: all groups of the call are returned, and none was started in an earlier call.
         """
         score_ids = self._score_ids if self._reward else None
-        batch = group_rows(groups, self._pending.completed, score_ids, self._engines.version)
+        rows = group_rows(groups, self._pending.completed, score_ids, self._engines.version)
         if fresh_only and self._engines.rows_are_local:
-            return batch
-        return distribute_rows(batch, groups, self._context.rows)
+            return rows
+        return distribute_rows(rows, groups, self._context.rows)
 
 
 def _max_over_mean(values: Sequence[float]) -> float:

@@ -19,6 +19,16 @@ NOT_RECORDED = frozenset({"generated_by", "score_id"})
 
 
 @dataclass(frozen=True)
+class GeneratedRows:
+    """Rows of samples on this rank, and what is known of them that no column contains."""
+
+    batch: Batch
+    """The rows."""
+    conversations: Mapping[int, str] = field(default_factory=dict)
+    """Conversation of each trajectory of an agent as JSON, by trajectory."""
+
+
+@dataclass(frozen=True)
 class RolloutRecord:
     """A batch as a recipe received it, and as the recipe has left it."""
 
@@ -26,11 +36,14 @@ class RolloutRecord:
     """The batch itself, which the recipe adds columns to and changes."""
     received: Batch
     """The columns as the recipe received them from the rollout and the reward."""
+    conversations: Mapping[int, str] = field(default_factory=dict)
+    """Conversation of each trajectory of an agent as JSON, by trajectory."""
 
     @classmethod
-    def of(cls, batch: Batch) -> RolloutRecord:
-        """Returns the record of a batch that is about to be given to the recipe."""
-        record = cls(batch, Batch(batch.lengths))
+    def of(cls, rows: GeneratedRows) -> RolloutRecord:
+        """Returns the record of rows that are about to be given to the recipe."""
+        batch = rows.batch
+        record = cls(batch, Batch(batch.lengths), rows.conversations)
         for name in batch.names():
             if name not in NOT_RECORDED:
                 record.add(name, batch[name], batch.kind(name))
@@ -58,9 +71,9 @@ class RolloutRecords:
         """Starts the records of another iteration."""
         self.records = []
 
-    def add(self, batch: Batch) -> None:
-        """Records a batch that is about to be given to the recipe."""
-        self.records.append(RolloutRecord.of(batch))
+    def add(self, rows: GeneratedRows) -> None:
+        """Records rows that are about to be given to the recipe."""
+        self.records.append(RolloutRecord.of(rows))
 
     def add_columns(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
         """Adds sequence columns to the record of a batch; nothing where the batch is not one of the rollout's.
@@ -83,7 +96,7 @@ class LocalRolloutState:
     """Complete samples by id, whose groups have not been returned."""
     partial: Mapping[int, Sample] = field(default_factory=dict)
     """Aborted samples by id."""
-    ready: Batch | None = None
+    ready: GeneratedRows | None = None
     """Rows that were generated in advance, and that the next `generate` returns."""
 
 

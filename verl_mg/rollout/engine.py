@@ -131,6 +131,12 @@ class Sample:
         """Returns which tokens the policy generated."""
         return tuple(version != NOT_GENERATED for version in self.policy_versions)
 
+    @property
+    def generated_versions(self) -> list[int]:
+        """Returns the version of the weights for each token that the policy generated, in all segments."""
+        parts = self.trajectory.segments if self.trajectory else (self,)
+        return [version for part in parts for version in part.policy_versions if version != NOT_GENERATED]
+
 
 class EngineDiedError(Exception):
     """The process of an engine ended unexpectedly; the message contains its exit status."""

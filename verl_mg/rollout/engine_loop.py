@@ -203,7 +203,7 @@ class EngineLoop:
             self._result.aborted[sample.id] = sample
             return
         self._result.completed[sample.id] = sample
-        self._result.num_tokens += sum(sample.generated_mask)
+        self._result.num_tokens += len(sample.generated_versions)
         self._queue.mark_done(sample.id)
         self._on_sample(sample)
 

@@ -23,7 +23,6 @@ from verl_mg.errors import UserError
 from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_loop import COLLECT_SECONDS, MAX_DEATHS
-from verl_mg.rollout.trajectory import NOT_GENERATED
 from verl_mg.rollout.work_queue import Group, StreamingWorkQueue
 
 IDLE_SECONDS = 0.01
@@ -241,7 +240,7 @@ class EngineStream:
             self._discarded.remove(sample.id)
             return
         self._completed[sample.id] = sample
-        self.num_tokens += sum(sample.generated_mask)
+        self.num_tokens += len(sample.generated_versions)
         self._on_sample(sample)
         self._queue.mark_done(sample.id)
         self._announce_if_complete()
@@ -274,4 +273,4 @@ def oldest_version(sample: Sample, default: int) -> int:
         sample: the sample.
         default: version of a sample without generated tokens.
     """
-    return min((version for version in sample.policy_versions if version != NOT_GENERATED), default=default)
+    return min(sample.generated_versions, default=default)

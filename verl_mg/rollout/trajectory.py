@@ -13,6 +13,10 @@ NOT_GENERATED = -1
 """Policy version of tokens that no policy generated, such as observations of tools."""
 
 
+MAX_SEGMENTS = 1024
+"""Largest number of segments of a trajectory: rows of a batch have ids `sample * MAX_SEGMENTS + segment`."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """A context, with replies and observations that continue it without rewriting anything."""

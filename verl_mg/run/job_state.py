@@ -6,13 +6,13 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from pydantic import PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveInt, ValidationError
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
@@ -24,9 +24,10 @@ from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.pending_groups import RolloutState
-from verl_mg.roles.rollout_source import LocalRolloutState
+from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState
 from verl_mg.roles.trainable import RoleCounters
-from verl_mg.rollout.engine import Finish, Sample
+from verl_mg.rollout.engine import Sample
+from verl_mg.run.sample_state import SampleState, experts_of
 
 JOB = "job.json"
 """File with the `JobState`."""
@@ -67,27 +68,6 @@ class JobState(ConfigSection):
     """State of the rollout, if there is one."""
 
 
-class SampleState(ConfigSection):
-    """A `verl_mg.rollout.engine.Sample`; its routed experts are among the tensors."""
-
-    id: Count
-    """Sample id."""
-    tokens: tuple[Count, ...]
-    """Token ids of the response."""
-    logprobs: tuple[float, ...]
-    """Log-probability of each token."""
-    policy_versions: tuple[int, ...]
-    """Version of the weights that generated each token."""
-    finish: Finish
-    """Reason why the response ended."""
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if not len(self.tokens) == len(self.logprobs) == len(self.policy_versions):
-            raise ValueError("tokens, log-probabilities and versions must have the same length")
-        return self
-
-
 class NumpyState(ConfigSection):
     """The result of `numpy.random.get_state(legacy=False)`."""
 
@@ -110,6 +90,8 @@ class RankState(ConfigSection):
     """Complete samples whose groups have not been returned."""
     partial: list[SampleState]
     """Aborted samples."""
+    conversations: dict[int, str] = Field(default_factory=dict)
+    """Conversations of the rows that were generated in advance, by trajectory."""
     kinds: dict[str, dict[str, ColumnKind]]
     """Kind of each column, by batch and column."""
     python: tuple[int, list[int], float | None]
@@ -145,7 +127,7 @@ class StateCollector:
         rollout = job.rollout if "rollout" in job.requested else None
         local = rollout.local_state() if rollout else LocalRolloutState()
         batches = {STATE + name: value for name, value in job.state.items() if isinstance(value, Batch)}
-        batches |= {} if local.ready is None else {READY: local.ready}
+        batches |= {} if local.ready is None else {READY: local.ready.batch}
         state = JobState(
             recipe=recipe,
             iteration=job.iteration,
@@ -240,7 +222,9 @@ def _restore_local(job: Job, stored: ShardedReader, state: JobState) -> None:
         for n in numbers:
             completed |= _load_samples("completed", states[n].completed, files[n], vocab_size)
             partial |= _load_samples("partial", states[n].partial, files[n], vocab_size)
-        local = LocalRolloutState(completed, partial, batches.get(READY))
+        conversations = {i: text for n in numbers for i, text in states[n].conversations.items()}
+        ready = GeneratedRows(batches[READY], conversations) if READY in batches else None
+        local = LocalRolloutState(completed, partial, ready)
         job.rollout.load(state.rollout, local, job.prompts.by_id)
     if state.ranks == world_size:
         _restore_random_numbers(states[rank], files[rank])
@@ -270,8 +254,9 @@ def _rank_state(batches: Mapping[str, Batch], local: LocalRolloutState) -> RankS
     version, numbers, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     return RankState(
-        completed=[_sample_state(sample) for sample in local.completed.values()],
-        partial=[_sample_state(sample) for sample in local.partial.values()],
+        completed=[SampleState.of(sample) for sample in local.completed.values()],
+        partial=[SampleState.of(sample) for sample in local.partial.values()],
+        conversations=dict(local.ready.conversations) if local.ready else {},
         kinds={name: {column: batch.kind(column) for column in batch.names()} for name, batch in batches.items()},
         python=(version, list(numbers), gauss),
         numpy=NumpyState(
@@ -290,9 +275,8 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
         yield f"batch/{name}/{LENGTHS}", batch.lengths
         yield from ((_column_key(name, column), batch[column]) for column in batch.names())
     for which, samples in (("completed", local.completed), ("partial", local.partial)):
-        for i, sample in samples.items():
-            if sample.routed_experts is not None:
-                yield _routing_key(which, i), sample.routed_experts
+        for sample in samples.values():
+            yield from ((_routing_key(which, name), experts) for name, experts in experts_of(sample).items())
     yield "random/torch", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "random/cuda", torch.cuda.get_rng_state()
@@ -301,13 +285,13 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
 
 def _load_samples(which: str, states: Sequence[SampleState], stored: RankFile, vocab_size: int) -> dict[int, Sample]:
     """Returns samples by id; `which` is "completed" or "partial". ValueError for a token beyond the vocabulary."""
+    prefix = _routing_key(which, "")
+    experts = {key.removeprefix(prefix): stored.tensor(key) for key in stored.keys(prefix)}
     samples = {}
     for state in states:
-        if max(state.tokens, default=0) >= vocab_size:
-            raise ValueError(f"sample {state.id} contains the token {max(state.tokens)}, the model has {vocab_size}")
-        key = _routing_key(which, state.id)
-        routed = stored.tensor(key) if key in stored.keys(key) else None
-        samples[state.id] = Sample(**state.model_dump(), routed_experts=routed)
+        if state.highest_token >= vocab_size:
+            raise ValueError(f"sample {state.id} contains the token {state.highest_token}, the model has {vocab_size}")
+        samples[state.id] = state.to_sample(experts)
     return samples
 
 
@@ -338,19 +322,9 @@ def _restore_random_numbers(state: RankState, stored: RankFile) -> None:
         get_cuda_rng_tracker().set_states(states)
 
 
-def _sample_state(sample: Sample) -> SampleState:
-    return SampleState(
-        id=sample.id,
-        tokens=sample.tokens,
-        logprobs=sample.logprobs,
-        policy_versions=sample.policy_versions,
-        finish=sample.finish,
-    )
-
-
 def _column_key(batch: str, column: str) -> str:
     return f"batch/{batch}/columns/{column}"
 
 
-def _routing_key(which: str, sample: int) -> str:
-    return f"routed_experts/{which}/{sample}"
+def _routing_key(which: str, name: str) -> str:
+    return f"routed_experts/{which}/{name}"

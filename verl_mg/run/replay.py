@@ -23,7 +23,7 @@ from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import fingerprint
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import RolloutState
-from verl_mg.roles.rollout_source import LocalRolloutState, RolloutRecords, RolloutSource
+from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState, RolloutRecords, RolloutSource
 from verl_mg.run.checkpointer import newest_intact
 from verl_mg.run.run_dir import CHECKPOINTS
 
@@ -76,7 +76,7 @@ class ReplayRollout(RolloutSource):
     def __init__(self, recording: SampleReader) -> None:
         super().__init__(RolloutRecords())
         self._recording, self._iteration = recording, 0
-        self._remaining: list[Batch] = []
+        self._remaining: list[GeneratedRows] = []
 
     def start_iteration(self, iteration: int, is_last: bool) -> None:
         """Reads the batches of an iteration."""
@@ -123,6 +123,6 @@ class ReplayRollout(RolloutSource):
                 f"iteration {self._iteration}: the recipe requests more batches than were recorded. Replay with the "
                 "settings of the run."
             )
-        batch = self._remaining.pop(0)
-        self._records.add(batch)
-        return batch
+        rows = self._remaining.pop(0)
+        self._records.add(rows)
+        return rows.batch

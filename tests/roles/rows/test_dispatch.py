@@ -14,6 +14,7 @@ from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.roles.group_rows import distribute_rows
 from verl_mg.roles.pending_groups import PendingGroup
+from verl_mg.roles.rollout_source import GeneratedRows
 from verl_mg.roles.rows import dispatch as row_dispatch
 from verl_mg.roles.rows import index as row_index
 from verl_mg.roles.rows.dispatch import gather_rows, scatter_column
@@ -217,7 +218,8 @@ def test_row_index_of_distributed_rows_equals_the_one_that_is_gathered_for_them(
 def index_of_distributed_rows():
     batch, rows = rows_held_by(2 * dist.get_rank()), RowIndexer()
     prompt = Prompt(0, (1,), "", None, {})
-    moved = distribute_rows(batch, [PendingGroup(prompt, range(0, 2)), PendingGroup(prompt, range(2, 5))], rows)
+    groups = [PendingGroup(prompt, range(0, 3)), PendingGroup(prompt, range(3, 8))]
+    moved = distribute_rows(GeneratedRows(batch), groups, rows).batch
     with mock.patch.object(row_index, "_local_rows", side_effect=AssertionError("rows are sent")):
         kept = rows.index(moved)
     return kept, RowIndexer().index(moved)

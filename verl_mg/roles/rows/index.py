@@ -51,6 +51,8 @@ class RowIndex:
     """Rows that stay in one mini-batch and micro-batch: those with equal `pair`, otherwise one row each."""
     schema: Mapping[str, ColumnSchema] = field(default_factory=dict)
     """Columns that are transferred, by name."""
+    trajectories: tuple[int, ...] = ()
+    """Trajectory of each row; its sample id where the batch has no trajectories."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -84,10 +86,10 @@ class Fingerprint:
     __hash__ = None  # type: ignore[assignment]
 
 
-INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair")
+INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair", "trajectory")
 """Columns that the index of a batch depends on."""
-_FIELDS = 4
-"""Integers that a rank sends for each row: sample id, length, scored tokens and group."""
+_FIELDS = 5
+"""Integers that a rank sends for each row: sample id, length, scored tokens, group and trajectory."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class _Report:
     """Contribution of one rank to the index."""
 
     rows: Tensor | None
-    """(n, 4) int64, see `_FIELDS`; None where the rank has kept the index."""
+    """(n, 5) int64, see `_FIELDS`; None where the rank has kept the index."""
     schema: bytes
     """Columns of the rank as JSON."""
 
@@ -125,8 +127,8 @@ class RowIndexer:
     def index(self, batch: Batch, transferred: Batch | None = None) -> RowIndex:
         """Returns the index of a batch; all ranks call it together.
 
-        The index is computed again after `sample_id`, `loss_mask` or `pair` have been set or edited in place on any
-        rank. Otherwise the ranks exchange only the columns' types.
+        The index is computed again after one of INDEXED_COLUMNS has been set or edited in place on any rank.
+        Otherwise the ranks exchange only the columns' types.
 
         Args:
             batch: this rank's rows, with unique sample ids over all ranks.
@@ -175,12 +177,13 @@ def _gather(report: _Report) -> list[_Report]:
 
 
 def _local_rows(batch: Batch) -> Tensor:
-    """Returns the integers of each row of this rank, (n, 4) int64, see `_FIELDS`."""
+    """Returns the integers of each row of this rank, (n, 5) int64, see `_FIELDS`."""
     scored = (batch["loss_mask"] & (batch.positions > 0)).long()
     counts = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, scored)
-    groups = batch["pair"] if "pair" in batch else batch["sample_id"]
+    ids = batch["sample_id"]
+    groups, trajectories = (batch[name if name in batch else "sample_id"] for name in ("pair", "trajectory"))
     # A rank without rows may have a column with another data type.
-    return torch.stack([column.long() for column in (batch["sample_id"], batch.lengths, counts, groups)], dim=1)
+    return torch.stack([column.long() for column in (ids, batch.lengths, counts, groups, trajectories)], dim=1)
 
 
 def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
@@ -190,14 +193,15 @@ def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
     owners = torch.repeat_interleave(torch.arange(len(by_rank)), sizes)
     local = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[owners]
     order = rows[:, 0].argsort()
-    sample_ids, lengths, scored, groups = (tuple(column.tolist()) for column in rows[order].unbind(1))
+    sample_ids, lengths, scored, groups, trajectories = (tuple(column.tolist()) for column in rows[order].unbind(1))
     if len(set(sample_ids)) != len(sample_ids):
         raise ValueError("two rows of the batch have the same sample_id")
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
     owner_rank, local_row = tuple(owners[order].tolist()), tuple(local[order].tolist())
-    return RowIndex(sample_ids, owner_rank, local_row, lengths, scored, tuple(map(tuple, members.values())))
+    row_groups = tuple(map(tuple, members.values()))
+    return RowIndex(sample_ids, owner_rank, local_row, lengths, scored, row_groups, trajectories=trajectories)
 
 
 def _describe(batch: Batch) -> bytes:

@@ -1,8 +1,9 @@
-"""Rows of a batch from generated samples."""
+"""Rows of a batch from generated samples: one of each sample, or of an agent's sample one of each segment."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,39 +11,125 @@ from torch import Tensor
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.rollout.engine import Sample
-from verl_mg.rollout.trajectory import NOT_GENERATED
+from verl_mg.rollout.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sequence of tokens; the engine has reported something about all but its first ones."""
+
+    sample: int
+    """Index of its sample."""
+    id: int
+    """Sample id of the row."""
+    tokens: tuple[int, ...]
+    """All token ids."""
+    prompt_length: int
+    """Number of tokens in front of the response."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each of the last tokens."""
+    policy_versions: tuple[int, ...]
+    """Version of the weights that generated each of the last tokens."""
+    truncated: bool
+    """Whether the response was cut."""
+    routed_experts: Tensor | None
+    """Experts of the tokens that were fed to the model."""
+    prefix_of: int
+    """Row whose first tokens this one repeats; its own id where there is none."""
+    prefix_length: int = 0
+    """Number of these tokens."""
 
 
 def samples_to_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], policy_version: int) -> Batch:
-    """Returns rows of prompt and response, without the columns `group` and `generated_by`.
+    """Returns rows of context and response, without the columns `group` and `generated_by`.
+
+    The columns `prefix_of` and `prefix_length` are there if the samples are of agents: then all of them have a
+    trajectory.
 
     Args:
-        prompts: the prompt of each row.
-        samples: the sample of each row.
-        policy_version: `policy_version` of a response without tokens.
+        prompts: the prompt of each sample.
+        samples: the samples; the rows are in their order.
+        policy_version: `policy_version` of a row without generated tokens.
     """
-    batch = Batch.from_rows((*p.tokens, *s.tokens) for p, s in zip(prompts, samples, strict=True))
-    batch["prompt_length"] = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int64)
-    batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)
-    batch["sample_id"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)
-    oldest = [min((v for v in s.policy_versions if v != NOT_GENERATED), default=policy_version) for s in samples]
+    pairs = enumerate(zip(prompts, samples, strict=True))
+    rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
+    sample_of_row = torch.tensor([row.sample for row in rows], dtype=torch.int64)
+    batch = Batch.from_rows(row.tokens for row in rows)
+    batch["prompt_length"] = torch.tensor([row.prompt_length for row in rows], dtype=torch.int64)
+    batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)[sample_of_row]
+    batch["trajectory"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)[sample_of_row]
+    batch["sample_id"] = torch.tensor([row.id for row in rows], dtype=torch.int64)
+    oldest = [min((v for v in row.policy_versions if v != NOT_GENERATED), default=policy_version) for row in rows]
     batch["policy_version"] = torch.tensor(oldest, dtype=torch.int64)
-    batch["truncated"] = torch.tensor([sample.finish != "stop" for sample in samples], dtype=torch.bool)
-    response = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
+    batch["truncated"] = torch.tensor([row.truncated for row in rows], dtype=torch.bool)
+    reported = batch.lengths - torch.tensor([len(row.policy_versions) for row in rows], dtype=torch.int64)
+    known = batch.positions >= batch.expand_to_tokens(reported)
     versions = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)
-    versions[response] = torch.tensor([v for sample in samples for v in sample.policy_versions], dtype=torch.int64)
+    versions[known] = torch.tensor([v for row in rows for v in row.policy_versions], dtype=torch.int64)
     batch["policy_versions"], batch["loss_mask"] = versions, versions != NOT_GENERATED
     logprobs = torch.zeros(batch.total_tokens)
-    logprobs[response] = torch.tensor([value for sample in samples for value in sample.logprobs])
+    logprobs[known] = torch.tensor([value for row in rows for value in row.logprobs])
     batch["rollout_logprobs"] = logprobs
-    if samples and samples[0].routed_experts is not None:
-        lengths = batch.lengths.tolist()
-        batch["routed_experts"] = torch.cat([_routed(s, n) for s, n in zip(samples, lengths, strict=True)])
+    if any(sample.trajectory for sample in samples):
+        prefixes = torch.tensor([(row.prefix_of, row.prefix_length) for row in rows], dtype=torch.int64)
+        batch["prefix_of"], batch["prefix_length"] = prefixes.unbind(1)
+    example = next((row.routed_experts for row in rows if row.routed_experts is not None), None)
+    if example is not None:
+        batch["routed_experts"] = torch.cat([_routed(row, example) for row in rows])
     return batch
 
 
-def _routed(sample: Sample, length: int) -> Tensor:
+def row_id(trajectory: int, segment: int) -> int:
+    """Returns the sample id of an agent's row, which is unique over all segments of all trajectories.
+
+    Args:
+        trajectory: id of the sample.
+        segment: number of the segment.
+    """
+    assert segment < MAX_SEGMENTS, f"sample {trajectory}: engines must not begin segment {segment}"
+    return trajectory * MAX_SEGMENTS + segment
+
+
+def _rows_of(i: int, prompt: Prompt, sample: Sample) -> list[_Row]:
+    """Returns the rows of sample number `i`; an agent that has requested nothing has a row of its prompt alone."""
+    truncated = sample.finish != "stop"
+    trajectory = sample.trajectory
+    if trajectory is not None and trajectory.segments:
+        return [_row_of(i, sample.id, n, part, truncated) for n, part in enumerate(trajectory.segments)]
+    number = sample.id if trajectory is None else row_id(sample.id, 0)
+    return [
+        _Row(
+            sample=i,
+            id=number,
+            tokens=(*prompt.tokens, *sample.tokens),
+            prompt_length=len(prompt.tokens),
+            logprobs=sample.logprobs,
+            policy_versions=sample.policy_versions,
+            truncated=truncated,
+            routed_experts=sample.routed_experts,
+            prefix_of=number,
+        )
+    ]
+
+
+def _row_of(i: int, trajectory: int, number: int, segment: Segment, truncated: bool) -> _Row:
+    generated = (place for place, version in enumerate(segment.policy_versions) if version != NOT_GENERATED)
+    row = row_id(trajectory, number)
+    return _Row(
+        sample=i,
+        id=row,
+        tokens=segment.tokens,
+        prompt_length=next(generated, len(segment.tokens)),
+        logprobs=segment.logprobs,
+        policy_versions=segment.policy_versions,
+        truncated=truncated or segment.truncated,
+        routed_experts=segment.routed_experts,
+        prefix_of=row if segment.prefix_of is None else row_id(trajectory, segment.prefix_of),
+        prefix_length=segment.prefix_length,
+    )
+
+
+def _routed(row: _Row, example: Tensor) -> Tensor:
     """Returns (length, layers, top_k) int16; -1 for tokens that were never fed to the model, such as the last one."""
-    routed = sample.routed_experts
-    assert routed is not None
-    return torch.cat([routed, routed.new_full((length - len(routed), *routed.shape[1:]), -1)])
+    routed = example[:0] if row.routed_experts is None else row.routed_experts
+    return torch.cat([routed, routed.new_full((len(row.tokens) - len(routed), *routed.shape[1:]), -1)])

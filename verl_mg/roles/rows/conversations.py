@@ -1,0 +1,83 @@
+"""Conversations of agents as JSON: recorded with the rows, and all that a checkpoint keeps of rows that are ready."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_mg.distributed.collectives import all_to_all_bytes
+from verl_mg.rewards import Reward
+from verl_mg.rollout.trajectory import NOT_GENERATED, Segment, Trajectory
+
+Conversation = Mapping[str, Any]
+"""Trajectory without its tokens: turns, sizes of the segments, log, error, and the reward of the agent."""
+
+
+def conversation_of(trajectory: Trajectory) -> Conversation:
+    """Returns the conversation of a trajectory, whose parts it shares."""
+    return {
+        "turns": [vars(turn) for turn in trajectory.turns],
+        "segments": [_size(segment) for segment in trajectory.segments],
+        "reward": vars(trajectory.reward) if trajectory.reward else None,
+        "log": trajectory.log,
+        "error": trajectory.error,
+    }
+
+
+def to_text(conversation: Conversation) -> str:
+    """Returns a conversation as JSON."""
+    return json.dumps(conversation)
+
+
+def from_text(text: str) -> Conversation:
+    """Returns the conversation that `to_text` wrote."""
+    conversation: Conversation = json.loads(text)
+    return conversation
+
+
+def agent_reward(conversation: Conversation) -> Reward | None:
+    """Returns the reward that the agent returned, if it did."""
+    return Reward(**conversation["reward"]) if conversation["reward"] else None
+
+
+def final_reply(conversation: Conversation) -> str:
+    """Returns the text of the policy's last reply, which reward functions score; "" where there is none.
+
+    Of turns of other models alone, such as a user that is simulated, it is the last of these.
+    """
+    turns = conversation["turns"]
+    chosen = [turn for turn in turns if turn["trained"]] or turns
+    return (chosen[-1]["reply"].get("content") or "") if chosen else ""
+
+
+def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[int]]) -> dict[int, str]:
+    """Sends conversations to the ranks that have got the rows; all ranks call it together.
+
+    Args:
+        texts: conversations of this rank, by trajectory.
+        by_rank: trajectories whose rows each rank has, by rank.
+
+    Returns:
+        The conversations of this rank's rows.
+    """
+    outgoing = [
+        torch.frombuffer(bytearray(json.dumps({i: texts[i] for i in wanted if i in texts}).encode()), dtype=torch.uint8)
+        for wanted in by_rank
+    ]
+    counts = [torch.tensor([part.numel()]).view(torch.uint8) for part in outgoing]
+    sizes = [int(count.clone().view(torch.int64)) for count in all_to_all_bytes(counts, [8] * dist.get_world_size())]
+    received = [json.loads(part.numpy().tobytes()) for part in all_to_all_bytes(outgoing, sizes)]
+    return {int(i): text for part in received for i, text in part.items()}
+
+
+def _size(segment: Segment) -> dict[str, int | None]:
+    return {
+        "tokens": len(segment.tokens),
+        "trained": sum(version != NOT_GENERATED for version in segment.policy_versions),
+        "prefix_of": segment.prefix_of,
+        "prefix_length": segment.prefix_length,
+    }
