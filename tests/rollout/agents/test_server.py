@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.rollout.agents.malformed_requests import check_malformed
 from tests.rollout.agents.scripted_backend import KEY, ScriptedBackend, base_url, reply_of, serving
 from verl_mg.rollout.agents import server as agent_server
 from verl_mg.rollout.agents.call import Call, Reply, RequestError
@@ -121,3 +122,20 @@ def test_reply_given_reasoning_counts_its_tokens() -> None:
     with serving(ScriptedBackend(lambda call: reply_of("Yes.", "abc"))) as server:
         usage = httpx.post(f"{base_url(server)}/chat/completions", json=CHAT, headers=HEADERS).json()["usage"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len("<think>abc")
+
+
+def test_server_given_malformed_requests_refuses_each_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    reported: list[BaseException] = []
+    with serving(ScriptedBackend(), on_error=reported.append) as server:
+        check_malformed(base_url(server), KEY, count=500)
+    assert reported == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_server_given_many_malformed_requests_refuses_each(seed: int) -> None:
+    reported: list[BaseException] = []
+    with serving(ScriptedBackend(), on_error=reported.append) as server:
+        check_malformed(base_url(server), KEY, count=3000, seed=seed)
+    assert reported == []

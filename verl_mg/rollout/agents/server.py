@@ -142,7 +142,7 @@ class AgentServer:
 
     def _application(self) -> Starlette:
         base = "/sessions/{session}/v1"
-        return Starlette(
+        application = Starlette(
             routes=[
                 Route(f"{base}/chat/completions", self._endpoint(self._complete, CHAT), methods=["POST"]),
                 Route(f"{base}/responses", self._endpoint(self._complete, RESPONSES), methods=["POST"]),
@@ -153,6 +153,8 @@ class AgentServer:
             ],
             exception_handlers={HTTPException: _http_error},
         )
+        application.router.redirect_slashes = False  # clients do not follow a redirection of POST
+        return application
 
     def _endpoint(
         self, work: Callable[[Request, Protocol], Awaitable[Response]], protocol: Protocol
