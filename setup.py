@@ -47,6 +47,7 @@ setup(
             f"transformer-engine[core_cu13,pytorch]>=2.9.0a0,<2.12.0{OLD}",
         ],
         "mpi": ["mpi4py>=4"],
+        "openenv": ["websockets>=15"],
         "trackers": ["wandb>=0.19", "mlflow-skinny>=3.7", "swanlab>=0.9"],
         "test": [
             "pytest>=8",

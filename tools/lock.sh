@@ -13,5 +13,5 @@ lock() {
 
 lock launch/requirements-gpu.txt --extra gpu --extra sglang --extra trackers --python-platform x86_64-manylinux_2_39 "$@"
 # The torch and transformers of SGLang on GPUs.
-lock tools/requirements-cpu.txt --extra mpi --extra trackers --extra test --universal \
+lock tools/requirements-cpu.txt --extra mpi --extra openenv --extra trackers --extra test --universal \
     --constraints <(grep -E '^(torch|transformers|tokenizers|megatron-core)==' launch/requirements-gpu.txt) "$@"

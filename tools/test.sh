@@ -29,6 +29,7 @@ if [[ $mode != quick ]]; then
     bash tools/install_peers.sh
     bash tools/install_browser.sh
     bash tools/install_sandbox.sh
+    [[ $mode != all ]] || bash tools/install_environments.sh
 fi
 
 failed=()

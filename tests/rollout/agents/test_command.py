@@ -23,6 +23,7 @@ from verl_mg.rollout.agents.agent import AgentError
 from verl_mg.rollout.agents.command import read_reward, run_command
 from verl_mg.sandbox import supervisor
 
+AGENTS = Path(__file__).parents[2] / "recipes" / "agents"
 TIMEOUT = 60  # seconds for commands that are to end by themselves, on a machine that is busy
 ASK = """
 import json, os, urllib.request
@@ -66,9 +67,13 @@ def jail() -> None:
         pytest.skip("no namespaces on this machine")
 
 
-def run(program: str | list[str], url: str, sample: ScriptedSample | None = None, **options: Any) -> tuple[Any, str]:
-    """Runs a Python program, or another command, as an agent; returns its reward and the log."""
-    command = ["python3", "-c", ASK + program] if isinstance(program, str) else program
+def python(program: str) -> list[str]:
+    """A program that can use `ask`, `sample` and `reward`."""
+    return ["python3", "-c", ASK + program]
+
+
+def run(command: str | list[str], url: str, sample: ScriptedSample | None = None, **options: Any) -> tuple[Any, str]:
+    """Runs a command as an agent; returns its reward and the log."""
     session = ScriptedSession(url, options)
     result = asyncio.run(run_command(command, session, sample or ScriptedSample(), timeout=TIMEOUT))
     return result, "".join(session.written)
@@ -82,7 +87,25 @@ open("file", "w").write("x")
 reward({"reward": len(answers[0]), "calls": 1})
 """
     with policy(lambda body: f"{body['model']} says {body['messages'][0]['content']}") as url:
-        assert run(program, url) == ({"reward": 16, "calls": 1}, "asked ['policy says 1+1='] True\n")
+        assert run(python(program), url) == ({"reward": 16, "calls": 1}, "asked ['policy says 1+1='] True\n")
+
+
+def test_run_command_repair_agent_asks_again_where_the_answer_is_wrong() -> None:
+    replies = iter(["4x", "44", "77"])
+    requests = []
+
+    def reply(body: dict[str, Any]) -> str:
+        requests.append(body)
+        return next(replies)
+
+    options = {"folder": str(AGENTS), "show_answer": True}
+    with policy(reply) as url:
+        twice, log = run("python3 repair_agent.py", url, ScriptedSample(answer="44"), **options)
+        once, _ = run("python3 repair_agent.py", url, ScriptedSample(answer="77"), **options)
+    assert twice == {"reward": 0.75, "first": 0.5, "turns": 2}
+    assert once == {"reward": 1.0, "first": 1.0, "turns": 1}
+    assert [message["content"] for message in requests[1]["messages"]] == ["1+1=", "4x", "4x\n1+1="]
+    assert log.splitlines() == ["turn 1: '4x' has the score 0.5", "turn 2: '44' has the score 1"]
 
 
 @pytest.mark.usefixtures("jail")
@@ -99,7 +122,7 @@ print(sorted(name for name in os.environ if "API_KEY" in name), os.environ.get("
     os.environ["SECRET"] = "s3cret"
     try:
         with policy(lambda body: "") as url, socket.create_server(("127.0.0.1", 0)) as other:
-            result, log = run(program.replace("PORT", str(other.getsockname()[1])), url)
+            result, log = run(python(program.replace("PORT", str(other.getsockname()[1]))), url)
     finally:
         del os.environ["SECRET"]
     assert result is None
@@ -145,7 +168,7 @@ with urllib.request.urlopen(url + "/stream") as reply:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        assert run(program, f"http://127.0.0.1:{server.server_port}/v1")[0] == 5 + (1 << 21)
+        assert run(python(program), f"http://127.0.0.1:{server.server_port}/v1")[0] == 5 + (1 << 21)
     finally:
         server.shutdown()
         thread.join()
@@ -154,7 +177,7 @@ with urllib.request.urlopen(url + "/stream") as reply:
 
 def test_run_command_failed_command_raises_with_its_last_line(kind: str) -> None:
     with pytest.raises(AgentError, match=r"^the agent's command ended with exit code 3: no luck$"):
-        run("import sys; reward(1); print('no luck'); sys.exit(3)", "http://127.0.0.1:9999/v1")
+        run(python("import sys; reward(1); print('no luck'); sys.exit(3)"), "http://127.0.0.1:9999/v1")
     with pytest.raises(AgentError, match=r"exit code 127: nothing-here: No such file"):
         run(["nothing-here"], "http://127.0.0.1:9999/v1")
 
@@ -194,7 +217,7 @@ def test_run_command_many_at_once_and_a_cancelled_one_leave_nothing(
         session, sample = ScriptedSession(url), ScriptedSample()
         sleeping = ["python3", "-c", named(name, "time.sleep(600)")]
         lost = asyncio.create_task(run_command(sleeping, session, sample, timeout=600))
-        command = ["python3", "-c", ASK + "reward(int(ask('?')))"]
+        command = python("reward(int(ask('?')))")
         rewards = await asyncio.gather(*(run_command(command, session, sample, timeout=TIMEOUT) for _ in range(12)))
         while not processes_named(name):
             await asyncio.sleep(0.05)

@@ -5,11 +5,15 @@ A dict has the key "reward"; its other numbers are parts of the reward. None lea
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, Protocol, TypeVar
 
+from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Reward
 
 Result = Reward | float | dict[str, Any] | None
+Options = TypeVar("Options")
 
 
 class AgentError(Exception):
@@ -64,3 +68,22 @@ class AgentSample(Protocol):
     @property
     def record(self) -> dict[str, Any]:
         """Record of the data file with the prompt."""
+
+
+def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
+    """Makes a dataclass from `rollout.agent_options`.
+
+    Args:
+        kind: the dataclass; its fields are the options.
+        options: values by name.
+
+    Raises:
+        UserError: an option is unknown or missing.
+    """
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    if unknown := [name for name in options if name not in known]:
+        raise UserError(f"rollout.agent_options.{unknown[0]}: unknown. Use {', '.join(known)}.")
+    for name, field in known.items():
+        if name not in options and field.default is MISSING and field.default_factory is MISSING:
+            raise UserError(f"rollout.agent_options.{name}: missing. Set it for this agent.")
+    return kind(**options)

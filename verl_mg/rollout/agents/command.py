@@ -22,13 +22,13 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.agents.agent import AgentError, AgentSample, AgentSession, Result
+from verl_mg.rollout.agents.agent import AgentError, AgentSample, AgentSession, Result, read_options
 from verl_mg.sandbox import isolated
 from verl_mg.sandbox.command import Limits
 from verl_mg.sandbox.command import run_command as run_in_sandbox
@@ -58,18 +58,6 @@ class CommandOptions:
     processes: int = Limits.processes
     """Processes and threads."""
 
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> CommandOptions:
-        """Reads `rollout.agent_options`.
-
-        Raises:
-            UserError: an option is unknown.
-        """
-        known = [item.name for item in fields(cls)]
-        if unknown := [name for name in options if name not in known]:
-            raise UserError(f"rollout.agent_options.{unknown[0]}: unknown. Use {', '.join(known)}.")
-        return cls(**options)
-
 
 async def run_command(
     command: Sequence[str] | str,
@@ -94,7 +82,7 @@ async def run_command(
         TimeoutError: its time is up.
         UserError: an option is unknown or names a path that does not exist.
     """
-    options = CommandOptions.read(session.options)
+    options = read_options(CommandOptions, session.options)
     temporary = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
     try:
         folder = Path(temporary.name) / "agent"

@@ -1,0 +1,46 @@
+"""Servers of the environments' projects, each in a Python environment of its own (tools/install_environments.sh)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENTS = Path(sys.prefix) / "environments"
+
+
+@pytest.fixture(scope="session")
+def python_of() -> Callable[[str], str]:
+    """Returns the interpreter of a project's environment; skips the test where it is not installed."""
+
+    def find(project: str) -> str:
+        if not (ENVIRONMENTS / project / "stamp").exists():
+            pytest.skip(f"{project} is not installed; tools/install_environments.sh installs it")
+        return str(ENVIRONMENTS / project / "bin" / "python")
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def start_server(python_of: Callable[[str], str]) -> Iterator[Callable[..., str]]:
+    """Starts a script in a project's environment and returns the URL in the first line of its output."""
+    with ExitStack() as servers:
+        yield lambda project, *command: servers.enter_context(_running(python_of(project), command))
+
+
+@contextmanager
+def _running(python: str, command: tuple[str, ...]) -> Iterator[str]:
+    variables = {"PATH": "/usr/bin:/bin"}
+    with subprocess.Popen([python, *command], stdout=subprocess.PIPE, env=variables, text=True) as server:
+        assert server.stdout is not None
+        try:
+            url = server.stdout.readline().strip()
+            assert url.startswith("http"), f"{command} has not started: exit code {server.poll()}"
+            yield url
+        finally:
+            server.terminate()
+            server.stdout.close()

@@ -1,0 +1,87 @@
+"""Asks the policy for replies, for agents that are loops of this package."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from verl_mg.rollout.agents.agent import AgentError, AgentSession
+
+Message = dict[str, Any]
+TOO_LONG = "context_length_exceeded"
+
+
+class PolicyClient:
+    """A conversation with the policy of one sample; it begins with the prompt."""
+
+    def __init__(self, client: httpx.AsyncClient, session: AgentSession, max_tokens: int | None) -> None:
+        """Begins the conversation.
+
+        Args:
+            client: client of the endpoint.
+            session: the policy.
+            max_tokens: largest number of tokens of a reply; None for no limit but that of the sample.
+        """
+        self._client, self._model, self._max_tokens = client, session.model, max_tokens
+        self.messages: list[Message] = [dict(message) for message in session.messages]
+
+    def add_observation(self, text: str) -> None:
+        """Adds text of the environment: to the last message if that is the user's, since templates want turns."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == "user":
+            last["content"] = "\n\n".join(filter(None, (last["content"], text)))
+        else:
+            self.messages.append({"role": "user", "content": text})
+
+    def add_result(self, call: Message, text: str) -> None:
+        """Adds the result of a tool call.
+
+        Args:
+            call: the call, as in the reply.
+            text: the result.
+        """
+        self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+
+    async def reply(self, tools: Sequence[Message] = ()) -> Message | None:
+        """Returns the policy's next message and adds it; None where the sample has no tokens left.
+
+        Args:
+            tools: tools that it may call.
+
+        Raises:
+            AgentError: the endpoint refuses the request.
+        """
+        body: dict[str, Any] = {"model": self._model, "messages": self.messages}
+        if tools:
+            body["tools"] = list(tools)
+        if self._max_tokens is not None:
+            body["max_tokens"] = self._max_tokens
+        try:
+            response = await self._client.post("chat/completions", json=body)
+        except httpx.HTTPError as error:
+            raise AgentError(f"the policy's endpoint: {type(error).__name__}: {error}") from error
+        if response.is_error:
+            if TOO_LONG in response.text:
+                return None
+            raise AgentError(f"the policy's endpoint: status {response.status_code}: {response.text[:500]}")
+        message: Message = response.json()["choices"][0]["message"]
+        message = {name: value for name, value in message.items() if value is not None}
+        self.messages.append(message)
+        return message
+
+
+@asynccontextmanager
+async def policy_of(session: AgentSession, max_tokens: int | None = None) -> AsyncIterator[PolicyClient]:
+    """Opens a client of the policy.
+
+    Args:
+        session: the policy.
+        max_tokens: see `PolicyClient`.
+    """
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    url = session.base_url.rstrip("/") + "/"
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, trust_env=False) as client:
+        yield PolicyClient(client, session, max_tokens)
