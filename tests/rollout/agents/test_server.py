@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import httpx
@@ -16,7 +17,7 @@ import pytest
 from tests.rollout.agents.malformed_requests import check_malformed
 from tests.rollout.agents.scripted_backend import KEY, ScriptedBackend, base_url, reply_of, serving
 from verl_mg.rollout.agents import server as agent_server
-from verl_mg.rollout.agents.call import Call, Reply, RequestError
+from verl_mg.rollout.agents.call import Call, Reply, RequestError, ToolCall
 from verl_mg.rollout.agents.server import AgentServer
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}
@@ -116,6 +117,14 @@ def test_server_given_unknown_path_or_method_replies_404_or_405(server: AgentSer
     assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 404
     reply = httpx.get(f"{base_url(server)}/chat/completions", headers=HEADERS)
     assert reply.status_code == 405 and set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_server_given_half_of_a_surrogate_pair_replaces_it(stream: bool) -> None:
+    reply = reply_of("a\ud800", calls=(ToolCall("c1", "f\udfff", "{}"),))
+    with serving(ScriptedBackend(lambda call: replace(reply, tokens=()))) as server:
+        text = httpx.post(f"{base_url(server)}/chat/completions", json=CHAT | {"stream": stream}, headers=HEADERS).text
+    assert '"a?"' in text and '"f?"' in text
 
 
 def test_reply_given_reasoning_counts_its_tokens() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from socket import AF_INET, AF_INET6, create_server
 from typing import Any
 from typing import Protocol as Interface
@@ -123,13 +125,18 @@ class AgentServer:
         self._thread.start()
 
     def _serve(self, sockets: list[Any]) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._server.serve(sockets))
+        try:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                runner.run(self._server.serve(sockets))
+        except Exception as error:
+            self._on_error(error)
 
     def close(self) -> None:
-        """Ends running requests with status 503, and the thread."""
-        self.loop.call_soon_threadsafe(self._stop)
-        self._thread.join()
+        """Ends running requests with status 503, and the thread. A second call does nothing."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop has just been closed
+                self.loop.call_soon_threadsafe(self._stop)
+            self._thread.join()
 
     def _stop(self) -> None:
         self._server.should_exit = True
@@ -194,7 +201,7 @@ class AgentServer:
 
     async def _reply(self, session: str, key: str, exchange: Exchange) -> JsonObject:
         try:
-            return exchange.body(await self._backend.complete(session, key, exchange.call))
+            return exchange.body(_encodable(await self._backend.complete(session, key, exchange.call)))
         except RequestError:
             raise
         except Exception as error:
@@ -230,6 +237,16 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 def _print(error: BaseException) -> None:
     print(f"agent server: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def _encodable(reply: Reply) -> Reply:
+    """The reply without halves of surrogate pairs, which a policy may write as an escape in JSON."""
+
+    def encodable(text: str) -> str:
+        return text.encode("utf-8", "replace").decode()
+
+    calls = (replace(call, name=encodable(call.name), arguments=encodable(call.arguments)) for call in reply.tool_calls)
+    return replace(reply, text=encodable(reply.text), reasoning=encodable(reply.reasoning), tool_calls=tuple(calls))
 
 
 def _key(request: Request) -> str:
