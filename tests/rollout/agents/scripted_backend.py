@@ -37,15 +37,17 @@ class ScriptedBackend:
         self.reply, self.delay = reply, delay
         self.calls: list[Call] = []
         self.replies: list[Reply] = []
+        self.authorized = 0
+        self.ends_after = 10**9
 
     def authorize(self, session: str, key: str) -> None:
-        if session != SESSION:
+        self.authorized += 1
+        if session != SESSION or self.authorized > self.ends_after:
             raise RequestError(404, "session: unknown. Use the URL of a running sample.")
         if key != KEY:
             raise RequestError(401, "key: wrong. Send the key of the session.", code="invalid_api_key")
 
     async def complete(self, session: str, key: str, call: Call) -> Reply:
-        self.authorize(session, key)
         self.calls.append(call)
         await asyncio.sleep(self.delay)
         reply = replace(self.reply(call), prompt_tokens=5 + 10 * len(call.messages))

@@ -49,6 +49,15 @@ def test_server_given_wrong_key_replies_before_the_body_is_read(server: AgentSer
         assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_server_given_session_that_ends_during_the_request_replies_404(steps: int) -> None:
+    backend, reported = ScriptedBackend(), list[BaseException]()
+    backend.ends_after = steps  # once it is authorized, once the body has been read
+    with serving(backend, on_error=reported.append) as server:
+        reply = httpx.post(f"{base_url(server)}/chat/completions", json=CHAT, headers=HEADERS)
+    assert reply.status_code == 404 and not backend.calls and not reported
+
+
 def test_server_given_body_above_the_limit_replies_413(server: AgentServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_server, "MAX_BODY", 1000)
     url = f"{base_url(server)}/chat/completions"

@@ -185,7 +185,7 @@ class AgentServer:
 
     async def _complete(self, request: Request, protocol: Protocol) -> Response:
         session = request.path_params["session"]
-        exchange = protocol.read(parse(await _body(request)), self._memory(session))
+        exchange = protocol.read(await self._json(request), self._memory(session))
         # The reply is part of the session also when the client disconnects: the task does not depend on the request's.
         task = self.loop.create_task(self._reply(session, _key(request), exchange))
         self._tasks.add(task)
@@ -201,18 +201,24 @@ class AgentServer:
 
     async def _reply(self, session: str, key: str, exchange: Exchange) -> JsonObject:
         try:
+            self._backend.authorize(session, key)
             return exchange.body(_encodable(await self._backend.complete(session, key, exchange.call)))
         except RequestError:
             raise
         except Exception as error:
             raise self._unexpected(error) from None
 
+    async def _json(self, request: Request) -> Any:
+        data = await _body(request)
+        self._backend.authorize(request.path_params["session"], _key(request))  # it may have ended in the meantime
+        return parse(data)
+
     def _memory(self, session: str) -> SessionMemory:
         return self._memories.setdefault(session, SessionMemory())
 
     async def _count(self, request: Request, protocol: Protocol) -> Response:
         session = request.path_params["session"]
-        call = MESSAGES.read_context(parse(await _body(request)), self._memory(session))
+        call = MESSAGES.read_context(await self._json(request), self._memory(session))
         return JSONResponse({"input_tokens": await self._backend.count_tokens(session, _key(request), call)})
 
     async def _list_models(self, request: Request, protocol: Protocol) -> Response:
