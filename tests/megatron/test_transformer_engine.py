@@ -117,8 +117,9 @@ def test_train_with_transformer_engine_equals_transformers(transformer_engine, m
 
 def attended(latent, window, scaling):
     """Output and gradients of attention with Transformer Engine's kernels, and with torch's."""
-    from verl_mg.megatron.attention import PackedAttention, describe_sequences
+    from verl_mg.megatron.attention import PackedAttention
     from verl_mg.megatron.latent_attention import PackedMLA
+    from verl_mg.megatron.packed_sequences import describe_sequences
     from verl_mg.megatron.transformer_engine_spec import FusedAttention, FusedMLA
 
     config = SimpleNamespace(softmax_scale=None, qk_head_dim=8, v_head_dim=6)

@@ -27,7 +27,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from verl_mg.layout.shared_prefixes import Shared
 
 EVEN = 1e-3
 """Ranks whose costs differ by at most this fraction of the mean count as even."""
@@ -60,6 +62,8 @@ class MicroBatchPlan:
     """Row numbers of the micro-batch rows[slot][step], with slot = dp index * cp + cp index."""
     cp_sizes: list[int]
     """Number of neighbouring slots that share their rows, for each step."""
+    shared: Shared = field(default_factory=dict)
+    """First tokens of rows that another row of their micro-batch computes."""
 
     def is_output_rank(self, slot: int, step: int) -> bool:
         """Returns whether a slot is the first of those that share its rows.

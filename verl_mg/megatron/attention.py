@@ -1,4 +1,4 @@
-"""Attention over packed sequences: their description, exchanges between context-parallel ranks, and kernels.
+"""Attention over packed sequences: exchanges between context-parallel ranks, and kernels.
 
 Shapes: T tokens of a micro-batch, all sequences one after the other on one axis without padding; a context-parallel
 rank has T / cp of them outside attention, and a tensor-parallel rank T / (cp * tp) outside the projections.
@@ -6,9 +6,6 @@ rank has T / cp of them outside attention, and a tensor-parallel rank T / (cp * 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from inspect import signature
 from math import gcd
 from typing import Any
@@ -16,127 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from verl_mg.device import copy_to
 from verl_mg.megatron.flash_attention import takes_value_width
-from verl_mg.megatron.flex_attention import BlockMask, attend_with_block_mask, block_mask
-from verl_mg.megatron.gathered_attention import attend_to_gathered, gather_tokens, order_of_gathered
+from verl_mg.megatron.flex_attention import attend_with_block_mask
+from verl_mg.megatron.gathered_attention import attend_to_gathered, gather_tokens
+from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.rotary_embedding import rotate
-from verl_mg.megatron.token_order import zigzag_tokens
-
-
-@dataclass
-class PackedSequences(PackedSeqParams):
-    """Description of packed sequences, computed once for a micro-batch and read by the attention of every layer."""
-
-    cos: Tensor | None = None
-    """(T, 1, rotary width) float32, cosines of the rotary embedding at each token's position in its sequence; with
-    `zigzag` of this rank's tokens only."""
-    sin: Tensor | None = None
-    """(T, 1, rotary width) float32, sines of the rotary embedding; with `zigzag` of this rank's tokens only."""
-    inverse_frequencies: Tensor | None = None
-    """(rotary width / 2,) float32, frequencies of the rotary embedding."""
-    attention_scaling: float = 1.0
-    """Factor of cosines and sines of the rotary embedding, which `cos` and `sin` contain."""
-    lengths: Tensor | None = None
-    """(n,) int64 on the CPU, tokens of each sequence."""
-    experts: Mapping[int, Tensor] | None = None
-    """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
-    cp_group: dist.ProcessGroup | None = None
-    """Ranks that share the micro-batch."""
-    zigzag: bool = False
-    """Whether a rank has two chunks of each sequence, see `token_order`, and not T / cp neighbouring tokens."""
-    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    """Masks of all layers with the same window, see `block_mask`."""
-
-    def keep(self, local: Tensor) -> None:
-        """Keeps the rotary embeddings of this rank's tokens only, for ranks with two chunks of each sequence.
-
-        Args:
-            local: (T / cp,) int64, places of these tokens on the device.
-        """
-        assert self.cos is not None and self.sin is not None
-        self.zigzag, self.cos, self.sin = True, self.cos[local], self.sin[local]
-
-    @cached_property
-    def angles(self) -> Tensor:
-        """Rotary angles of each position of the longest sequence: (longest, rotary width / 2) float32."""
-        assert self.inverse_frequencies is not None
-        return (
-            torch.arange(self.max_seqlen_q, device=self.inverse_frequencies.device)[:, None] * self.inverse_frequencies
-        )
-
-    @cached_property
-    def angles_of_halves(self) -> Tensor:
-        """`angles` of the elements of a head whose rotary pairs are one half apart: (longest, 1, 1, rotary width)."""
-        return self.angles.repeat(1, 2)[:, None, None, :]
-
-    def block_mask(self, window: int | None) -> BlockMask:
-        """Returns the block mask of this rank's queries, see `flex_attention`.
-
-        Args:
-            window: number of tokens that a token attends to at most, itself included; None for all.
-        """
-        if window not in self.block_masks:
-            assert self.lengths is not None and self.cos is not None
-            queries = None
-            if self.zigzag:
-                assert self.cp_group is not None
-                queries = zigzag_tokens(self.lengths, self.cp_group.size(), self.cp_group.rank())
-            self.block_masks[window] = block_mask(self.lengths, window, self.cos.device, queries)
-        return self.block_masks[window]
-
-    @cached_property
-    def gathered_order(self) -> Tensor:
-        """Index of each token among those of all context-parallel ranks, with `zigzag`: (T,) int64."""
-        assert self.lengths is not None and self.cos is not None and self.cp_group is not None
-        return order_of_gathered(self.lengths, self.cp_group.size(), self.cos.device)
-
-    @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """(number of sequences, length) of neighbouring sequences of equal length.
-
-        Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied.
-        """
-        assert self.lengths is not None
-        lengths, counts = self.lengths.unique_consecutive(return_counts=True)
-        return list(zip(counts.tolist(), lengths.tolist(), strict=True))
-
-
-def describe_sequences(lengths: Tensor, inverse_frequencies: Tensor, attention_scaling: float) -> PackedSequences:
-    """Describes packed sequences, on the device of `inverse_frequencies`.
-
-    Args:
-        lengths: (n,) int64 on the CPU, tokens of each sequence.
-        inverse_frequencies: (rotary width / 2,) float32, as `transformers` computes them.
-        attention_scaling: factor of cosines and sines, as `transformers` computes it.
-    """
-    device = inverse_frequencies.device
-    ends = lengths.cumsum(0)
-    total, longest = int(ends[-1]), int(lengths.max())
-    starts = ends - lengths
-    positions = torch.arange(total) - torch.repeat_interleave(starts, lengths)
-    angles = copy_to(device, positions.float())[:, None] * inverse_frequencies
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    cumulative = copy_to(device, F.pad(ends, (1, 0)).int())
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=cumulative,
-        cu_seqlens_kv=cumulative,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        cos=angles.cos() * attention_scaling,
-        sin=angles.sin() * attention_scaling,
-        inverse_frequencies=inverse_frequencies,
-        attention_scaling=attention_scaling,
-        lengths=lengths,
-    )
 
 
 def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -251,6 +138,9 @@ class PackedAttention(MegatronModule):
             return self.local_context(*self.with_positions(query, key, value, packed), packed).flatten(1)
         heads = to_heads(query, key, value, packed.cp_group)
         query, key, value = self.with_positions(*heads, packed)
+        if packed.keys is not None:
+            # The backward pass sums the gradients of all sequences that share a key.
+            key, value = key[packed.keys], value[packed.keys]
         if not has_ragged_kernel(query.device, query.dtype):
             context = self._length_by_length(query, key, value, packed)
         elif self.softcap is None:
@@ -317,8 +207,9 @@ class PackedAttention(MegatronModule):
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
         if not takes_value_width(query.shape[2], width):
             value = F.pad(value, (0, query.shape[2] - width))
-        cumulative, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        context = varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **options)
+        ends, longest = (packed.cu_seqlens_q, packed.cu_seqlens_kv), (packed.max_seqlen_q, packed.max_seqlen_kv)
+        # With fewer queries than keys the kernel takes the queries for the last tokens of their sequence.
+        context = varlen_attn(query, key, value, *ends, *longest, **options)
         assert isinstance(context, Tensor)
         return context[..., :width]
 
@@ -335,10 +226,10 @@ class PackedAttention(MegatronModule):
             assert packed.lengths is not None and packed.cp_group is not None
             cp, rank = packed.cp_group.size(), packed.cp_group.rank()
             return attend_to_gathered(self._attend_where, query, key, value, packed.lengths, self.window, cp, rank)
-        sizes = [count * length for count, length in packed.runs]
+        sizes, key_sizes = ([run[0] * run[kind] for run in packed.runs] for kind in (1, 2))
         outputs = []
-        parts = (part.split(sizes) for part in (query, key, value))
-        for (count, _), *heads in zip(packed.runs, *parts, strict=True):
+        parts = query.split(sizes), key.split(key_sizes), value.split(key_sizes)
+        for (count, *_), *heads in zip(packed.runs, *parts, strict=True):
             q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in heads)  # (count, heads, length, d)
             outputs.append(self._attend(q, k, v).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)
@@ -347,20 +238,20 @@ class PackedAttention(MegatronModule):
         """Attends over sequences of equal length.
 
         Args:
-            query: (n, heads, L, d).
-            key: (n, kv_heads, L, d).
-            value: (n, kv_heads, L, d_v).
+            query: (n, heads, L, d), of the last L tokens of a sequence.
+            key: (n, kv_heads, K, d).
+            value: (n, kv_heads, K, d_v).
 
         Returns:
             (n, heads, L, d_v).
         """
-        length = query.shape[2]
-        unbounded = self.window is None or self.window >= length
-        if self.softcap is None and unbounded:
+        length, keys = query.shape[2], key.shape[2]
+        unbounded = self.window is None or self.window >= keys
+        if self.softcap is None and unbounded and length == keys:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
-        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        visible = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
         if self.window is not None:
-            visible = visible.triu(1 - self.window)
+            visible = visible.triu(keys - length + 1 - self.window)
         return self._attend_where(query, key, value, visible)
 
     def _attend_where(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:

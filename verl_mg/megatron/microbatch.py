@@ -1,4 +1,13 @@
-"""Rows of a `Batch` as the input of one forward pass, and the inputs of losses from its output."""
+"""Rows of a `Batch` as the input of one forward pass, and the inputs of losses from its output.
+
+Rows that repeat the first tokens of other rows have two sequence columns (int64) in a micro-batch in which these tokens
+are computed once, in all stages of a pipeline:
+
+    shared_tokens   how many of the row's first tokens another row of the micro-batch computes; 0: it computes all
+    shared_with     number of that row in the micro-batch; where it shares tokens too, these are fewer
+
+Hidden states of such tokens score tokens of every row that shares them.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +22,22 @@ from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.device import copy_to
 from verl_mg.layout import Stage
-from verl_mg.megatron.attention import PackedSequences, describe_sequences
+from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.megatron.process_groups import TokenShard
 from verl_mg.megatron.routing import COLUMN, routed_experts
-from verl_mg.megatron.token_order import token_order
+from verl_mg.megatron.token_order import SharedTokens, token_order
 from verl_mg.renamed import renamed_attribute
+
+SHARED_WITH, SHARED_TOKENS = "shared_with", "shared_tokens"
+"""Columns of rows that share their first tokens, see above."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed rows on the device of a context-parallel rank.
 
-    T is the number of tokens of the rows, padded so that ranks have equally many; this rank has T / cp, see
-    `token_order`.
+    T is the number of tokens of the rows, those that rows share counted once, padded so that ranks have equally many;
+    this rank has T / cp, see `token_order`.
     Of the n scored tokens (those under the loss mask, except a row's first) it scores the m whose hidden states it has.
     n is 0 except on the last pipeline stage: the others do not have the loss mask.
     """
@@ -63,7 +75,7 @@ def make_micro_batch(
 
     Args:
         rows: rows of the micro-batch; may be empty. The first stage reads `tokens`, the last one `tokens` and
-            `loss_mask`, each one `routed_experts` if it is there.
+            `loss_mask`, each one `routed_experts`, `shared_with` and `shared_tokens` if they are there.
         inverse_frequencies: (rotary width / 2,) float32 on the device, see `describe_sequences`.
         attention_scaling: factor of cosines and sines of rotary embeddings.
         shard: this rank's part of the tokens.
@@ -75,16 +87,18 @@ def make_micro_batch(
         zigzag: a rank has two chunks of each sequence, see `token_order`.
     """
     device = inverse_frequencies.device
-    order = token_order(rows.lengths, shard, multiple, zigzag)
+    shared = SharedTokens(rows[SHARED_WITH], rows[SHARED_TOKENS]) if SHARED_TOKENS in rows and len(rows) else None
+    order = token_order(rows.lengths, shard, multiple, zigzag, shared)
     tokens = torch.zeros(order.total, dtype=torch.int64)
     if stage.is_first or stage.is_last:
         tokens[order.places] = rows["tokens"]
+        assert tokens[order.places].equal(rows["tokens"]), "rows share tokens that differ"
     token_index = torch.empty(0, dtype=torch.int64)
     if stage.is_last:
         token_index = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
     hidden_index = order.local_index(order.places[token_index - hidden_offset])
     local_index = (hidden_index >= 0).nonzero().flatten()
-    packed = describe_sequences(order.lengths, inverse_frequencies, attention_scaling)
+    packed = describe_sequences(order.lengths, inverse_frequencies, attention_scaling, order.key_lengths, order.keys)
     if order.zigzag:
         packed.keep(copy_to(device, order.local))
     packed.experts = routed_experts(rows, order, shard, replayed, device)
@@ -170,7 +184,7 @@ def loss_tokens(micro: MicroBatch, output: Tensor) -> LossInputs:
     """
     columns = {}
     for name in micro.rows.names():
-        if name == COLUMN:  # the routers read it; here are the layers of this stage only
+        if name in (COLUMN, SHARED_WITH, SHARED_TOKENS):  # not of a loss; of the first here are the stage's layers only
             continue
         column = micro.rows[name]
         if micro.rows.kind(name) is ColumnKind.SEQUENCE:

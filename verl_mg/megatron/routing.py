@@ -25,8 +25,8 @@ from verl_mg.batch import Batch
 from verl_mg.device import copy_to
 from verl_mg.errors import UserError
 from verl_mg.layout import Stage
-from verl_mg.megatron.attention import PackedSequences
 from verl_mg.megatron.core_version import fused
+from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.process_groups import TokenShard
 from verl_mg.megatron.token_order import TokenOrder
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig

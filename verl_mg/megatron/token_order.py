@@ -5,10 +5,13 @@ values are exchanged instead, each sequence is cut into 2 * cp chunks, and rank 
 early tokens attend to few others and late ones to many, so that the ranks have the same work.
 
     cp2, a sequence of 8 tokens    rank 0: 0 1 . . . . 6 7    rank 1: . . 2 3 4 5 . .
+
+A row whose first tokens are those of another row has only the others packed, see `packed_sequences`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -26,13 +29,17 @@ class TokenOrder:
     """
 
     lengths: Tensor
-    """(n,) int64, tokens of each packed sequence."""
+    """(n,) int64, packed tokens of each sequence."""
     places: Tensor
     """(tokens of the rows,) int64, place of each of them among the T packed tokens."""
     local: Tensor
     """(T / cp,) int64, places of this rank's tokens in its order."""
     zigzag: bool
     """Whether these are two chunks of each sequence, and not neighbouring tokens."""
+    key_lengths: Tensor | None = None
+    """(n,) int64, tokens of each sequence, with those that another one has packed; None for `lengths`."""
+    keys: Tensor | None = None
+    """(sum(key_lengths),) int64, place of each of them; None where each sequence has its own."""
 
     @property
     def total(self) -> int:
@@ -46,7 +53,19 @@ class TokenOrder:
         return index[places]
 
 
-def token_order(lengths: Tensor, shard: TokenShard, multiple: int = 1, zigzag: bool = False) -> TokenOrder:
+@dataclass(frozen=True)
+class SharedTokens:
+    """First tokens of rows that other rows of the micro-batch have packed, in host memory."""
+
+    rows: Tensor
+    """(rows,) int64, the row that has the last one of them packed."""
+    counts: Tensor
+    """(rows,) int64, number of them; 0 in a row that is packed whole, and less in `rows` than in the row itself."""
+
+
+def token_order(
+    lengths: Tensor, shard: TokenShard, multiple: int = 1, zigzag: bool = False, shared: SharedTokens | None = None
+) -> TokenOrder:
     """Returns the order of the tokens of a micro-batch.
 
     Args:
@@ -54,16 +73,32 @@ def token_order(lengths: Tensor, shard: TokenShard, multiple: int = 1, zigzag: b
         shard: this rank's part of the tokens.
         multiple: number that divides the tokens of each tensor-parallel rank.
         zigzag: a rank has two chunks of every sequence, and not neighbouring tokens.
+        shared: tokens that are packed once for several rows; None where there are none. Not with `zigzag`.
     """
     zigzag = zigzag and shard.cp > 1
+    assert not (zigzag and shared)
     chunks = 2 * shard.cp if zigzag else 1
-    padded = -(-lengths // chunks) * chunks
+    own = lengths - shared.counts if shared else lengths
+    padded = -(-own // chunks) * chunks
     parts = lcm(shard.tp * shard.cp * multiple, chunks)
     total = int(padded.sum())
     filler = -total % parts if total else parts
-    sequences = torch.cat([padded, torch.tensor([filler] if filler else [], dtype=torch.int64)])
+    last = torch.tensor([filler] if filler else [], dtype=torch.int64)
+    sequences = torch.cat([padded, last])
     starts = padded.cumsum(0) - padded
-    places = torch.repeat_interleave(starts, lengths) + _positions(lengths)
+    places = torch.repeat_interleave(starts, own) + _positions(own)
+    if shared:
+        rows = _with_shared(places.split(own.tolist()), shared)
+        packed = own > 0
+        keys = [place for place, has_own in zip(rows, packed.tolist(), strict=True) if has_own]
+        return TokenOrder(
+            lengths=torch.cat([own[packed], last]),
+            places=torch.cat(rows),
+            local=torch.arange(total + filler).chunk(shard.cp)[shard.cp_index],
+            zigzag=False,
+            key_lengths=torch.cat([lengths[packed], last]),
+            keys=torch.cat([*keys, total + torch.arange(filler)]),
+        )
     if zigzag:
         local = zigzag_tokens(sequences, shard.cp, shard.cp_index)
     else:
@@ -84,6 +119,15 @@ def zigzag_tokens(lengths: Tensor, cp: int, cp_index: int) -> Tensor:
     starts = (lengths.cumsum(0) - lengths)[:, None] + chunk[:, None] * numbers
     sizes = chunk.repeat_interleave(2)
     return torch.repeat_interleave(starts.flatten(), sizes) + _positions(sizes)
+
+
+def _with_shared(own: Sequence[Tensor], shared: SharedTokens) -> list[Tensor]:
+    """Returns the places of all tokens of each row from those of its own ones."""
+    rows = list(own)
+    for row in shared.counts.argsort().tolist():  # a row that others share comes before these
+        count = int(shared.counts[row])
+        rows[row] = torch.cat([rows[int(shared.rows[row])][:count], rows[row]]) if count else rows[row]
+    return rows
 
 
 def _positions(lengths: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ products, and add weight gradients to the float32 buffers themselves. Routing an
 - Transformer Engine's attention gets all tokens and a part of the heads, see `to_heads`. With
   `megatron.transformer.cp_comm_type` it exchanges keys and values itself.
 
-Where its kernels are missing a feature, attention is that of torch: float32, a softcap, and GPUs before Hopper without
-FlashAttention.
+Where its kernels are missing a feature, attention is that of torch: float32, a softcap, micro-batches whose rows share
+prefixes, and GPUs before Hopper without FlashAttention.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from verl_mg.megatron.attention import PackedAttention, PackedSequences, has_ragged_kernel
+from verl_mg.megatron.attention import PackedAttention, has_ragged_kernel
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.latent_attention import LATENT_NORM_EPS, MultiLatentAttention, PackedMLA
 from verl_mg.megatron.layers import normalize_output
+from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.models.hf_config import HFConfig
 
@@ -103,6 +104,8 @@ class FusedAttention(PackedAttention):
 
     def rotated(self, x: Tensor, packed: PackedSequences) -> Tensor:
         """Applies the rotary embedding to queries or keys in one kernel, in float32: (T, heads, d) -> (T, heads, d)."""
+        if packed.keys is not None:  # its kernel begins each sequence at position 0
+            return super().rotated(x, packed)
         cp, rank = (packed.cp_group.size(), packed.cp_group.rank()) if packed.zigzag else (1, 0)  # type: ignore[union-attr]
         rotated: Tensor = apply_rotary_pos_emb(
             x,
@@ -122,6 +125,8 @@ class FusedAttention(PackedAttention):
         return super().local_context(query, key, value, packed)
 
     def _with_ragged_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        if packed.keys is not None:  # of fewer queries than keys its causal mask would be that of the first tokens
+            return super()._with_ragged_kernel(query, key, value, packed)
         group = packed.cp_group if packed.zigzag else None
         shape = (query.shape[1], key.shape[1], query.shape[2], value.shape[2], group.size() if group else 1)
         if shape not in self._kernels:

@@ -15,16 +15,24 @@ from verl_mg.models.hf_tensors import TensorIndex
 
 @dataclass(frozen=True)
 class RowFlops:
-    """FLOPs of the forward pass over a row of L tokens: per_token * L + per_pair * L^2."""
+    """FLOPs of the forward pass over a row of L tokens: per_token * L + per_pair * L^2.
+
+    Where another row computes its first S tokens: per_token * (L - S) + per_pair * (L^2 - S^2).
+    """
 
     per_token: float
     """FLOPs in the weight matrices, for each token."""
     per_pair: float
     """FLOPs in attention, for each squared token."""
 
-    def __call__(self, length: int) -> float:
-        """Returns the FLOPs of a row of `length` tokens."""
-        return length * (self.per_token + self.per_pair * length)
+    def __call__(self, length: int, shared: int = 0) -> float:
+        """Returns the FLOPs of a row.
+
+        Args:
+            length: tokens of the row.
+            shared: how many of its first tokens another row computes.
+        """
+        return (length - shared) * (self.per_token + self.per_pair * (length + shared))
 
 
 def row_flops(config: HFConfig, tensor_index: TensorIndex) -> RowFlops:
@@ -113,6 +121,20 @@ def pair_flops(config: HFConfig) -> float:
     """Returns the FLOPs of one layer's attention for each squared token of a row, all heads together."""
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     return config.heads * (config.head_dim + value_dim)
+
+
+def key_share(config: HFConfig) -> float:
+    """Returns the memory of one token's keys and values as a share of that of all its activations in a layer.
+
+    The activations of a token are about 17 elements for each element of its hidden state (Korthikanti et al.,
+    arXiv:2205.05198, section 4.1, without attention scores).
+
+    Args:
+        config: configuration of the model.
+    """
+    value_dim = config.latent.v_dim if config.latent else config.head_dim
+    heads = config.heads if config.latent else config.kv_heads
+    return min(1.0, heads * (config.head_dim + value_dim) / (17 * config.hidden))
 
 
 NEWTON_SCHULZ_STEPS = 5

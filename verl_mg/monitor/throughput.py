@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from verl_mg.batch import Batch
 from verl_mg.distributed.collectives import sum_over_ranks
-from verl_mg.megatron.microbatch import MicroBatch
+from verl_mg.megatron.microbatch import SHARED_TOKENS, MicroBatch
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.models.flops import RowFlops, row_flops
 
@@ -54,7 +54,9 @@ def device_peak() -> float | None:
     return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
-def model_flops(rows: RowFlops, lengths: Sequence[int], learns: bool, adapters: bool = False) -> float:
+def model_flops(
+    rows: RowFlops, lengths: Sequence[int], learns: bool, adapters: bool = False, shared: Sequence[int] | None = None
+) -> float:
     """Computes the FLOPs of a model on rows, without recomputation.
 
     Args:
@@ -62,9 +64,10 @@ def model_flops(rows: RowFlops, lengths: Sequence[int], learns: bool, adapters: 
         lengths: lengths of the rows in tokens.
         learns: whether there is a backward pass, which takes twice the FLOPs of the forward pass.
         adapters: whether only adapters are trained: weight gradients, half of the backward pass, are not computed.
+        shared: how many of each row's first tokens another row computes; None for none of all.
     """
     passes = 1.0 if not learns else 2.0 if adapters else 3.0
-    return passes * sum(map(rows, lengths))
+    return passes * sum(map(rows, lengths, shared or [0] * len(lengths)))
 
 
 class Throughput:
@@ -115,5 +118,6 @@ class Throughput:
         # All ranks that share a micro-batch see all of it: each counts its share.
         sharing = runner.layout.tp * runner.layout.pp * (dist.get_world_size(group) if group else 1)
         lengths = micro.rows.lengths.tolist()
-        self._flops += model_flops(rows, lengths, learns, runner.lora is not None) / sharing
+        shared = micro.rows[SHARED_TOKENS].tolist() if SHARED_TOKENS in micro.rows else None
+        self._flops += model_flops(rows, lengths, learns, runner.lora is not None, shared) / sharing
         self._trained_tokens += sum(lengths) / sharing if learns else 0.0

@@ -15,14 +15,16 @@ from verl_mg.batch import Batch
 from verl_mg.config import LoraConfig, MegatronConfig, Recompute
 from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
+from verl_mg.layout.shared_prefixes import PrefixLinks, Shared, SharingRows, Unit, join_groups
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.routing import COLUMN as ROUTED_EXPERTS
 from verl_mg.megatron.routing import check_routed_experts, replayed_layers
-from verl_mg.models.flops import row_flops
+from verl_mg.models.flops import key_share, row_flops
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.roles.context import JobContext
+from verl_mg.roles.prefixes import PREFIX_COLUMNS, can_share_prefixes, gather_links, mark_shared
 from verl_mg.roles.rows.dispatch import gather_rows, scatter_column
 from verl_mg.roles.rows.index import INDEXED_COLUMNS, ColumnSchema, Fingerprint, RowIndex
 from verl_mg.roles.rows.plan import ColumnPart
@@ -95,6 +97,7 @@ class Role:
         self._context = context
         self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch
         self._flops = row_flops(self.runner.table.config, self.runner.table.tensor_index)
+        self._key_share = key_share(self.runner.table.config)
         self.cpu_offload = CpuOffload(self.runner)
 
     def _share_model(self, other: Role, tokens_per_micro_batch: int, name: str) -> None:
@@ -102,7 +105,7 @@ class Role:
         self.model_dir, self.name = other.model_dir, name
         self.runner, self.cpu_offload, self._context = other.runner, other.cpu_offload, other._context
         self._temperature, self._tokens_per_micro_batch = other._temperature, tokens_per_micro_batch
-        self._flops = other._flops
+        self._flops, self._key_share = other._flops, other._key_share
 
     def forward(self, batch: Batch, call: str = "forward", mask: Tensor | None = None) -> Tensor:
         """Computes the output of the model for tokens, without gradients.
@@ -118,11 +121,12 @@ class Role:
         """
         self._context.offload.release_engines()
         with self._context.timer("row_dispatch"):
-            rows = batch.select_columns(FORWARD_COLUMNS)
+            rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS))
             if mask is not None:
                 rows["loss_mask"] = mask
             index = self._index(batch, rows)
-            plan = self.plan_micro_batches(index, [[row] for row in range(len(index))])
+            links = self._prefix_links(batch, index)
+            plan = self.plan_micro_batches(index, [[row] for row in range(len(index))], links)
             (micro_batches,) = self.gather_micro_batches(rows, index, [plan])
 
         def deliver(outputs: dict[int, Tensor]) -> Tensor:
@@ -157,28 +161,51 @@ class Role:
             for seat, steps in enumerate(plan.rows)
         ]
 
-    def plan_micro_batches(self, index: RowIndex, row_groups: Sequence[Sequence[int]]) -> MicroBatchPlan:
+    def plan_micro_batches(
+        self, index: RowIndex, row_groups: Sequence[Sequence[int]], links: PrefixLinks | None = None
+    ) -> MicroBatchPlan:
         """Packs rows into micro-batches and assigns these to data-parallel and context-parallel ranks.
 
         Args:
             index: the index of the batch.
             row_groups: rows of the index that must share a micro-batch.
+            links: prefixes that rows share, which are computed once for a micro-batch; None to compute rows whole.
 
         Returns:
             The plan, the same on every rank.
         """
-        lengths = [[index.lengths[row] for row in group] for group in row_groups]
-        costs = [sum(map(self._flops, group)) for group in lengths]
-        plan_groups = plan_by_length if self.runner.groups.dynamic_cp else plan_evenly
-        layout = self.runner.layout
-        tokens = [sum(group) for group in lengths]
-        plan = plan_groups(tokens, costs, layout.dp, layout.cp, self._tokens_per_micro_batch)
+        layout, budget = self.runner.layout, self._tokens_per_micro_batch
+        if links:
+            units = join_groups(row_groups, links, self._budgeted_tokens, self._flops, layout.dp, budget)
+        else:
+            lengths = [[index.lengths[row] for row in group] for group in row_groups]
+            units = [
+                Unit(list(rows), sum(group), sum(map(self._flops, group)))
+                for rows, group in zip(row_groups, lengths, strict=True)
+            ]
+        plan_units = plan_by_length if self.runner.groups.dynamic_cp else plan_evenly
+        tokens, costs = [unit.tokens for unit in units], [unit.cost for unit in units]
+        plan, shared = plan_units(tokens, costs, layout.dp, layout.cp, budget), Shared()
 
-        def by_length(micro: Sequence[int]) -> list[int]:
-            """Returns the rows of a micro-batch so that rows of equal length are neighbours, see `PackedSequences`."""
-            return sorted((row for group in micro for row in row_groups[group]), key=index.lengths.__getitem__)
+        def in_order(micro: Sequence[int]) -> list[int]:
+            """Returns the rows of a micro-batch so that equally computed ones are neighbours, see `PackedSequences`."""
+            rows = [row for unit in micro for row in units[unit].rows]
+            if links:
+                shared.update(SharingRows.of(links, sorted(rows)).shared)
+            return sorted(rows, key=lambda row: (shared.get(row, (row, 0))[1], index.lengths[row]))
 
-        return MicroBatchPlan([[by_length(micro) for micro in steps] for steps in plan.rows], plan.cp_sizes)
+        return MicroBatchPlan([[in_order(micro) for micro in steps] for steps in plan.rows], plan.cp_sizes, shared)
+
+    def _budgeted_tokens(self, length: int, shared: int) -> float:
+        """Returns the tokens of a row in a micro-batch: those it computes, and a share for the keys that it copies."""
+        return length - shared + self._key_share * shared
+
+    def _prefix_links(self, batch: Batch, index: RowIndex) -> PrefixLinks | None:
+        """Returns the prefixes that rows share; None where rows are computed whole. All ranks call it together."""
+        if not can_share_prefixes(self.runner, index.schema):
+            return None
+        key = (Fingerprint(batch, ("sample_id", *PREFIX_COLUMNS)), PrefixLinks)
+        return self._context.executor.once(key, lambda: gather_links(batch, index))
 
     def _index(self, batch: Batch, rows: Batch) -> RowIndex:
         """Returns the index of a batch for the transfer of `rows`; the roles of a concurrent block share it."""
@@ -216,7 +243,10 @@ class Role:
         rows = gather_rows(batch, index, wanted, needed)
         numbers = [self._rows_of_rank(dist.get_rank(), plan) for plan in plans]
         micro_batches = iter(rows.split([len(micro) for steps in numbers for micro in steps]))
-        return [[next(micro_batches) for _ in steps] for steps in numbers]
+        return [
+            [mark_shared(next(micro_batches), micro, plan.shared) for micro in steps]
+            for plan, steps in zip(plans, numbers, strict=True)
+        ]
 
     def _rows_of_rank(self, rank: int, plan: MicroBatchPlan) -> list[list[int]]:
         """Returns the rows of each micro-batch of a rank of the job; none outside the placement."""

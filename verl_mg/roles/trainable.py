@@ -167,7 +167,8 @@ class TrainableRole(Role):
         self, batch: Batch, index: RowIndex, row_groups: Sequence[Sequence[Sequence[int]]]
     ) -> list[_MiniBatch]:
         """Returns the mini-batches, whose rows are transferred together; `row_groups`: by mini-batch."""
-        plans = [self.plan_micro_batches(index, groups) for groups in row_groups]
+        links = self._prefix_links(batch, index)
+        plans = [self.plan_micro_batches(index, groups, links) for groups in row_groups]
         scored = [[index.num_scored_tokens[row] for group in groups for row in group] for groups in row_groups]
         return [
             _MiniBatch(micro_batches, plan.cp_sizes, num_tokens=sum(counts), num_sequences=sum(n > 0 for n in counts))

@@ -1,0 +1,43 @@
+"""Rows of trajectories that share prefixes, for tests."""
+
+from __future__ import annotations
+
+import torch
+
+from verl_mg.batch import Batch, ColumnKind
+
+MAX_SEGMENTS = 1024
+# Of each row: its parent or None, first tokens of it, and tokens of its own. A chain, siblings of which one shares a
+# token less, a row that repeats all of another one, one that is a part of it, and one alone.
+TREES = (
+    ((None, 0, 12), (0, 9, 6), (1, 13, 5), (1, 4, 7), (0, 12, 1)),
+    ((None, 0, 5), (0, 5, 0), (0, 3, 0), (0, 4, 9), (3, 12, 3)),
+    ((None, 0, 8),),
+)
+
+
+def sharing_rows(vocab: int, seed: int = 0) -> Batch:
+    """Rows with the columns of an update, tokens of shared prefixes under the loss mask too."""
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[list[int]] = []
+    columns: dict[str, list[int]] = {"sample_id": [], "prefix_of": [], "prefix_length": []}
+    for trajectory, tree in enumerate(TREES):
+        first = len(rows)
+        for segment, (parent, count, own) in enumerate(tree):
+            prefix = [] if parent is None else rows[first + parent][:count]
+            rows.append([*prefix, *torch.randint(1, vocab, (own,), generator=generator).tolist()])
+            columns["sample_id"].append(trajectory * MAX_SEGMENTS + segment)
+            columns["prefix_of"].append(trajectory * MAX_SEGMENTS + (segment if parent is None else parent))
+            columns["prefix_length"].append(count)
+    batch = Batch.from_rows(rows)
+    for name, values in columns.items():
+        batch.put(name, torch.tensor(values), ColumnKind.SEQUENCE)
+    batch["loss_mask"] = torch.rand(batch.total_tokens, generator=generator) < 0.7
+    for name in ("advantages", "noise"):
+        batch[name] = torch.randn(batch.total_tokens, generator=generator)
+    return batch
+
+
+def tokens_computed_once() -> int:
+    """Number of tokens of the rows, those that they share counted once."""
+    return sum(own for tree in TREES for _, _, own in tree)

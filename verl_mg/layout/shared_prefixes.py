@@ -1,0 +1,174 @@
+"""Prefixes that rows share, and rows that share them together in micro-batches.
+
+A row may repeat the first tokens of an earlier one, its parent; so the rows form trees.
+
+    row 0    a b c d e
+    row 1    a b c x y      3 tokens of row 0
+    row 2    a b c x z      4 tokens of row 1, so 3 of row 0
+
+In a micro-batch each token is computed once: rows 0, 1 and 2 compute 5, 2 and 1 tokens. Where row 1 is in another
+micro-batch, row 2 shares 3 tokens with row 0; where row 0 is, rows 1 and 2 still share 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+Shared = dict[int, tuple[int, int]]
+"""{row: (row of the same micro-batch, number of first tokens that it computes for the row)}."""
+RowAmount = Callable[[int, int], float]
+"""(tokens of a row, how many of its first tokens another row computes) -> work or memory of the row."""
+
+
+@dataclass(frozen=True)
+class PrefixLinks:
+    """Rows of a batch, numbered as in its index, with the prefixes that they share."""
+
+    lengths: Sequence[int]
+    """(n,) tokens of each row."""
+    parents: Sequence[int]
+    """(n,) the row whose first tokens a row repeats, an earlier one; its own number where it repeats none."""
+    shared: Sequence[int]
+    """(n,) how many tokens that are."""
+
+    @classmethod
+    def from_columns(
+        cls, sample_ids: Sequence[int], lengths: Sequence[int], prefix_of: Sequence[int], prefix_length: Sequence[int]
+    ) -> PrefixLinks:
+        """Returns the links that columns of a batch describe; rows whose parent is not in the batch have none.
+
+        Args:
+            sample_ids: (n,) sample id of each row, ascending.
+            lengths: (n,) tokens of each row.
+            prefix_of: (n,) sample id of the row whose first tokens a row repeats; its own where there is none.
+            prefix_length: (n,) how many tokens that are.
+        """
+        rows = {sample_id: row for row, sample_id in enumerate(sample_ids)}
+        found = [rows.get(sample_id, row) for row, sample_id in enumerate(prefix_of)]
+        linked = [
+            parent < row and count > 0 for row, (parent, count) in enumerate(zip(found, prefix_length, strict=True))
+        ]
+        parents = [
+            parent if is_linked else row for row, (parent, is_linked) in enumerate(zip(found, linked, strict=True))
+        ]
+        shared = [
+            min(count, lengths[row], lengths[parents[row]]) if linked[row] else 0
+            for row, count in enumerate(prefix_length)
+        ]
+        return cls(lengths, parents, shared)
+
+    def path(self, row: int) -> tuple[int, ...]:
+        """Returns the ancestors of a row, the first one first, and the row."""
+        path = [row]
+        while self.parents[path[-1]] != path[-1]:
+            path.append(self.parents[path[-1]])
+        return tuple(reversed(path))
+
+
+@dataclass
+class SharingRows:
+    """Rows of one micro-batch, added one after the other."""
+
+    links: PrefixLinks
+    """Links of all rows of the batch."""
+    shared: Shared = field(default_factory=dict)
+    """First tokens that the rows share with those added before, without rows that share none."""
+    _nearest: Shared = field(default_factory=dict)
+    """For each row of the batch: the added row with most of its first tokens, and how many these are."""
+
+    @classmethod
+    def of(cls, links: PrefixLinks, rows: Iterable[int]) -> SharingRows:
+        """Returns a micro-batch of rows.
+
+        Args:
+            links: links of all rows of the batch.
+            rows: the rows.
+        """
+        added = cls(links)
+        for row in rows:
+            added.add(row)
+        return added
+
+    def shared_with(self, row: int) -> tuple[int, int]:
+        """Returns the row that computes the last token which a further row would share, and how many it would share."""
+        other, count, limit = row, 0, self.links.lengths[row]
+        for at in reversed(self.links.path(row)):
+            candidate, most = self._nearest.get(at, (row, 0))
+            if min(limit, most) > count:
+                other, count = candidate, min(limit, most)
+            limit = min(limit, self.links.shared[at])
+        while other in self.shared and count <= self.shared[other][1]:
+            other = self.shared[other][0]
+        return other, count
+
+    def add(self, row: int) -> None:
+        """Adds a row to the micro-batch."""
+        other, count = self.shared_with(row)
+        if count:
+            self.shared[row] = other, count
+        length = self.links.lengths[row]
+        for at in reversed(self.links.path(row)):
+            if self._nearest.get(at, (row, 0))[1] >= length:
+                return  # and as much of all rows above
+            self._nearest[at] = row, length
+            length = min(length, self.links.shared[at])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Rows that stay in one micro-batch."""
+
+    rows: list[int]
+    """Numbers of the rows."""
+    tokens: int
+    """Tokens, as a budget counts them."""
+    cost: float
+    """Predicted work."""
+
+
+def join_groups(
+    groups: Sequence[Sequence[int]], links: PrefixLinks, tokens: RowAmount, cost: RowAmount, ranks: int, budget: int
+) -> list[Unit]:
+    """Joins groups of rows that share prefixes, in the order of the trees.
+
+    A unit ends at the budget. It also ends where it has the work of a rank's share, so that no rank is idle, unless the
+    next group saves most of its work by joining.
+
+    Args:
+        groups: rows that must share a micro-batch, by group.
+        links: prefixes that the rows share.
+        tokens: tokens of a row, as the budget counts them.
+        cost: predicted work of a row.
+        ranks: number of data-parallel ranks.
+        budget: maximum number of tokens of a micro-batch with several groups.
+    """
+
+    def unit(rows: Sequence[int], beside: SharingRows) -> Unit:
+        """Returns rows with what they add to a micro-batch."""
+        sizes = [(links.lengths[row], beside.shared_with(row)[1]) for row in rows]
+        return Unit(list(rows), sum(math.ceil(tokens(*size)) for size in sizes), sum(cost(*size) for size in sizes))
+
+    everything = SharingRows.of(links, (row for group in groups for row in group))
+    shared = [(row, everything.shared.get(row, (row, 0))[1]) for group in groups for row in group]
+    rank_share = sum(cost(links.lengths[row], count) for row, count in shared) / ranks
+    units: list[Unit] = []
+    packed, tree = SharingRows(links), -1
+    for path, group in sorted((links.path(group[0]), group) for group in groups):
+        alone, joining = unit(group, SharingRows(links)), unit(group, packed)
+        if path[0] == tree and _joins(units[-1], joining, alone, rank_share, budget):
+            last = units.pop()
+            units.append(Unit(last.rows + joining.rows, last.tokens + joining.tokens, last.cost + joining.cost))
+        else:
+            packed, tree = SharingRows(links), path[0]
+            units.append(alone)
+        for row in group:
+            packed.add(row)
+    return units
+
+
+def _joins(unit: Unit, joining: Unit, alone: Unit, rank_share: float, budget: int) -> bool:
+    if unit.tokens + joining.tokens > budget:
+        return False
+    return unit.cost < rank_share or joining.cost <= alone.cost / 2

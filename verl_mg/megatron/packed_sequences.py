@@ -1,0 +1,155 @@
+"""Description of the packed sequences of a micro-batch, which the attention of every layer reads.
+
+Shapes as in `attention`; K is the number of keys of all sequences. A sequence whose first tokens another one computes
+has queries for the tokens behind them only, and keys for all, which are gathered from where they are computed:
+
+    row 0: a b c d    row 1: a b x y        T = 6: a b c d x y
+    queries of row 1: x y                   K = 8: a b c d a b x y
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from verl_mg.device import copy_to
+from verl_mg.megatron.flex_attention import BlockMask, block_mask
+from verl_mg.megatron.gathered_attention import order_of_gathered
+from verl_mg.megatron.token_order import zigzag_tokens
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Description of packed sequences, computed once for a micro-batch and read by the attention of every layer."""
+
+    cos: Tensor | None = None
+    """(T, 1, rotary width) float32, cosines of the rotary embedding at each token's position in its sequence; with
+    `zigzag` of this rank's tokens only."""
+    sin: Tensor | None = None
+    """(T, 1, rotary width) float32, sines of the rotary embedding; with `zigzag` of this rank's tokens only."""
+    inverse_frequencies: Tensor | None = None
+    """(rotary width / 2,) float32, frequencies of the rotary embedding."""
+    attention_scaling: float = 1.0
+    """Factor of cosines and sines of the rotary embedding, which `cos` and `sin` contain."""
+    lengths: Tensor | None = None
+    """(n,) int64 on the CPU, tokens of each sequence that are computed for it."""
+    key_lengths: Tensor | None = None
+    """(n,) int64 on the CPU, tokens of each sequence, those included that another one computes."""
+    keys: Tensor | None = None
+    """(K,) int64 on the device, index of each key among the T tokens; None where K = T and the keys are in order."""
+    experts: Mapping[int, Tensor] | None = None
+    """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
+    cp_group: dist.ProcessGroup | None = None
+    """Ranks that share the micro-batch."""
+    zigzag: bool = False
+    """Whether a rank has two chunks of each sequence, see `token_order`, and not T / cp neighbouring tokens."""
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    """Masks of all layers with the same window, see `block_mask`."""
+
+    def keep(self, local: Tensor) -> None:
+        """Keeps the rotary embeddings of this rank's tokens only, for ranks with two chunks of each sequence.
+
+        Args:
+            local: (T / cp,) int64, places of these tokens on the device.
+        """
+        assert self.cos is not None and self.sin is not None
+        self.zigzag, self.cos, self.sin = True, self.cos[local], self.sin[local]
+
+    @cached_property
+    def angles(self) -> Tensor:
+        """Rotary angles of each position of the longest sequence: (longest, rotary width / 2) float32."""
+        assert self.inverse_frequencies is not None
+        return (
+            torch.arange(self.max_seqlen_q, device=self.inverse_frequencies.device)[:, None] * self.inverse_frequencies
+        )
+
+    @cached_property
+    def angles_of_halves(self) -> Tensor:
+        """`angles` of the elements of a head whose rotary pairs are one half apart: (longest, 1, 1, rotary width)."""
+        return self.angles.repeat(1, 2)[:, None, None, :]
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Returns the block mask of this rank's queries, see `flex_attention`.
+
+        Args:
+            window: number of tokens that a token attends to at most, itself included; None for all.
+        """
+        if window not in self.block_masks:
+            assert self.lengths is not None and self.key_lengths is not None and self.cos is not None
+            queries = None
+            if self.keys is not None:
+                queries = self._places_among_keys()
+            elif self.zigzag:
+                assert self.cp_group is not None
+                queries = zigzag_tokens(self.lengths, self.cp_group.size(), self.cp_group.rank())
+            self.block_masks[window] = block_mask(self.key_lengths, window, self.cos.device, queries)
+        return self.block_masks[window]
+
+    @cached_property
+    def gathered_order(self) -> Tensor:
+        """Index of each token among those of all context-parallel ranks, with `zigzag`: (T,) int64."""
+        assert self.lengths is not None and self.cos is not None and self.cp_group is not None
+        return order_of_gathered(self.lengths, self.cp_group.size(), self.cos.device)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(number of sequences, queries, keys) of neighbouring sequences with equally many queries and keys.
+
+        Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied.
+        """
+        assert self.lengths is not None and self.key_lengths is not None
+        sizes, counts = torch.stack([self.lengths, self.key_lengths]).unique_consecutive(return_counts=True, dim=1)
+        return list(zip(counts.tolist(), *sizes.tolist(), strict=True))
+
+    def _places_among_keys(self) -> Tensor:
+        """Returns the indices of the T tokens among the K keys of their sequences, ascending, on the CPU."""
+        assert self.lengths is not None and self.key_lengths is not None
+        behind = self.key_lengths.cumsum(0) - self.lengths.cumsum(0)
+        return torch.arange(int(self.lengths.sum())) + torch.repeat_interleave(behind, self.lengths)
+
+
+def describe_sequences(
+    lengths: Tensor,
+    inverse_frequencies: Tensor,
+    attention_scaling: float,
+    key_lengths: Tensor | None = None,
+    keys: Tensor | None = None,
+) -> PackedSequences:
+    """Describes packed sequences, on the device of `inverse_frequencies`.
+
+    Args:
+        lengths: (n,) int64 on the CPU, tokens of each sequence that are computed for it.
+        inverse_frequencies: (rotary width / 2,) float32, as `transformers` computes them.
+        attention_scaling: factor of cosines and sines, as `transformers` computes it.
+        key_lengths: (n,) int64 on the CPU, tokens of each sequence; None for `lengths`.
+        keys: (K,) int64 on the CPU, index of each key among the T tokens; None where each sequence computes its own.
+    """
+    device = inverse_frequencies.device
+    key_lengths = lengths if key_lengths is None else key_lengths
+    ends, key_ends = lengths.cumsum(0), key_lengths.cumsum(0)
+    behind = key_lengths - lengths  # tokens in front of those that are computed
+    positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - lengths - behind, lengths)
+    angles = copy_to(device, positions.float())[:, None] * inverse_frequencies
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    cumulative = copy_to(device, F.pad(ends, (1, 0)).int())
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative if keys is None else copy_to(device, F.pad(key_ends, (1, 0)).int()),
+        max_seqlen_q=int(lengths.max()),
+        max_seqlen_kv=int(key_lengths.max()),
+        cos=angles.cos() * attention_scaling,
+        sin=angles.sin() * attention_scaling,
+        inverse_frequencies=inverse_frequencies,
+        attention_scaling=attention_scaling,
+        lengths=lengths,
+        key_lengths=key_lengths,
+        keys=None if keys is None else copy_to(device, keys),
+    )

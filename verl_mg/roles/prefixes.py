@@ -1,0 +1,80 @@
+"""Prefixes that rows of a batch share: where training computes them once, and what the ranks know about them.
+
+Two sequence columns (int64) describe them:
+
+    prefix_of        sample id of the row whose first tokens the row repeats; its own where it repeats none
+    prefix_length    how many tokens that are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.distributed.collectives import all_gather_bytes
+from verl_mg.layout.shared_prefixes import PrefixLinks, Shared
+from verl_mg.megatron.microbatch import SHARED_TOKENS, SHARED_WITH
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.routing import COLUMN as ROUTED_EXPERTS
+from verl_mg.megatron.transformer_config import exchanges_keys
+from verl_mg.roles.rows.index import RowIndex
+
+PREFIX_COLUMNS = ("prefix_of", "prefix_length")
+"""Columns of the prefixes that rows share."""
+
+
+def can_share_prefixes(runner: ModelRunner, columns: Container[str]) -> bool:
+    """Returns whether shared prefixes are computed once; otherwise every row is computed whole.
+
+    Not with prescribed experts, which may differ between rows for the same token. Not where context-parallel ranks
+    exchange keys and values, as each of them has two chunks of a sequence; nor where the number of these ranks depends
+    on the length of a row.
+
+    Args:
+        runner: the model.
+        columns: names of the columns of the batch.
+    """
+    if not all(name in columns for name in PREFIX_COLUMNS):
+        return False
+    prescribed = ROUTED_EXPERTS in columns and runner.table.config.experts is not None
+    exchanged = runner.layout.cp > 1 and exchanges_keys(runner.megatron)
+    return not (prescribed or exchanged or runner.groups.dynamic_cp)
+
+
+def gather_links(batch: Batch, index: RowIndex) -> PrefixLinks:
+    """Returns the prefixes that the rows of a batch share; all ranks call it together.
+
+    Args:
+        batch: this rank's rows.
+        index: the index of the batch.
+    """
+    names = ("sample_id", *PREFIX_COLUMNS)
+    rows = torch.empty(0, len(names), dtype=torch.int64)
+    if len(batch):  # a rank without rows may have columns of other types
+        rows = torch.stack([batch[name].long() for name in names], dim=1)
+    gathered = all_gather_bytes(rows.flatten().view(torch.uint8))
+    everything = torch.cat([part.clone().view(torch.int64) for part in gathered]).view(-1, len(names))
+    sample_ids, prefix_of, prefix_length = everything[everything[:, 0].argsort()].unbind(1)
+    assert tuple(sample_ids.tolist()) == index.sample_ids
+    return PrefixLinks.from_columns(index.sample_ids, index.lengths, prefix_of.tolist(), prefix_length.tolist())
+
+
+def mark_shared(rows: Batch, numbers: Sequence[int], shared: Shared) -> Batch:
+    """Adds the columns of rows that share their first tokens, see `microbatch`, where there are such rows.
+
+    Args:
+        rows: rows of a micro-batch.
+        numbers: numbers of these rows in the index.
+        shared: first tokens of rows that another row of their micro-batch computes.
+
+    Returns:
+        `rows`.
+    """
+    if any(number in shared for number in numbers):
+        place = {number: row for row, number in enumerate(numbers)}
+        found = [shared.get(number, (number, 0)) for number in numbers]
+        rows.put(SHARED_WITH, torch.tensor([place[other] for other, _ in found]), ColumnKind.SEQUENCE)
+        rows.put(SHARED_TOKENS, torch.tensor([count for _, count in found]), ColumnKind.SEQUENCE)
+    return rows
