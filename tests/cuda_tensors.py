@@ -36,6 +36,8 @@ WITHOUT_KERNEL = {
 """Operations that move no data on the device, besides views."""
 UNFUSED = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "sort", "topk", "_embedding_bag", "scatter", "scatter_")
 """Operations that torch.compile does not join with others."""
+ENDS = ("cu_seq_q", "cu_seq_k")
+"""Arguments of torch's variable-length attention: the ends of sequences of queries and of keys."""
 PINNED = "is_in_pinned_memory"
 """Attribute of CPU tensors."""
 
@@ -339,13 +341,16 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     assert same or attention.current_flash_attention_impl(), (
         "FlashAttention-2 has one width for queries, keys and values"
     )
-    assert given["cu_seq_q"].dtype is torch.int32, "the kernel reads 32-bit lengths"
+    assert all(given[name].dtype is torch.int32 for name in ENDS), "the kernel reads 32-bit lengths"
     repeat = inputs[0].shape[1] // inputs[1].shape[1]
     assert repeat == 1 or given.get("enable_gqa", True), "fewer heads of keys need enable_gqa"
     backward = _name(func) == "_varlen_attn_backward"
-    columns = [*inputs, given["grad_out"]] if backward else inputs
-    ends = given["cu_seq_q"].tolist()
-    parts = [_attend([x[start:end] for x in columns], given, repeat) for start, end in pairwise(ends)]
+    query, key, value = inputs
+    of_queries, of_keys = [query, given["grad_out"]] if backward else [query], [key, value]
+    parts = []
+    for (start, end), (first, last) in zip(*(pairwise(given[name].tolist()) for name in ENDS), strict=True):
+        (q, *gradient), keys = [x[start:end] for x in of_queries], [x[first:last] for x in of_keys]
+        parts.append(_attend([q, *keys, *gradient], given, repeat))
     results = tuple(torch.cat(part).to(inputs[0].dtype) for part in zip(*parts, strict=True))
     if backward:
         return results
@@ -354,11 +359,15 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _attend(columns: list[Tensor], options: dict[str, Any], repeat: int) -> tuple[Tensor, ...]:
-    """Returns the context of one sequence, or the gradients of queries, keys and values; all (length, heads, width)."""
+    """Returns the context of one sequence, or the gradients of queries, keys and values; all (length, heads, width).
+
+    Queries are those of the last tokens.
+    """
     query, key, value, *gradient = (x.float().transpose(0, 1) for x in columns)
     key, value = key.repeat_interleave(repeat, 0), value.repeat_interleave(repeat, 0)
     left, right = options["window_size"]
-    distance = torch.arange(query.shape[1])[:, None] - torch.arange(query.shape[1])
+    length, keys = query.shape[1], key.shape[1]
+    distance = torch.arange(keys - length, keys)[:, None] - torch.arange(keys)
     visible = (distance >= -right) & ((distance <= left) if left >= 0 else True)
     scale = options["scale"] or query.shape[2] ** -0.5
     weights = (query @ key.mT * scale).masked_fill(~visible, -torch.inf).softmax(-1)

@@ -59,7 +59,7 @@ def main() -> None:
         folder = Path(name)
         earlier = _checkout(options.before, folder / "earlier")
         for model in options.models:
-            path = _make_model(folder / model, *MODELS[model])
+            path = make_model(folder / model, *MODELS[model])
             sides = {"before": _Worker(earlier, path, options.threads), "now": _Worker(ROOT, path, options.threads)}
             rounds = [{side: worker.step() for side, worker in sides.items()} for _ in range(options.rounds + 1)]
             for worker in sides.values():
@@ -77,7 +77,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _make_model(folder: Path, architecture: str, fields: dict[str, Any]) -> Path:
+def make_model(folder: Path, architecture: str, fields: dict[str, Any]) -> Path:
     """Writes a model with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -55,7 +55,7 @@ def test_join_groups_keeps_each_row_once_within_the_budget_and_computes_no_more_
 
 
 @given(STEPS)
-def test_join_groups_on_one_rank_with_room_computes_each_token_of_the_batch_once(steps):
+def test_join_groups_on_one_rank_without_a_limit_computes_each_token_of_the_batch_once(steps):
     rows, links = rows_of(steps)
     units = join_groups([[row] for row in range(len(rows))], links, lambda n, s: n - s, FLOPS, 1, 10**6)
     assert sum(unit.tokens for unit in units) == tokens_of_trie(rows)

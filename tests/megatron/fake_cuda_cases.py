@@ -80,8 +80,9 @@ def train(
     rank: int,
     recompute: bool,
     megatron: MegatronConfig | None = None,
+    rows: Batch | None = None,
 ) -> Trained:
-    """Inference and two updates; what other ranks would send is made up."""
+    """Inference and two updates; what other ranks would send is made up. rows: those of `rows_of` by default."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     device.group_backend = lambda: "fake"  # this process ends with the case
     groups = ParallelGroups(Placement(Layout.parse(layout).fit(ranks), tuple(range(ranks))))
@@ -93,7 +94,7 @@ def train(
         with torch.no_grad():
             for weight in weights.values():
                 weight.normal_(std=0.1)
-    rows, trained = rows_of(model), Trained()
+    rows, trained = rows_of(model) if rows is None else rows, Trained()
     hidden = [-(-rows.total_tokens // groups.layout.tp), 1, read_config(model).hidden]
     fake.receive = lambda sent: sent.copy_(torch.tensor(hidden)) if sent.dtype is torch.int64 else sent.fill_(0.1)
 

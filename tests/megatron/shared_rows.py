@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.layout.shared_prefixes import PrefixLinks, SharingRows
+from verl_mg.roles.prefixes import mark_shared
 
 MAX_SEGMENTS = 1024
 # Of each row: its parent or None, first tokens of it, and tokens of its own. A chain, siblings of which one shares a
@@ -38,6 +40,16 @@ def sharing_rows(vocab: int, seed: int = 0) -> Batch:
     return batch
 
 
-def tokens_computed_once() -> int:
-    """Number of tokens of the rows, those that they share counted once."""
-    return sum(own for tree in TREES for _, _, own in tree)
+def sharing_micro_batch(vocab: int) -> Batch:
+    """The same rows as one micro-batch, in which shared tokens are computed once."""
+    batch = sharing_rows(vocab)
+    numbers = range(len(batch))
+    columns = (batch[name].tolist() for name in ("sample_id", "prefix_of", "prefix_length"))
+    sample_ids, prefix_of, prefix_length = columns
+    links = PrefixLinks.from_columns(sample_ids, batch.lengths.tolist(), prefix_of, prefix_length)
+    return mark_shared(batch, numbers, SharingRows.of(links, numbers).shared)
+
+
+def positions_computed_once() -> list[int]:
+    """Positions of the tokens of the rows, those that they share counted once."""
+    return [position for tree in TREES for _, count, own in tree for position in range(count, count + own)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import attention as torch_attention
-from torch.nn.attention import flex_attention, varlen
+from torch.nn.attention import bias, flex_attention, varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import verl_mg.megatron  # noqa: F401
@@ -28,6 +28,8 @@ from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequence
 from verl_mg.megatron.token_order import zigzag_tokens
 
 LENGTHS, HEADS, WIDTH = (5, 1, 7), 6, 8
+KEYS = (5, 4, 11)
+"""Keys of sequences whose first tokens are computed with others."""
 INSTALLED = inspect.signature(varlen.varlen_attn)
 
 
@@ -44,14 +46,17 @@ def kernel(signature: inspect.Signature, calls: list[dict[str, Any]]) -> Callabl
         bound = signature.bind(*arguments, **options)
         bound.apply_defaults()
         calls.append(given := bound.arguments)
-        sequences = zip(*(given[name].split(LENGTHS) for name in ("query", "key", "value")), strict=True)
+        ends = {"query": given["cu_seq_q"], "key": given["cu_seq_k"], "value": given["cu_seq_k"]}
+        assert [int(given[f"cu_seq_{side}"].diff().max()) for side in "qk"] == [given["max_q"], given["max_k"]]
+        sequences = zip(*(given[name].split(end.diff().tolist()) for name, end in ends.items()), strict=True)
         left, right = given["window_size"]
         assert right == 0
         return torch.cat([one(q, k, v, left, given) for q, k, v in sequences])
 
     def one(query: Tensor, key: Tensor, value: Tensor, left: int, given: dict[str, Any]) -> Tensor:
-        visible = torch.ones(len(query), len(query), dtype=torch.bool).tril()
-        visible = visible if left < 0 else visible.triu(-left)
+        behind = len(key) - len(query)  # the queries are those of the last tokens
+        visible = torch.ones(len(query), len(key), dtype=torch.bool).tril(behind)
+        visible = visible if left < 0 else visible.triu(behind - left)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         context = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, scale=given["scale"], enable_gqa=given.get("enable_gqa", False)
@@ -60,6 +65,12 @@ def kernel(signature: inspect.Signature, calls: list[dict[str, Any]]) -> Callabl
 
     attend.__signature__ = signature  # type: ignore[attr-defined]
     return attend
+
+
+def described(lengths: tuple[int, ...], keys: tuple[int, ...] | None) -> PackedSequences:
+    """Sequences with these numbers of queries, and of keys where some are those of other sequences."""
+    gathered = (torch.tensor(keys), torch.zeros(sum(keys), dtype=torch.int64)) if keys else ()
+    return describe_sequences(torch.tensor(lengths), torch.ones(WIDTH // 2), 1.0, *gathered)
 
 
 def attention(window: int | None, softcap: float | None = None) -> PackedAttention:
@@ -71,19 +82,23 @@ def attention(window: int | None, softcap: float | None = None) -> PackedAttenti
 @pytest.mark.parametrize("kv_heads", [2, 6])
 @pytest.mark.parametrize("value_width", [8, 5])
 @pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["whole", "shared"])
 def test_ragged_kernel_gets_what_it_takes(
     monkeypatch: pytest.MonkeyPatch,
     signature: inspect.Signature,
     kv_heads: int,
     value_width: int,
     window: int | None,
+    keys: tuple[int, ...] | None,
 ) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(varlen, "varlen_attn", kernel(signature, calls))
     generator = torch.Generator().manual_seed(0)
     shapes = ((HEADS, WIDTH), (kv_heads, WIDTH), (kv_heads, value_width))
-    query, key, value = (torch.randn(sum(LENGTHS), *shape, generator=generator) for shape in shapes)
-    packed = describe_sequences(torch.tensor(LENGTHS), torch.ones(WIDTH // 2), 1.0)
+    counts = (sum(LENGTHS), *2 * (sum(keys or LENGTHS),))
+    drawn = (torch.randn(count, *shape, generator=generator) for count, shape in zip(counts, shapes, strict=True))
+    query, key, value = drawn
+    packed = described(LENGTHS, keys)
     module = attention(window)
     context = module._with_ragged_kernel(query, key, value, packed)
     expected = module._length_by_length(query, key, value, packed)
@@ -95,19 +110,22 @@ def test_ragged_kernel_gets_what_it_takes(
 
 
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(6, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("window", [None, 40])
-def test_softcap_by_block_mask_equals_matrix_products(ranks: RankPool, kv_heads: int, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "shares"), [(None, False), (40, False), (40, True)])
+def test_softcap_by_block_mask_equals_matrix_products(
+    ranks: RankPool, kv_heads: int, window: int | None, shares: bool
+) -> None:
     # Gradients through torch's compiler start threads in a process, from which no ranks could be forked again.
-    ((found, expected),) = ranks.run(1, attend_with_softcap, kv_heads, window)
+    ((found, expected),) = ranks.run(1, attend_with_softcap, kv_heads, window, shares)
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def attend_with_softcap(kv_heads: int, window: int | None) -> list[list[Tensor]]:
+def attend_with_softcap(kv_heads: int, window: int | None, shares: bool) -> list[list[Tensor]]:
     """Output and gradients by a block mask, and by matrix products."""
-    packed = describe_sequences(torch.tensor([150, 1, 7, 100]), torch.ones(WIDTH // 2), 1.0)
+    packed = described((150, 1, 7, 100), (150, 141, 8, 190) if shares else None)
     module = attention(window, softcap=0.5)
-    return outputs_and_gradients((module._with_block_mask, module._length_by_length), packed, 258, kv_heads)
+    functions = (module._with_block_mask, module._length_by_length)
+    return outputs_and_gradients(functions, packed, 258, kv_heads, 489 if shares else 258)
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5])
@@ -130,15 +148,16 @@ def attend_to_gathered(softcap: float | None, window: int | None) -> list[list[T
         return lambda query, key, value, packed: attend(query, *module._gathered(key, value, packed), packed)
 
     functions = [to_gathered(attend) for attend in (module._with_block_mask, module._length_by_length)]
-    return outputs_and_gradients(functions, packed, 382, 2)
+    return outputs_and_gradients(functions, packed, 382, 2, 382)
 
 
 def outputs_and_gradients(
-    functions: Iterable[Callable[..., Tensor]], packed: PackedSequences, tokens: int, kv_heads: int
+    functions: Iterable[Callable[..., Tensor]], packed: PackedSequences, tokens: int, kv_heads: int, keys: int
 ) -> list[list[Tensor]]:
     """Outputs of functions of attention, and gradients of queries, keys and values."""
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(tokens, heads, WIDTH, generator=generator) for heads in (HEADS, kv_heads, kv_heads)]
+    shapes = ((tokens, HEADS), (keys, kv_heads), (keys, kv_heads))
+    inputs = [torch.randn(*shape, WIDTH, generator=generator) for shape in shapes]
     gradient, results = torch.randn(tokens, HEADS, WIDTH, generator=generator), []
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # torch refuses gradients on the CPU, for its compiler; not compiled it computes them, and warns.
@@ -188,6 +207,22 @@ def listed(mask: BlockMask) -> list[list[list[int]]]:
         [row[:count].tolist() for row, count in zip(indices[0, 0], counts[0, 0].tolist(), strict=True)]
         for counts, indices in pairs
     ]
+
+
+def test_causal_mask_of_the_flash_kernel_in_torch_is_that_of_the_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes its lower-right bias by the kernel with is_causal, where there are more keys than queries."""
+    calls: list[dict[str, Any]] = []
+
+    def attend(*_: Any, **options: Any) -> tuple[Tensor]:
+        calls.append(options)
+        return (torch.zeros(1, 2, 3, WIDTH),)
+
+    monkeypatch.setattr(bias, "can_use_flash_attention", lambda *_: True)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", attend)
+    query, key = torch.zeros(1, 2, 3, WIDTH), torch.zeros(1, 2, 5, WIDTH)
+    torch.nn.functional.scaled_dot_product_attention(query, key, key, attn_mask=bias.causal_lower_right(3, 5))
+    assert [call["is_causal"] for call in calls] == [True]
+    assert "for this particular op it means lower right" in inspect.getsource(bias.CausalBias._dispatch)
 
 
 def test_installed_torch_has_flash_attention_3() -> None:

@@ -12,9 +12,12 @@ import torch
 
 from tests.fake_cuda import ROOT, FakeCudaProcess, recorded_cuda_calls
 from tests.megatron import fake_cuda_cases as cases
+from tests.megatron.shared_rows import sharing_micro_batch
 from tests.megatron.training import assert_equal, assert_logprobs_near, train_in_plain_torch
 from tests.tiny_models import LATENT, MIXTURES, VARIANTS, oracle, oracle_outputs, tiny_model
+from verl_mg.batch import Batch
 from verl_mg.config import MegatronConfig
+from verl_mg.models.hf_config import read_config
 
 LAYERS = 2
 FFN = 64
@@ -64,9 +67,9 @@ def assert_trains(trained: cases.Trained) -> None:
     assert sum(ours["infer"].values()) == inferred
 
 
-def assert_like_transformers(trained: cases.Trained, model: Path) -> None:
+def assert_like_transformers(trained: cases.Trained, model: Path, rows: Batch | None = None) -> None:
     """Log-probs differ by the rounding of bfloat16."""
-    rows = cases.rows_of(model)
+    rows = cases.rows_of(model) if rows is None else rows
     scored = rows["loss_mask"] & (rows.positions > 0)
     with torch.no_grad():
         expected, _ = oracle_outputs(oracle(model), rows, cases.TEMPERATURE)
@@ -134,6 +137,19 @@ def test_train_with_gathered_keys_on_cuda_needs_no_wait_for_a_micro_batch(
     trained = fake_cuda.run(cases.train, models["gemma2"], "cp2", 2, 1, False, gathered)
     assert_trains(trained)
     assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(family, marks=pytest.mark.nightly) for family in ("gemma2", "deepseek_v3"))]
+)
+def test_train_shared_prefixes_on_cuda_needs_no_wait_for_a_micro_batch(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str
+) -> None:
+    rows = sharing_micro_batch(read_config(models[family]).vocab)
+    trained = fake_cuda.run(cases.train, models[family], "tp1", 1, 0, False, None, rows)
+    assert_trains(trained)
+    assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
+    assert_like_transformers(trained, models[family], rows)
 
 
 def test_two_steps_in_float32_on_cuda_equal_transformers(

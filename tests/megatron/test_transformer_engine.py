@@ -115,7 +115,7 @@ def test_train_with_transformer_engine_equals_transformers(transformer_engine, m
     assert_equal(results, expected, 2e-5)
 
 
-def attended(latent, window, scaling):
+def attended(latent, window, scaling, shares=False):
     """Output and gradients of attention with Transformer Engine's kernels, and with torch's."""
     from verl_mg.megatron.attention import PackedAttention
     from verl_mg.megatron.latent_attention import PackedMLA
@@ -123,7 +123,8 @@ def attended(latent, window, scaling):
     from verl_mg.megatron.transformer_engine_spec import FusedAttention, FusedMLA
 
     config = SimpleNamespace(softmax_scale=None, qk_head_dim=8, v_head_dim=6)
-    packed = describe_sequences(torch.tensor([5, 1, 7]), torch.tensor([1.0, 0.3]), scaling)
+    keys = (torch.tensor([5, 3, 11]), torch.tensor([*range(5), 0, 1, 5, *range(4), *range(6, 13)])) if shares else ()
+    packed = describe_sequences(torch.tensor([5, 1, 7]), torch.tensor([1.0, 0.3]), scaling, *keys)
     packed.cp_group = dist.group.WORLD
     shapes = ((13, 4, 12), (13, 1, 4), (13, 4, 14)) if latent else ((13, 4, 4), (13, 2, 4), (13, 2, 4))
     drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(9)) for shape in shapes]
@@ -158,8 +159,9 @@ def test_attention_before_hopper_is_that_of_torch(transformer_engine, configs, c
     ("latent", "window", "scaling"),
     [(None, None, 1.0), (None, 3, 1.0), (None, None, 1.3), ("halves", None, 1.3), ("interleaved", None, 1.0)],
 )
-def test_attention_of_transformer_engine_equals_that_of_torch(transformer_engine, latent, window, scaling):
-    ((found, expected),) = transformer_engine.run(1, attended, latent, window, scaling)
+@pytest.mark.parametrize("shares", [False, True])
+def test_attention_of_transformer_engine_equals_that_of_torch(transformer_engine, latent, window, scaling, shares):
+    ((found, expected),) = transformer_engine.run(1, attended, latent, window, scaling, shares)
     assert found[0].any()
     for values, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)

@@ -1,23 +1,31 @@
 """Updates and log-probs of rows that share prefixes, against the same rows computed whole and `transformers`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.megatron.layout_models import MODELS, make_model
-from tests.megatron.shared_rows import sharing_rows, tokens_computed_once
+from tests.megatron.shared_rows import positions_computed_once, sharing_rows
 from tests.megatron.training import assembled, gradients_here, token_loss
 from tests.roles.updates import TEMPERATURE, role_on
 from tests.tiny_models import oracle, oracle_outputs
 from verl_mg.config import LoraConfig, MegatronConfig
+from verl_mg.layout import Layout
+from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
+from verl_mg.monitor.throughput import Throughput
 from verl_mg.roles.models import Actor, Critic
+from verl_mg.roles.prefixes import can_share_prefixes
+from verl_mg.sharding.weight_table import weight_table
 
 ROOMY, TIGHT = 4096, 24
 LAYOUTS = [
     ("dense", "tp1", 1, ROOMY, {}),
-    ("latent", "tp2-cp2-ep2-etp1", 4, TIGHT, {}),
-    ("capped", "pp2", 2, ROOMY, {}),
+    ("dense", "pp2", 2, TIGHT, {}),
+    ("latent", "cp2-ep2", 2, TIGHT, {}),
+    ("capped", "tp2", 2, ROOMY, {}),
 ]
 NIGHTLY_LAYOUTS = [
     ("dense", "tp2", 2, ROOMY, {}),
@@ -27,8 +35,9 @@ NIGHTLY_LAYOUTS = [
     ("dense", "pp2-vpp3", 2, TIGHT, {}),
     ("dense", "tp2-cp2", 4, ROOMY, {"recompute": True}),
     ("dense", "tp2", 2, TIGHT, {"lora": LoraConfig(rank=4)}),
-    ("mixture", "tp2-ep2", 2, ROOMY, {}),
+    ("mixture", "tp2-ep2", 4, ROOMY, {}),
     ("mixture", "pp2-ep2", 4, TIGHT, {}),
+    ("latent", "tp2-cp2-ep2-etp1", 4, TIGHT, {}),
     ("latent", "tp2-pp2", 4, ROOMY, {"recompute": ["core_attn", "mla_up_proj", "layernorm"]}),
     ("latent", "ep2", 2, TIGHT, {}),
     ("capped", "cp2", 2, ROOMY, {}),
@@ -43,11 +52,11 @@ def models(tmp_path_factory):
     return {name: make_model(folder / name, name) for name in MODELS}
 
 
-def passes(model, layout, budget, batch, shares, kind=Actor, **options):
-    """Own row numbers and outputs of this rank's rows, then metrics, gradients, and tokens of an update."""
+def passes(model, layout, budget, batch, shares, kind=Actor, options=()):
+    """Numbers and outputs of this rank's rows, then metrics, gradients, tokens and FLOPs of an update."""
     batch = batch if shares else batch.select_columns(set(batch.names()) - {"prefix_of", "prefix_length"})
     own = list(range(dist.get_rank(), len(batch), dist.get_world_size()))
-    role, mine = role_on(kind, model, layout, budget, **options), batch.select(own)
+    role, mine = role_on(kind, model, layout, budget, **dict(options)), batch.select(own)
     outputs = role.forward(mine).split(mine.lengths.tolist())
     trainer, gradients, tokens = role.trainer, [], []
     step = trainer.optimizer.step
@@ -57,12 +66,15 @@ def passes(model, layout, budget, batch, shares, kind=Actor, **options):
         return step()
 
     trainer.optimizer.step = seen
+    throughput = Throughput([role.runner], peak=1.0)
     role.runner.chunks[0].register_forward_pre_hook(lambda _, given: tokens.append(int(given[0].packed.lengths.sum())))
-    return own, outputs, role.update(mine, token_loss, "token-mean"), gradients, sum(tokens)
+    metrics = role.update(mine, token_loss, "token-mean")
+    flops = throughput.iteration([mine], 1.0)["time/mfu"] * dist.get_world_size()
+    return own, outputs, metrics, gradients, sum(tokens), flops
 
 
 def assert_same(shared, whole, tolerance=1e-5):
-    """The rows' outputs, the metrics and every gradient; of the first rank where all have them."""
+    """The rows' outputs, the metrics, and every gradient of the weights; adapters' are in the metric of its norm."""
     for (own, outputs, *_), (_, expected, *_) in zip(shared, whole, strict=True):
         for row, found, wanted in zip(own, outputs, expected, strict=True):
             assert torch.allclose(found, wanted, atol=tolerance, rtol=tolerance), row
@@ -70,10 +82,17 @@ def assert_same(shared, whole, tolerance=1e-5):
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=tolerance, abs=1e-9), name
     gradients, wanted = (assembled([part for result in results for part in result[3]]) for results in (shared, whole))
-    assert gradients.keys() == wanted.keys() and wanted
+    assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         error = (gradients[name] - gradient).abs().max()
         assert error <= tolerance * gradient.abs().max(), f"{name}: {error / gradient.abs().max():.1e}"
+
+
+def flops_of_tokens(model):
+    """FLOPs of a forward pass over tokens that are computed once, each of which sees those before it and itself."""
+    table = weight_table(read_config(model))
+    flops = row_flops(table.config, table.tensor_index)
+    return sum(flops.per_token + flops.per_pair * (2 * position + 1) for position in positions_computed_once())
 
 
 @pytest.mark.parametrize(("name", "layout", "count", "budget", "options"), CASES)
@@ -81,11 +100,13 @@ def test_update_and_logprobs_of_shared_prefixes_equal_those_of_whole_rows(
     ranks, models, name, layout, count, budget, options
 ):
     model, batch = models[name], sharing_rows(read_config(models[name]).vocab)
-    shared, whole = (ranks.run(count, passes, model, layout, budget, batch, on, **options) for on in (True, False))
+    shared, whole = (ranks.run(count, passes, model, layout, budget, batch, on, Actor, options) for on in (True, False))
     assert_same(shared, whole)
     assert sum(result[4] for result in shared) < sum(result[4] for result in whole)
     if layout == "tp1":
-        assert (shared[0][4], whole[0][4]) == (tokens_computed_once(), batch.total_tokens)
+        assert (shared[0][4], whole[0][4]) == (len(positions_computed_once()), batch.total_tokens)
+        assert shared[0][5] == pytest.approx(3 * flops_of_tokens(model))
+    assert shared[0][5] < whole[0][5]
     with torch.no_grad():
         logprobs, _ = oracle_outputs(oracle(model), batch, TEMPERATURE)
     expected = torch.where(batch["loss_mask"] & (batch.positions > 0), logprobs, 0).split(batch.lengths.tolist())
@@ -103,6 +124,30 @@ def test_update_and_values_of_shared_prefixes_equal_those_of_whole_rows(ranks, m
     assert sum(result[4] for result in shared) < sum(result[4] for result in whole)
 
 
+@pytest.mark.parametrize(
+    ("layout", "dynamic", "fields", "model", "columns", "expected"),
+    [
+        ("cp2", False, {}, "dense", (), True),
+        ("cp1", False, {"cp_comm_type": "all_gather"}, "dense", (), True),
+        ("cp2", False, {"cp_comm_type": "all_gather"}, "dense", (), False),
+        ("cp2", True, {}, "dense", (), False),
+        ("cp1", False, {}, "dense", ("routed_experts",), True),
+        ("cp1", False, {}, "mixture", ("routed_experts",), False),
+    ],
+)
+def test_can_share_prefixes_depends_on_ranks_and_prescribed_experts(
+    models, layout, dynamic, fields, model, columns, expected
+):
+    runner = SimpleNamespace(
+        layout=Layout.parse(layout),
+        megatron=MegatronConfig(transformer=fields),
+        groups=SimpleNamespace(dynamic_cp=dynamic),
+        table=weight_table(read_config(models[model])),
+    )
+    assert can_share_prefixes(runner, {"tokens", "prefix_of", "prefix_length", *columns}) == expected
+    assert not can_share_prefixes(runner, {"tokens", *columns})
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["prescribed experts", "exchanged keys"])
 def test_rows_are_computed_whole_where_prefixes_cannot_be_shared(ranks, models, kind):
@@ -112,6 +157,22 @@ def test_rows_are_computed_whole_where_prefixes_cannot_be_shared(ranks, models, 
         batch["routed_experts"] = torch.full((batch.total_tokens, 5, 2), -1, dtype=torch.int16)
     else:
         options["megatron"] = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
-    shared, whole = (ranks.run(2, passes, models[name], layout, ROOMY, batch, on, **options) for on in (True, False))
+    arguments = (models[name], layout, ROOMY, batch)
+    shared, whole = (ranks.run(2, passes, *arguments, on, Actor, options) for on in (True, False))
     assert_same(shared, whole)
     assert [result[4] for result in shared] == [result[4] for result in whole]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "layout", "count"), [("dense", "tp2-cp2", 4), ("latent", "tp2-ep2-etp1", 2), ("capped", "pp2", 2)]
+)
+def test_update_with_transformer_engine_of_shared_prefixes_equals_that_of_whole_rows(
+    transformer_engine, models, name, layout, count
+):
+    unfused = {"moe_permute_fusion": False} if read_config(models[name]).experts else {}
+    options = {"kernels": "transformer_engine", "megatron": MegatronConfig(transformer=unfused)}
+    arguments = (models[name], layout, ROOMY, sharing_rows(read_config(models[name]).vocab))
+    shared, whole = (transformer_engine.run(count, passes, *arguments, on, Actor, options) for on in (True, False))
+    assert_same(shared, whole)
+    assert sum(result[4] for result in shared) < sum(result[4] for result in whole)

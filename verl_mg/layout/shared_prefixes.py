@@ -13,7 +13,7 @@ micro-batch, row 2 shares 3 tokens with row 0; where row 0 is, rows 1 and 2 stil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 Shared = dict[int, tuple[int, int]]
@@ -46,25 +46,23 @@ class PrefixLinks:
             prefix_length: (n,) how many tokens that are.
         """
         rows = {sample_id: row for row, sample_id in enumerate(sample_ids)}
-        found = [rows.get(sample_id, row) for row, sample_id in enumerate(prefix_of)]
-        linked = [
-            parent < row and count > 0 for row, (parent, count) in enumerate(zip(found, prefix_length, strict=True))
-        ]
-        parents = [
-            parent if is_linked else row for row, (parent, is_linked) in enumerate(zip(found, linked, strict=True))
-        ]
-        shared = [
-            min(count, lengths[row], lengths[parents[row]]) if linked[row] else 0
-            for row, count in enumerate(prefix_length)
-        ]
+        parents, shared = list(range(len(lengths))), [0] * len(lengths)
+        for row, (sample_id, count) in enumerate(zip(prefix_of, prefix_length, strict=True)):
+            parent = rows.get(sample_id, row)
+            if parent < row and count > 0:
+                parents[row], shared[row] = parent, min(count, lengths[row], lengths[parent])
         return cls(lengths, parents, shared)
 
+    def ancestors(self, row: int) -> Iterator[int]:
+        """Yields a row, its parent, and so on to the root of its tree."""
+        yield row
+        while self.parents[row] != row:
+            row = self.parents[row]
+            yield row
+
     def path(self, row: int) -> tuple[int, ...]:
-        """Returns the ancestors of a row, the first one first, and the row."""
-        path = [row]
-        while self.parents[path[-1]] != path[-1]:
-            path.append(self.parents[path[-1]])
-        return tuple(reversed(path))
+        """Returns the rows from the root of its tree to a row, by which rows are sorted in the order of the trees."""
+        return tuple(self.ancestors(row))[::-1]
 
 
 @dataclass
@@ -94,7 +92,9 @@ class SharingRows:
     def shared_with(self, row: int) -> tuple[int, int]:
         """Returns the row that computes the last token which a further row would share, and how many it would share."""
         other, count, limit = row, 0, self.links.lengths[row]
-        for at in reversed(self.links.path(row)):
+        for at in self.links.ancestors(row):
+            if limit <= count:
+                break
             candidate, most = self._nearest.get(at, (row, 0))
             if min(limit, most) > count:
                 other, count = candidate, min(limit, most)
@@ -109,7 +109,7 @@ class SharingRows:
         if count:
             self.shared[row] = other, count
         length = self.links.lengths[row]
-        for at in reversed(self.links.path(row)):
+        for at in self.links.ancestors(row):
             if self._nearest.get(at, (row, 0))[1] >= length:
                 return  # and as much of all rows above
             self._nearest[at] = row, length
@@ -145,9 +145,9 @@ def join_groups(
         budget: maximum number of tokens of a micro-batch with several groups.
     """
 
-    def unit(rows: Sequence[int], beside: SharingRows) -> Unit:
-        """Returns rows with what they add to a micro-batch."""
-        sizes = [(links.lengths[row], beside.shared_with(row)[1]) for row in rows]
+    def unit(rows: Sequence[int], present: SharingRows | None = None) -> Unit:
+        """Returns rows with the tokens and the work that they add to those present."""
+        sizes = [(links.lengths[row], present.shared_with(row)[1] if present else 0) for row in rows]
         return Unit(list(rows), sum(math.ceil(tokens(*size)) for size in sizes), sum(cost(*size) for size in sizes))
 
     everything = SharingRows.of(links, (row for group in groups for row in group))
@@ -156,7 +156,7 @@ def join_groups(
     units: list[Unit] = []
     packed, tree = SharingRows(links), -1
     for path, group in sorted((links.path(group[0]), group) for group in groups):
-        alone, joining = unit(group, SharingRows(links)), unit(group, packed)
+        alone, joining = unit(group), unit(group, packed)
         if path[0] == tree and _joins(units[-1], joining, alone, rank_share, budget):
             last = units.pop()
             units.append(Unit(last.rows + joining.rows, last.tokens + joining.tokens, last.cost + joining.cost))

@@ -78,21 +78,21 @@ def token_order(
     zigzag = zigzag and shard.cp > 1
     assert not (zigzag and shared)
     chunks = 2 * shard.cp if zigzag else 1
-    own = lengths - shared.counts if shared else lengths
-    padded = -(-own // chunks) * chunks
+    computed = lengths - shared.counts if shared else lengths
+    padded = -(-computed // chunks) * chunks
     parts = lcm(shard.tp * shard.cp * multiple, chunks)
     total = int(padded.sum())
     filler = -total % parts if total else parts
     last = torch.tensor([filler] if filler else [], dtype=torch.int64)
     sequences = torch.cat([padded, last])
     starts = padded.cumsum(0) - padded
-    places = torch.repeat_interleave(starts, own) + _positions(own)
+    places = torch.repeat_interleave(starts, computed) + _positions(computed)
     if shared:
-        rows = _with_shared(places.split(own.tolist()), shared)
-        packed = own > 0
-        keys = [place for place, has_own in zip(rows, packed.tolist(), strict=True) if has_own]
+        rows = _with_shared(places.split(computed.tolist()), shared)
+        packed = computed > 0
+        keys = [place for place, is_packed in zip(rows, packed.tolist(), strict=True) if is_packed]
         return TokenOrder(
-            lengths=torch.cat([own[packed], last]),
+            lengths=torch.cat([computed[packed], last]),
             places=torch.cat(rows),
             local=torch.arange(total + filler).chunk(shard.cp)[shard.cp_index],
             zigzag=False,
@@ -121,12 +121,13 @@ def zigzag_tokens(lengths: Tensor, cp: int, cp_index: int) -> Tensor:
     return torch.repeat_interleave(starts.flatten(), sizes) + _positions(sizes)
 
 
-def _with_shared(own: Sequence[Tensor], shared: SharedTokens) -> list[Tensor]:
-    """Returns the places of all tokens of each row from those of its own ones."""
-    rows = list(own)
-    for row in shared.counts.argsort().tolist():  # a row that others share comes before these
-        count = int(shared.counts[row])
-        rows[row] = torch.cat([rows[int(shared.rows[row])][:count], rows[row]]) if count else rows[row]
+def _with_shared(places: Sequence[Tensor], shared: SharedTokens) -> list[Tensor]:
+    """Returns the places of all tokens of each row from those of the tokens behind its shared ones."""
+    rows = list(places)
+    sources, counts = shared.rows.tolist(), shared.counts.tolist()
+    for row in sorted(range(len(rows)), key=counts.__getitem__):  # a row comes behind that with which it shares
+        if counts[row]:
+            rows[row] = torch.cat([rows[sources[row]][: counts[row]], rows[row]])
     return rows
 
 

@@ -170,11 +170,11 @@ def block_spec(c: HFConfig, layers: range, kernels: Kernels = "torch") -> Transf
         layers: global indices of the layers.
         kernels: kernels of the layers.
     """
+    use_fastest_kernels()  # with Transformer Engine too: for micro-batches that it cannot compute
     if kernels == "transformer_engine":
         from verl_mg.megatron import transformer_engine_spec
 
         return transformer_engine_spec.block_spec(c, layers)
-    use_fastest_kernels()
     specs = [_layer_spec(c, layer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 

@@ -74,7 +74,7 @@ def mark_shared(rows: Batch, numbers: Sequence[int], shared: Shared) -> Batch:
     """
     if any(number in shared for number in numbers):
         place = {number: row for row, number in enumerate(numbers)}
-        found = [shared.get(number, (number, 0)) for number in numbers]
-        rows.put(SHARED_WITH, torch.tensor([place[other] for other, _ in found]), ColumnKind.SEQUENCE)
-        rows.put(SHARED_TOKENS, torch.tensor([count for _, count in found]), ColumnKind.SEQUENCE)
+        sources = [shared.get(number, (number, 0)) for number in numbers]
+        rows.put(SHARED_WITH, torch.tensor([place[other] for other, _ in sources]), ColumnKind.SEQUENCE)
+        rows.put(SHARED_TOKENS, torch.tensor([count for _, count in sources]), ColumnKind.SEQUENCE)
     return rows
