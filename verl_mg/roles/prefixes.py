@@ -1,10 +1,4 @@
-"""Prefixes that rows of a batch share: where training computes them once, and what the ranks know about them.
-
-Two sequence columns (int64) describe them:
-
-    prefix_of        sample id of the row whose first tokens the row repeats; its own where it repeats none
-    prefix_length    how many tokens that are
-"""
+"""Shared prefixes of the rows of a batch (columns `prefix_of`, `prefix_length`): where training computes them once."""
 
 from __future__ import annotations
 
