@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -150,7 +151,10 @@ async def run(
             "bubblewrap": shutil.which("bwrap"),
             "folder": folder,
             "directory": program.directory,
-            "visible": [(item.source, item.target, item.writable) for item in program.visible],
+            # Folders before those inside of them.
+            "visible": sorted(
+                ((item.source, item.target, item.writable) for item in program.visible), key=itemgetter(1)
+            ),
             "binary": program.binary,
             "command": list(program.command),
             "environment": dict(program.environment),

@@ -58,6 +58,16 @@ class CommandOptions:
     processes: int = Limits.processes
     """Processes and threads."""
 
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variables, with a PATH that has this interpreter."""
+        path = [self.environment.get("PATH", ""), str(Path(sys.executable).parent), SYSTEM_PATH]
+        given = {name: str(value) for name, value in self.environment.items()}
+        return {"LANG": "C.UTF-8", **given, "PATH": ":".join(filter(None, path))}
+
+    def readable(self) -> list[str]:
+        """Returns `paths` as absolute paths."""
+        return [os.path.abspath(os.path.expanduser(path)) for path in self.paths]
+
 
 async def run_command(
     command: Sequence[str] | str,
@@ -141,21 +151,18 @@ async def run_logged(
     log = _Log(session.log)
     url = urlsplit(session.base_url)
     endpoint = (url.hostname or "127.0.0.1", url.port or HTTP_PORT)
-    path = [options.environment.get("PATH", ""), str(Path(sys.executable).parent), SYSTEM_PATH]
     code = await run_in_sandbox(
         command,
         folder=folder,
         directory=directory,
         environment={
-            **_addresses(session, endpoint[1]),
-            "LANG": "C.UTF-8",
+            **endpoint_variables(session, f"127.0.0.1:{endpoint[1]}" if isolated() else None),
             **environment,
-            **{name: str(value) for name, value in options.environment.items()},
-            "PATH": ":".join(filter(None, path)),
+            **options.variables(),
         },
         limits=Limits(timeout, options.memory_mb, options.processes),
         visible=visible,
-        readable=[os.path.abspath(os.path.expanduser(path)) for path in options.paths],
+        readable=options.readable(),
         endpoint=endpoint,
         output=log.add,
     )
@@ -163,29 +170,14 @@ async def run_logged(
 
 
 def read_reward(file: Path) -> float | dict[str, Any] | None:
-    """Reads a reward that a program wrote: a number, or an object with "reward".
-
-    Args:
-        file: the file, whose author is not trusted: nothing but a regular file of at most 1 MiB is read.
-
-    Returns:
-        The number or the object; None where there is no file.
+    """Reads a reward that a program wrote: a number, or an object with "reward"; None where there is no file.
 
     Raises:
         AgentError: it is something else.
     """
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
+    content = read_untrusted_file(file)
+    if content is None:
         return None
-    except OSError as error:
-        raise AgentError(f"{file.name} cannot be read: {error.strerror}") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise AgentError(f"{file.name} is not a file")
-        content = os.read(descriptor, REWARD_BYTES)
-    finally:
-        os.close(descriptor)
     try:
         reward = json.loads(content)
     except (ValueError, RecursionError):
@@ -197,6 +189,43 @@ def read_reward(file: Path) -> float | dict[str, Any] | None:
     raise AgentError(f"{file.name} is neither a number nor an object with a reward: {content[:60]!r}")
 
 
+def read_untrusted_file(file: Path) -> bytes | None:
+    """Reads a file that a program wrote, up to 1 MiB of it; None where there is none.
+
+    Raises:
+        AgentError: it is not a regular file.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AgentError(f"{file.name} cannot be read: {error.strerror}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise AgentError(f"{file.name} is not a file")
+        return os.read(descriptor, REWARD_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def write_sample(file: Path, session: AgentSession, sample: AgentSample, show_answer: bool) -> None:
+    """Writes the sample as JSON for a command: prompt, messages, record.
+
+    Args:
+        file: the file.
+        session: the session, with the messages.
+        sample: the sample.
+        show_answer: whether the answer is added; otherwise the fields of the record that contain it are left out.
+    """
+    content: dict[str, Any] = {"prompt": sample.prompt, "messages": session.messages}
+    if show_answer:
+        content |= {"answer": sample.answer, "record": sample.record}
+    else:
+        content["record"] = {key: value for key, value in sample.record.items() if not _shows(value, sample.answer)}
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
 def _fill(folder: Path, session: AgentSession, sample: AgentSample, options: CommandOptions) -> None:
     for name in ("user", "work"):
         (folder / name).mkdir(parents=True)
@@ -204,12 +233,7 @@ def _fill(folder: Path, session: AgentSession, sample: AgentSample, options: Com
         if not Path(source).is_dir():
             raise UserError(f"folder {source}: it does not exist. Correct rollout.agent_options.folder or the record.")
         shutil.copytree(source, folder / "work", symlinks=True, dirs_exist_ok=True)
-    content: dict[str, Any] = {"prompt": sample.prompt, "messages": session.messages}
-    if options.show_answer:
-        content |= {"answer": sample.answer, "record": sample.record}
-    else:
-        content["record"] = {key: value for key, value in sample.record.items() if not _shows(value, sample.answer)}
-    (folder / "sample.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    write_sample(folder / "sample.json", session, sample, options.show_answer)
 
 
 def _shows(value: Any, answer: str | None) -> bool:
@@ -218,19 +242,21 @@ def _shows(value: Any, answer: str | None) -> bool:
     return answer is not None and str(value) == answer
 
 
-def _addresses(session: AgentSession, port: int) -> dict[str, str]:
-    """Returns variables that clients of both APIs read; in the sandbox the endpoint has the same port of 127.0.0.1."""
+def endpoint_variables(session: AgentSession, address: str | None = None) -> dict[str, str]:
+    """Returns the variables by which clients of both APIs find the policy.
 
-    def inside(url: str) -> str:
-        return urlsplit(url)._replace(netloc=f"127.0.0.1:{port}").geturl() if isolated() else url
-
-    url = inside(session.base_url)
+    Args:
+        session: the policy.
+        address: host and port under which the endpoint is reached, if not those of its URL.
+    """
+    urls = (urlsplit(url) for url in (session.base_url, session.anthropic_base_url))
+    openai, anthropic = ((url._replace(netloc=address) if address else url).geturl() for url in urls)
     return {
-        "OPENAI_BASE_URL": url,
-        "OPENAI_API_BASE": url,
+        "OPENAI_BASE_URL": openai,
+        "OPENAI_API_BASE": openai,
         "OPENAI_API_KEY": session.api_key,
         "OPENAI_MODEL": session.model,
-        "ANTHROPIC_BASE_URL": inside(session.anthropic_base_url),
+        "ANTHROPIC_BASE_URL": anthropic,
         "ANTHROPIC_API_KEY": session.api_key,
         "ANTHROPIC_MODEL": session.model,
     }

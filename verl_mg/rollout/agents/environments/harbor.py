@@ -1,0 +1,168 @@
+"""Works on a task folder of Harbor, whose tests give the reward.
+
+    record {"prompt": content of instruction.md, "task": path of the folder}
+    agent (a loop with the tool `bash`, or a command) --> machine --> tests/test.sh --> /logs/verifier/reward.*
+
+A task that consists of files runs in the sandbox: the files of environment/ in its working directory (/app, or
+`environment.workdir`), this machine's programs, no network. A task with an image or a Dockerfile runs in Docker. Tests
+and what they write are not there while the agent works. Each call of `bash` is a process of its own: files remain,
+variables and background processes do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_mg.errors import UserError
+from verl_mg.rollout.agents.agent import AgentError, AgentSample, AgentSession, Result, read_options
+from verl_mg.rollout.agents.command import CommandOptions, write_sample
+from verl_mg.rollout.agents.environments.harbor_machines import DockerMachine, HarborMachine, SandboxMachine
+from verl_mg.rollout.agents.environments.harbor_task import HarborTask, read_rewards, read_task
+from verl_mg.rollout.agents.environments.policy_client import Message, policy_of
+
+BASH = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Runs a command in the working directory of the task and returns its output.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "The command."}},
+            "required": ["command"],
+        },
+    },
+}
+COMMAND_BYTES = 100_000
+"""An argument of a program has at most 128 KiB."""
+
+
+@dataclass(frozen=True)
+class HarborOptions:
+    """Options of work on a task folder."""
+
+    machine: Literal["auto", "sandbox", "docker"] = "auto"
+    """Machine of the tasks. "auto": the sandbox for tasks without an image and a Dockerfile, Docker for the others."""
+    command: str = ""
+    """Command of bash that is the agent, such as a harness; "" for the loop with the tool `bash`."""
+    reward_name: str = "reward"
+    """Entry of reward.json that is the reward, where it has several."""
+    max_turns: int = 32
+    """Replies of the loop."""
+    max_tokens: int | None = None
+    """Largest number of tokens of a reply in the loop; null for no limit but that of the sample."""
+    command_seconds: float = 120.0
+    """Time limit of a call of `bash`."""
+    output_characters: int = 10_000
+    """Largest output of a call of `bash` that the policy reads; the middle of a longer one is left out."""
+    paths: Sequence[str] = ()
+    """Further files and folders that programs in the sandbox can read."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables of the agent's programs."""
+
+
+async def run(session: AgentSession, sample: AgentSample) -> Result:
+    """Lets the agent work and runs the tests; see `HarborOptions`.
+
+    Args:
+        session: the policy.
+        sample: the sample; `task` of its record is the task folder.
+
+    Returns:
+        The reward of the tests.
+
+    Raises:
+        AgentError: the tests have given no reward, or the machine or the policy's endpoint fails.
+        UserError: an option or the task folder is wrong.
+    """
+    options = read_options(HarborOptions, session.options)
+    if "task" not in sample.record:
+        raise UserError(f"record of {sample.prompt[:60]!r}: it has no `task`. Add the path of its task folder.")
+    task = read_task(Path(sample.record["task"]))
+    folder = Path(tempfile.mkdtemp(prefix="agent-"))
+    machine = _machine(task, folder, options)
+    try:
+        (folder / "agent").mkdir()
+        write_sample(folder / "agent" / "sample.json", session, sample, show_answer=False)
+        await machine.start()
+        try:
+            async with asyncio.timeout(task.agent_seconds):
+                await _work(machine, session, options)
+        except TimeoutError:  # its work until then counts
+            session.log(f"\nthe agent's time of {task.agent_seconds:g} s is up\n")
+        session.log("\ntests:\n")
+        try:
+            written = await machine.verify(lambda piece: session.log(piece.decode(errors="replace")))
+        except TimeoutError:
+            raise AgentError(f"the tests of {task.folder} took longer than {task.verifier_seconds:g} s") from None
+        return read_rewards(written, options.reward_name)
+    finally:
+        await machine.close()
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _machine(task: HarborTask, folder: Path, options: HarborOptions) -> HarborMachine:
+    if options.machine == "docker" or (options.machine == "auto" and task.needs_docker):
+        return DockerMachine(task, folder, options.environment, host_network=bool(options.command))
+    return SandboxMachine(task, folder, CommandOptions(paths=options.paths, environment=options.environment))
+
+
+async def _work(machine: HarborMachine, session: AgentSession, options: HarborOptions) -> None:
+    if options.command:
+        code, last_line = await machine.run_agent(options.command, session)
+        if code:
+            raise AgentError(f"the agent's command ended with exit code {code}: {last_line or 'no output'}")
+        return
+    async with policy_of(session, options.max_tokens) as policy:
+        for _ in range(options.max_turns):
+            reply = await policy.reply([BASH])
+            if reply is None or not reply.get("tool_calls"):
+                return
+            for call in reply["tool_calls"]:
+                policy.add_result(call, await _called(machine, call, options))
+
+
+async def _called(machine: HarborMachine, call: Message, options: HarborOptions) -> str:
+    """Performs a call of `bash` and returns its output as the policy reads it."""
+    try:
+        arguments: Any = json.loads(call["function"]["arguments"])
+        command = arguments["command"]
+    except (ValueError, TypeError, KeyError):
+        command = None
+    if not isinstance(command, str) or call["function"]["name"] != "bash":
+        return 'error: the only tool is bash, with the argument "command"'
+    command = command.encode(errors="replace").decode().replace("\0", "")
+    if len(command.encode()) > COMMAND_BYTES:
+        return f"error: a command has at most {COMMAND_BYTES} bytes"
+    output, size = _Middle(options.output_characters), options.command_seconds
+    try:
+        code = await machine.run(command, size, output.add)
+    except TimeoutError:
+        return f"{output.text()}\nerror: stopped after {size:g} s"
+    return output.text() if code == 0 else f"{output.text()}\nexit code {code}"
+
+
+class _Middle:
+    """Keeps the beginning and the end of an output."""
+
+    def __init__(self, characters: int) -> None:
+        self._half = math.ceil(characters / 2)
+        self._head, self._tail, self._length = b"", b"", 0
+
+    def add(self, piece: bytes) -> None:
+        self._length += len(piece)
+        free = self._half - len(self._head)
+        self._head, rest = self._head + piece[:free], piece[free:]
+        self._tail = (self._tail + rest)[-self._half :]
+
+    def text(self) -> str:
+        omitted = self._length - len(self._head) - len(self._tail)
+        middle = f"\n... {omitted} bytes left out ...\n" if omitted else ""
+        return self._head.decode(errors="replace") + middle + self._tail.decode(errors="replace")

@@ -1,0 +1,156 @@
+"""Task folders of Harbor (harbor 0.24): what they say about the machine, the time limits and the reward."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_mg.errors import UserError
+from verl_mg.rollout.agents.agent import AgentError
+from verl_mg.rollout.agents.command import read_untrusted_file
+
+VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
+DEFINITIONS = ("Dockerfile", "docker-compose.yaml")
+DEFAULT_FOLDER = "/app"
+VERIFIER_SECONDS, BUILD_SECONDS = 600.0, 600.0
+"""Defaults of the format."""
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """A task folder with one step."""
+
+    folder: Path
+    """The folder: instruction.md, task.toml, environment/, tests/test.sh."""
+    image: str | None
+    """Docker image that it names."""
+    builds: bool
+    """Whether it has a Dockerfile."""
+    directory: str | None
+    """Working directory that it names."""
+    network: bool
+    """Whether programs may use the network."""
+    environment: Mapping[str, str]
+    """Environment variables of all programs."""
+    verifier_environment: Mapping[str, str]
+    """Further environment variables of the tests."""
+    agent_seconds: float | None
+    """Time limit of the agent; None for that of the job."""
+    verifier_seconds: float
+    """Time limit of the tests."""
+    build_seconds: float
+    """Time limit of building the image."""
+    cpus: int | None
+    """Number of processors; None for all."""
+    memory_mb: int | None
+    """Memory in MiB; None for no limit."""
+
+    @property
+    def needs_docker(self) -> bool:
+        """Whether it is defined by an image, and not only by files."""
+        return self.builds or self.image is not None
+
+
+def read_task(folder: Path) -> HarborTask:
+    """Reads the configuration of a task folder.
+
+    Raises:
+        UserError: it is none, or uses parts of the format that are not supported.
+    """
+    try:
+        content = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{folder}/task.toml: {error}. Name a task folder of Harbor in the record's `task`.") from None
+    agent, verifier, machine = (content.get(name, {}) for name in ("agent", "verifier", "environment"))
+    if reason := _unsupported(folder, content, verifier, machine):
+        raise UserError(f"{folder}/task.toml: {reason}, which is not supported. Leave this task out of the data.")
+    return HarborTask(
+        folder=folder,
+        image=machine.get("docker_image"),
+        builds=(folder / "environment" / "Dockerfile").exists(),
+        directory=machine.get("workdir"),
+        network=machine.get("allow_internet", True) and machine.get("network_mode", "public") != "no-network",
+        environment=_resolved(folder, machine.get("env", {})),
+        verifier_environment=_resolved(folder, verifier.get("env", {})),
+        agent_seconds=agent.get("timeout_sec"),
+        verifier_seconds=verifier.get("timeout_sec", VERIFIER_SECONDS),
+        build_seconds=machine.get("build_timeout_sec", BUILD_SECONDS),
+        cpus=machine.get("cpus"),
+        memory_mb=machine.get("memory_mb"),
+    )
+
+
+def read_rewards(folder: Path, name: str) -> float | dict[str, Any]:
+    """Reads the reward that tests have written.
+
+    Args:
+        folder: folder with reward.json or reward.txt, which the task's programs could write.
+        name: entry of reward.json that is the reward.
+
+    Returns:
+        The reward; where reward.json has several entries, all of them, and `name` as "reward".
+
+    Raises:
+        AgentError: there is none, or it is no finite number.
+    """
+    content = read_untrusted_file(folder / "reward.json")
+    file = "reward.json"
+    if content is None:
+        content, file = read_untrusted_file(folder / "reward.txt"), "reward.txt"
+    if content is None:
+        raise AgentError("the tests of the task have written neither reward.json nor reward.txt")
+    try:
+        rewards = json.loads(content) if file == "reward.json" else float(content)
+        entries = rewards if isinstance(rewards, dict) else {name: rewards}
+        numbers = {key: float(value) for key, value in entries.items() if isinstance(value, int | float)}
+    except (ValueError, OverflowError, RecursionError):
+        numbers, entries = {}, {"": None}
+    if len(numbers) < len(entries) or not all(map(math.isfinite, numbers.values())):
+        raise AgentError(f"{file} of the task's tests has no finite numbers: {content[:60]!r}")
+    if len(numbers) == 1:
+        return next(iter(numbers.values()))
+    if name not in numbers:
+        raise AgentError(
+            f"reward.json of the task's tests has no {name}; set reward_name to one of {', '.join(numbers)}"
+        )
+    return {**{key: value for key, value in numbers.items() if key != name}, "reward": numbers[name]}
+
+
+def _unsupported(
+    folder: Path, content: Mapping[str, Any], verifier: Mapping[str, Any], machine: Mapping[str, Any]
+) -> str | None:
+    conditions = {
+        "it has several steps": content.get("steps"),
+        "it has a machine for its tests alone": verifier.get("environment")
+        or verifier.get("environment_mode") == "separate",
+        "it allows the network for some hosts": machine.get("network_mode") == "allowlist",
+        "it is for Windows": machine.get("os") == "windows",
+        "it has MCP servers": machine.get("mcp_servers"),
+        "it needs GPUs or TPUs": machine.get("gpus") or machine.get("tpu"),
+        "it has several containers": (folder / "environment" / "docker-compose.yaml").exists(),
+        "it has no tests/test.sh": not (folder / "tests" / "test.sh").exists(),
+    }
+    return next((reason for reason, present in conditions.items() if present), None)
+
+
+def _resolved(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Replaces values `${NAME}` and `${NAME:-default}` by variables of this process."""
+    resolved = {}
+    for name, value in environment.items():
+        match = VARIABLE.fullmatch(value)
+        if match is None:
+            resolved[name] = value
+        elif (given := os.environ.get(match[1], match[2])) is not None:
+            resolved[name] = given
+        else:
+            raise UserError(
+                f"{folder}/task.toml: {name} needs the environment variable {match[1]}. Set it for the job."
+            )
+    return resolved
