@@ -48,13 +48,13 @@ def actor_on(model, layout, budget, ranks=None):
     return role_on(Actor, model, layout, budget, ranks)
 
 
-def role_on(kind, model, layout, budget, ranks=None, **options):
+def role_on(kind, model, layout, budget, ranks=None, dtype=torch.float32, **options):
     ranks = ranks or range(dist.get_world_size())
     return kind(
         model,
         ParallelGroups(Placement(Layout.parse(layout).fit(len(ranks)), tuple(ranks))),
         job_context(),
-        dtype=torch.float32,
+        dtype=dtype,
         temperature=TEMPERATURE,
         tokens_per_micro_batch=budget,
         optimizer=OPTIMIZER,
