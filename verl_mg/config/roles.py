@@ -189,7 +189,7 @@ class CriticConfig(TrainableConfig):
     """Further trained model, built only if the recipe requests it. Critic and reward model have a scalar head."""
 
     path: Path | None = None
-    """Hugging Face directory to start from. null: `model.path`."""
+    """Hugging Face directory or name of a model to start from. null: `model.path`."""
 
 
 class ReferenceConfig(RoleSection):
@@ -199,7 +199,7 @@ class ReferenceConfig(RoleSection):
     """
 
     path: Path | None = None
-    """Hugging Face directory, such as that of a teacher. null: `model.path`, the initial policy."""
+    """Hugging Face directory or name of a model, such as a teacher. null: `model.path`, the initial policy."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Largest number of tokens of a micro-batch. Larger than the actor's, since no activations are stored."""
 

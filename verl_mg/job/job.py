@@ -96,10 +96,14 @@ class Job:
         self.tokenizer = _read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
         schemas, seed = [tool.schema for tool in self._tools], config.job.seed
-        self.prompts = PromptFeed(read_prompts(config.data, "train", self.tokenizer, seed=seed, tools=schemas))
+        report = print if config.job.console and dist.get_rank() == 0 else None
+        train = read_prompts(config.data, "train", self.tokenizer, seed=seed, tools=schemas, report=report)
+        self.prompts = PromptFeed(train)
         self.test_prompts: Prompts | None = None
         if config.data.test is not None:
-            self.test_prompts = read_prompts(config.data, "test", self.tokenizer, seed=seed, tools=schemas)
+            self.test_prompts = read_prompts(
+                config.data, "test", self.tokenizer, seed=seed, tools=schemas, report=report
+            )
         self.roles: Mapping[str, Role] = {name: builder.build(name) for name in MODEL_ROLES if name in roles}
         records = RolloutRecords()
         self._reward = self._build_reward(records) if "reward" in roles else None
