@@ -131,8 +131,8 @@ class RewardConfig(ConfigSection):
     """Reward of a sample: one function, or a weighted sum."""
 
     function: RewardFunction = "verl_mg.rewards.math:score"
-    """Reward function or class: `package.module:name` or `path/file.py:name`. With the prefix verl: or slime: a function
-    as it was written for that framework, such as verl:my_reward.py:compute_score."""
+    """Reward function or class: `package.module:name` or `path/file.py:name`. With the prefix verl: or slime: a
+    function as it was written for that framework, such as verl:my_reward.py:compute_score."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function, or of the class when it is created."""
     mixture: dict[str, WeightedRewardConfig] = {}
