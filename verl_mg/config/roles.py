@@ -296,7 +296,9 @@ class RolloutConfig(ConfigSection):
     """Folder for weights with `weight_transfer: disk`, used by this job only. Job and servers see it under the same
     path."""
     tools: list[str] = []
-    """Tools that the policy can call: annotated Python functions as `package.module:name` or `file.py:name`."""
+    """Tools that the policy can call: annotated Python functions, or classes whose methods are called on an object for
+    each sample, as `package.module:name` or `file.py:name`; MCP servers as `mcp:http://HOST:PORT/mcp` or
+    `mcp:COMMAND ARGUMENT...`. With `PREFIX=` in front of it, the tools are named PREFIX_name."""
     max_turns: PositiveInt = 1
     """Assistant turns of a sample with tools."""
     tool_timeout_s: float = Field(30.0, gt=0)
