@@ -115,7 +115,7 @@ def test_mcp_server_without_sessions_has_one_connection(kind: str, servers: Serv
 def test_mcp_results_become_text(servers: Servers, runners: list[ToolRunner]) -> None:
     runner = runner_of(runners, servers.sessions, timeout=5)
     assert result(runner, "show") == "two\nlines\n(image/png)\na page\n(more: file:///more)"
-    assert result(runner, "fail", why="no\n luck") == "error: fail: no luck"
+    assert result(runner, "fail", why="no\n luck") == "error: fail: Error executing tool fail: no luck"
     assert result(runner, "add", n="many").startswith("error: add: ")
     assert result(runner, "add").startswith("error: add: ")
     assert result(runner, "other") == "error: there is no tool 'other'; the tools are: add, fail, wait, show, count"
