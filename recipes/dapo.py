@@ -17,6 +17,7 @@ from recipes.common.old_logprobs import OldLogprobs
 from recipes.common.rows import concat_rollouts
 from verl_mg.algorithms.advantages import group_relative, informative, soft_overlong_penalty
 from verl_mg.algorithms.losses import clipped_policy_loss
+from verl_mg.algorithms.segments import segment_totals
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
@@ -70,17 +71,19 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
         prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
         batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
         batch["reward"] = job.reward.wait(batch)
-        rounds.append(batch.select(informative(batch["reward"], batch["group"])))
+        rounds.append(batch.select(informative(batch["reward"], batch["group"], batch["trajectory"])))
         groups = job.all_gather_column(concat_rollouts(rounds), "group").unique()
     groups = groups[: cfg.prompts_per_iteration]
     batch = concat_rollouts(rounds)
     batch = batch.select(torch.isin(batch["group"], groups))
 
     if cfg.overlong_buffer:
-        lengths, limit = batch.lengths - batch["prompt_length"], job.config.rollout.max_new_tokens
-        batch["reward"] = batch["reward"] + soft_overlong_penalty(lengths, limit, cfg.overlong_buffer)
+        lengths = segment_totals(batch.lengths - batch["prompt_length"], batch["trajectory"])
+        penalty = soft_overlong_penalty(lengths, job.config.rollout.max_new_tokens, cfg.overlong_buffer)
+        batch["reward"] = batch["reward"] + penalty
     if cfg.overlong_filter:
-        batch["loss_mask"] = batch["loss_mask"] & ~batch.expand_to_tokens(batch["truncated"])
+        truncated = segment_totals(batch["truncated"], batch["trajectory"]) > 0
+        batch["loss_mask"] = batch["loss_mask"] & ~batch.expand_to_tokens(truncated)
 
     with job.concurrent_roles():
         if cfg.old_logprobs == "recompute":
@@ -91,7 +94,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)
 
-    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"])
+    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
 
     metrics = job.actor.update(

@@ -74,7 +74,8 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)
 
-    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"], cfg.normalize_by_std)
+    scores = rewards_with_kl(batch, cfg.kl)
+    advantages = group_relative(scores, batch["group"], batch["trajectory"], cfg.normalize_by_std)
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
 
     metrics = job.actor.update(

@@ -74,7 +74,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)
 
-    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"])
+    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
 
     metrics = job.actor.update(

@@ -65,9 +65,10 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     add_off_policy_weights(batch, cfg.off_policy)
 
     rewards = rewards_with_kl(batch, cfg.kl)
-    counts = torch.tensor([len(batch), informative(rewards, batch["group"]).sum()])
-    num_rows, num_informative = job.all_reduce_sum(counts).tolist()
-    advantages = group_relative(rewards, batch["group"], normalize_by_std=False) * (num_rows / max(num_informative, 1))
+    useful = informative(rewards, batch["group"], batch["trajectory"])[batch.first_rows]
+    num_samples, num_useful = job.all_reduce_sum(torch.tensor([len(useful), useful.sum()])).tolist()
+    advantages = group_relative(rewards, batch["group"], batch["trajectory"], normalize_by_std=False)
+    advantages = advantages * (num_samples / max(num_useful, 1))
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
 
     metrics = job.actor.update(

@@ -82,8 +82,8 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
 
     mask, logprobs, ref_logprobs = (batch.pad(name)[0] for name in ("loss_mask", "process_logprobs", "ref_logprobs"))
     process_rewards = implicit_rewards(logprobs, ref_logprobs, mask, cfg.beta)
-    rewards = rewards_with_kl(batch, cfg.kl)
-    batch["advantages"] = batch.unpad(prime_advantages(process_rewards, rewards, mask, batch["group"], cfg.gamma))
+    scores, groups = (column[batch.first_rows] for column in (rewards_with_kl(batch, cfg.kl), batch["group"]))
+    batch["advantages"] = batch.unpad(prime_advantages(process_rewards, scores, mask, groups, cfg.gamma))
 
     metrics = job.actor.update(
         batch,

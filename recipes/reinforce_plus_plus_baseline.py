@@ -69,7 +69,8 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     add_off_policy_weights(batch, cfg.off_policy)
 
     mask = batch["loss_mask"]
-    advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"], normalize_by_std=False)
+    scores = rewards_with_kl(batch, cfg.kl)
+    advantages = group_relative(scores, batch["group"], batch["trajectory"], normalize_by_std=False)
     advantages = batch.expand_to_tokens(advantages)
     batch["advantages"] = whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask)))
 

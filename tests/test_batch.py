@@ -89,3 +89,25 @@ def test_batches_with_different_columns_are_not_joined():
         Batch.concat([batch_of([[1]]), other])
     with pytest.raises(ValueError, match="add up to 3, the batch has 1"):
         other.split([1, 2])
+
+
+@given(rows_of_tokens, st.data())
+def test_pad_of_trajectories_puts_their_rows_one_after_another(rows, data):
+    numbers = [data.draw(st.integers(0, 3)) for _ in rows]
+    batch = batch_of(rows)
+    batch["trajectory"] = torch.tensor([50 - number for number in numbers], dtype=torch.int64)
+    ids = data.draw(st.permutations(range(len(rows))))
+    batch["sample_id"] = torch.tensor(ids, dtype=torch.int64)
+    order = list(dict.fromkeys(numbers))
+    members = [sorted((i for i in range(len(rows)) if numbers[i] == n), key=ids.__getitem__) for n in order]
+    lines = [[token for i in rows_ for token in rows[i]] for rows_ in members]
+    table, mask = batch.pad("tokens", fill=-1)
+    width = max(map(len, lines), default=0)
+    assert table.tolist() == [line + [-1] * (width - len(line)) for line in lines]
+    assert mask.sum(1).tolist() == [len(line) for line in lines]
+    assert torch.equal(batch.unpad(table), batch["tokens"])
+    assert batch.trajectory_index.tolist() == [order.index(number) for number in numbers]
+    assert batch.first_rows.tolist() == [rows_[0] for rows_ in members]
+    assert batch.last_rows.tolist() == [rows_[-1] for rows_ in members]
+    assert batch.one_per_trajectory()["sample_id"].tolist() == [ids[rows_[0]] for rows_ in members]
+    assert "tokens" not in batch.one_per_trajectory()

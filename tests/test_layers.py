@@ -25,7 +25,6 @@ LAYERS = {
             "jsonl",
             "import_function",
             "http_client",
-            "hub",
             "renamed",
         ),
         0,

@@ -84,9 +84,9 @@ def with_current_kl(cfg: C, state: Mapping[str, float | Batch]) -> C:
 
 
 def token_rewards_with_kl(batch: Batch, kl: KLConfig) -> tuple[Tensor, Tensor]:
-    """Returns (n, T) rewards and the (n, T) bool mask of the tokens that the policy wrote.
+    """Returns (t, T) rewards and the (t, T) bool mask of the tokens that the policy wrote; a line is a trajectory.
 
-    The reward of a response is that of its last token. With the penalty in the reward each token's penalty is
+    The reward of a trajectory is that of its last token. With the penalty in the reward each token's penalty is
     subtracted: arXiv:2203.02155, equation 2.
 
     Args:
@@ -94,7 +94,7 @@ def token_rewards_with_kl(batch: Batch, kl: KLConfig) -> tuple[Tensor, Tensor]:
         kl: the penalty; ignored unless it is in the reward.
     """
     mask, _ = batch.pad("loss_mask")
-    rewards = token_rewards(batch["reward"], mask)
+    rewards = token_rewards(batch["reward"][batch.first_rows], mask)
     if kl.in_reward:
         old, reference = batch.pad("old_logprobs")[0], batch.pad("ref_logprobs")[0]
         rewards = estimators.in_reward(rewards, old, reference, mask, kl.coefficient, kl.estimator)
@@ -102,13 +102,18 @@ def token_rewards_with_kl(batch: Batch, kl: KLConfig) -> tuple[Tensor, Tensor]:
 
 
 def rewards_with_kl(batch: Batch, kl: KLConfig) -> Tensor:
-    """Returns (n,) rewards, minus the penalties of all tokens of a response if the penalty is in the reward.
+    """Returns (n,) rewards, minus the penalties of all tokens of a trajectory if the penalty is in the reward.
 
     Args:
         batch: as in `token_rewards_with_kl`.
         kl: the penalty.
     """
-    return token_rewards_with_kl(batch, kl)[0].sum(1) if kl.in_reward else batch["reward"]
+    if not kl.in_reward:
+        return batch["reward"]
+    rewards, mask = token_rewards_with_kl(batch, kl)
+    # Without a token there is no penalty.
+    totals = torch.where(mask.any(1), rewards.sum(1), batch["reward"][batch.first_rows])
+    return totals[batch.trajectory_index]
 
 
 def add_kl_loss(output: LossOutput, inputs: LossInputs, kl: KLConfig) -> LossOutput:
@@ -127,14 +132,14 @@ def add_kl_loss(output: LossOutput, inputs: LossInputs, kl: KLConfig) -> LossOut
 
 
 def kl_sums(batch: Batch) -> Tensor:
-    """Returns (3,) float64: number of tokens, sum of their "k1" in nats, number of rows; they add up over ranks.
+    """Returns (3,) float64: number of tokens, sum of their "k1" in nats, number of samples; they add up over ranks.
 
     Without `old_logprobs` the divergence is that of the policy as the rollout engine reported it.
     """
     policy = batch["old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"]
     divergence = estimators.penalty(policy, batch["ref_logprobs"], "k1")
     kept = divergence[batch["loss_mask"]].double()
-    return torch.stack([kept.new_tensor(kept.numel()), kept.sum(), kept.new_tensor(len(batch))])
+    return torch.stack([kept.new_tensor(kept.numel()), kept.sum(), kept.new_tensor(len(batch.first_rows))])
 
 
 def adapt_kl(kl: KLConfig, sums: Tensor, state: MutableMapping[str, float | Batch]) -> dict[str, float]:
@@ -148,8 +153,8 @@ def adapt_kl(kl: KLConfig, sums: Tensor, state: MutableMapping[str, float | Batc
     Returns:
         Metrics `kl/mean`, nats per token, and `kl/coefficient`, that of this iteration.
     """
-    num_tokens, total, num_rows = sums.tolist()
+    num_tokens, total, num_samples = sums.tolist()
     mean = total / max(num_tokens, 1)
     if kl.target:
-        state[STATE_KEY] = estimators.adapted(kl.coefficient, mean, kl.target, kl.horizon, int(num_rows))
+        state[STATE_KEY] = estimators.adapted(kl.coefficient, mean, kl.target, kl.horizon, int(num_samples))
     return {"kl/mean": mean, "kl/coefficient": kl.coefficient}

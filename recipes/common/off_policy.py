@@ -35,7 +35,7 @@ def add_off_policy_weights(batch: Batch, off_policy: OffPolicyConfig) -> None:
     """Sets the token columns `correction`, `correction_below` and `correction_above` if the correction is enabled.
 
     Args:
-        batch: columns `old_logprobs`, `rollout_logprobs` and `loss_mask`; its rows are whole.
+        batch: columns `old_logprobs`, `rollout_logprobs` and `loss_mask`; a sequence is a whole trajectory.
         off_policy: the correction.
     """
     if not off_policy.enabled:
@@ -45,7 +45,7 @@ def add_off_policy_weights(batch: Batch, off_policy: OffPolicyConfig) -> None:
         batch["old_logprobs"],
         batch["rollout_logprobs"],
         batch["loss_mask"],
-        batch.sequence_ids,
+        batch.expand_to_tokens(batch.trajectory_index),
         off_policy.low,
         off_policy.high,
     )

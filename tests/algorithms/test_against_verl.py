@@ -18,6 +18,7 @@ from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
 
 ROWS, WIDTH = 8, 9
 GROUPS = torch.tensor([4, 4, 1, 4, 1, 7, 7, 1])
+SAMPLES = torch.arange(len(GROUPS))
 LENGTHS = torch.tensor([5, 9, 1, 7, 3, 8, 2, 6])
 IDS = torch.arange(ROWS).repeat_interleave(WIDTH)
 Table = dict[str, Tensor]
@@ -72,14 +73,17 @@ def test_group_advantages_of_random_rows_equal_verl(verl: ModuleType, seed: int)
     scores, rewards = scores_of(t)
     mask, lengths, index = t["mask"].double(), t["mask"].sum(1), GROUPS.numpy()
     for ours, theirs in (
-        (advantages.group_relative(scores, GROUPS), verl.compute_grpo_outcome_advantage(rewards, mask, index)),
+        (advantages.group_relative(scores, GROUPS, SAMPLES), verl.compute_grpo_outcome_advantage(rewards, mask, index)),
         (
-            advantages.group_relative(scores, GROUPS, False),
+            advantages.group_relative(scores, GROUPS, SAMPLES, False),
             verl.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False),
         ),
-        (advantages.rloo(scores, GROUPS), verl.compute_rloo_outcome_advantage(rewards, mask, index)),
-        (advantages.rloo(scores, GROUPS), verl.compute_rloo_vectorized_outcome_advantage(rewards, mask, index)),
-        (advantages.opo(scores, lengths, GROUPS), verl.compute_opo_outcome_advantage(rewards, mask, index)),
+        (advantages.rloo(scores, GROUPS, SAMPLES), verl.compute_rloo_outcome_advantage(rewards, mask, index)),
+        (
+            advantages.rloo(scores, GROUPS, SAMPLES),
+            verl.compute_rloo_vectorized_outcome_advantage(rewards, mask, index),
+        ),
+        (advantages.opo(scores, lengths, GROUPS, SAMPLES), verl.compute_opo_outcome_advantage(rewards, mask, index)),
     ):
         same(ours[:, None].expand_as(mask), theirs[0], t["mask"])
     greedy = t["values"][:, 0]
@@ -103,7 +107,7 @@ def test_token_advantages_of_random_rows_equal_verl(verl: ModuleType, seed: int)
     same(ours, theirs[1])
 
     scores, last = scores_of(t)
-    ours = torch.where(mask, advantages.group_relative(scores, GROUPS, False)[:, None], 0.0)
+    ours = torch.where(mask, advantages.group_relative(scores, GROUPS, SAMPLES, False)[:, None], 0.0)
     theirs = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(last, mask.double(), GROUPS.numpy())
     same(whitened(ours, mask), theirs[0])
 
@@ -146,9 +150,9 @@ def test_verl_gives_a_lone_sample_its_raw_score(verl: ModuleType) -> None:
         found = getattr(verl, f"compute_{name}_outcome_advantage")(rewards.clone(), mask, index)[0]
         assert found.tolist() == [pytest.approx([raw] * 2, rel=1e-5)]
     for ours in (
-        advantages.group_relative(scores, groups),
-        advantages.rloo(scores, groups),
-        advantages.opo(scores, torch.tensor([2]), groups),
+        advantages.group_relative(scores, groups, groups),
+        advantages.rloo(scores, groups, groups),
+        advantages.opo(scores, torch.tensor([2]), groups, groups),
     ):
         assert ours.tolist() == [0.0]
 
@@ -166,8 +170,8 @@ def test_verl_scales_gpg_by_scores_that_are_not_zero(verl: ModuleType) -> None:
     ]
     assert found == [pytest.approx([2 / 3, -2 / 3]), pytest.approx([0.5, -0.5])]
     for shift in (0.0, 1.0):
-        kept = advantages.informative(scores + shift, index)
-        ours = len(kept) / int(kept.sum()) * advantages.group_relative(scores + shift, index, False)
+        kept = advantages.informative(scores + shift, index, torch.arange(4))
+        ours = len(kept) / int(kept.sum()) * advantages.group_relative(scores + shift, index, torch.arange(4), False)
         assert ours.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 

@@ -88,6 +88,28 @@ def test_any_split_gives_the_loss_of_the_batch(mode: str, split: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(4))
+def test_trajectories_with_rows_in_several_micro_batches_are_one_sequence_each(mode: str, seed: int) -> None:
+    """The six sequences are trajectories: their tokens are rows of any lengths, in any micro-batches."""
+    loss, mask, ids = batch()
+    loss.requires_grad_()
+    generator = torch.Generator().manual_seed(seed)
+    micro_batch = torch.randint(0, 5, ids.shape, generator=generator)
+    rows = 10 * ids + torch.randint(0, 3, ids.shape, generator=generator)
+    counts = torch.tensor([int((mask & (ids == i)).sum()) for i in ids.tolist()])
+    total = torch.zeros((), dtype=torch.float64)
+    for number in range(5):
+        here = micro_batch == number
+        columns = (loss[here], mask[here], rows[here])
+        total = total + aggregate(*columns, mode, global_normalizer(mode), counts[here])
+    total.backward()
+    expected, weights = by_hand(mode)
+    assert loss.grad is not None and abs(expected) > 1e-3 and (loss.grad != 0).sum() == mask.sum()
+    assert total.item() == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(loss.grad, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_an_empty_mask_is_zero_with_a_gradient(mode: str) -> None:
     loss = torch.full((3,), torch.nan, requires_grad=True)
     ids = torch.zeros(3, dtype=torch.int64)

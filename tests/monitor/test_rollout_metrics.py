@@ -98,3 +98,33 @@ def test_rollout_metrics_without_samples_or_columns(ranks):
     assert empty["response/length"] == 0 and not [name for name in empty if name.startswith("mismatch")]
     for found in ranks.run(2, without, [[[0, 1]], [[2]]], ["old_logprobs", "reward"]):
         assert found.keys() == {"response/length", "response/truncated", "response/samples", "rollout/staleness"}
+
+
+def rows_of_trajectories() -> Batch:
+    """Six trajectories of one to three rows, with equal rewards in each; the parts of reward are those of some."""
+    batch, numbers = rows(), torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 4, 5, 5])
+    batch["trajectory"], batch["sample_id"] = numbers, torch.arange(ROWS)
+    batch["reward"] = numbers.float().sin()
+    batch["truncated"] = (torch.arange(ROWS) == 1) | (torch.arange(ROWS) == 3)
+    batch["reward.form"] = torch.where(numbers % 2 == 0, numbers.float(), torch.nan)
+    return batch
+
+
+def metrics_of_trajectories(shares: list[list[int]]) -> dict[str, float]:
+    return rollout_metrics([rows_of_trajectories().select(shares[dist.get_rank()])], VERSION)
+
+
+@pytest.mark.parametrize("shares", [[[*range(ROWS)]], [[10, 3, 9], [2, 0, 1, 4, 5, 8, 7, 6]]])
+def test_rollout_metrics_of_trajectories_count_each_once(ranks, shares):
+    batch = rows_of_trajectories()
+    members = [[row for row in range(ROWS) if batch["trajectory"][row] == number] for number in range(6)]
+    tokens = [sum(int(batch.row("loss_mask", row).sum()) for row in part) for part in members]
+    rewards = [math.sin(number) for number in range(6)]
+    cut = [any(batch["truncated"][row] for row in part) for part in members]
+    assert sum(cut) == 2
+    for found in ranks.run(len(shares), metrics_of_trajectories, shares):
+        assert found["response/samples"] == 6 and found["response/length"] == pytest.approx(fmean(tokens))
+        assert found["response/truncated"] == pytest.approx(sum(cut) / 6)
+        assert found["reward/mean"] == pytest.approx(fmean(rewards), rel=1e-6)
+        assert found["reward/std"] == pytest.approx(math.sqrt(fmean((r - fmean(rewards)) ** 2 for r in rewards)))
+        assert found["reward/form"] == pytest.approx(2.0)

@@ -1,14 +1,18 @@
 """Runs a recipe on the task of recipes/tasks/repeat_digit.py under its shipped configuration, on real ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from tests.rank_pool import RankPool
+from tests.split_engine import SplittingEngine
 from tests.tiny_jobs import RECIPES, Metrics, logged, run_here
 from verl_mg.config import load_config
+from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
 from verl_mg.run.loop import MODEL
 
@@ -58,26 +62,34 @@ def tiny_run(
     *,
     count: int = 2,
     recipe: Path | None = None,
+    split: bool = False,
 ) -> Metrics:
     """The lines of metrics.jsonl of a run of recipes/configs/repeat_digit/NAME.yaml on `count` ranks.
 
     task: what `repeat_digit.make` has written, where a teacher is kept too; output: a folder that does not exist;
-    recipe: to take in place of the one of that name.
+    recipe: to take in place of the one of that name; split: cuts responses into the segments of trajectories.
     """
     config = LETTERS / f"{name}.yaml"
     teacher = TEACHER_OF.get(name)
     taught = not any(override.startswith("reference.path=") for override in overrides)
     if teacher and taught and not (task / teacher / MODEL).exists():
         tiny_run(ranks, teacher, task, task / teacher)
-    ranks.run(count, _job, recipe or recipe_of(config), placed(config.read_text(), task), output, overrides)
+    ranks.run(count, _job, recipe or recipe_of(config), placed(config.read_text(), task), output, overrides, split)
     return logged(output)
 
 
-def _job(recipe_file: Path, text: str, output: Path, overrides: Sequence[str]) -> None:
+def _job(recipe_file: Path, text: str, output: Path, overrides: Sequence[str], split: bool) -> None:
     recipe, config = load_recipe(recipe_file), output.with_name(f"{output.name}-{dist.get_rank()}.yaml")
     config.write_text(text)
     tree = load_config(config, [f"job.output={output}", "job.console=false", *overrides], recipe.config)
-    run_here(recipe, tree)
+    with pytest.MonkeyPatch.context() as patch:
+        if split:
+            patch.setattr(Job, "_with_tools", lambda job: partial(SplittingEngine, decode=decoder(job)))
+        run_here(recipe, tree)
+
+
+def decoder(job: Job) -> Callable[[Sequence[int]], str]:
+    return partial(job.tokenizer.decode, skip_special_tokens=True)
 
 
 def placed(config: str, task: Path) -> str:

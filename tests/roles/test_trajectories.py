@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore
 from transformers import AutoTokenizer
 
 from tests.rank_pool import job_store
 from tests.split_engine import SplittingEngine
+from verl_mg.batch import Batch
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.rewards import AsyncScorer, Reward, load_reward
 from verl_mg.roles.context import JobContext
@@ -71,12 +73,24 @@ class Group(EngineGroup):
     def recover(self, engine): ...
 
 
-def make_rollout(model: Path, local: bool, name: str, **options: object) -> tuple[Rollout, RewardRole, PromptFeed]:
+class LengthModel:
+    """Reward model whose score is the number of a row's tokens."""
+
+    def compute_scores(self, batch: Batch) -> Tensor:
+        return batch.lengths.float()
+
+
+def make_rollout(
+    model: Path, local: bool, name: str, by_model: bool = False, **options: object
+) -> tuple[Rollout, RewardRole, PromptFeed]:
     context = JobContext.create(PrefixStore(name, job_store()))
     tokenizer = AutoTokenizer.from_pretrained(model)
     feed = PromptFeed(PromptSet([Prompt(i, (2,) * (1 + i), f"p{i}", "", {}) for i in range(PROMPTS)]))
     scorer, records = AsyncScorer({"": load_reward(score)}), RolloutRecords()
-    role = RewardRole(scorer, feed, tokenizer, context, records)
+    if by_model:
+        role = RewardRole(None, feed, tokenizer, context, records, LengthModel(), has_agents=True)
+    else:
+        role = RewardRole(scorer, feed, tokenizer, context, records, has_agents=True)
     engine = SplittingEngine(InstantEngine(), tokenizer.decode, reward=reward_of)
     sampling = Sampling(max_new_tokens=9)
     return Rollout(Group(engine, context, local), sampling, 5, context, feed, records, role, **options), role, feed
@@ -138,6 +152,23 @@ def test_rollout_of_agents_returns_whole_groups_with_their_rewards_and_conversat
             written = json.loads(text)
             assert written["log"] == f"log of {i}" and written["turns"][0]["reply"]["role"] == "assistant"
             assert sum(segment["trained"] for segment in written["segments"]) == len(response_of(i))
+
+
+def score_by_model(model: Path) -> dict[str, list[float]]:
+    rollout, role, feed = make_rollout(model, False, "job", by_model=True)
+    batch = rollout.generate(feed.next_batch(PROMPTS), GROUP)
+    rewards = role.wait(batch)
+    columns = {name: batch[name].tolist() for name in ("trajectory", "prompt_id")}
+    return columns | {"reward": rewards.tolist(), "part": batch["reward.own"].nan_to_num(-1).tolist()}
+
+
+def test_reward_model_scores_the_last_segment_of_agents_without_a_reward(ranks, models):
+    results = ranks.run(2, score_by_model, models["qwen3"])
+    rows = [row for result in results for row in zip(*result.values(), strict=True)]
+    assert len(rows) > PROMPTS * GROUP
+    for i, prompt, reward, part in rows:
+        brought = i % 3 == 0
+        assert reward == (100 + i if brought else 1 + prompt + len(response_of(i))) and part == (0.5 if brought else -1)
 
 
 def resume_ready(model: Path) -> list[dict[str, object]]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.split_engine import SplittingEngine
 from tests.tiny_jobs import RECIPES, files_of, metrics_of, run_here, write_sums
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.data import read_records
 from verl_mg.errors import UserError
+from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
+from verl_mg.rewards import Reward
+from verl_mg.roles.engine_group import EngineWrapper
 from verl_mg.run.mode import FULL_RUN, RunMode
 
 # A random model never adds, so the reward is one that it can earn, with a part that only some answers have.
@@ -31,6 +36,18 @@ def make_inputs(folder: Path) -> Path:
     write_sums(folder)
     (folder / "reward.py").write_text(REWARD)
     return folder
+
+
+def split_job(recipe: str, inputs: Path, output: Path, overrides: list[str], half: RunMode = FULL_RUN) -> None:
+    """A `job` whose responses are cut into the segments of trajectories, some with rewards."""
+
+    def wrapper(of: Job) -> EngineWrapper:
+        decode = partial(of.tokenizer.decode, skip_special_tokens=True)
+        return partial(SplittingEngine, decode=decode, reward=lambda s: Reward(9.0) if s.id % 4 == 0 else None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "_with_tools", wrapper)
+        job(recipe, inputs, output, overrides, half)
 
 
 def job(recipe: str | Path, inputs: Path, output: Path, overrides: list[str], half: RunMode = FULL_RUN) -> None:

@@ -1,6 +1,7 @@
 """Training alone on what a run drew, to the bit the same, and rollouts alone."""
 
 import inspect
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from tests import warm_start
 from tests.rank_pool import job_store
-from tests.run.recorded_runs import job, lines_of, make_inputs, refusal, samples_of
+from tests.run.recorded_runs import job, lines_of, make_inputs, refusal, samples_of, split_job
 from tests.tiny_jobs import RECIPES
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
@@ -20,6 +21,7 @@ from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.rollout_source import RolloutSource
+from verl_mg.rollout.trajectory import MAX_SEGMENTS
 from verl_mg.run.mode import RunMode
 from verl_mg.run.replay import ReplayRollout
 
@@ -36,7 +38,7 @@ def iteration(job, cfg):
     batch["old_logprobs"] = job.actor.compute_logprobs(batch)
     batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     batch["reward"] += batch["prompt_length"] / 10
-    advantages = group_relative(batch["reward"], batch["group"])
+    advantages = group_relative(batch["reward"], batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
     batch["loss_mask"] = batch["loss_mask"] & (batch.positions < batch.expand_to_tokens(batch.lengths) - 1)
     metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), "token-mean")
@@ -85,6 +87,36 @@ def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, 
     assert of_training(again) == {step: there[step] for step in (2, 3)}
     assert samples_of(again, 3) == samples_of(run, 3)
     assert there[3]["actor/grad_norm"] > 0 and not (again / "checkpoints").exists()
+
+
+def test_replay_of_agents_trains_on_their_segments_and_records_their_conversations(ranks, inputs, tmp_path):
+    run, again = tmp_path / "run", tmp_path / "again"
+    settings = ["job.iterations=2", f"data.test={inputs / 'sums.jsonl'}", "evaluation.every=2"]
+    ranks.run(2, split_job, "grpo", inputs, run, settings)
+    ranks.run(2, job, "grpo", inputs, again, [], RunMode(replayed=f"{run}@2"))
+    there, rows = of_training(run), samples_of(run, 2)
+    assert of_training(again) == {step: there[step] for step in (1, 2)} and samples_of(again, 2) == rows
+    assert there[2]["actor/grad_norm"] > 0 and there[2]["response/samples"] == 10 < len(rows)
+    assert lines_of(run)[2]["eval/reward"] > 0
+    rewards = {row["trajectory"]: row["reward"] for row in rows}
+    assert all(row["reward"] == rewards[row["trajectory"]] for row in rows)
+    assert there[2]["reward/mean"] == pytest.approx(sum(rewards.values()) / 10)
+    for row in rows:
+        assert (row["conversation"] is None) == (row["sample_id"] != row["trajectory"] * MAX_SEGMENTS)
+        assert (row["reward"] == 9) == (row["trajectory"] % 4 == 0)
+        if row["conversation"] is not None:
+            segments = json.loads(row["conversation"])["segments"]
+            own = [other for other in rows if other["trajectory"] == row["trajectory"]]
+            assert [segment["trained"] for segment in segments] == [sum(other["loss_mask"]) for other in own]
+    moved = ranks.run(3, read_conversations, run)
+    assert all(texts.keys() == trajectories for texts, trajectories in moved)
+    read = {i: text for texts, _ in moved for i, text in texts.items()}
+    assert read == {row["trajectory"]: row["conversation"] for row in rows if row["conversation"]}
+
+
+def read_conversations(run: Path) -> tuple[dict[int, str], set[int]]:
+    (rows,) = SampleReader(run).batches(2)
+    return dict(rows.conversations), set(rows.batch["trajectory"].tolist())
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -1,9 +1,9 @@
 """Aggregation of per-token losses to the number that is differentiated, for any split of the batch.
 
-Every mode divides by a count over the whole global batch. So the plain sum of `aggregate` over
-micro-batches and data parallel ranks is the loss of the batch: no split, packing or order changes it.
+Every mode divides by a count over the whole mini-batch. So the plain sum of `aggregate` over
+micro-batches and data parallel ranks is its loss: no split, packing or order changes it.
 
-    mode                       loss of the batch                                  normalizer
+    mode                       loss of the mini-batch                             normalizer
     "token-mean"               sum over tokens / normalizer                       tokens
     "seq-mean-token-sum"       sum over sequences of token sums / normalizer      sequences
     "seq-mean-token-mean"      sum over sequences of token means / normalizer     sequences
@@ -11,7 +11,9 @@ micro-batches and data parallel ranks is the loss of the batch: no split, packin
 
 "token-mean" is DAPO's (arXiv:2503.14476, section 3.3), "seq-mean-token-mean" GRPO's (arXiv:2402.03300,
 equation 3), "seq-mean-token-sum-norm" Dr. GRPO's (arXiv:2503.20783, section 3.2).
-Tokens are those in the mask; sequences are those with at least one of them.
+Tokens are those in the mask; sequences are those with at least one of them. All rows of a trajectory are one sequence:
+an agent's sample counts as much as any other, however many segments it has. They are in one mini-batch, but in several
+micro-batches of it, so each token brings along the number of tokens of its trajectory.
 """
 
 from typing import Literal, get_args
@@ -32,8 +34,9 @@ def aggregate(
     sequence_ids: Tensor,
     mode: str,
     normalizer: float,
+    sequence_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Returns this micro-batch's part of the loss of the global batch.
+    """Returns this micro-batch's part of the loss of the mini-batch.
 
     Args:
         loss: (tokens,) float; values outside the mask reach neither value nor gradient.
@@ -41,6 +44,8 @@ def aggregate(
         sequence_ids: (tokens,) int64, index from 0 of a token's sequence in this micro-batch.
         mode: one of MODES; UserError for any other.
         normalizer: the number that the function `normalizer` gives, the same on all ranks.
+        sequence_tokens: (tokens,) masked tokens of the token's trajectory, here and elsewhere; None where each sequence
+            is a trajectory, all of whose tokens are here.
 
     Returns:
         () float; 0, still attached to `loss`, when the mask is empty.
@@ -49,19 +54,20 @@ def aggregate(
     # A selection by the mask would have a size that the host must wait for.
     kept = torch.where(mask, loss, 0.0)
     if mode == "seq-mean-token-mean":
-        kept = kept / segment_totals(mask, sequence_ids).clamp(min=1).to(kept.dtype)
+        counts = segment_totals(mask, sequence_ids) if sequence_tokens is None else sequence_tokens
+        kept = kept / counts.clamp(min=1).to(kept.dtype)
     return kept.sum() / normalizer
 
 
 def normalizer(mode: str, tokens: int, sequences: int, max_length: int | None) -> float:
-    """Returns the global number by which `mode` divides.
+    """Returns the number by which `mode` divides, the same for all parts of a mini-batch.
 
-    A global batch without a masked token gets 1: its loss is 0, not 0 / 0.
+    A mini-batch without a masked token gets 1: its loss is 0, not 0 / 0.
 
     Args:
         mode: one of MODES; UserError for any other.
-        tokens: masked tokens of the global batch.
-        sequences: sequences of the global batch with at least one masked token.
+        tokens: masked tokens of the mini-batch.
+        sequences: trajectories of the mini-batch with at least one masked token.
         max_length: the constant response length of "seq-mean-token-sum-norm", in tokens; else unused.
     """
     _check(mode)

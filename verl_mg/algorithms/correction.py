@@ -12,8 +12,10 @@ and a rule that turns it into a weight, with d = old_logprobs - rollout_logprobs
 The loss is multiplied by the weights; no gradient flows through them. A rejected token still counts in the
 normalizer of `aggregation`, so a bad sample makes the step smaller and no other sample heavier.
 
-Sequence ratios need whole sequences: compute weights on the batch of a recipe, whose rows are whole, and give them
-to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them.
+Sequence ratios need whole sequences: compute weights on the batch of a recipe, which has whole trajectories, and give
+them to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them. The sequence
+of an agent is its trajectory, all segments together: its probability is the product over all tokens that the policy
+wrote, and those of the environment cancel out in the ratio.
 """
 
 from collections.abc import Callable

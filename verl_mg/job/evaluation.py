@@ -59,7 +59,8 @@ def evaluate(
 
 def _gather_results(batch: Batch, sources: dict[int, str]) -> list[PromptResults]:
     """Gathers the results of all ranks, by prompt in the order of their first samples."""
-    columns = [all_gather_column(batch, name).tolist() for name in ("group", "prompt_id", "reward", "answer")]
+    samples = batch.one_per_trajectory()
+    columns = [all_gather_column(samples, name).tolist() for name in ("group", "prompt_id", "reward", "answer")]
     results: dict[int, PromptResults] = {}
     for group, prompt, reward, answer in zip(*columns, strict=True):
         result = results.setdefault(group, PromptResults(sources[prompt], [], []))

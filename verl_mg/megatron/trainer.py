@@ -29,6 +29,8 @@ from verl_mg.megatron.storages import Snapshot, gradient_buffers, inner_optimize
 from verl_mg.megatron.streamed_adamw import stream_weights
 from verl_mg.megatron.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict, count_non_finite
 
+TRAJECTORY_TOKENS = "trajectory_tokens"
+"""Sequence column with the number of scored tokens of a row's trajectory, in all micro-batches."""
 LAST_GOOD = "last_good/"
 """Prefix of the namespaces of the state that a rollback restores."""
 
@@ -125,7 +127,7 @@ class Trainer:
         its division into micro-batches and ranks.
 
         Args:
-            micro_batches: this rank's micro-batches.
+            micro_batches: this rank's micro-batches; with TRAJECTORY_TOKENS where a trajectory has several rows.
             temperature: sampling temperature.
             loss: loss and metrics of each scored token.
             mode: how token losses are aggregated, see `algorithms.aggregation`.
@@ -143,6 +145,7 @@ class Trainer:
 
         def loss_closure(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             tokens = loss_tokens(micro, output)
+            of_trajectory = tokens.columns.get(TRAJECTORY_TOKENS)
 
             def mean(values: Tensor) -> Tensor:
                 if "pair" in tokens and mode == "seq-mean-token-mean":
@@ -150,7 +153,7 @@ class Trainer:
                 return values.double().sum() / max(total_tokens, 1)
 
             per_token, metrics = loss(tokens)
-            total = aggregate(per_token, tokens.mask, tokens.sequence_ids, mode, normalizer)
+            total = aggregate(per_token, tokens.mask, tokens.sequence_ids, mode, normalizer, of_trajectory)
             if len(output) > 1:
                 metrics = {"entropy": tokens.entropy, **metrics}
             means = {name: mean(values.detach()) for name, values in metrics.items()}

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from verl_mg.algorithms import mismatch
+from verl_mg.algorithms.segments import segment_totals
 from verl_mg.batch import Batch
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 
 
 def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
-    """Computes means over all samples of all ranks.
+    """Computes means over all samples of all ranks; of agents, a trajectory is one sample.
 
     Args:
         batches: this rank's rows of the generated samples.
@@ -45,18 +46,19 @@ def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
 
 
 def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
-    mask = batch["loss_mask"]
+    mask, samples = batch["loss_mask"], batch.one_per_trajectory()
+    truncated = segment_totals(batch["truncated"], batch.trajectory_index)[batch.first_rows] > 0
     sums = {
-        "samples": torch.tensor(float(len(batch))),
+        "samples": torch.tensor(float(len(samples))),
         "tokens": mask.double().sum(),
-        "truncated": batch["truncated"].double().sum(),
+        "truncated": truncated.double().sum(),
         "staleness": (version - batch["policy_versions"][mask]).double().sum(),
     }
     if "reward" in batch:
-        reward = batch["reward"].double()
+        reward = samples["reward"].double()
         sums |= {"reward": reward.sum(), "reward_squared": reward.square().sum()}
         for name in (name for name in batch.names() if name.startswith("reward.")):
-            sums |= {name: batch[name].double().nansum(), f"count.{name}": (~batch[name].isnan()).sum()}
+            sums |= {name: samples[name].double().nansum(), f"count.{name}": (~samples[name].isnan()).sum()}
     return sums
 
 

@@ -49,6 +49,7 @@ class RewardRole:
         context: JobContext,
         records: RolloutRecords,
         model: RewardModel | None = None,
+        has_agents: bool = False,
     ) -> None:
         """Creates the role.
 
@@ -59,8 +60,10 @@ class RewardRole:
             context: the shared services of the job.
             records: receives the scores for the recording of samples.
             model: frozen reward model that scores whole batches in `wait`, instead of reward functions.
+            has_agents: whether samples are of agents, which may return rewards.
         """
         self._scorer, self._prompts, self._tokenizer, self._model = scorer, prompts, tokenizer, model
+        self._has_agents = has_agents
         self._timer, self._records = context.timer, records
         self._next_id = itertools.count()
         self._agent_rewards: dict[int, Reward] = {}
@@ -183,7 +186,7 @@ class RewardRole:
         last = batch.last_rows
         scores = model.compute_scores(batch if len(last) == len(batch) else batch.select(last))[batch.trajectory_index]
         answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
-        if not any(all_gather_json("score_id" in batch and bool((batch["score_id"] != NOT_SCORED).any()))):
+        if not self._has_agents:
             return {"reward": scores, "answer": answers}
         columns = self._collect(batch)
         return columns | {"reward": torch.where(batch["score_id"] == NOT_SCORED, scores, columns["reward"])}

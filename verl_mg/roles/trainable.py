@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.algorithms.aggregation import normalizer
-from verl_mg.batch import Batch
+from verl_mg.batch import Batch, ColumnKind
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.peft import AdapterWriter
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.layout.packing import MicroBatchPlan
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.sharded_state import restore_weights
-from verl_mg.megatron.trainer import TokenLoss, Trainer, TrainerCounters
+from verl_mg.megatron.trainer import TRAJECTORY_TOKENS, TokenLoss, Trainer, TrainerCounters
 from verl_mg.megatron.weight_export import write_weights
 from verl_mg.roles.role import Role
 from verl_mg.roles.rows.index import RowIndex
@@ -44,7 +45,7 @@ class _MiniBatch:
     num_tokens: int
     """Scored tokens over all ranks."""
     num_sequences: int
-    """Sequences with scored tokens over all ranks."""
+    """Trajectories with scored tokens over all ranks."""
 
 
 class RoleCounters(ConfigSection):
@@ -109,14 +110,15 @@ class TrainableRole(Role):
     ) -> Mapping[str, float]:
         """Trains on a batch: `num_minibatches` optimizer steps in each of `num_epochs` epochs.
 
-        Mini-batches are cut in the order of the sample ids and therefore do not depend on the layout. Rows with equal
-        `pair` share a mini-batch and a micro-batch.
+        Mini-batches are cut in the order of the sample ids and therefore do not depend on the layout. The rows of a
+        trajectory share a mini-batch, and rows with equal `pair` also a micro-batch.
 
         Args:
             batch: this rank's rows.
             loss: computes the loss of each token and metrics from `LossInputs`.
             loss_aggregation: how token losses become the loss of a mini-batch, see `algorithms.aggregation`.
-            num_minibatches: optimizer steps of an epoch; fewer if the batch has fewer rows or pairs.
+            num_minibatches: optimizer steps of an epoch, each with about equally many trajectories or pairs; fewer if
+                the batch has fewer of them.
             num_epochs: passes over the batch.
             max_length: tokens of the longest possible response, for "seq-mean-token-sum-norm".
 
@@ -132,9 +134,10 @@ class TrainableRole(Role):
         self._context.offload.release_engines()
         with self._context.timer("row_dispatch"):
             index = self._index(batch, batch)
-            groups = index.row_groups
-            cuts = torch.arange(len(groups)).tensor_split(min(num_minibatches, max(len(groups), 1)))
-            epoch = self._mini_batches(batch, index, [[groups[i] for i in cut.tolist()] for cut in cuts])
+            whole = index.row_groups_by_trajectory
+            cuts = torch.arange(len(whole)).tensor_split(min(num_minibatches, max(len(whole), 1)))
+            cut_groups = [[group for i in cut.tolist() for group in whole[i]] for cut in cuts]
+            epoch = self._mini_batches(batch, index, cut_groups)
         steps = epoch * num_epochs
         self.num_updates += len(steps)
 
@@ -169,13 +172,22 @@ class TrainableRole(Role):
         """Returns the mini-batches, whose rows are transferred together; `row_groups`: by mini-batch."""
         links = self._prefix_links(batch, index)
         plans = [self.plan_micro_batches(index, groups, links) for groups in row_groups]
-        scored = [[index.num_scored_tokens[row] for group in groups for row in group] for groups in row_groups]
+        every = self.gather_micro_batches(batch, index, plans)
+        if len(set(index.trajectories)) < len(index):
+            self._put_trajectory_tokens(index, plans, every)
         return [
-            _MiniBatch(micro_batches, plan.cp_sizes, num_tokens=sum(counts), num_sequences=sum(n > 0 for n in counts))
-            for micro_batches, plan, counts in zip(
-                self.gather_micro_batches(batch, index, plans), plans, scored, strict=True
-            )
+            _MiniBatch(micro_batches, plan.cp_sizes, *_count_scored(index, [row for group in groups for row in group]))
+            for micro_batches, plan, groups in zip(every, plans, row_groups, strict=True)
         ]
+
+    def _put_trajectory_tokens(
+        self, index: RowIndex, plans: Sequence[MicroBatchPlan], mini_batches: Sequence[Sequence[Batch]]
+    ) -> None:
+        """Adds TRAJECTORY_TOKENS to the micro-batches, which roles of a concurrent block may share."""
+        counts = torch.tensor(index.trajectory_tokens)
+        for plan, micro_batches in zip(plans, mini_batches, strict=True):
+            for rows, micro in zip(self._rows_of_rank(dist.get_rank(), plan), micro_batches, strict=True):
+                micro.put(TRAJECTORY_TOKENS, counts[rows], ColumnKind.SEQUENCE)
 
     def parts(self) -> Iterator[StoredBox]:
         """Yields this rank's shards of weights and optimizer state for a checkpoint.
@@ -258,6 +270,12 @@ class TrainableRole(Role):
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(partial, folder)
         dist.barrier()
+
+
+def _count_scored(index: RowIndex, rows: Sequence[int]) -> tuple[int, int]:
+    """Returns the number of scored tokens of some rows, and that of the trajectories with such tokens."""
+    scored = {row: count for row in rows if (count := index.num_scored_tokens[row])}
+    return sum(scored.values()), len({index.trajectories[row] for row in scored})
 
 
 def _copy_small_files(source: Path, target: Path) -> None:

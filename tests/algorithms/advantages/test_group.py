@@ -1,6 +1,7 @@
 """Advantages within groups against loops over groups."""
 
 import statistics
+from random import Random
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ from hypothesis import strategies as st
 from verl_mg.algorithms.advantages import group_relative, informative, opo, remax, rloo
 
 ROWS = st.lists(st.tuples(st.floats(-10, 10), st.sampled_from([-3, 0, 1, 2, 700])), min_size=1, max_size=24)
+
+
+def alone(groups: torch.Tensor) -> torch.Tensor:
+    """Each row is a sample of its own."""
+    return torch.arange(len(groups))
 
 
 def by_hand(rows: list[tuple[float, int]], normalize_by_std: bool) -> list[float]:
@@ -29,7 +35,8 @@ def test_group_relative_of_random_groups_equals_loops(rows: list[tuple[float, in
     scores = torch.tensor([score for score, _ in rows], dtype=torch.float64)
     groups = torch.tensor([group for _, group in rows])
     expected = torch.tensor(by_hand(rows, normalize_by_std), dtype=torch.float64)
-    torch.testing.assert_close(group_relative(scores, groups, normalize_by_std), expected, rtol=1e-8, atol=1e-8)
+    advantages = group_relative(scores, groups, alone(groups), normalize_by_std)
+    torch.testing.assert_close(advantages, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
@@ -38,29 +45,62 @@ def test_row_order_changes_no_bit(normalize_by_std: bool) -> None:
     scores = torch.randn(200, generator=generator)
     groups = torch.randint(0, 17, (200,), generator=generator)
     order = torch.randperm(200, generator=generator)
-    advantages = group_relative(scores, groups, normalize_by_std)
-    assert torch.equal(group_relative(scores[order], groups[order], normalize_by_std), advantages[order])
+    advantages = group_relative(scores, groups, alone(groups), normalize_by_std)
+    assert torch.equal(group_relative(scores[order], groups[order], alone(groups), normalize_by_std), advantages[order])
     assert advantages.abs().max() > 1
 
 
 def test_input_dtype_and_inputs_are_kept() -> None:
     scores, groups = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([4, 4, 4, 9])
     kept = scores.clone()
-    advantages = group_relative(scores, groups)
+    advantages = group_relative(scores, groups, alone(groups))
     assert advantages.dtype == torch.float32
     assert torch.equal(scores, kept)
     torch.testing.assert_close(advantages, torch.tensor([1.1547, -0.57735, -0.57735, 0.0]), rtol=1e-4, atol=0)
 
 
+SEGMENTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers(1, 9), st.integers(1, 4)), max_size=9)
+
+
+@settings(max_examples=100)
+@given(SEGMENTS, st.randoms(use_true_random=False))
+def test_group_advantages_of_samples_with_several_rows_equal_those_of_single_rows(
+    samples: list[tuple[float, int, int, int]], shuffler: Random
+) -> None:
+    """Samples (score, group, length, rows), whose rows are in any order: each has the advantage of a single row."""
+    numbers = [i for i, (_, _, _, count) in enumerate(samples) for _ in range(count)]
+    shuffler.shuffle(numbers)
+    rows, ids = torch.tensor(numbers, dtype=torch.int64), torch.tensor([40 - 3 * i for i in range(len(samples))])
+    scores = torch.tensor([sample[0] for sample in samples], dtype=torch.float64)
+    groups, lengths = (torch.tensor([sample[k] for sample in samples], dtype=torch.int64) for k in (1, 2))
+    for once, repeated in (
+        (group_relative(scores, groups, ids), group_relative(scores[rows], groups[rows], ids[rows])),
+        (group_relative(scores, groups, ids, False), group_relative(scores[rows], groups[rows], ids[rows], False)),
+        (rloo(scores, groups, ids), rloo(scores[rows], groups[rows], ids[rows])),
+        (opo(scores, lengths, groups, ids), opo(scores[rows], lengths[rows], groups[rows], ids[rows])),
+        (informative(scores, groups, ids), informative(scores[rows], groups[rows], ids[rows])),
+    ):
+        assert torch.equal(repeated, once[rows])
+
+
+def test_group_advantages_count_a_sample_of_three_rows_once() -> None:
+    scores, samples = torch.tensor([6.0, 0.0, 6.0, 3.0, 6.0]), torch.tensor([8, 2, 8, 5, 8])
+    groups = torch.zeros(5, dtype=torch.int64)
+    assert group_relative(scores, groups, samples, normalize_by_std=False).tolist() == [3, -3, 3, 0, 3]
+    assert rloo(scores, groups, samples).tolist() == [4.5, -4.5, 4.5, 0, 4.5]
+    lengths = torch.tensor([4, 1, 4, 1, 4])
+    assert opo(scores, lengths, groups, samples).tolist() == [1.5, -4.5, 1.5, -1.5, 1.5]
+
+
 def test_groups_that_teach_nothing_are_exactly_zero() -> None:
     scores = torch.tensor([0.1, 0.1, 0.1, 7.3])
-    assert group_relative(scores, torch.tensor([0, 0, 0, 1])).tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert group_relative(scores, torch.tensor([0, 0, 0, 1]), torch.arange(4)).tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_large_offset_does_not_swallow_the_spread() -> None:
     scores = torch.tensor([1e6, 1e6 + 1, 1e6, 1e6 + 1])
     torch.testing.assert_close(
-        group_relative(scores, torch.zeros(4, dtype=torch.int64)),
+        group_relative(scores, torch.zeros(4, dtype=torch.int64), torch.arange(4)),
         torch.tensor([-1.0, 1.0, -1.0, 1.0]) * 0.75**0.5,
     )
 
@@ -69,7 +109,7 @@ def test_a_large_offset_does_not_swallow_the_spread() -> None:
 @given(ROWS)
 def test_rloo_against_loops(rows: list[tuple[float, int]]) -> None:
     scores, groups = torch.tensor([row[0] for row in rows]).double(), torch.tensor([row[1] for row in rows])
-    for i, found in enumerate(rloo(scores, groups).tolist()):
+    for i, found in enumerate(rloo(scores, groups, alone(groups)).tolist()):
         others = [float(scores[j]) for j in range(len(rows)) if j != i and groups[j] == groups[i]]
         expected = float(scores[i]) - statistics.fmean(others) if others else 0.0
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -80,7 +120,7 @@ def test_rloo_against_loops(rows: list[tuple[float, int]]) -> None:
 def test_opo_against_loops(rows: list[tuple[float, int]], data: st.DataObject) -> None:
     scores, groups = torch.tensor([row[0] for row in rows]).double(), torch.tensor([row[1] for row in rows])
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=len(rows), max_size=len(rows)))
-    for i, found in enumerate(opo(scores, torch.tensor(lengths), groups).tolist()):
+    for i, found in enumerate(opo(scores, torch.tensor(lengths), groups, alone(groups)).tolist()):
         peers = [j for j in range(len(rows)) if groups[j] == groups[i]]
         baseline = sum(lengths[j] * float(scores[j]) for j in peers) / sum(lengths[j] for j in peers)
         assert found == pytest.approx(float(scores[i]) - baseline if len(peers) > 1 else 0.0, rel=1e-9, abs=1e-9)
@@ -91,16 +131,16 @@ def test_opo_row_order_changes_no_bit_where_scores_agree() -> None:
     scores = torch.randint(0, 3, (60,), generator=generator).double() / 7
     lengths = torch.rand(60, generator=generator, dtype=torch.float64) * 1000  # whole numbers would add up exactly
     groups = torch.randint(0, 3, (60,), generator=generator)
-    advantages = opo(scores, lengths, groups)
+    advantages = opo(scores, lengths, groups, alone(groups))
     for _ in range(20):
         order = torch.randperm(60, generator=generator)
-        assert torch.equal(opo(scores[order], lengths[order], groups[order]), advantages[order])
+        assert torch.equal(opo(scores[order], lengths[order], groups[order], alone(groups)), advantages[order])
 
 
 def test_opo_baseline_has_the_least_variance() -> None:
     # With squared gradient norm l, the variance of (r - b) times the gradient grows with sum l (r - b)^2.
     scores, lengths = torch.tensor([1.0, 0.0, 3.0]).double(), torch.tensor([2, 5, 1])
-    baseline = float(scores[0] - opo(scores, lengths, torch.zeros(3).long())[0])
+    baseline = float(scores[0] - opo(scores, lengths, torch.zeros(3).long(), torch.arange(3))[0])
     around = [float((lengths * (scores - b).square()).sum()) for b in (baseline - 1e-3, baseline, baseline + 1e-3)]
     assert around[1] < min(around[0], around[2]) and baseline == pytest.approx(5 / 8)
 
@@ -114,13 +154,14 @@ def test_remax_of_two_rows_subtracts_greedy_scores() -> None:
 def test_informative_against_loops(rows: list[tuple[float, int]]) -> None:
     scores, groups = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
     expected = [len({score for score, theirs in rows if theirs == group}) > 1 for _, group in rows]
-    assert informative(scores, groups).tolist() == expected
+    assert informative(scores, groups, alone(groups)).tolist() == expected
 
 
 def test_rows_without_tokens_and_no_rows() -> None:
     empty, groups = torch.empty(0), torch.empty(0, dtype=torch.int64)
-    for found in (group_relative(empty, groups), rloo(empty, groups), opo(empty, groups, groups)):
-        assert found.shape == (0,)
-    assert informative(empty, groups).shape == (0,)
-    assert opo(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.tensor([1, 1])).isfinite().all()
-    assert opo(torch.tensor([5.0]), torch.tensor([0]), torch.tensor([1])).tolist() == [0.0]
+    for function in (group_relative, rloo):
+        assert function(empty, groups, groups).shape == (0,)
+    assert opo(empty, groups, groups, groups).shape == (0,)
+    assert informative(empty, groups, groups).shape == (0,)
+    assert opo(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.tensor([1, 1]), torch.arange(2)).isfinite().all()
+    assert opo(torch.tensor([5.0]), torch.tensor([0]), torch.tensor([1]), torch.arange(1)).tolist() == [0.0]

@@ -28,6 +28,7 @@ def rows() -> Rows:
         "scores": torch.randn(ROWS, generator=generator),
         "greedy": torch.randn(ROWS, generator=generator),
         "groups": GROUPS,
+        "samples": torch.arange(ROWS),
         "lengths": mask.sum(1),
         "mask": mask,
         **{name: torch.where(mask, table, math.nan) for name, table in tables.items()},
@@ -36,12 +37,12 @@ def rows() -> Rows:
 
 # The moments come from the parts, as they would from ranks.
 ADVANTAGES: dict[str, Callable[[Rows, Tensor], Tensor]] = {
-    "group_relative": lambda r, _: package.group_relative(r["scores"], r["groups"]),
-    "group_relative, mean alone": lambda r, _: package.group_relative(r["scores"], r["groups"], False),
-    "rloo": lambda r, _: package.rloo(r["scores"], r["groups"]),
-    "opo": lambda r, _: package.opo(r["scores"], r["lengths"], r["groups"]),
+    "group_relative": lambda r, _: package.group_relative(r["scores"], r["groups"], r["samples"]),
+    "group_relative, mean alone": lambda r, _: package.group_relative(r["scores"], r["groups"], r["samples"], False),
+    "rloo": lambda r, _: package.rloo(r["scores"], r["groups"], r["samples"]),
+    "opo": lambda r, _: package.opo(r["scores"], r["lengths"], r["groups"], r["samples"]),
     "remax": lambda r, _: package.remax(r["scores"], r["greedy"]),
-    "informative": lambda r, _: package.informative(r["scores"].round(), r["groups"]).float(),
+    "informative": lambda r, _: package.informative(r["scores"].round(), r["groups"], r["samples"]).float(),
     "soft_overlong_penalty": lambda r, _: package.soft_overlong_penalty(r["lengths"], 6, 4),
     "length_adaptive_lambda": lambda r, _: package.length_adaptive_lambda(r["lengths"], 0.5),
     "token_rewards": lambda r, _: package.token_rewards(r["scores"], r["mask"]),

@@ -41,17 +41,21 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     _check_fraction("gamma", gamma)
     if not isinstance(lam, Tensor):
         _check_fraction("lam", lam)
-    reward = torch.where(mask, rewards, 0.0).detach().double()
-    value = torch.where(mask, values, 0.0).detach().double()
+    # Masked tokens alone, one after another: a trajectory is mostly context.
+    counts = mask.sum(1)
+    steps = torch.arange(int(counts.max()) if len(counts) else 0, device=mask.device) < counts[:, None]
+    reward, value = (_compact(column, mask, steps) for column in (rewards, values))
     advantages = torch.zeros_like(value)
     advantage = next_value = value.new_zeros(len(value))
-    for t in range(mask.shape[1] - 1, -1, -1):
-        here = mask[:, t]
+    for t in range(steps.shape[1] - 1, -1, -1):
+        here = steps[:, t]
         estimate = reward[:, t] + gamma * next_value - value[:, t] + gamma * lam * advantage
         advantage = torch.where(here, estimate, advantage)
         next_value = torch.where(here, value[:, t], next_value)
         advantages[:, t] = torch.where(here, estimate, 0.0)
-    return advantages.to(values.dtype), (advantages + value).to(values.dtype)
+    result = torch.zeros(2, *mask.shape, dtype=values.dtype, device=values.device)
+    result[:, mask] = torch.stack([advantages[steps], (advantages + value)[steps]]).to(values.dtype)
+    return result[0], result[1]
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
@@ -98,6 +102,13 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
         (n, T) of the dtype of `rewards`, 0 outside the mask.
     """
     return discounted_returns(rewards, mask, gamma)
+
+
+def _compact(column: Tensor, mask: Tensor, steps: Tensor) -> Tensor:
+    """Returns the masked entries of a column as the first ones of each row, where `steps` is true, in float64."""
+    compact = torch.zeros(steps.shape, dtype=torch.float64, device=column.device)
+    compact[steps] = column[mask].detach().double()
+    return compact
 
 
 def _check_fraction(name: str, value: float) -> None:

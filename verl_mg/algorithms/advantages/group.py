@@ -1,8 +1,10 @@
 """Advantages from the score of a sample and the scores of the other samples of its prompt.
 
 Every sum runs in an order that only the values decide, so results are bitwise independent of the order of the rows and
-of a device's atomics. All functions take `groups` (n,) int64, equal for samples of one prompt; neither sorted nor
-consecutive. All rows of a group must be here; a group of one has advantage 0.
+of a device's atomics. All functions take `groups` (n,) int64, equal for samples of one prompt, and `trajectories` (n,)
+int64, equal for the rows of one sample; neither sorted nor consecutive. A sample counts once, however many rows it has;
+these have the same score and get the same advantage. All rows of a group must be here; a group of one sample has
+advantage 0.
 """
 
 import torch
@@ -13,7 +15,9 @@ from verl_mg.algorithms.segments import segment_sums
 EPSILON = 1e-6  # avoids a division by 0 where the scores of a group are equal
 
 
-def group_relative(scores: Tensor, groups: Tensor, normalize_by_std: bool = True) -> Tensor:
+def group_relative(
+    scores: Tensor, groups: Tensor, trajectories: Tensor, normalize_by_std: bool = True
+) -> Tensor:
     """Returns the score minus the mean score of the prompt, GRPO's advantage.
 
     With `normalize_by_std` it is divided by the (unbiased) standard deviation of the group plus 1e-6: GRPO with outcome
@@ -22,61 +26,67 @@ def group_relative(scores: Tensor, groups: Tensor, normalize_by_std: bool = True
 
     Args:
         scores: (n,) float, in any unit; the result has their dtype, sums are computed in float64.
-        groups: (n,) int64.
+        groups, trajectories: (n,) int64.
         normalize_by_std: divides by the standard deviation of the group.
 
     Returns:
         (n,) advantages.
     """
-    order, index, counts = _in_groups(groups, scores)
-    advantages = _centered(scores[order].double(), index, counts)
+    samples, sample_of = _samples(trajectories)
+    score = scores[samples]
+    order, index, counts = _in_groups(groups[samples], score)
+    advantages = _centered(score[order].double(), index, counts)
     if normalize_by_std:
         variance = segment_sums(advantages.square(), counts) / (counts - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPSILON)[index]
-    return _in_rows(advantages, order, scores)
+    return _in_order(advantages, order, score)[sample_of]
 
 
-def rloo(scores: Tensor, groups: Tensor) -> Tensor:
+def rloo(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     """Returns the score minus the mean score of the other samples of its prompt: RLOO, arXiv:2402.14740.
 
     Args:
         scores: (n,) float, in any unit; the result has their dtype, sums are computed in float64.
-        groups: (n,) int64.
+        groups, trajectories: (n,) int64.
 
     Returns:
         (n,) advantages.
     """
-    order, index, counts = _in_groups(groups, scores)
+    samples, sample_of = _samples(trajectories)
+    score = scores[samples]
+    order, index, counts = _in_groups(groups[samples], score)
     factor = counts.double() / (counts - 1).clamp(min=1)  # integers alone would divide to float32
-    advantages = _centered(scores[order].double(), index, counts) * factor[index]
-    return _in_rows(advantages, order, scores)
+    advantages = _centered(score[order].double(), index, counts) * factor[index]
+    return _in_order(advantages, order, score)[sample_of]
 
 
-def opo(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+def opo(scores: Tensor, lengths: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     """Returns the score minus the optimal baseline sum(l r) / sum(l) of its prompt: OPO, arXiv:2505.23585.
 
     The baseline of least gradient variance where a response's squared gradient norm grows with its length l.
 
     Args:
         scores: (n,) float, in any unit; the result has their dtype, sums are computed in float64.
-        lengths: (n,) tokens that the policy wrote.
-        groups: (n,) int64.
+        lengths: (n,) tokens that the policy wrote in all rows of the sample.
+        groups, trajectories: (n,) int64.
 
     Returns:
-        (n,) advantages. A row of length 0 does not count in the baseline.
+        (n,) advantages. A sample of length 0 does not count in the baseline.
     """
-    order, index, counts = _in_groups(groups, scores, lengths)
-    score, weight = scores[order].double(), lengths[order].double()
+    samples, sample_of = _samples(trajectories)
+    order, index, counts = _in_groups(groups[samples], scores[samples], lengths[samples])
+    score, weight = scores[samples][order].double(), lengths[samples][order].double()
     total = segment_sums(weight, counts)
     baseline = segment_sums(weight * score, counts) / total.clamp(min=1)
-    return _in_rows(torch.where((counts > 1)[index], score - baseline[index], 0.0), order, scores)
+    advantages = torch.where((counts > 1)[index], score - baseline[index], 0.0)
+    return _in_order(advantages, order, scores[samples])[sample_of]
 
 
 def remax(scores: Tensor, greedy_scores: Tensor) -> Tensor:
     """Returns the score minus that of the greedy response to the same prompt: ReMax, arXiv:2310.10505, algorithm 1.
 
     Args:
-        scores, greedy_scores: (n,) float; row i of the second answers the prompt of row i of the first.
+        scores, greedy_scores: (n,) float; entry i of the second is of the prompt of row i of the first.
 
     Returns:
         (n,) advantages.
@@ -84,28 +94,36 @@ def remax(scores: Tensor, greedy_scores: Tensor) -> Tensor:
     return scores - greedy_scores
 
 
-def informative(scores: Tensor, groups: Tensor) -> Tensor:
+def informative(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     """Returns whether the scores of a sample's group differ, so that its advantage is not 0.
 
-    DAPO's dynamic sampling keeps only these rows (arXiv:2503.14476, equation 11). GPG multiplies the advantages by
-    all rows over these rows, both counted over all ranks (accurate gradient estimation, arXiv:2504.02546).
+    DAPO's dynamic sampling keeps only these (arXiv:2503.14476, equation 11). GPG multiplies the advantages by all
+    samples over these, both counted over all ranks (accurate gradient estimation, arXiv:2504.02546).
 
     Args:
         scores: (n,), compared exactly.
-        groups: (n,) int64.
+        groups, trajectories: (n,) int64.
 
     Returns:
         (n,) bool, the same for all rows of a group; false for a group of one.
     """
-    order, index, counts = _in_groups(groups, scores)
+    samples, sample_of = _samples(trajectories)
+    order, index, counts = _in_groups(groups[samples], scores[samples])
     last = counts.cumsum(0) - 1
-    ordered = scores[order]
-    differ = ordered[last] != ordered[last - counts + 1]
-    return torch.empty_like(differ[index]).index_copy_(0, order, differ[index])
+    ordered = scores[samples][order]
+    differ = (ordered[last] != ordered[last - counts + 1])[index]
+    return torch.empty_like(differ).index_copy_(0, order, differ)[sample_of]
+
+
+def _samples(trajectories: Tensor) -> tuple[Tensor, Tensor]:
+    """One row (t,) of each trajectory, and the number (n,) of each row's trajectory among these."""
+    distinct, number = trajectories.unique(return_inverse=True)
+    rows = torch.arange(len(trajectories), device=trajectories.device)
+    return rows.new_zeros(len(distinct)).scatter_reduce_(0, number, rows, "amin", include_self=False), number
 
 
 def _in_groups(groups: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (n,) sorted by group and then by `keys`; the group (n,) of each; the rows (g,) of each group."""
+    """Samples (t,) sorted by group and then by `keys`; the group (t,) of each; the samples (g,) of each group."""
     order = torch.arange(len(groups), device=groups.device)
     for key in (*reversed(keys), groups):
         order = order[torch.argsort(key[order], stable=True)]
@@ -117,5 +135,5 @@ def _centered(ordered: Tensor, index: Tensor, counts: Tensor) -> Tensor:
     return ordered - (segment_sums(ordered, counts) / counts)[index]
 
 
-def _in_rows(ordered: Tensor, order: Tensor, like: Tensor) -> Tensor:
+def _in_order(ordered: Tensor, order: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).index_copy_(0, order, ordered.to(like.dtype))

@@ -55,7 +55,8 @@ def prime_advantages(
     """
     rewards = torch.where(mask, process_rewards, 0.0).double()
     means = rewards.sum(1) / mask.sum(1).clamp(min=1)
-    baseline = means - rloo(means, groups)
+    samples = torch.arange(len(groups), device=groups.device)
+    baseline = means - rloo(means, groups, samples)
     process = discounted_returns(rewards - baseline[:, None], mask, gamma)
-    outcome = torch.where(mask, rloo(scores.double(), groups)[:, None], 0.0)
+    outcome = torch.where(mask, rloo(scores.double(), groups, samples)[:, None], 0.0)
     return (process_weight * process + outcome_weight * outcome).to(process_rewards.dtype)

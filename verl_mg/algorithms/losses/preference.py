@@ -101,6 +101,7 @@ def prime_loss(
         ref_logprobs: (tokens,) nats, of the model that its training began with.
         mask: (tokens,) bool, true on scored tokens.
         sequence_ids: (tokens,) int64; every sequence is here as a whole.
+            A segment of an agent's trajectory is a sequence, with the outcome of the trajectory.
         labels: (tokens,) from 0 (wrong) to 1 (right), the same on all tokens of a sequence.
         beta: above 0; 0.05 in the paper.
 

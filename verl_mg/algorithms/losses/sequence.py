@@ -2,6 +2,11 @@
 
 In the formulas n is the number of masked tokens of a sequence, d the log-ratio logprobs - old_logprobs of a token, and
 A its advantage.
+
+A sequence is a row: of an agent's trajectory each segment has a ratio, that of the tokens which it trains. Segments are
+contexts of their own, and need not be in the same micro-batch. As long as the policy has not been updated, all ratios
+are 1, and a trajectory in segments has the loss and gradient of one in a single row; later its clipping is finer. The
+aggregation by sequences weighs a segment by its share of the tokens of its trajectory.
 """
 
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +57,22 @@ class RowIndex:
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    @property
+    def row_groups_by_trajectory(self) -> list[list[tuple[int, ...]]]:
+        """Returns the row groups of each trajectory, which stay in one mini-batch, in the order of their first rows."""
+        groups: dict[int, list[tuple[int, ...]]] = {}
+        for group in self.row_groups:
+            groups.setdefault(self.trajectories[group[0]], []).append(group)
+        return list(groups.values())
+
+    @property
+    def trajectory_tokens(self) -> list[int]:
+        """Returns the scored tokens of each row's trajectory."""
+        totals: Counter[int] = Counter()
+        for trajectory, count in zip(self.trajectories, self.num_scored_tokens, strict=True):
+            totals[trajectory] += count
+        return [totals[trajectory] for trajectory in self.trajectories]
 
     def rows_of(self, rank: int) -> list[int]:
         """Returns the numbers of the rows that a rank owns, in the order of its batch."""
