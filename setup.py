@@ -48,6 +48,7 @@ setup(
         ],
         "mpi": ["mpi4py>=4"],
         "openenv": ["websockets>=15"],
+        "mcp": ["mcp>=2.3,<3"],
         "trackers": ["wandb>=0.19", "mlflow-skinny>=3.7", "swanlab>=0.9"],
         "test": [
             "pytest>=8",

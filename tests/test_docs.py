@@ -5,6 +5,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,8 @@ def test_index_of_docs_links_every_page():
 # -- configuration
 
 SECTIONS = tuple(Config.model_fields)
+FIELDS_OF_RECORDS = {"reward_model.ground_truth"}
+"""Fields of verl's records, which look like keys."""
 KEY = re.compile(rf"(?<![\w./:-])(?:{'|'.join(SECTIONS)})(?:\.[a-z][a-z_]*)+")
 
 
@@ -120,8 +123,8 @@ def test_page_with_configuration_keys_names_existing_keys(name):
         text = "\n".join(line.split("|")[2] for line in text.splitlines() if line.count("|") > 3)
     for key in KEY.findall(text):
         of_job = key.startswith("job.") and _is_of_job(key.split(".")[1])
-        if key.startswith("megatron.core"):
-            continue  # the package
+        if key.startswith("megatron.core") or key in FIELDS_OF_RECORDS:  # the package
+            continue
         if not of_job and not key.endswith((".py", ".md", ".yaml", ".json", ".jsonl", ".parquet", ".png")):
             assert is_key(key, kinds), f"{name} names {key}"
 
@@ -254,6 +257,30 @@ def _first_run(folder: Path, snippet: str) -> list[float]:
             exec(compile(snippet, "docs/observing_a_run.md", "exec"), {})
         lines = map(json.loads, Path("runs/mine/metrics.jsonl").read_text().splitlines())
         return [line["reward/mean"] for line in lines if "reward/mean" in line]
+
+
+def test_data_of_other_frameworks_trains_with_the_commands_shown(ranks, tmp_path):
+    for name in ("write_data.py", "my_reward.py", "my_rm.py"):
+        (tmp_path / name).write_text(shown("docs/data.md", name))
+    text = re.sub(r" *\\\n *", " ", TEXTS["docs/data.md"])
+    commands = re.findall(r"^ {4}python -m verl_mg train (\S+) (.*)$", text, re.MULTILINE)
+    assert len(commands) == 2
+    for recipe, overrides in commands:
+        lines = ranks.run(1, _data_of_others, tmp_path, recipe, overrides.split())[0]
+        assert [0 < line["reward/mean"] < 1 for line in lines] == [True, True], overrides
+
+
+def _data_of_others(folder: Path, name: str, overrides: list[str]) -> list[dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for module in ("slime", "slime.utils", "slime.utils.types"):
+            patch.delitem(sys.modules, module, raising=False)
+        exec(compile(Path("write_data.py").read_text(), "write_data.py", "exec"), {})
+        recipe = load_recipe(name)
+        short = ["job.iterations=2", "job.console=false", "algorithm.prompts_per_iteration=8"]
+        config = load_config(None, [*overrides, *short], recipe.config)
+        run_here(recipe, config)
+        return [json.loads(line) for line in (config.job.output / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_first_run_script_from_python_trains(tmp_path):

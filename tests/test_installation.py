@@ -16,7 +16,7 @@ from tests.launched import ROOT
 
 GPU_LOCK, CPU_LOCK = ROOT / "launch" / "requirements-gpu.txt", ROOT / "tools" / "requirements-cpu.txt"
 UV = Path(sys.prefix) / "bin" / "uv"
-OF_EXTRAS = ["--extra", "gpu", "--extra", "sglang", "--extra", "trackers"]
+OF_EXTRAS = ["--extra", "gpu", "--extra", "sglang", "--extra", "mcp", "--extra", "trackers"]
 COMPILE = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.12", "setup.py"]
 
 

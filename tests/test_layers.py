@@ -25,6 +25,7 @@ LAYERS = {
             "jsonl",
             "import_function",
             "http_client",
+            "hub",
             "renamed",
         ),
         0,

@@ -11,7 +11,11 @@ lock() {
         setup.py --output-file "$@"
 }
 
-lock launch/requirements-gpu.txt --extra gpu --extra sglang --extra trackers --python-platform x86_64-manylinux_2_39 "$@"
+lock launch/requirements-gpu.txt --extra gpu --extra sglang --extra mcp --extra trackers --python-platform x86_64-manylinux_2_39 "$@"
 # The torch and transformers of SGLang on GPUs.
+<<<<<<< HEAD
 lock tools/requirements-cpu.txt --extra mpi --extra openenv --extra trackers --extra test --universal \
+=======
+lock tools/requirements-cpu.txt --extra mcp --extra mpi --extra trackers --extra test --universal \
+>>>>>>> ed30494 (Tools with a state for each sample, and those of MCP servers)
     --constraints <(grep -E '^(torch|transformers|tokenizers|megatron-core)==' launch/requirements-gpu.txt) "$@"

@@ -99,7 +99,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan.add_argument("recipe", nargs="?", help="a recipe; its --config gives what the options do not")
     plan.add_argument("--config", help="the YAML file of a job; options override it")
     plan.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
-    plan.add_argument("--model", help="a Hugging Face model directory, or a config.json")
+    plan.add_argument("--model", help="a Hugging Face model directory or name, or a config.json")
     plan.add_argument("--ranks", required=True, type=int, help="GPUs of the job")
     plan.add_argument("--train", metavar="LAYOUT", help="layout of the actor, such as tp4-pp4-ep8")
     plan.add_argument("--rollout", metavar="LAYOUT", help="layout of an SGLang engine, such as tp8-ep8")
@@ -145,7 +145,7 @@ def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
     trace = commands.add_parser(
         "trace", help="record from an engine's loader which part of a model each of its ranks holds"
     )
-    trace.add_argument("model", help="a Hugging Face model directory; config.json is enough")
+    trace.add_argument("model", help="a Hugging Face model directory or name; config.json is enough")
     trace.add_argument("--rollout", metavar="LAYOUT", default="tp2", help="layout of the engine (default: %(default)s)")
     trace.add_argument("--engine", choices=("sglang", "vllm"), default="sglang", help="engine (default: %(default)s)")
     trace.add_argument("--python", metavar="PATH", help="Python that has the engine (default: this one)")
@@ -205,8 +205,11 @@ def _view(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    from verl_mg.models.named_models import CONFIG_FILES, local_model, with_local_models
     from verl_mg.planner.command import run
 
+    if arguments.model:
+        arguments.model = str(local_model(Path(arguments.model), "--model", CONFIG_FILES))
     if arguments.recipe is None:
         if arguments.overrides or arguments.config:
             unused = repr(arguments.overrides[0]) if arguments.overrides else "--config"
@@ -221,6 +224,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     recipe = load_recipe(arguments.recipe)
     config = load_config(_config_file(arguments), arguments.overrides, recipe.config)
+    if not arguments.model:
+        config = with_local_models(config, CONFIG_FILES)
     try:
         job = plan_request(config, requested_roles(recipe, config))
     except UserError as error:
@@ -230,8 +235,10 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _trace(arguments: argparse.Namespace) -> None:
     from verl_mg.layout import EngineLayout
+    from verl_mg.models.named_models import CONFIG_FILES, local_model
     from verl_mg.rollout.tracing.tracer import TracedEngine, write_trace
 
     engine = TracedEngine(arguments.engine, Path(arguments.python) if arguments.python else None)
-    write_trace(arguments.model, arguments.output, EngineLayout.parse(arguments.rollout), engine)
+    model = local_model(Path(arguments.model), "model", CONFIG_FILES)
+    write_trace(str(model), arguments.output, EngineLayout.parse(arguments.rollout), engine)
     print(f"sharding table {arguments.output}")

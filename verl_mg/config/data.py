@@ -15,7 +15,7 @@ class SourceConfig(ConfigSection):
     """One of several sources of prompts."""
 
     path: Path
-    """File, folder or pattern, as in `data.train`."""
+    """File, folder, pattern or name, as in `data.train`."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of the prompts taken from this source, relative to the other weights. Unused in `data.test`."""
     prompt_field: str | None = None
@@ -61,13 +61,19 @@ class DataConfig(ConfigSection):
     train: Path | dict[str, SourceConfig]
     """Training prompts: a path, or several sources as `NAME: {path: ..., weight: ...}`. A path is a .jsonl, .json (one
     object per line), .parquet or .arrow file, a folder of shards, a pattern such as data/train-*.parquet, or a folder
-    written by `save_to_disk` of Hugging Face datasets."""
+    written by `save_to_disk` of Hugging Face datasets. If nothing has this path, it may be a data set of the Hugging
+    Face hub such as openai/gsm8k:main:train (configuration and split), or of ModelScope with the prefix modelscope:.
+    reasoning_gym:TASK:size=500,seed=0 generates prompts with the package reasoning-gym."""
     test: Path | dict[str, SourceConfig] | None = None
     """Prompts of the evaluation, in the form of `data.train`. null: no evaluation."""
-    prompt_field: str = "prompt"
-    """Field of the prompt: a string, or a list of messages with `role` and `content`."""
-    answer_field: str = "answer"
-    """Field of the reference answer, which the reward function receives. Records may be without it."""
+    prompt_field: str | None = None
+    """Field of the prompt: a string, or a list of messages with `role` and `content`. A name such as info.question is
+    that of a field inside another. null: prompt, or messages in records without it, of which an assistant message at
+    the end is not part of the prompt."""
+    answer_field: str | None = None
+    """Field of the reference answer, which the reward function receives. Records may be without it. null: the first
+    that a record has of answer, reward_model.ground_truth (as verl writes it) and label (as slime reads it); with
+    prompts from messages, otherwise their last assistant message."""
     chosen_field: str = "chosen"
     """Field of the preferred answer of a pair, for preference recipes."""
     rejected_field: str = "rejected"
@@ -125,7 +131,8 @@ class RewardConfig(ConfigSection):
     """Reward of a sample: one function, or a weighted sum."""
 
     function: RewardFunction = "verl_mg.rewards.math:score"
-    """Reward function or class: `package.module:name` or `path/file.py:name`."""
+    """Reward function or class: `package.module:name` or `path/file.py:name`. With the prefix verl: or slime: a
+    function as it was written for that framework, such as verl:my_reward.py:compute_score."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function, or of the class when it is created."""
     mixture: dict[str, WeightedRewardConfig] = {}

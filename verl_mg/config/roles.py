@@ -189,7 +189,7 @@ class CriticConfig(TrainableConfig):
     """Further trained model, built only if the recipe requests it. Critic and reward model have a scalar head."""
 
     path: Path | None = None
-    """Hugging Face directory to start from. null: `model.path`."""
+    """Hugging Face directory or name of a model to start from. null: `model.path`."""
 
 
 class ReferenceConfig(RoleSection):
@@ -199,7 +199,7 @@ class ReferenceConfig(RoleSection):
     """
 
     path: Path | None = None
-    """Hugging Face directory, such as that of a teacher. null: `model.path`, the initial policy."""
+    """Hugging Face directory or name of a model, such as a teacher. null: `model.path`, the initial policy."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Largest number of tokens of a micro-batch. Larger than the actor's, since no activations are stored."""
 
@@ -296,7 +296,9 @@ class RolloutConfig(ConfigSection):
     """Folder for weights with `weight_transfer: disk`, used by this job only. Job and servers see it under the same
     path."""
     tools: list[str] = []
-    """Tools that the policy can call: annotated Python functions as `package.module:name` or `file.py:name`."""
+    """Tools that the policy can call: annotated Python functions, or classes whose methods are called on an object for
+    each sample, as `package.module:name` or `file.py:name`; MCP servers as `mcp:http://HOST:PORT/mcp` or
+    `mcp:COMMAND ARGUMENT...`. With `PREFIX=` in front of it, the tools are named PREFIX_name."""
     max_turns: PositiveInt = 1
     """Assistant turns of a sample with tools."""
     tool_timeout_s: float = Field(30.0, gt=0)

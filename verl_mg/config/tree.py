@@ -17,7 +17,9 @@ class ModelConfig(ConfigSection):
     """Model from which the policy starts."""
 
     path: Path
-    """Hugging Face directory with config.json, weights and tokenizer."""
+    """Hugging Face directory with config.json, weights and tokenizer. If there is no such directory, a model of the
+    Hugging Face hub such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, or of ModelScope with the prefix
+    modelscope:."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in training and generation. Master weights and moments of bfloat16 are float32."""
     kernels: Literal["auto", "transformer_engine", "torch"] = "auto"

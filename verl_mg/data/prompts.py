@@ -1,22 +1,19 @@
 """Prompts of a file, tokenized once, in an order that depends on the seed alone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 
+from verl_mg.data.fields import ANSWER, PROMPT, RecordFields, field_names
 from verl_mg.data.records import Record, located_records
-from verl_mg.data.rendering import answer_of, prompt_of, render, tokenize
+from verl_mg.data.rendering import render, tokenize
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-ANSWER = "answer"
-"""Default field of the answer, which records may be without."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,8 @@ class PromptSet:
         path: str | Path,
         tokenizer: "PreTrainedTokenizerBase",
         *,
-        prompt_field: str = "prompt",
-        answer_field: str = ANSWER,
+        prompt_field: str | None = None,
+        answer_field: str | None = None,
         chosen_field: str = "chosen",
         rejected_field: str = "rejected",
         chat_template: bool = False,
@@ -117,6 +114,7 @@ class PromptSet:
         tools: Sequence[dict[str, Any]] = (),
         source: str = "",
         first_id: int = 0,
+        report: Callable[[str], None] | None = None,
     ) -> Self:
         """Reads and tokenizes the prompts of a file or folder.
 
@@ -126,8 +124,8 @@ class PromptSet:
         Args:
             path: file or folder as in `read_records`.
             tokenizer: tokenizer of the model.
-            prompt_field: field of the prompt.
-            answer_field: field of the answer.
+            prompt_field: field of the prompt; None for the one that `RecordFields.find` chooses.
+            answer_field: field of the answer; None likewise.
             chosen_field: field of the preferred answer. If it and `rejected_field` are conversations, a record needs no
                 prompt field.
             rejected_field: field of the other answer.
@@ -139,19 +137,23 @@ class PromptSet:
             tools: schemas that a chat template describes to the model.
             source: name of the source.
             first_id: id of the first row.
+            report: receives one line about fields that were found and not configured, unless they are the usual ones.
 
         Raises:
             UserError: names `file:line` and the remedy.
         """
         located = located_records(path)
-        answers = [answer_of(record, answer_field, place) for place, record in located]
-        if answer_field != ANSWER and all(answer is None for answer in answers):
+        fields = RecordFields.find([record for _, record in located], prompt_field, answer_field)
+        if report and fields != RecordFields(prompt_field or PROMPT, answer_field or ANSWER):
+            report(f"{path}: {fields.description}")
+        answers = [fields.answer_of(record, place) for place, record in located]
+        if answer_field not in (None, ANSWER) and all(answer is None for answer in answers):
             place, record = located[0]
             raise UserError(
                 f"{place}: no field '{answer_field}', here and in all lines below. Set data.answer_field to one of: "
-                f"{', '.join(sorted(record))}."
+                f"{', '.join(sorted(field_names(record)))}."
             )
-        values = [prompt_of(record, prompt_field, chosen_field, rejected_field, place) for place, record in located]
+        values = [fields.prompt_of(record, chosen_field, rejected_field, place) for place, record in located]
         rendered = [
             render(value, tokenizer, chat_template, instruction, place, tools)
             for value, (place, _) in zip(values, located, strict=True)

@@ -1,6 +1,6 @@
 """Prompts of a job, from the section `data` of the configuration."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.config import DataConfig, SourceConfig
@@ -20,6 +20,7 @@ def read_prompts(
     *,
     seed: int = 0,
     tools: Sequence[dict[str, Any]] = (),
+    report: Callable[[str], None] | None = None,
 ) -> Prompts:
     """Reads the prompts of `data.train` or `data.test`.
 
@@ -29,6 +30,7 @@ def read_prompts(
         tokenizer: tokenizer of the model.
         seed: random seed of the order.
         tools: schemas that a chat template describes to the model.
+        report: receives one line for each source whose fields were found and not configured.
 
     Returns:
         A `PromptSet` for a path, a `Mixture` for sources by name; for training a `Curriculum` around either if
@@ -41,9 +43,9 @@ def read_prompts(
     if where is None:
         raise UserError("data.test: not set. Write data.test=FILE.")
     if not isinstance(where, dict):
-        prompts: PromptSet | Mixture = _read_set(data, "", SourceConfig(path=where), 0, tokenizer, seed, tools)
+        prompts: PromptSet | Mixture = _read_set(data, "", SourceConfig(path=where), 0, tokenizer, seed, tools, report)
     else:
-        prompts = _read_mixture(data, where, tokenizer, seed, tools)
+        prompts = _read_mixture(data, where, tokenizer, seed, tools, report)
     band = data.curriculum
     if which == "test" or (band.low <= 0 and band.high >= 1):
         return prompts
@@ -56,11 +58,12 @@ def _read_mixture(
     tokenizer: "PreTrainedTokenizerBase",
     seed: int,
     tools: Sequence[dict[str, Any]],
+    report: Callable[[str], None] | None,
 ) -> Mixture:
     sets: dict[str, PromptSet] = {}
     rows = 0
     for name, source in sources.items():
-        sets[name] = _read_set(data, name, source, rows, tokenizer, seed, tools)
+        sets[name] = _read_set(data, name, source, rows, tokenizer, seed, tools, report)
         rows += len(sets[name]) + sets[name].dropped
     return Mixture(sets, {name: source.weight for name, source in sources.items()})
 
@@ -73,9 +76,11 @@ def _read_set(
     tokenizer: "PreTrainedTokenizerBase",
     seed: int,
     tools: Sequence[dict[str, Any]],
+    report: Callable[[str], None] | None,
 ) -> PromptSet:
     source_fields = source.model_dump(include={"prompt_field", "answer_field", "instruction"}, exclude_none=True)
     common = data.model_dump(exclude={"train", "test", "curriculum"})
+    options = common | source_fields
     return PromptSet.from_file(
-        source.path, tokenizer, **(common | source_fields), seed=seed, tools=tools, source=name, first_id=first_id
+        source.path, tokenizer, **options, seed=seed, tools=tools, source=name, first_id=first_id, report=report
     )

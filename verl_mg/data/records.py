@@ -7,7 +7,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from verl_mg.data.generated_records import PREFIX, generated_records
+from verl_mg.data.hub_files import hub_data_files
 from verl_mg.errors import UserError
+from verl_mg.hub import HubName
 
 Record = dict[str, Any]
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".arrow")
@@ -19,7 +22,8 @@ def read_records(path: str | Path) -> list[Record]:
 
     Args:
         path: `.jsonl` or `.json` (one JSON object per line; blank lines are skipped), `.parquet`, `.arrow` (a stream),
-            a folder of shards, a pattern, or a dataset saved by Hugging Face datasets.
+            a folder of shards, a pattern, a dataset saved by Hugging Face datasets, the name of a data set on a hub, or
+            `reasoning_gym:NAME`.
 
     Raises:
         UserError: the file is missing, empty or of another kind, or a line is not a JSON object.
@@ -33,6 +37,8 @@ def located_records(path: str | Path) -> list[tuple[str, Record]]:
     Raises:
         UserError: as in `read_records`.
     """
+    if str(path).startswith(PREFIX):
+        return generated_records(str(path))
     readers = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
     files = data_files(Path(path))
     records = [(f"{file}:{line}", record) for file in files for line, record in readers[file.suffix](file)]
@@ -98,11 +104,14 @@ def data_files(path: Path) -> list[Path]:
 
     A folder written by `datasets.Dataset.save_to_disk` means the Arrow files that its state.json lists; any other
     folder its `.jsonl` or its `.parquet` shards by name, `train-00000-of-00002.parquet` and so on. A pattern such as
-    `data/train-*.parquet` means the files that match, by name.
+    `data/train-*.parquet` means the files that match, by name. A path that does not exist may be the name of a data
+    set on a hub, see `HubName`.
 
     Raises:
         UserError: there is no file, or a folder contains more than the shards of one set, or not all of them.
     """
+    if name := _hub_name(path):
+        return hub_data_files(name)
     if "*" in path.name:
         return _matches(path)
     if path.is_dir():
@@ -112,6 +121,12 @@ def data_files(path: Path) -> list[Path]:
     if not path.is_file():
         raise UserError(f"{path}: no such data file. Give a .jsonl, .json, .parquet or .arrow file, or a folder.")
     return [path]
+
+
+def _hub_name(path: Path) -> HubName | None:
+    name = HubName.parse(path)
+    is_file = name is not None and name.text == name.repository and path.suffix in FILE_KINDS  # a misspelled path
+    return None if is_file else name
 
 
 def _check_kind(path: Path) -> None:

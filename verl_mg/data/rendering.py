@@ -1,4 +1,4 @@
-"""Text and tokens of a record: prompt, answer and preference fields, chat templates, tokenization."""
+"""Text and tokens of a record: preference fields, messages, chat templates, tokenization."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,46 +19,6 @@ class RenderedPrompt(NamedTuple):
     """Whether a chat template wrote it, special tokens included."""
     messages: list[dict[str, Any]]
     """The prompt as messages; a string is one of the user."""
-
-
-def prompt_of(record: Record, name: str, chosen: str, rejected: str, place: str) -> Any:
-    """Returns the prompt field of a record: a string or messages, not yet validated.
-
-    If the record has no such field but `chosen` and `rejected` are whole conversations, or if `name` is `chosen`, the
-    prompt is the messages of both before their last one.
-
-    Args:
-        record: the record as read.
-        name: field of the prompt.
-        chosen: field of the preferred answer.
-        rejected: field of the other answer.
-        place: `file:line`, for errors.
-    """
-    value = record.get(name)
-    if value is None or name == chosen:
-        contexts = [context_of(record.get(field)) for field in (chosen, rejected)]
-        if all(contexts):
-            check_same_context((contexts[0], contexts[1]), chosen, rejected, place)
-            return contexts[0]
-    if value is None:
-        raise UserError(f"{place}: no field '{name}'. Set data.prompt_field to one of: {', '.join(record)}.")
-    return value
-
-
-def answer_of(record: Record, name: str, place: str) -> str | None:
-    """Returns the answer field as text; None if the record has none.
-
-    Args:
-        record: the record as read.
-        name: field of the answer.
-        place: `file:line`, for errors.
-    """
-    value = record.get(name)
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int | float):
-        return str(value)
-    raise UserError(f"{place}: the answer '{name}' is a {type(value).__name__}. Write a string or a number.")
 
 
 def choice_of(record: Record, name: str, field: str, place: str) -> str:
@@ -156,8 +116,41 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_message, value))
 
 
+def content_of(message: dict[str, Any], place: str) -> str | None:
+    """Returns the text of a message, whose content is text or a list of parts as in OpenAI's API; None without text.
+
+    Args:
+        message: the message.
+        place: `file:line`, for errors.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content
+    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
+    if others := [kind for kind in kinds if kind != "text"]:
+        raise UserError(f"{place}: a message has a part of type {others[0]!r}. Write parts of type 'text' alone.")
+    return "".join(part["text"] for part in content)
+
+
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and {"role", "content"} <= message.keys()
+    return isinstance(message, dict) and "role" in message and not {"content", "tool_calls"}.isdisjoint(message)
+
+
+def _plain_messages(messages: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    """Returns messages as chat templates expect them: without fields that are null, and with contents as text.
+
+    Parquet gives every message, and every tool call, the fields of all others, which are null where they do not exist.
+    """
+    plain = []
+    for message in messages:
+        plain.append(_without_nulls(message) | {"content": content_of(message, place)})
+    return plain
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _render_conversation(
@@ -176,7 +169,10 @@ def _render_conversation(
     try:
         # As text: with tokenize=True the type returned changes with the release of transformers.
         described = {"tools": list(tools)} if tools else {}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **described))
+        plain = _plain_messages(messages, place)
+        return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **described))
+    except UserError:
+        raise
     except Exception as error:  # a template is a program, which may raise anything
         raise UserError(
             f"{place}: the tokenizer's chat template rejects the prompt ({error}). Fix its roles or contents."

@@ -34,10 +34,10 @@ from verl_mg.roles.role import Role
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.rollout_source import RolloutRecords, RolloutSource
 from verl_mg.roles.trainable import TrainableRole
-from verl_mg.rollout import Sampling
+from verl_mg.rollout import RolloutEngine, Sampling
 from verl_mg.rollout.tools.chat_format import ToolCallFormat
+from verl_mg.rollout.tools.load import load_tools
 from verl_mg.rollout.tools.multi_turn import MultiTurnEngine
-from verl_mg.rollout.tools.tool import load_tools
 from verl_mg.sharding.weight_table import weight_table
 
 if TYPE_CHECKING:
@@ -96,14 +96,19 @@ class Job:
         self.tokenizer = _read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
         schemas, seed = [tool.schema for tool in self._tools], config.job.seed
-        self.prompts = PromptFeed(read_prompts(config.data, "train", self.tokenizer, seed=seed, tools=schemas))
+        report = print if config.job.console and dist.get_rank() == 0 else None
+        train = read_prompts(config.data, "train", self.tokenizer, seed=seed, tools=schemas, report=report)
+        self.prompts = PromptFeed(train)
         self.test_prompts: Prompts | None = None
         if config.data.test is not None:
-            self.test_prompts = read_prompts(config.data, "test", self.tokenizer, seed=seed, tools=schemas)
+            self.test_prompts = read_prompts(
+                config.data, "test", self.tokenizer, seed=seed, tools=schemas, report=report
+            )
         self.roles: Mapping[str, Role] = {name: builder.build(name) for name in MODEL_ROLES if name in roles}
         records = RolloutRecords()
         self._reward = self._build_reward(records) if "reward" in roles else None
         self._rollout: RolloutSource | None = None
+        self._multi_turn: MultiTurnEngine | None = None
         if "rollout" in roles:
             self._rollout = self._build_rollout(records) if rollout is None else rollout()
 
@@ -212,8 +217,8 @@ class Job:
         return self.prompts.observe(*columns)
 
     def close(self) -> None:
-        """Stops the engines and releases the reward functions."""
-        for part in (self._rollout, self._reward):
+        """Stops the engines, and releases the tools and the reward functions."""
+        for part in (self._rollout, self._multi_turn, self._reward):
             if part is not None:
                 part.close()
 
@@ -327,7 +332,12 @@ class Job:
             return lambda engine: engine
         dialogue = ToolCallFormat(self.tokenizer, tools, config.tool_call_parser)
         turns, timeout = config.max_turns, config.tool_timeout_s
-        return lambda engine: MultiTurnEngine(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
+
+        def with_turns(engine: RolloutEngine) -> RolloutEngine:
+            self._multi_turn = MultiTurnEngine(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
+            return self._multi_turn
+
+        return with_turns
 
     def _check_prompt_lengths(self, prompts: Prompts | PromptFeed, positions: int) -> None:
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))

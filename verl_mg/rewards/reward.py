@@ -1,4 +1,4 @@
-"""The interface of rewards: `Sample` and `Reward`, and loading a reward by its name."""
+"""Rewards by name: loading a function or class, and calls whose results are checked."""
 
 from __future__ import annotations
 
@@ -7,47 +7,21 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 from verl_mg.errors import UserError
 from verl_mg.import_function import load_function
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A response of the policy to be scored."""
-
-    prompt: str
-    """Text that the policy received."""
-    response: str
-    """Text that the policy generated."""
-    answer: str | None
-    """Answer of the record, unparsed; None where it has none."""
-    record: dict[str, Any]
-    """Record of the data file."""
-    finish: Literal["stop", "length", "abort"]
-    """Reason why the response ended: "stop" (by the policy), "length" (at the limit) or "abort"."""
-
-
-@dataclass(frozen=True)
-class Reward:
-    """The reward of one sample."""
-
-    value: float
-    """Finite number."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """Further finite numbers by name, for the metrics."""
-    answer: str | None = None
-    """Final answer that was read from the response, for majority votes: equal answers are equal texts. None where the
-    response has none or the reward does not look for one."""
-
+from verl_mg.rewards.sample import Reward, Sample
+from verl_mg.rewards.slime_function import SlimeFunction
+from verl_mg.rewards.verl_function import VerlFunction
 
 BATCH_SIZE = 16
 """Default `batch_size` of a class with `score_many`."""
+FOREIGN: dict[str, type[VerlFunction] | type[SlimeFunction]] = {"verl": VerlFunction, "slime": SlimeFunction}
+"""Prefixes of functions with the interface of another framework, and what calls them."""
 
 
 class LoadedReward:
@@ -130,14 +104,19 @@ def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | Non
         name: `package.module:name` or `path/to/file.py:name`, or the object itself: a function of a `Sample` and the
             options; or a class, built once with the options, whose instances have `score(sample)`, or
             `score_many(samples)` for up to `batch_size` samples at a time. Each may be async, and returns a `Reward`
-            or a plain number per sample.
+            or a plain number per sample. With the prefix `verl:` or `slime:` it is a function with the interface of
+            that framework.
         options: keyword arguments by name.
 
     Raises:
         UserError: the module, file or object does not exist, importing it fails, an option is unknown or missing, or
             the class raises for its options.
     """
-    target, options = load_function(name, "reward") if isinstance(name, str) else name, dict(options or {})
+    options = dict(options or {})
+    prefix, _, foreign = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if isinstance(name, str) and prefix in FOREIGN and ":" in foreign:
+        return _load_foreign(name, FOREIGN[prefix], foreign, options)
+    target = load_function(name, "reward") if isinstance(name, str) else name
     name = name if isinstance(name, str) else target.__qualname__
     if not inspect.isclass(target):
         _check_options(name, target, options, skip=1)
@@ -159,6 +138,17 @@ def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | Non
     return LoadedReward(name, owner.score_many if batched else owner.score, batched=batched, owner=owner)
 
 
+def _load_foreign(
+    name: str, adapter: type[VerlFunction] | type[SlimeFunction], function_name: str, options: dict[str, Any]
+) -> LoadedReward:
+    adapter.prepare_import()
+    function = load_function(function_name, "reward")
+    adapted = adapter(name, function, options)
+    if adapted.given is not None:
+        _check_options(name, function, options, skip=0, given=adapted.given)
+    return LoadedReward(name, adapted.call, batched=adapted.batched)
+
+
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:
     """StopIteration cannot be raised into a coroutine, so it must not leave the thread."""
     try:
@@ -167,11 +157,15 @@ def _without_stop_iteration(call: Callable[[], Any]) -> Any:
         raise RuntimeError(f"StopIteration: {error}") from error
 
 
-def _check_options(name: str, target: Callable[..., Any], options: Mapping[str, Any], skip: int) -> None:
+def _check_options(
+    name: str, target: Callable[..., Any], options: Mapping[str, Any], skip: int, given: Collection[str] = ()
+) -> None:
+    """Raises UserError if an option is unknown or missing; neither the first `skip` parameters nor `given` are some."""
     try:
-        parameters = list(inspect.signature(target).parameters.values())[skip:]
+        signature = list(inspect.signature(target).parameters.values())[skip:]
     except (TypeError, ValueError):  # a builtin without a signature
         return
+    parameters = [parameter for parameter in signature if parameter.name not in given]
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in named]
     if unknown:

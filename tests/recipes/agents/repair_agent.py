@@ -1,7 +1,7 @@
 """Command-line agent that lets the policy repair its answer; needs nothing but Python, and runs in the sandbox.
 
     rollout:
-      agent_command: python repair_agent.py
+      agent_command: [python, repair_agent.py]
       agent_options: {folder: tests/recipes/agents, show_answer: true}
 
 It asks for the answer of the record, and once more where it is wrong, with the wrong answer and the prompt. Each reply

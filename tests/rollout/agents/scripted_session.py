@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.json_server import JsonRequest, JsonResponse, serving
+from tests.rollout.agents.scripted_backend import KEY, ScriptedBackend, base_url, reply_of, serving
+from verl_mg.rollout.agents.call import Call, Reply, ToolCall
 
-KEY = "key-of-the-sample"
 Message = dict[str, Any]
 
 
@@ -43,15 +43,15 @@ class ScriptedSample:
 
 @contextmanager
 def policy(reply: Callable[[dict[str, Any]], str | Message]) -> Iterator[str]:
-    """Serves chat completions and yields the base URL; `reply` makes a message, or its text, from the request."""
+    """Serves the endpoint and yields its base URL; `reply` makes a message, or its text, from the request."""
 
-    def respond(request: JsonRequest) -> JsonResponse:
-        if request.path != "/sessions/7/v1/chat/completions" or request.headers["authorization"] != f"Bearer {KEY}":
-            return JsonResponse({"error": {"message": f"{request.path} with {request.headers}"}}, status=404)
-        message = reply(request.body)
+    def answer(call: Call) -> Reply:
+        fields = {"messages": list(call.messages), "tools": list(call.tools)}
+        message = reply({**fields, "model": call.model, "max_tokens": call.max_tokens})
         if isinstance(message, str):
-            message = {"content": message}
-        return JsonResponse({"choices": [{"message": {"role": "assistant", **message}, "finish_reason": "stop"}]})
+            return reply_of(message)
+        called = [(item["id"], item["function"]) for item in message["tool_calls"]]
+        return reply_of(calls=tuple(ToolCall(name, call["name"], call["arguments"]) for name, call in called))
 
-    with serving(respond) as url:
-        yield f"{url}/sessions/7/v1"
+    with serving(ScriptedBackend(answer)) as server:
+        yield base_url(server)

@@ -18,7 +18,7 @@ from verl_mg.job.recipe import load_recipe
 from verl_mg.quickstart import accuracies
 from verl_mg.rewards import Sample, load_reward
 from verl_mg.rollout.tools.chat_format import ToolCall, ToolCallFormat, ToolResult
-from verl_mg.rollout.tools.tool import load_tools
+from verl_mg.rollout.tools.load import load_tools
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"

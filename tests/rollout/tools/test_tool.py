@@ -11,7 +11,8 @@ import pytest
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.tools.builtin import calculator, python
-from verl_mg.rollout.tools.tool import MAX_RESULT_LENGTH, Tool, call_tool, load_tools
+from verl_mg.rollout.tools.load import load_tools
+from verl_mg.rollout.tools.tool import MAX_RESULT_LENGTH, Tool
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> dict[str, Any]:
@@ -152,13 +153,6 @@ def test_call_cancellation_is_raised() -> None:
             await task
 
     asyncio.run(cancel())
-
-
-def test_call_tool_unknown_name_returns_an_error_line() -> None:
-    tools = {"weather": Tool.from_function(weather), "slow": Tool.from_function(slow)}
-    line = asyncio.run(call_tool(tools, "wether", "{}", 60))
-    assert line == "error: there is no tool 'wether'; the tools are: weather, slow"
-    assert asyncio.run(call_tool(tools, "slow", '{"seconds": 0}', 60)) == "waited"
 
 
 def test_call_long_result_is_cut() -> None:

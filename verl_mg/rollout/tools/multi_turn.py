@@ -9,7 +9,6 @@ appended; meanwhile the engine generates others.
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
 import time
@@ -18,21 +17,19 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import itemgetter
 
 from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_counts import Counts
-from verl_mg.rollout.tools.chat_format import MALFORMED, ToolCall, ToolCallFormat, ToolResult
-from verl_mg.rollout.tools.tool import Tool, call_tool
+from verl_mg.rollout.tools.chat_format import ToolCall, ToolCallFormat, ToolResult
+from verl_mg.rollout.tools.tool import Tool, ToolSample
+from verl_mg.rollout.tools.tool_runner import ToolRunner
 from verl_mg.rollout.trajectory import NOT_GENERATED
 
 POLL_SECONDS = 0.02
 """Longest time that a result waits until the engine is polled."""
 GATHER_SECONDS = 0.1
 """An idle engine receives results that arrive within this time together."""
-MAX_CONCURRENT_CALLS = 32
-"""Each call may start a process."""
-
-UNREADABLE = "error: the tool call cannot be read; write it in the format that was described"
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,8 @@ class MultiTurnEngine(RolloutEngine):
     converted to text and back: the context of a turn is the prompt and all tokens since.
 
     An aborted sample can be resumed, as with any engine: calls without results are made again, and the earlier turns
-    count.
+    count. States of tools end with an aborted sample: before its next call the earlier ones, which its tokens contain,
+    are repeated in a new state.
     """
 
     def __init__(
@@ -65,18 +63,17 @@ class MultiTurnEngine(RolloutEngine):
         max_turns: int,
         tool_timeout: float,
     ) -> None:
-        """Starts the event loop of the tools.
+        """Starts the event loop of the tools, which `close` ends.
 
         Args:
             engine: the engine that generates.
             chat_format: parses calls and formats results.
             tools: tools that may be called.
             max_turns: largest number of turns of a sample.
-            tool_timeout: seconds for each call from its start; at most `MAX_CONCURRENT_CALLS` run at once.
+            tool_timeout: seconds for each call from its start, and to open and to close a state.
         """
-        self._engine, self._format = engine, chat_format
-        self._tools = {tool.name: tool for tool in tools}
-        self._max_turns, self._tool_timeout = max_turns, tool_timeout
+        self._engine, self._format, self._max_turns = engine, chat_format, max_turns
+        self._runner = ToolRunner(tools, tool_timeout)
         self._requests: dict[int, tuple[Request, Sampling]] = {}
         self._pending: dict[int, _PendingCalls] = {}
         self._aborted: set[int] = set()
@@ -84,9 +81,6 @@ class MultiTurnEngine(RolloutEngine):
         # `abort` may come from another thread, between any two steps of `collect`.
         self._lock = threading.RLock()
         self._with_results: queue.SimpleQueue[tuple[int, Future[list[str]]]] = queue.SimpleQueue()
-        self._call_slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="tools", daemon=True).start()
 
     def num_free_slots(self) -> int:
         """Returns those of the engine minus the samples that will return to it."""
@@ -151,6 +145,13 @@ class MultiTurnEngine(RolloutEngine):
         """Returns the counters of the engine."""
         return self._engine.take_counts()
 
+    def close(self) -> None:
+        """Cancels running calls, closes the states of tools and ends the event loop; the engine stays as it is."""
+        with self._lock:
+            for pending in self._pending.values():
+                pending.results.cancel()
+        self._runner.close()
+
     def _process(self, sample: Sample) -> None:
         """Starts the calls of a sample from the engine, or completes the sample."""
         sampling = self._requests[sample.id][1]
@@ -162,7 +163,9 @@ class MultiTurnEngine(RolloutEngine):
         elif sample.id in self._aborted:
             self._complete(replace(sample, finish="abort"))
         else:
-            results = asyncio.run_coroutine_threadsafe(self._call_all(calls), self._loop)
+            if not self._runner.has_begun(sample.id):
+                self._begin_calls(self._requests[sample.id][0])
+            results = self._runner.start(sample.id, calls)
             self._pending[sample.id] = _PendingCalls(sample, calls, results)
             results.add_done_callback(lambda future: self._with_results.put((sample.id, future)))
 
@@ -170,7 +173,15 @@ class MultiTurnEngine(RolloutEngine):
         del self._requests[sample.id]
         self._pending.pop(sample.id, None)
         self._aborted.discard(sample.id)
+        self._runner.end(sample.id)
         self._done.append(sample)
+
+    def _begin_calls(self, request: Request) -> None:
+        origin, earlier = request.origin, []
+        if request.partial is not None and self._runner.has_states:
+            earlier = [call for turn in _turns_with_results(request.partial) for call in self._format.calls(turn)]
+        sample = ToolSample(origin.text, origin.answer, origin.record) if origin else ToolSample("", None, {})
+        self._runner.begin(request.id, sample, earlier)
 
     def _resume(self, timeout: float) -> None:
         """Submits samples with results to the engine again; waits up to `timeout` seconds for the first result."""
@@ -207,15 +218,6 @@ class MultiTurnEngine(RolloutEngine):
             return None
         return replace(request, partial=_with_observation(sample, tokens))
 
-    async def _call_all(self, calls: Sequence[ToolCall]) -> list[str]:
-        return list(await asyncio.gather(*map(self._call, calls)))
-
-    async def _call(self, call: ToolCall) -> str:
-        if call is MALFORMED:
-            return UNREADABLE
-        async with self._call_slots:
-            return await call_tool(self._tools, call.name, call.arguments, self._tool_timeout)
-
 
 def _stopped(sample: Sample, sampling: Sampling) -> bool:
     """Returns whether the last token is one with which the policy ended a turn."""
@@ -234,6 +236,13 @@ def _last_turn(sample: Sample, sampling: Sampling) -> tuple[int, ...]:
         start -= 1
     turn = sample.tokens[start:]
     return turn[:-1] if _stopped(sample, sampling) else turn
+
+
+def _turns_with_results(sample: Sample) -> list[tuple[int, ...]]:
+    """Returns the turns whose calls have results, without their end tokens."""
+    marked = zip(sample.tokens, sample.generated_mask, strict=True)
+    runs = [[token for token, _ in run] for _, run in groupby(marked, itemgetter(1))]
+    return [tuple(run[:-1]) for run in runs[:-1:2]]
 
 
 def _with_observation(sample: Sample, tokens: tuple[int, ...]) -> Sample:

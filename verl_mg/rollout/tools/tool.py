@@ -1,4 +1,4 @@
-"""Tools: Python functions that a policy may call. The result is always text, also after an exception."""
+"""Tools: functions that a policy may call. The result is always text, also after an exception."""
 
 from __future__ import annotations
 
@@ -7,22 +7,65 @@ import inspect
 import json
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Annotated, Any, NotRequired, get_type_hints
 
 from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
 from verl_mg.errors import UserError
-from verl_mg.import_function import load_function
 
 MAX_RESULT_LENGTH = 20_000
 """Characters; a longer result is cut, since it becomes tokens."""
 
+Outcome = tuple[Any, BaseException | None]
+"""Result of a function, or the exception that it has raised."""
+
 # "  expression: the formula", "  n (int): the count"
 PARAMETER = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+
+
+class ToolError(Exception):
+    """Failure of a tool; the policy receives the message without the name of a Python exception."""
+
+
+@dataclass(frozen=True)
+class ToolSample:
+    """Sample for which a state of tools is opened."""
+
+    prompt: str
+    """Text that the policy received first."""
+    answer: str | None
+    """Answer of the record, unparsed; None where it has none."""
+    record: dict[str, Any]
+    """Record of the data file."""
+
+
+class ToolOwner(ABC):
+    """Owner of tools that have a state: an object, or a connection to a server.
+
+    Attributes:
+        name: name from the configuration, for messages.
+        per_sample: whether each sample has a state of its own; otherwise all samples of an engine share one.
+    """
+
+    name: str
+    per_sample: bool
+
+    @abstractmethod
+    def open(self, sample: ToolSample) -> AbstractAsyncContextManager[Mapping[str, Callable[..., Any]]]:
+        """Opens a state, and closes it at the end of the block, in the same task.
+
+        Args:
+            sample: the sample whose state it is; with a shared state, the first one that calls a tool.
+
+        Returns:
+            A context manager that gives the functions of the tools, by the tools' names.
+        """
 
 
 @dataclass(frozen=True)
@@ -30,7 +73,7 @@ class Tool:
     """A function, plain or async, with its description for the policy; `Tool.from_function` reads its signature."""
 
     name: str
-    """Name of the function."""
+    """Name by which the policy calls it."""
     description: str
     """Docstring without its arguments."""
     parameters: dict[str, Any]
@@ -39,6 +82,8 @@ class Tool:
     """The function itself."""
     arguments: TypeAdapter[dict[str, Any]]
     """Validates arguments."""
+    owner: ToolOwner | None = None
+    """Opens the state with which the function is called; None: the function has none."""
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:
@@ -49,9 +94,27 @@ class Tool:
         """
         if not inspect.isroutine(function):
             raise UserError(f"tool {function!r:.80}: not a function. Give a function, plain or async.")
+        return cls._build(function, list(inspect.signature(function).parameters.values()))
+
+    @classmethod
+    def from_method(cls, method: FunctionType, owner: ToolOwner) -> Tool:
+        """Builds a tool from a method of a class, as `from_function` without the object.
+
+        Args:
+            method: the function in the class.
+            owner: makes the objects.
+
+        Raises:
+            UserError: as `from_function`.
+        """
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        return replace(cls._build(method, parameters), owner=owner)
+
+    @classmethod
+    def _build(cls, function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Tool:
         name = function.__name__
         description, descriptions = _read_docstring(name, inspect.getdoc(function))
-        fields = _fields(function, descriptions)
+        fields = _fields(function, parameters, descriptions)
         try:
             arguments = TypeAdapter(_typed_dict(fields))
             schema = arguments.json_schema()
@@ -80,54 +143,66 @@ class Tool:
         try:
             values = self.arguments.validate_json(arguments)
             async with asyncio.timeout(timeout) as limit:
-                result = await self._run(values)
+                result = await run_function(self.function, values)
             return _as_text(result)
         except ValidationError as error:
             return f"error: {self.name}: {_first_problem(error)}"
+        except ToolError as error:
+            return one_line(f"error: {self.name}: {error}")
         except BaseException as error:  # a tool is user code, which may raise anything, SystemExit too
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             if isinstance(error, TimeoutError) and limit.expired():
                 return f"error: {self.name} took longer than {timeout:g} s"
-            return _one_line(f"error: {self.name} raised {type(error).__name__}: {error}")
-
-    async def _run(self, arguments: dict[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        return await _in_thread(self.function, arguments)
+            return one_line(f"error: {self.name} raised {type(error).__name__}: {error}")
 
 
-async def call_tool(tools: Mapping[str, Tool], name: str, arguments: str, timeout: float) -> str:
-    """Calls the tool with a given name.
+async def run_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Calls a function on the event loop if it is async, otherwise in a thread, and returns its result.
 
     Args:
-        tools: tools by name.
-        name: name of the tool.
-        arguments: arguments as JSON.
-        timeout: seconds.
-
-    Returns:
-        The result as text, or one line `error: ...`, also for an unknown name.
+        function: the function.
+        arguments: arguments by name.
     """
-    if name not in tools:
-        return _one_line(f"error: there is no tool {name!r:.80}; the tools are: {', '.join(tools)}")
-    return await tools[name].call(arguments, timeout)
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    result, error = await start_thread(function, arguments)
+    if error is not None:
+        raise error
+    return result
 
 
-def load_tools(names: Sequence[str]) -> list[Tool]:
-    """Loads tools by `package.module:function` or `path/to/file.py:function`.
+def start_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> asyncio.Future[Outcome]:
+    """Calls a function in a daemon thread, which does not keep the process from ending.
 
-    Raises:
-        UserError: a function does not exist or is not a tool, or two have the same name.
+    Args:
+        function: the function.
+        arguments: arguments by name.
     """
-    tools: dict[str, Tool] = {}
-    for name in names:
-        tool = Tool.from_function(load_function(name, "tool"))
-        if tool.name in tools:
-            raise UserError(f"tool '{name}': another tool is named {tool.name}. Rename the function.")
-        tools[tool.name] = tool
-    return list(tools.values())
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Outcome] = loop.create_future()
+
+    def set_result(outcome: Outcome) -> None:
+        if not done.done():
+            done.set_result(outcome)
+
+    def work() -> None:
+        outcome: Outcome
+        try:
+            outcome = function(**arguments), None
+        except BaseException as error:
+            outcome = None, error
+        with suppress(RuntimeError):  # the loop is closed: there is no caller any more
+            loop.call_soon_threadsafe(set_result, outcome)
+
+    threading.Thread(target=work, name=function.__name__, daemon=True).start()
+    return done
+
+
+def one_line(text: str) -> str:
+    """Returns a text as one line, cut where it is long."""
+    return " ".join(text.split())[:MAX_RESULT_LENGTH]
 
 
 def _read_docstring(name: str, text: str | None) -> tuple[str, dict[str, str]]:
@@ -147,7 +222,9 @@ def _read_docstring(name: str, text: str | None) -> tuple[str, dict[str, str]]:
     return description.strip(), descriptions
 
 
-def _fields(function: Callable[..., Any], descriptions: Mapping[str, str]) -> dict[str, Any]:
+def _fields(
+    function: Callable[..., Any], parameters: Sequence[inspect.Parameter], descriptions: Mapping[str, str]
+) -> dict[str, Any]:
     """Returns the annotated type of each parameter; those with a default are optional."""
     try:
         types = get_type_hints(function, include_extras=True)
@@ -156,7 +233,8 @@ def _fields(function: Callable[..., Any], descriptions: Mapping[str, str]) -> di
     fields: dict[str, Any] = {}
     annotated: Any = Annotated
     optional: Any = NotRequired
-    for name, parameter in inspect.signature(function).parameters.items():
+    for parameter in parameters:
+        name = parameter.name
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise UserError(f"tool '{function.__name__}': {parameter} cannot be named in a call. Name every one.")
         if name not in types:
@@ -186,31 +264,6 @@ def _without_titles(schema: Any) -> Any:
     }
 
 
-async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Calls a function in a daemon thread, which does not keep the process from ending, and returns the result."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def set_result(outcome: tuple[Any, BaseException | None]) -> None:
-        if not done.done():
-            done.set_result(outcome)
-
-    def work() -> None:
-        outcome: tuple[Any, BaseException | None]
-        try:
-            outcome = function(**arguments), None
-        except BaseException as error:
-            outcome = None, error
-        with suppress(RuntimeError):  # the loop is closed: there is no caller any more
-            loop.call_soon_threadsafe(set_result, outcome)
-
-    threading.Thread(target=work, name=function.__name__, daemon=True).start()
-    result, error = await done
-    if error is not None:
-        raise error
-    return result
-
-
 def _as_text(result: Any) -> str:
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     return text if len(text) <= MAX_RESULT_LENGTH else f"{text[:MAX_RESULT_LENGTH]}... (cut)"
@@ -219,8 +272,4 @@ def _as_text(result: Any) -> str:
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     location = ".".join(str(part) for part in problem["loc"])
-    return _one_line(f"{location}: {problem['msg']}" if location else problem["msg"])
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:MAX_RESULT_LENGTH]
+    return one_line(f"{location}: {problem['msg']}" if location else problem["msg"])

@@ -29,13 +29,15 @@ def python_of() -> Callable[[str], str]:
 def start_server(python_of: Callable[[str], str]) -> Iterator[Callable[..., str]]:
     """Starts a script in a project's environment and returns the URL in the first line of its output."""
     with ExitStack() as servers:
-        yield lambda project, *command: servers.enter_context(_running(python_of(project), command))
+        yield lambda project, *command, variables=None: servers.enter_context(
+            _running(python_of(project), command, variables or {})
+        )
 
 
 @contextmanager
-def _running(python: str, command: tuple[str, ...]) -> Iterator[str]:
-    variables = {"PATH": "/usr/bin:/bin"}
-    with subprocess.Popen([python, *command], stdout=subprocess.PIPE, env=variables, text=True) as server:
+def _running(python: str, command: tuple[str, ...], variables: dict[str, str]) -> Iterator[str]:
+    environment = {"PATH": "/usr/bin:/bin", **variables}
+    with subprocess.Popen([python, *command], stdout=subprocess.PIPE, env=environment, text=True) as server:
         assert server.stdout is not None
         try:
             url = server.stdout.readline().strip()

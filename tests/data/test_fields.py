@@ -1,0 +1,174 @@
+"""Data of other frameworks is read as it is: fields of prompt and answer, messages with nulls, and what is reported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from verl_mg.data import PromptSet, demonstration
+from verl_mg.errors import UserError
+from verl_mg.models.tiny_model import character_tokenizer
+
+TEMPLATE = (
+    "{%- for m in messages -%}{%- if 'tool_calls' in m -%}[{{- m.tool_calls | tojson -}}]{%- endif -%}"
+    "<{{- m.role -}}>{{- m.content -}}{%- endfor -%}<assistant>"
+)
+"""Template that sees whether a message has a field, as some models' do, and prints contents that are not text."""
+USER = {"role": "user", "content": "1+1="}
+ASSISTANT = {"role": "assistant", "content": "2"}
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [USER],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0, "answer": "1+1=2 #### 2", "question": "1+1="},
+    "agent_name": "single_turn_agent",
+}
+"""Record of verl's examples/data_preprocess/gsm8k.py."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def lines(folder: Path, *records: dict[str, Any]) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def parquet(folder: Path, *records: dict[str, Any]) -> Path:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(list(records)), folder / "data.parquet")
+    return folder / "data.parquet"
+
+
+def read(path: Path, tokenizer: PreTrainedTokenizerFast, **options: Any) -> tuple[list[tuple[str, str | None]], str]:
+    """Texts with answers, and the lines that were reported."""
+    reported: list[str] = []
+    prompts = PromptSet.from_file(path, tokenizer, max_prompt_tokens=500, report=reported.append, **options)
+    return [(prompt.text, prompt.answer) for prompt in prompts], "; ".join(reported)
+
+
+def test_from_file_parquet_of_verl_is_read_without_options(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = parquet(tmp_path, VERL, VERL | {"prompt": [{"role": "system", "content": "s"}, USER]})
+    read_, reported = read(path, tokenizer)
+    assert read_ == [("<user>1+1=<assistant>", "2"), ("<system>s<user>1+1=<assistant>", "2")]
+    assert reported == f"{path}: prompts from 'prompt', answers from 'reward_model.ground_truth'"
+    assert PromptSet.from_file(path, tokenizer, max_prompt_tokens=50)[0].record == VERL
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ({"target": ["Ä", "b"]}, '{"target": ["Ä", "b"]}'),
+        (["a", "b"], '["a", "b"]'),
+        (7, "7"),
+        (True, "True"),
+        ("", ""),
+    ],
+)
+def test_from_file_ground_truth_of_other_types_is_text(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, truth: Any, answer: str
+) -> None:
+    path = parquet(tmp_path, VERL | {"reward_model": {"style": "rule", "ground_truth": truth}})
+    assert read(path, tokenizer)[0] == [("<user>1+1=<assistant>", answer)]
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", [USER]])
+def test_from_file_jsonl_of_slime_is_read_without_options(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, prompt: Any
+) -> None:
+    path = lines(tmp_path, {"prompt": prompt, "label": "2", "metadata": {"rm_type": "math"}}, {"prompt": "x"})
+    read_, reported = read(path, tokenizer)
+    assert read_ == [("1+1=" if prompt == "1+1=" else "<user>1+1=<assistant>", "2"), ("x", None)]
+    assert reported == f"{path}: prompts from 'prompt', answers from 'label'"
+
+
+def test_from_file_messages_end_with_their_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = lines(tmp_path, {"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT, USER]})
+    read_, reported = read(path, tokenizer)
+    assert read_ == [("<user>1+1=<assistant>", "2"), ("<user>1+1=<assistant>2<user>1+1=<assistant>", None)]
+    assert reported == f"{path}: prompts from 'messages', answers from the last assistant message of 'messages'"
+    first, second = PromptSet.from_file(path, tokenizer, max_prompt_tokens=50)
+    tokens, length = demonstration(first, tokenizer, 50)
+    assert tokenizer.decode(tokens[length:-1]) == "2"
+    with pytest.raises(UserError, match=r":2 .*no answer to learn from"):
+        demonstration(second, tokenizer, 50)
+
+
+def test_from_file_messages_with_an_answer_field_keep_it(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = lines(tmp_path, {"messages": [USER, ASSISTANT], "answer": "two"})
+    assert read(path, tokenizer) == (
+        [("<user>1+1=<assistant>", "two")],
+        f"{path}: prompts from 'messages', answers from 'answer'",
+    )
+
+
+def test_from_file_usual_fields_take_precedence_silently(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = lines(tmp_path, {"label": "l", "messages": [USER]}, VERL | {"prompt": "p", "answer": "a"})
+    with pytest.raises(UserError, match=r":1: no field 'prompt'"):  # found for the file, not for each line
+        read(path, tokenizer)
+    assert read(lines(tmp_path, VERL | {"prompt": "p", "answer": "a", "label": "l"}), tokenizer) == ([("p", "a")], "")
+
+
+def test_from_file_configured_fields_are_never_replaced(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = lines(tmp_path, VERL | {"label": "l", "extra_info.answer": "literal"}, VERL | {"label": "l"})
+    for answer_field, answers in (
+        ("label", ["l", "l"]),
+        ("extra_info.answer", ["literal", "1+1=2 #### 2"]),
+        ("extra_info.index", ["0", "0"]),
+        ("answer", [None, None]),
+    ):
+        read_, reported = read(path, tokenizer, answer_field=answer_field, prompt_field="extra_info.question")
+        assert (read_, reported) == ([("1+1=", answer) for answer in answers], "")
+    messages = lines(tmp_path, {"messages": [USER, ASSISTANT]})
+    assert read(messages, tokenizer, prompt_field="messages")[0] == [("<user>1+1=<assistant>", "2")]
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "reason"),
+    [
+        (VERL, {"answer_field": "reward_model.truth"}, r"data.answer_field to one of: .*reward_model.ground_truth"),
+        (VERL, {"prompt_field": "extra_info.q"}, r"data.prompt_field to one of: .*extra_info.question"),
+        ({"question": "q"}, {}, "no field 'prompt'. Set data.prompt_field to one of: question"),
+        ({"prompt": "q", "answer": {"a": 1}}, {}, r"'answer' is a dict. .*data.answer_field to one of: .*answer\.a"),
+        ({"messages": [ASSISTANT]}, {}, r"\[\] is not a prompt"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {}, "part of type 'image_url'"),
+        ({"messages": [{"role": "user", "content": ["text"]}]}, {}, "part of type 'str'"),
+    ],
+)
+def test_from_file_other_layout_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], options: dict[str, str], reason: str
+) -> None:
+    path = lines(tmp_path, record)
+    with pytest.raises(UserError, match=reason) as caught:
+        read(path, tokenizer, **options)
+    assert str(caught.value).startswith(f"{path}:1: ")
+
+
+def test_from_file_parquet_messages_render_as_the_same_json(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Parquet gives all messages the fields of each: those that are null there are absent in the JSON."""
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}
+    conversation = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "3"}], "tool_call_id": "c", "name": "add"},
+    ]
+    other = [{"role": "user", "content": [{"type": "text", "text": "z"}]}]
+    records = [{"messages": conversation}, {"messages": other}]
+    json_texts, _ = read(lines(tmp_path, *records), tokenizer)
+    assert json_texts[0][0] == f"<user>ab[{json.dumps([call])}]<assistant>None<tool>3<assistant>"
+    assert read(parquet(tmp_path, *records), tokenizer)[0] == json_texts
+
+
+def test_from_file_calls_without_content_are_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = lines(tmp_path, {"prompt": [USER, {"role": "assistant", "tool_calls": []}, USER]})
+    assert read(path, tokenizer)[0][0][0] == "<user>1+1=[[]]<assistant>None<user>1+1=<assistant>"

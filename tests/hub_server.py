@@ -1,0 +1,98 @@
+"""Server on the loopback interface that speaks as much of the Hugging Face hub's protocol as its client needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+"""The commit that every revision has."""
+
+
+class HubServer(NamedTuple):
+    """A running server."""
+
+    url: str
+    """Its address, for HF_ENDPOINT."""
+    downloads: Counter[str]
+    """How often each file was sent."""
+
+
+@contextmanager
+def serving(
+    models: Mapping[str, Mapping[str, bytes]], datasets: Mapping[str, Mapping[str, bytes]]
+) -> Iterator[HubServer]:
+    """Serves repositories by name, each with its files by path."""
+    repositories = {f"models/{name}": files for name, files in models.items()}
+    repositories |= {f"datasets/{name}": files for name, files in datasets.items()}
+    downloads: Counter[str] = Counter()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            parts = unquote(self.path.partition("?")[0]).strip("/").split("/")
+            if parts[0] == "api":
+                self._answer_api("/".join(parts[1:4]), parts[4:])
+            else:
+                kind = () if parts[0] == "datasets" else ("models",)
+                repository, (_, _, *file) = "/".join((*kind, *parts[: 3 - len(kind)])), parts[3 - len(kind) :]
+                self._answer_file(repositories[repository]["/".join(file)], "/".join(file))
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def _answer_api(self, repository: str, rest: list[str]) -> None:
+            files = repositories.get(repository)
+            if files is None:
+                self._send(b'{"error": "not found"}', 404, {"X-Error-Code": "RepoNotFound"})
+            elif rest[:1] == ["tree"]:
+                sizes = [
+                    {"type": "file", "path": path, "size": len(data), "oid": _etag(data)}
+                    for path, data in files.items()
+                ]
+                self._send_json(sizes)
+            elif rest[:1] == ["revision"] and rest[1] not in ("main", "v1", COMMIT):
+                self._send(b'{"error": "not found"}', 404, {"X-Error-Code": "RevisionNotFound"})
+            else:
+                name = repository.partition("/")[2]
+                self._send_json({"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in files]})
+
+        def _answer_file(self, data: bytes, path: str) -> None:
+            if self.command == "GET":
+                downloads[path] += 1
+            self._send(data, 200, {"ETag": f'"{_etag(data)}"', "X-Repo-Commit": COMMIT})
+
+        def _send_json(self, value: Any) -> None:
+            self._send(json.dumps(value).encode(), 200, {"Content-Type": "application/json"})
+
+        def _send(self, data: bytes, status: int, headers: Mapping[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield HubServer(f"http://127.0.0.1:{server.server_port}", downloads)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()

@@ -1,0 +1,116 @@
+"""Functions written for verl get what verl gives them, and what they return becomes a reward."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_mg.errors import UserError
+from verl_mg.rewards import AsyncScorer, Reward, Sample, load_reward
+
+RECORD = {
+    "data_source": "openai/gsm8k",
+    "reward_model": {"style": "rule", "ground_truth": {"target": ["2"]}},
+    "extra_info": {"index": 7},
+}
+SAMPLE = Sample("1+1=", " 2\n", '{"target": ["2"]}', RECORD, "stop")
+PEERS = Path(sys.prefix) / "peers" / "verl" / "utils" / "reward_score"
+
+FUNCTIONS = """\
+import functools
+import numpy
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, solution_str, ground_truth) == ("openai/gsm8k", " 2\\n", {"target": ["2"]})
+    assert extra_info == {"index": 7, "num_turns": None, "rollout_reward_scores": {}}
+    extra_info["index"] = 0
+    return float(solution_str.strip() in ground_truth["target"])
+
+async def later(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    return {"score": numpy.float32(scale), "acc": numpy.bool_(True), "pred": "2", "note": "n", "missing": None}
+
+@functools.wraps(later)
+def decorated(*args, **kwargs): return later(*args, **kwargs)
+
+def anything(**kwargs): return len(kwargs)
+def plain(data_source, solution_str, ground_truth, extra_info): return str(ground_truth) == "2" and not data_source
+def without_score(data_source, solution_str, ground_truth, extra_info=None): return {"acc": 1.0}
+def nothing(data_source, solution_str, ground_truth, extra_info=None): return None
+def sample(sample): return 1.0
+def batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0):
+    assert len(data_sources) == len(ground_truths) == len(extra_infos)
+    return [{"score": len(text) + bonus, "part": True} for text in solution_strs]
+def short(data_sources, solution_strs, ground_truths, extra_infos): return [1.0] * (len(solution_strs) - 1)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "reward"),
+    [
+        ("compute_score", {}, Reward(1.0)),
+        ("later", {"scale": 0.5}, Reward(0.5, {"acc": 1.0}, "2")),
+        ("decorated", {"scale": 2}, Reward(2.0, {"acc": 1.0}, "2")),
+        ("anything", {"a": 1}, Reward(5.0)),
+        ("batch", {"bonus": 1}, Reward(4.0, {"part": 1.0})),
+    ],
+)
+def test_function_for_verl_scores_a_sample(file: Path, function: str, options: dict[str, Any], reward: Reward) -> None:
+    loaded = load_reward(f"verl:{file}:{function}", options)
+    assert (loaded(SAMPLE), loaded.asynchronous) == (reward, function == "later")
+    assert RECORD["extra_info"] == {"index": 7}, "the function has changed the record"
+
+
+def test_function_for_verl_of_other_data_gets_the_answer(file: Path) -> None:
+    assert load_reward(f"verl:{file}:plain")(Sample("", "", "2", {"extra_info": None}, "stop")) == Reward(1.0)
+
+
+def test_function_for_verl_of_batches_scores_what_waits(file: Path) -> None:
+    samples = [Sample("", "x" * length, "2", {}, "stop") for length in range(40)]
+    with AsyncScorer({"": load_reward(f"verl:{file}:batch")}) as scorer:
+        assert [reward.value for reward in scorer.score(samples)] == list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "reason"),
+    [
+        ("sample", {}, r"takes no argument 'data_source'. Define it as verl does: compute_score\(data_source, sol"),
+        ("later", {"scael": 1}, r"unknown option 'scael'. Did you mean 'scale'\? Its options are: scale"),
+        ("compute_score", {"a": 1}, "unknown option 'a'. Its options are: none"),
+        ("without_score", {}, r"a mapping without 'score' \(acc\). Return a number, or a mapping with 'score'"),
+        ("nothing", {}, "returned None. Return a finite number"),
+        ("short", {}, "returned 0 results for 1 samples"),
+        ("other", {}, "no function 'other'"),
+    ],
+)
+def test_function_for_verl_that_does_not_fit_raises(
+    file: Path, function: str, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        load_reward(f"verl:{file}:{function}", options)(SAMPLE)
+
+
+@pytest.mark.skipif(not PEERS.exists(), reason="verl is installed by tools/install_peers.sh")
+def test_function_of_verl_itself_scores_gsm8k() -> None:
+    """Its file for GSM8K has a function without data_source; the wrapper is what verl's documents show."""
+    spec = importlib.util.spec_from_file_location("verl_gsm8k", PEERS / "gsm8k.py")
+    assert spec and spec.loader
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+        return float(theirs.compute_score(solution_str, ground_truth))
+
+    sys.modules["verl_gsm8k"] = theirs
+    vars(theirs)["wrapped"] = compute_score
+    reward = load_reward("verl:verl_gsm8k:wrapped")
+    record = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}}
+    assert [reward(Sample("", text, "72", record, "stop")).value for text in ("#### 72", "#### 71")] == [1.0, 0.0]

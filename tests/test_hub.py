@@ -1,0 +1,174 @@
+"""Names on a hub become folders: downloads from a real server, the cache without a network, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.hub_server import COMMIT, serving
+from verl_mg.errors import UserError
+from verl_mg.hub import HubName, fetch, matching
+
+MODEL = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "consolidated.safetensors": b"the same weights",
+    "pytorch_model.bin": b"the same weights",
+}
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+---
+"""
+DATA = {
+    "README.md": CARD,
+    "main/train-00000-of-00002.jsonl": b'{"prompt": "a"}\n',
+    "main/train-00001-of-00002.jsonl": b'{"prompt": "b"}\n',
+    "main/test-00000-of-00001.jsonl": b'{"prompt": "c"}\n',
+}
+WORK = """
+import json, sys
+from pathlib import Path
+from types import ModuleType
+import verl_mg
+# The package's other modules import torch, which takes seconds.
+sys.modules["verl_mg.data"] = package = ModuleType("verl_mg.data")
+package.__path__ = [f"{verl_mg.__path__[0]}/data"]
+from verl_mg.data.records import located_records
+from verl_mg.errors import UserError
+from verl_mg.models.named_models import local_model
+
+def attempt(call, *arguments):
+    try:
+        return call(*arguments)
+    except UserError as error:
+        return f"error: {error}"
+
+models = [str(attempt(local_model, Path(name), "model.path")) for name in json.loads(sys.argv[1])]
+data = [attempt(located_records, name) for name in json.loads(sys.argv[2])]
+print(json.dumps([models, data]))
+"""
+
+
+def started(endpoint: str, home: Path, models: list[str], data: list[str], **more: str) -> subprocess.Popen[str]:
+    """A process in which the hub is at `endpoint`; its variables are read when the client is imported."""
+    variables = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        **more,
+    }
+    words = [sys.executable, "-c", WORK, json.dumps(models), json.dumps(data)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
+
+
+def result(process: subprocess.Popen[str]) -> tuple[list[str], list[object]]:
+    output, _ = process.communicate(timeout=120)
+    models, data = json.loads(output)
+    return models, data
+
+
+def test_names_on_a_hub_are_downloaded_once_and_then_read_from_the_cache(tmp_path: Path) -> None:
+    """Two processes at once, as two ranks of a node; then one that cannot reach the hub, and one that must not."""
+    models, data = ["a/model", "hf:a/model@v1", "a/none", "a/model@v2"], ["a/data:main:train", "a/data", "a/none"]
+    with serving({"a/model": MODEL}, {"a/data": DATA}) as hub:
+        ranks = [started(hub.url, tmp_path, models, data) for _ in range(2)]
+        first, second = map(result, ranks)
+        assert first == second
+    folder = tmp_path / "hub" / "models--a--model" / "snapshots" / COMMIT
+    assert first[0][:2] == [str(folder), str(folder)]
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert "model.path: a/none: no such model directory, and the Hugging Face hub shows no model" in first[0][2]
+    assert "a/model@v2: has no revision 'v2'. Write" in first[0][3]
+    snapshot = tmp_path / "hub" / "datasets--a--data" / "snapshots" / COMMIT / "main"
+    shards = [snapshot / f"train-0000{number}-of-00002.jsonl" for number in range(2)]
+    records = [[f"{file}:1", {"prompt": text}] for file, text in zip(shards, "ab", strict=True)]
+    assert first[1][0] == records
+    assert first[1][1] == "error: a/data: has several splits (test, train). Write one of: " + (
+        "a/data:main:test, a/data:main:train."
+    )
+    assert "a/none: no such data file or folder, and" in str(first[1][2])
+    assert set(hub.downloads.values()) == {1} and "main/test-00000-of-00001.jsonl" not in hub.downloads
+    models, data = ["a/model", "b/model"], ["a/data:main:train", "a/data:main:test"]
+    without = [started(hub.url, tmp_path, models, data, HF_HUB_OFFLINE=value) for value in "01"]
+    for again, reason in zip(map(result, without), ("ConnectError", "HF_HUB_OFFLINE is set"), strict=True):
+        assert (again[0][0], again[1][0]) == (str(folder), records)
+        assert again[0][1].startswith(
+            "error: model.path: b/model: no such model directory; the Hugging Face hub cannot"
+        )
+        assert reason in again[0][1] and "no copy of it. Correct the path, or download" in again[0][1]
+        assert f"its cache {tmp_path}/hub has only a part of it" in str(again[1][1])
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", ("hf", "Qwen/Qwen3-0.6B", None, "")),
+        ("hf:gpt2", ("hf", "gpt2", None, "")),
+        ("modelscope:Qwen/Qwen3-0.6B@v1.0", ("modelscope", "Qwen/Qwen3-0.6B", "v1.0", "")),
+        ("openai/gsm8k:main:train", ("hf", "openai/gsm8k", None, "main:train")),
+        ("hf:a/b@refs/convert/parquet::train", ("hf", "a/b", "refs/convert/parquet", ":train")),
+    ],
+)
+def test_hub_name_of_a_name_has_its_parts(text: str, name: tuple[str, str, str | None, str]) -> None:
+    parsed = HubName.parse(Path(text))
+    assert parsed and (parsed.site, parsed.repository, parsed.revision, parsed.part) == name
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["model", "/a/b", "./a", "../a", "a/b/c", "a/b c", "a/train-*.parquet", "gpt2:main", "reasoning_gym:x", "~/a"],
+)
+def test_hub_name_of_a_path_is_none(path: str) -> None:
+    assert HubName.parse(path) is None
+
+
+def test_hub_name_of_an_existing_path_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert HubName.parse("runs/model") is not None
+    Path("runs/model").mkdir(parents=True)
+    assert HubName.parse("runs/model") is None
+
+
+def test_hub_name_with_a_prefix_and_no_name_raises() -> None:
+    with pytest.raises(UserError, match=r"hf:a//b: not the name of a repository. Write hf:OWNER/NAME"):
+        HubName.parse("hf:a//b")
+
+
+def test_matching_patterns_reach_into_folders() -> None:
+    assert matching(["main/train-0.parquet", "test.jsonl", "a/b/c.json"], ["main/train-*", "*.json"]) == [
+        "main/train-0.parquet",
+        "a/b/c.json",
+    ]
+
+
+def test_fetch_from_modelscope_uses_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By contract: the functions and arguments are those of modelscope 1.40.2."""
+    name = HubName.parse("modelscope:a/b@v1")
+    assert name
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(UserError, match=r"a/b@v1: the package modelscope is not installed .* pip install modelscope"):
+        fetch(name, "model", ["*.json"], "model.path")
+
+    def download(repository: str, revision: str | None = None, allow_file_pattern: object = None) -> str:
+        return str(tmp_path / f"{repository}-{revision}-{allow_file_pattern}")
+
+    def failing(*_: object, **__: object) -> str:
+        raise ConnectionError("no route\nto host")
+
+    package = SimpleNamespace(snapshot_download=download, dataset_snapshot_download=failing)
+    monkeypatch.setitem(sys.modules, "modelscope", package)
+    assert fetch(name, "model", ["*.json"]) == tmp_path / "a/b-v1-['*.json']"
+    with pytest.raises(UserError, match=r"^modelscope:a/b@v1: no such data file or folder, .*ModelScope failed \(Conn"):
+        fetch(name, "dataset", ["*.json"])

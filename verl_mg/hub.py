@@ -1,0 +1,177 @@
+"""Models and data sets by their names on the Hugging Face hub or on ModelScope, as folders of the local cache.
+
+All ranks call these functions. `huggingface_hub` locks each file of its cache, so that one rank of a node downloads it
+and the others wait; nodes that share the cache folder share the download.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from verl_mg.errors import UserError
+
+Kind = Literal["model", "dataset"]
+SITES = {"hf": "the Hugging Face hub", "modelscope": "ModelScope"}
+"""Prefixes of names, and their sites."""
+WORDS: dict[Kind, tuple[str, str]] = {
+    "model": ("model", "model directory"),
+    "dataset": ("data set", "data file or folder"),
+}
+"""Kinds of repositories, and what their names would be as paths, for messages."""
+IGNORED = ("consolidated*", "original/*", "onnx/*", "openvino/*")
+"""Second copies of a model's weights in other formats."""
+
+_NAME = re.compile(
+    r"(?:(?P<site>\w+):)?(?P<repository>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>.*))?"
+)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """Name of a model or data set on a hub: `[hf:|modelscope:]OWNER/NAME[@REVISION][:PART]`."""
+
+    text: str
+    """The name as it was written."""
+    site: str
+    """Key of `SITES`."""
+    repository: str
+    """Owner and name."""
+    revision: str | None
+    """Branch, tag or commit; None for the main branch."""
+    part: str
+    """Configuration and split of a data set, as in `main:train`; "" for none."""
+
+    @classmethod
+    def parse(cls, path: str | Path) -> HubName | None:
+        """Returns the name that a path stands for; None where it is a path on this machine.
+
+        A path that exists is never a name, and without a prefix nothing else than `OWNER/NAME` is one.
+        """
+        text = str(path)
+        match = _NAME.fullmatch(text)
+        site = match["site"] if match else None
+        if Path(text).exists():
+            return None
+        if text.partition(":")[0] in SITES and site is None:
+            raise UserError(f"{text}: not the name of a repository. Write hf:OWNER/NAME or modelscope:OWNER/NAME.")
+        if match is None or site not in (None, *SITES):
+            return None
+        repository = match["repository"]
+        if site is None and ("/" not in repository or repository.split("/")[0] in (".", "..")):
+            return None
+        return cls(text, site or "hf", repository, match["revision"], match["part"] or "")
+
+
+def fetch(name: HubName, kind: Kind, patterns: Sequence[str], key: str = "") -> Path:
+    """Returns the folder of the local cache that has a repository's files; downloads those that are not there.
+
+    The site is asked which files the revision has now. Where it cannot be reached, the files of the cache are used.
+
+    Args:
+        name: the repository.
+        kind: whether it is a model or a data set.
+        patterns: names of the files to download, in which `*` stands for any characters.
+        key: key of the configuration, with which errors begin; "" for none.
+
+    Raises:
+        UserError: neither the site nor the cache has the files.
+    """
+    with _errors_named(name, kind, key):
+        if name.site == "modelscope":
+            return _fetch_from_modelscope(name, kind, patterns)
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(
+            name.repository,
+            repo_type=kind,
+            revision=name.revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(IGNORED) if kind == "model" else None,
+        )
+        return Path(folder)
+
+
+def files_of(name: HubName, folder: Path) -> list[str]:
+    """Returns the names of all files of a data set, downloaded or not, as the cache lists them.
+
+    Args:
+        name: the repository.
+        folder: its folder in the cache, as returned by `fetch`.
+    """
+    if name.site == "hf":
+        from huggingface_hub import errors, get_cached_repo_tree
+
+        # The folder has the name of its commit. Caches of older versions of the client have no lists.
+        with suppress(errors.CachedRepoTreeNotFoundError):
+            tree = get_cached_repo_tree(name.repository, repo_type="dataset", revision=folder.name)
+            return sorted(file.path for file in tree)
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+def matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Returns the names that match one of the patterns, in their order.
+
+    Args:
+        files: names relative to the repository.
+        patterns: names in which `*` stands for any characters.
+    """
+    return [file for file in files if any(fnmatchcase(file, pattern) for pattern in patterns)]
+
+
+def _fetch_from_modelscope(name: HubName, kind: Kind, patterns: Sequence[str]) -> Path:
+    try:
+        import modelscope
+    except ImportError as error:
+        raise UserError(
+            f"{name.text}: the package modelscope is not installed ({error}). Run: pip install modelscope."
+        ) from None
+    download = modelscope.snapshot_download if kind == "model" else modelscope.dataset_snapshot_download
+    return Path(download(name.repository, revision=name.revision, allow_file_pattern=list(patterns)))
+
+
+@contextmanager
+def _errors_named(name: HubName, kind: Kind, key: str) -> Iterator[None]:
+    """Turns the errors of a download into one line with a remedy."""
+    from huggingface_hub import constants, errors
+
+    site, (what, local) = SITES[name.site], WORDS[kind]
+    at = f"{key}: {name.text}" if key else name.text
+    try:
+        yield
+    except UserError:
+        raise
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{at}: access to this {what} is restricted. Accept its terms on its page of {site} and set HF_TOKEN."
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{at}: no such {local}, and {site} shows no {what} of this name. Correct the path or the name, or set "
+            "HF_TOKEN for a private one."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise UserError(f"{at}: has no revision {name.revision!r}. Write a branch, tag or commit after @.") from None
+    except errors.LocalEntryNotFoundError as error:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _reason(error)
+        cached = "only a part of it" if isinstance(error, errors.IncompleteSnapshotError) else "no copy of it"
+        raise UserError(
+            f"{at}: no such {local}; {site} cannot be reached ({reason}) and its cache {constants.HF_HUB_CACHE} has "
+            f"{cached}. Correct the path, or download the {what} where there is a network and set HF_HOME to its cache."
+        ) from None
+    except Exception as error:  # the clients raise those of their HTTP libraries, the system's and their own
+        raise UserError(
+            f"{at}: no such {local}, and the download from {site} failed ({_reason(error)}). Run the command again, "
+            "which continues it, or correct the path."
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    cause = error.__cause__ or error
+    text = next(iter(str(cause).strip().splitlines()), "")
+    return f"{type(cause).__name__}: {text}".rstrip(": .")

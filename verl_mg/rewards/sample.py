@@ -1,0 +1,37 @@
+"""Arguments and results of rewards: `Sample` and `Reward`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response of the policy to be scored."""
+
+    prompt: str
+    """Text that the policy received."""
+    response: str
+    """Text that the policy generated."""
+    answer: str | None
+    """Answer of the record, unparsed; None where it has none."""
+    record: dict[str, Any]
+    """Record of the data file."""
+    finish: Literal["stop", "length", "abort"]
+    """Reason why the response ended: "stop" (by the policy), "length" (at the limit) or "abort"."""
+    num_tokens: int | None = None
+    """Tokens of the response; None where they were not counted."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The reward of one sample."""
+
+    value: float
+    """Finite number."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Further finite numbers by name, for the metrics."""
+    answer: str | None = None
+    """Final answer that was read from the response, for majority votes: equal answers are equal texts. None where the
+    response has none or the reward does not look for one."""
