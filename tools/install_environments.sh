@@ -4,7 +4,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 
-for package in openenv==0.10.0 harbor==0.24.0 verifiers==0.4.0 nemo-gym==0.4.0; do
+for package in openenv==0.10.0 harbor==0.24.0 verifiers==0.4.0 nemo-gym==0.4.0 mini-swe-agent==2.4.6; do
     name=${package%%==*}
     venv=$repository/.venv/environments/${name//-/_}
     if [[ -f $venv/stamp && $(<"$venv/stamp") == "$package" ]]; then

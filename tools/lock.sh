@@ -13,9 +13,5 @@ lock() {
 
 lock launch/requirements-gpu.txt --extra gpu --extra sglang --extra mcp --extra trackers --python-platform x86_64-manylinux_2_39 "$@"
 # The torch and transformers of SGLang on GPUs.
-<<<<<<< HEAD
-lock tools/requirements-cpu.txt --extra mpi --extra openenv --extra trackers --extra test --universal \
-=======
-lock tools/requirements-cpu.txt --extra mcp --extra mpi --extra trackers --extra test --universal \
->>>>>>> ed30494 (Tools with a state for each sample, and those of MCP servers)
+lock tools/requirements-cpu.txt --extra mcp --extra mpi --extra openenv --extra trackers --extra test --universal \
     --constraints <(grep -E '^(torch|transformers|tokenizers|megatron-core)==' launch/requirements-gpu.txt) "$@"

@@ -312,9 +312,9 @@ class RolloutConfig(ConfigSection):
     """Agent that makes each sample: an async function `run(session, sample)` as `package.module:name` or
     `file.py:name`, which calls the policy by the URL of its session and returns the reward. null: the policy's response
     to the prompt is the sample."""
-    agent_command: list[str] = []
+    agent_command: str | list[str] = ""
     """Command that makes each sample, in place of `agent`: a program that runs in the sandbox, with the URL of its
-    session in its environment."""
+    session in its environment. A line for the shell, or program and arguments."""
     agent_options: dict[str, Any] = {}
     """Options that `agent` receives as `session.options`; of `agent_command`, `folder` (copied to the folder in which
     the command runs) and `paths` (visible to it)."""
@@ -348,7 +348,7 @@ class RolloutConfig(ConfigSection):
 
     @field_validator("agent_command")
     @classmethod
-    def _one_kind_of_agent(cls, command: list[str], info: Any) -> list[str]:
+    def _one_kind_of_agent(cls, command: str | list[str], info: Any) -> str | list[str]:
         if command and info.data.get("agent") is not None:
             raise ValueError("rollout.agent makes the samples already. Leave one of them out")
         return command

@@ -11,11 +11,12 @@ from verl_mg.config.roles import RolloutConfig
 from verl_mg.errors import UserError
 from verl_mg.import_function import load_function
 from verl_mg.roles.engine_group import EngineWrapper
+from verl_mg.rollout.agents.agent import Agent
 from verl_mg.rollout.agents.command import run_command
 from verl_mg.rollout.agents.engine import AgentEngine
 from verl_mg.rollout.agents.parsers import ReplyParser
 from verl_mg.rollout.agents.renderer import ConversationRenderer
-from verl_mg.rollout.agents.runner import Agent, AgentSettings
+from verl_mg.rollout.agents.runner import AgentSettings
 from verl_mg.rollout.agents.sessions import Generate, Sessions
 from verl_mg.rollout.engine import RolloutEngine
 
@@ -77,7 +78,7 @@ def agent_wrapper(
 
 def _agent(rollout: RolloutConfig) -> Agent:
     if rollout.agent_command:
-        return functools.partial(run_command, tuple(rollout.agent_command), timeout=rollout.agent_timeout_s)
+        return functools.partial(run_command, rollout.agent_command, timeout=rollout.agent_timeout_s)
     assert rollout.agent is not None
     agent = load_function(rollout.agent, "agent")
     if not inspect.iscoroutinefunction(agent):

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from tests import warm_start
 from tests.engines import SGLANG, VLLM_NIGHTLY, bring_weights
+from tests.rollout.agents.agent_runs import runner_of
 from tests.rollout.agents.conversations import KEEPING, MARKS
 from tests.rollout.agents.logged_engine import LoggedEngine
-from verl_mg.data.prompts import Prompt
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.rollout.agents.engine import AgentEngine
-from verl_mg.rollout.agents.parsers import ReplyParser
-from verl_mg.rollout.agents.renderer import ConversationRenderer
-from verl_mg.rollout.agents.runner import AgentSettings
-from verl_mg.rollout.agents.sessions import Generate, Sessions
-from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine import RolloutEngine, Sample
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang import SGLangEngine
@@ -71,50 +65,7 @@ def any_engine(request: pytest.FixtureRequest, chat_model: Path, hf_engine: HFEn
     engine.close()
 
 
-def requests_of(count: int) -> list[Request]:
-    """Requests whose prompt is a question of the user."""
-    return [
-        Request(i, (7,), i, None, Prompt(i, (7,), "", f"answer {i}", {"n": i}, messages=[question(i)]))
-        for i in range(count)
-    ]
-
-
-def question(number: int) -> dict[str, Any]:
-    return {"role": "user", "content": f"question {number % 10}"}
-
-
 @pytest.fixture
 def run_agents(chat_model: Path) -> Callable[..., tuple[list[Sample], LoggedEngine]]:
     """Runs an agent on requests, and returns the samples and the log of the engine."""
-    tokenizer = AutoTokenizer.from_pretrained(chat_model)
-    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
-    renderer = ConversationRenderer(tokenizer, stops, {})
-    parser = ReplyParser(tokenizer, "qwen25", None)
-
-    def run(
-        inner: RolloutEngine,
-        agent: Any,
-        count: int = 4,
-        *,
-        tokens: int = 200,
-        timeout: float = 60.0,
-        retries: int = 0,
-        trained: Sequence[str] = (),
-        concurrency: int | None = None,
-        drive: Callable[[AgentEngine], list[Sample]] | None = None,
-        **options: Any,
-    ) -> tuple[list[Sample], LoggedEngine]:
-        logged = LoggedEngine(inner)
-
-        def sessions(generate: Generate) -> Sessions:
-            return Sessions(renderer, parser, generate, POSITIONS, trained)
-
-        settings = AgentSettings(timeout=timeout, retries=retries, failure_reward=-1.0, options=options)
-        engine = AgentEngine(logged, agent, settings, sessions, concurrency=concurrency, host="127.0.0.1")
-        sampling = Sampling(max_new_tokens=tokens, stop_token_ids=tuple(stops))
-        if drive is None:
-            return engine.generate(requests_of(count), sampling), logged
-        engine.submit(requests_of(count), sampling)
-        return drive(engine), logged
-
-    return run
+    return runner_of(chat_model, POSITIONS)

@@ -16,10 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.rollout.agents import client_checks
+from tests.rollout.agents.agent_runs import trained_runs
 from tests.rollout.agents.logged_engine import LoggedEngine
 from verl_mg.rewards.reward import Reward
+from verl_mg.rollout.agents.agent import Session
 from verl_mg.rollout.agents.engine import AgentEngine
-from verl_mg.rollout.agents.session import Session
 from verl_mg.rollout.engine import RolloutEngine, Sample
 from verl_mg.rollout.hf.engine import HFEngine
 from verl_mg.rollout.trajectory import NOT_GENERATED
@@ -60,24 +61,6 @@ async def three_turns(session: Session, sample: Any) -> float:
     for number in range(3):
         messages += [await ask(session, messages, max_tokens=8), {"role": "user", "content": f"and {number}"}]
     return float(sample.record["n"])
-
-
-def trained_runs(samples: list[Sample]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(tokens in front, tokens) of each range that is trained."""
-    runs = []
-    for sample in samples:
-        assert sample.trajectory is not None
-        for segment in sample.trajectory.segments:
-            start = 0
-            for i in range(1, len(segment.tokens) + 1):
-                ended = i == len(segment.tokens)
-                if ended or (segment.policy_versions[i] == NOT_GENERATED) != (
-                    segment.policy_versions[start] == NOT_GENERATED
-                ):
-                    if segment.policy_versions[start] != NOT_GENERATED:
-                        runs.append((segment.tokens[:start], segment.tokens[start:i]))
-                    start = i
-    return runs
 
 
 def test_agents_trained_tokens_are_those_of_the_engine(

@@ -5,12 +5,12 @@ A dict has the key "reward"; its other numbers are parts of the reward. None lea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.reward import Reward
+from verl_mg.rewards.reward import Reward, Sample
 
 Result = Reward | float | dict[str, Any] | None
 Options = TypeVar("Options")
@@ -23,51 +23,43 @@ class AgentError(Exception):
         return " ".join(super().__str__().split())
 
 
-class AgentSession(Protocol):
-    """The policy as an agent reaches it, for one sample."""
+POLICY = "policy"
+"""Name of the model that agents are given."""
 
-    @property
-    def base_url(self) -> str:
-        """URL of the endpoint for clients of OpenAI's API; it ends in /v1."""
+
+@dataclass(frozen=True)
+class Session:
+    """Access of an agent to the policy for one sample; the agent may use any client of OpenAI or Anthropic.
+
+    Requests by the URL are answered until the agent returns. Every reply is trained, except those to models that
+    `rollout.agent_trained` leaves out.
+    """
+
+    base_url: str
+    """URL for clients of OpenAI, with `/v1`."""
+    api_key: str
+    """Key for this session alone."""
+    messages: list[dict[str, Any]]
+    """Messages of the prompt."""
+    options: dict[str, Any]
+    """Options of the job, `rollout.agent_options`."""
+    write_log: Callable[[str], None]
+    """Function that `log` calls."""
+    model: str = POLICY
+    """Name of the model to write in requests; any name is accepted."""
 
     @property
     def anthropic_base_url(self) -> str:
-        """The same for clients of Anthropic's API, which append /v1 themselves."""
-
-    @property
-    def api_key(self) -> str:
-        """Key of the endpoint, valid for this sample."""
-
-    @property
-    def model(self) -> str:
-        """Name of the policy as a model of the endpoint."""
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The prompt as messages of OpenAI's chat completions."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The configuration's `rollout.agent_options`."""
+        """Returns the URL for clients of Anthropic, which add `/v1` themselves."""
+        return self.base_url.removesuffix("/v1")
 
     def log(self, text: str) -> None:
-        """Adds text to the log of the sample."""
+        """Adds text to the agent's log, which `verl-mg view` shows with the conversation."""
+        self.write_log(text)
 
 
-class AgentSample(Protocol):
-    """The prompt and its record."""
-
-    @property
-    def prompt(self) -> str:
-        """Text of the prompt, before any template."""
-
-    @property
-    def answer(self) -> str | None:
-        """Answer of the record; None where it has none."""
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """Record of the data file with the prompt."""
+Agent = Callable[[Session, Sample], Awaitable[Any]]
+"""Function of a user that returns a `Result`. The sample has no response yet."""
 
 
 def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:

@@ -28,7 +28,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.agents.agent import AgentError, AgentSample, AgentSession, Result, read_options
+from verl_mg.rewards.reward import Sample
+from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.sandbox import isolated
 from verl_mg.sandbox.command import Limits
 from verl_mg.sandbox.command import run_command as run_in_sandbox
@@ -71,8 +72,8 @@ class CommandOptions:
 
 async def run_command(
     command: Sequence[str] | str,
-    session: AgentSession,
-    sample: AgentSample,
+    session: Session,
+    sample: Sample,
     *,
     timeout: float,
 ) -> Result:
@@ -121,7 +122,7 @@ async def run_command(
 
 async def run_logged(
     command: Sequence[str],
-    session: AgentSession,
+    session: Session,
     *,
     folder: Path,
     directory: str,
@@ -209,7 +210,7 @@ def read_untrusted_file(file: Path) -> bytes | None:
         os.close(descriptor)
 
 
-def write_sample(file: Path, session: AgentSession, sample: AgentSample, show_answer: bool) -> None:
+def write_sample(file: Path, session: Session, sample: Sample, show_answer: bool) -> None:
     """Writes the sample as JSON for a command: prompt, messages, record.
 
     Args:
@@ -226,7 +227,7 @@ def write_sample(file: Path, session: AgentSession, sample: AgentSample, show_an
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def _fill(folder: Path, session: AgentSession, sample: AgentSample, options: CommandOptions) -> None:
+def _fill(folder: Path, session: Session, sample: Sample, options: CommandOptions) -> None:
     for name in ("user", "work"):
         (folder / name).mkdir(parents=True)
     for source in filter(None, (options.folder, sample.record.get("folder"))):
@@ -242,7 +243,7 @@ def _shows(value: Any, answer: str | None) -> bool:
     return answer is not None and str(value) == answer
 
 
-def endpoint_variables(session: AgentSession, address: str | None = None) -> dict[str, str]:
+def endpoint_variables(session: Session, address: str | None = None) -> dict[str, str]:
     """Returns the variables by which clients of both APIs find the policy.
 
     Args:

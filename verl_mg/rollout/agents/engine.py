@@ -20,7 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.agents.runner import Agent, AgentRunner, AgentSettings
+from verl_mg.rollout.agents.agent import Agent
+from verl_mg.rollout.agents.runner import AgentRunner, AgentSettings
 from verl_mg.rollout.agents.server import AgentServer
 from verl_mg.rollout.agents.sessions import Generate, OpenSession, Sessions
 from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling

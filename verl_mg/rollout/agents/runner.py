@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Reward
 from verl_mg.rewards.reward import Sample as Task
+from verl_mg.rollout.agents.agent import Agent, Session
 from verl_mg.rollout.agents.server import AgentServer
-from verl_mg.rollout.agents.session import Session
 from verl_mg.rollout.agents.sessions import OpenSession, Sessions
 from verl_mg.rollout.engine import Finish, Request, Sample, Sampling
 
-Agent = Callable[[Session, Task], Awaitable[Any]]
-"""Function of a user: returns a reward, a number, a mapping of numbers, or None."""
 REWARD = "reward"
 """Entry of a returned mapping that is the reward; the others are its parts."""
 

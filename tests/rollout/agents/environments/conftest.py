@@ -34,6 +34,13 @@ def start_server(python_of: Callable[[str], str]) -> Iterator[Callable[..., str]
         )
 
 
+@pytest.fixture(scope="session")
+def start_script() -> Iterator[Callable[..., str]]:
+    """Starts a script of this environment and returns the URL in the first line of its output."""
+    with ExitStack() as servers:
+        yield lambda *command: servers.enter_context(_running(sys.executable, command))
+
+
 @contextmanager
 def _running(python: str, command: tuple[str, ...], variables: dict[str, str]) -> Iterator[str]:
     environment = {"PATH": "/usr/bin:/bin", **variables}

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.agents.agent import AgentError, AgentSample, AgentSession, Result, read_options
+from verl_mg.rewards.reward import Sample
+from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.rollout.agents.command import CommandOptions, write_sample
 from verl_mg.rollout.agents.environments.harbor_machines import DockerMachine, HarborMachine, SandboxMachine
 from verl_mg.rollout.agents.environments.harbor_task import HarborTask, read_rewards, read_task
@@ -68,7 +69,7 @@ class HarborOptions:
     """Further environment variables of the agent's programs."""
 
 
-async def run(session: AgentSession, sample: AgentSample) -> Result:
+async def run(session: Session, sample: Sample) -> Result:
     """Lets the agent work and runs the tests; see `HarborOptions`.
 
     Args:
@@ -114,7 +115,7 @@ def _machine(task: HarborTask, folder: Path, options: HarborOptions) -> HarborMa
     return SandboxMachine(task, folder, CommandOptions(paths=options.paths, environment=options.environment))
 
 
-async def _work(machine: HarborMachine, session: AgentSession, options: HarborOptions) -> None:
+async def _work(machine: HarborMachine, session: Session, options: HarborOptions) -> None:
     if options.command:
         code, last_line = await machine.run_agent(options.command, session)
         if code:

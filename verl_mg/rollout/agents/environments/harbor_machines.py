@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.agents.agent import AgentError, AgentSession
+from verl_mg.rollout.agents.agent import AgentError, Session
 from verl_mg.rollout.agents.command import CommandOptions, endpoint_variables, run_logged
 from verl_mg.rollout.agents.environments.harbor_task import DEFAULT_FOLDER, DEFINITIONS, HarborTask
 from verl_mg.sandbox import isolated
@@ -56,7 +56,7 @@ class HarborMachine(ABC):
         """
 
     @abstractmethod
-    async def run_agent(self, command: str, session: AgentSession) -> tuple[int, str]:
+    async def run_agent(self, command: str, session: Session) -> tuple[int, str]:
         """Runs a command that can reach the policy.
 
         Args:
@@ -119,7 +119,7 @@ class SandboxMachine(HarborMachine):
         """Runs a command of the agent."""
         return await self._run(command, seconds, output, self._environment, self._visible("agent", "artifacts"))
 
-    async def run_agent(self, command: str, session: AgentSession) -> tuple[int, str]:
+    async def run_agent(self, command: str, session: Session) -> tuple[int, str]:
         """Runs a command that is the agent."""
         return await run_logged(
             ["bash", "-c", command],
@@ -205,7 +205,7 @@ class DockerMachine(HarborMachine):
         """Runs a command of the agent."""
         return await self._exec(command, seconds, output, self._environment)
 
-    async def run_agent(self, command: str, session: AgentSession) -> tuple[int, str]:
+    async def run_agent(self, command: str, session: Session) -> tuple[int, str]:
         """Runs a command that is the agent."""
         end = bytearray()
 

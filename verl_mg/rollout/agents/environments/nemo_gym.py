@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mg.rollout.agents.agent import AgentError, AgentSample, AgentSession, Result, read_options
+from verl_mg.rewards.reward import Sample
+from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.rollout.agents.environments.environment_server import post_run
 
 PARAMETERS = "responses_create_params"
@@ -29,7 +30,7 @@ class NemoGymOptions:
     """Largest number of tokens of a reply; null for that of the record, or no limit but that of the sample."""
 
 
-async def run(session: AgentSession, sample: AgentSample) -> Result:
+async def run(session: Session, sample: Sample) -> Result:
     """Plays an episode; see `NemoGymOptions`.
 
     Args:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import httpx
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.agents.agent import AgentError, AgentSample, AgentSession, Result, read_options
+from verl_mg.rewards.reward import Sample
+from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.rollout.agents.environments.policy_client import Message, PolicyClient, policy_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class OpenEnvOptions:
     """Largest number of tokens of a reply; null for no limit but that of the sample."""
 
 
-async def run(session: AgentSession, sample: AgentSample) -> Result:
+async def run(session: Session, sample: Sample) -> Result:
     """Plays an episode; see `OpenEnvOptions`.
 
     Args:

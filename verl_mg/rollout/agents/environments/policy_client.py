@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from verl_mg.rollout.agents.agent import AgentError, AgentSession
+from verl_mg.rollout.agents.agent import AgentError, Session
 
 Message = dict[str, Any]
 TOO_LONG = "context_length_exceeded"
@@ -17,7 +17,7 @@ TOO_LONG = "context_length_exceeded"
 class PolicyClient:
     """A conversation with the policy of one sample; it begins with the prompt."""
 
-    def __init__(self, client: httpx.AsyncClient, session: AgentSession, max_tokens: int | None) -> None:
+    def __init__(self, client: httpx.AsyncClient, session: Session, max_tokens: int | None) -> None:
         """Begins the conversation.
 
         Args:
@@ -74,7 +74,7 @@ class PolicyClient:
 
 
 @asynccontextmanager
-async def policy_of(session: AgentSession, max_tokens: int | None = None) -> AsyncIterator[PolicyClient]:
+async def policy_of(session: Session, max_tokens: int | None = None) -> AsyncIterator[PolicyClient]:
     """Opens a client of the policy.
 
     Args:
@@ -83,5 +83,7 @@ async def policy_of(session: AgentSession, max_tokens: int | None = None) -> Asy
     """
     headers = {"Authorization": f"Bearer {session.api_key}"}
     url = session.base_url.rstrip("/") + "/"
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, trust_env=False) as client:
+    # A client for https reads the certificates of the system, which takes longer than many a reply.
+    secure = url.startswith("https")
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, trust_env=False, verify=secure) as client:
         yield PolicyClient(client, session, max_tokens)

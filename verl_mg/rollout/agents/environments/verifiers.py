@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.agents.agent import AgentError, AgentSample, AgentSession, Result, read_options
+from verl_mg.rewards.reward import Sample
+from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.rollout.agents.environments.environment_server import post_run
 
 
@@ -26,7 +27,7 @@ class VerifiersOptions:
     """Largest number of tokens of a reply; null for no limit but that of the sample."""
 
 
-async def run(session: AgentSession, sample: AgentSample) -> Result:
+async def run(session: Session, sample: Sample) -> Result:
     """Plays an episode; see `VerifiersOptions`.
 
     Args:
