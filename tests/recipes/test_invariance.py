@@ -89,6 +89,14 @@ def test_iteration_with_responses_cut_into_segments_is_unchanged(ranks, task, tm
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["pp2", "cp2", "tp2-pp2"])
+def test_iteration_with_segments_in_other_layouts_is_unchanged(ranks, task, tmp_path, layout):
+    whole = first_iteration(ranks, "sapo", task, tmp_path / "whole", 1, [])
+    overrides = [*SMALL, *(f"{role}.layout={layout}" for role in ("actor", "reference"))]
+    compare(first_iteration(ranks, "sapo", task, tmp_path / "cut", 4, overrides, split=True), whole)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "tp2-pp2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_iteration_in_other_layouts_is_unchanged(ranks, task, tmp_path, name, layout):

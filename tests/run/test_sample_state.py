@@ -1,0 +1,60 @@
+"""Samples that wait in a checkpoint, written and read again."""
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from verl_mg.rewards import Reward
+from verl_mg.rollout.engine import Sample
+from verl_mg.rollout.engine_stream import oldest_version
+from verl_mg.rollout.trajectory import ConversationTurn, Segment, Trajectory
+from verl_mg.run.sample_state import SampleState, experts_of
+
+
+def agent_sample() -> Sample:
+    generator = torch.Generator().manual_seed(0)
+
+    def experts(count: int) -> torch.Tensor:
+        return torch.randint(0, 8, (count, 2, 1), dtype=torch.int16, generator=generator)
+
+    segments = (
+        Segment((5, 6, 7), (0.0, -1 / 3, -math.pi), (-1, 4, 5), False, routed_experts=experts(2)),
+        Segment((5, 6, 900, 8), (0.0, 0.0, 0.0, -1e-30), (-1, -1, -1, 3), True, 0, 2, experts(3)),
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "run", "arguments": '{"x": "\\ud800"}'}}
+    question = {"role": "user", "content": "ü"}
+    turns = (
+        ConversationTurn(0, "policy", True, 0.1, 0.2, (question,), {"tool_calls": [call]}, 1, 2, "stop"),
+        ConversationTurn(1, "other", False, 0.3, 1e-9, (), {"content": None}, 3, 1, "length"),
+    )
+    trajectory = Trajectory(segments, turns, Reward(1 / 7, {"form": -0.1}, "42"), "log\n", "failed")
+    return Sample(11, (), (), (), "timeout", trajectory=trajectory)
+
+
+def plain_sample() -> Sample:
+    return Sample(3, (1, 2), (-0.1, -0.2), (0, 1), "length", torch.ones(4, 2, 1, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("sample", [agent_sample(), plain_sample()], ids=["agent", "plain"])
+def test_sample_state_in_json_gives_the_same_sample(sample):
+    text, experts = SampleState.of(sample).model_dump_json(), experts_of(sample)
+    again = SampleState.model_validate_json(text).to_sample(experts)
+    assert again == sample  # without the experts, which are compared by name
+    assert experts.keys() == experts_of(again).keys() and len(experts) == (2 if sample.trajectory else 1)
+    assert all(torch.equal(experts[name], tensor) for name, tensor in experts_of(again).items())
+
+
+def test_sample_state_highest_token_and_oldest_version_are_those_of_all_segments():
+    sample = agent_sample()
+    assert SampleState.of(sample).highest_token == 900 and SampleState.of(plain_sample()).highest_token == 2
+    assert oldest_version(sample, 9) == 3 and oldest_version(Sample(1, (), (), (), "stop"), 9) == 9
+    assert len(sample.generated_versions) == 3
+
+
+def test_sample_state_of_a_segment_with_too_few_versions_is_refused():
+    tree = SampleState.of(agent_sample()).model_dump()
+    tree["trajectory"]["segments"][0]["policy_versions"] = (1,)
+    with pytest.raises(ValidationError, match="must have the same length"):
+        SampleState.model_validate(tree)
