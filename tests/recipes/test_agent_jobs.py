@@ -1,0 +1,57 @@
+"""Whole jobs whose samples are made by agents."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.rank_pool import RankPool
+from tests.recipes.tiny_runs import tiny_run
+from tests.traces import needs_sglang
+
+AGENT = Path(__file__).parent / "agents" / "two_questions.py"
+SETTINGS = [
+    f"rollout.agent={AGENT}:run",
+    "data.test=null",
+    "data.chat_template=true",
+    "job.save=false",
+    "algorithm.prompts_per_iteration=4",
+    "algorithm.group_size=4",
+]
+
+
+def recorded(output: Path, iteration: int) -> list[dict]:
+    files = sorted((output / "samples" / f"{iteration:06d}").glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def check(lines: list[dict], output: Path) -> None:
+    assert len(lines) == 2 and all(line["actor/grad_norm"] > 0 for line in lines)
+    for line in lines:
+        rows = recorded(output, line["step"])
+        rewards = {row["trajectory"]: row["reward"] for row in rows}
+        assert len(rewards) == 16 and len(rows) == 32, "two rows of each trajectory"
+        assert line["reward/mean"] == pytest.approx(sum(rewards.values()) / 16, abs=1e-6)
+        conversations = [json.loads(row["conversation"]) for row in rows if row["conversation"]]
+        assert len(conversations) == 16
+        for conversation in conversations:
+            assert not conversation["error"] and conversation["log"].startswith("replies")
+            assert [turn["segment"] for turn in conversation["turns"]] == [0, 1]
+            assert [segment["prefix_of"] for segment in conversation["segments"]] == [None, 0]
+        trained = sum(sum(row["loss_mask"]) for row in rows)
+        assert trained == sum(turn["tokens"] for c in conversations for turn in c["turns"])
+
+
+def test_grpo_with_agents_trains_every_segment(ranks: RankPool, tasks, tmp_path: Path) -> None:
+    lines = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", [*SETTINGS, "job.iterations=2"])
+    check(lines, tmp_path / "run")
+
+
+@needs_sglang
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_grpo_with_agents_and_sglang_trains_every_segment(ranks: RankPool, tasks, tmp_path: Path, mode: str) -> None:
+    engines = ["rollout.engine=sglang", "rollout.num_ranks=1", "actor.layout=tp1", f"rollout.mode={mode}"]
+    lines = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", [*SETTINGS, *engines, "job.iterations=2"])
+    check(lines, tmp_path / "run")
