@@ -92,11 +92,14 @@ def test_policy_learns_a_text_game_by_the_protocol_of_openenv(
 
 
 def test_policy_learns_to_repair_its_answer_by_a_command_in_the_sandbox(learn: Callable[..., Metrics]) -> None:
-    digits = [f"{a}{b}" for a in range(10) for b in range(4)]
+    digits = [f"{a}{b}" for a in range(10) for b in range(3)]
     lines = learn(
         "repair",
         [{"prompt": f"{pair}=", "answer": pair[1] * 2} for pair in digits],
         "rollout.agent_command=python3 repair_agent.py",
         f"rollout.agent_options={json.dumps({'folder': str(SCRIPTS), 'show_answer': True})}",
+        "algorithm.prompts_per_iteration=8",
+        "rollout.agent_concurrency=4",
+        iterations=24,
     )
     Goal("reward/mean", (0.0, 0.25), 0.9, 0.3).check(lines)
