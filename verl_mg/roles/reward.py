@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -239,11 +239,12 @@ def row_to_sample(batch: Batch, row: int, prompts: PromptFeed, tokenizer: PreTra
 
 
 def _to_sample(prompt: Prompt, response: Sequence[int], truncated: bool, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    return _sample_of(prompt, tokenizer.decode(response, skip_special_tokens=True), truncated)
+    return _sample_of(prompt, tokenizer.decode(response, skip_special_tokens=True), truncated, len(response))
 
 
-def _sample_of(prompt: Prompt, response: str, truncated: bool) -> Sample:
-    return Sample(prompt.text, response, prompt.answer, prompt.record, "length" if truncated else "stop")
+def _sample_of(prompt: Prompt, response: str, truncated: bool, num_tokens: int | None = None) -> Sample:
+    finish: Literal["length", "stop"] = "length" if truncated else "stop"
+    return Sample(prompt.text, response, prompt.answer, prompt.record, finish, num_tokens)
 
 
 def _exchange(outgoing: Sequence[Tensor]) -> list[Tensor]:
