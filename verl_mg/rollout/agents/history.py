@@ -25,10 +25,7 @@ from torch import Tensor
 from verl_mg.rollout.agents.call import Call, RequestError
 from verl_mg.rollout.agents.renderer import ConversationRenderer
 from verl_mg.rollout.engine import Sample
-from verl_mg.rollout.trajectory import NOT_GENERATED, Segment
-
-MAX_SEGMENTS = 1024
-"""Largest number of segments of a session."""
+from verl_mg.rollout.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment
 
 
 @dataclass

@@ -38,7 +38,7 @@ def start_server(python_of: Callable[[str], str]) -> Iterator[Callable[..., str]
 def start_script() -> Iterator[Callable[..., str]]:
     """Starts a script of this environment and returns the URL in the first line of its output."""
     with ExitStack() as servers:
-        yield lambda *command: servers.enter_context(_running(sys.executable, command))
+        yield lambda *command: servers.enter_context(_running(sys.executable, command, {}))
 
 
 @contextmanager
