@@ -47,7 +47,8 @@ def test_service_posts_batches_and_returns_rewards() -> None:
     assert [reward.value for reward in rewards] == list(range(20))
     assert max(len(request.body["samples"]) for request in seen) <= 3
     sent = sorted((sample for request in seen for sample in request.body["samples"]), key=lambda s: len(s["response"]))
-    assert sent[3] == {"prompt": "1+1=", "response": "xxx", "answer": "2", "record": {"level": 3}, "finish": "stop"}
+    scored = {"prompt": "1+1=", "response": "xxx", "answer": "2", "record": {"level": 3}, "finish": "stop"}
+    assert sent[3] == scored | {"num_tokens": None}
     assert {(request.path, request.headers["x-key"]) for request in seen} == {("/score", "abc")}
 
 

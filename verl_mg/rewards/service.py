@@ -14,7 +14,7 @@ from verl_mg.rewards.reward import Reward, Sample
 class Service:
     """Posts samples in batches to a URL.
 
-    A request is {"samples": [{"prompt", "response", "answer", "record", "finish"}, ...]}, the response
+    A request is {"samples": [{"prompt", "response", "answer", "record", "finish", "num_tokens"}, ...]}, the response
     {"rewards": [...]}: for each sample a number, or {"value": number, "parts": {name: number}, "answer": text or
     null}, where only the value is required.
     """

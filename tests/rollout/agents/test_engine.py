@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.rollout.agents import client_checks
 from tests.rollout.agents.agent_runs import trained_runs
 from tests.rollout.agents.logged_engine import LoggedEngine
+from tests.rollout.agents.malformed_requests import check_malformed
 from verl_mg.rewards.reward import Reward
 from verl_mg.rollout.agents.agent import Session
 from verl_mg.rollout.agents.engine import AgentEngine
@@ -97,6 +98,22 @@ def test_endpoint_of_real_engine_satisfies_official_client(
 
     samples, _ = run_agents(any_engine, agent, 1, tokens=800)
     assert [(s.trajectory.error, s.trajectory.reward) for s in samples if s.trajectory] == [("", Reward(1.0))]
+
+
+def test_malformed_requests_to_a_real_engine_lose_no_sample(
+    hf_engine: HFEngine, run_agents: RunAgents, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def agent(session: Session, sample: Any) -> float:
+        first = await ask(session, session.messages, max_tokens=4)
+        if sample.record["n"] == 0:
+            await asyncio.to_thread(check_malformed, session.base_url, session.api_key, 500)
+        await ask(session, [*session.messages, first, {"role": "user", "content": "and then"}], max_tokens=4)
+        return 1.0
+
+    samples, engine = run_agents(hf_engine, agent, 4, tokens=1000)
+    assert [s.trajectory.error for s in samples if s.trajectory] == [""] * 4
+    assert sorted(trained_runs(samples)) == sorted(engine.log) and len(engine.log) >= 8
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_agent_over_its_time_keeps_what_was_generated(hf_engine: HFEngine, run_agents: RunAgents) -> None:
