@@ -4,7 +4,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 
-for package in openenv==0.10.0 harbor==0.24.0 verifiers==0.4.0 nemo-gym==0.4.0 mini-swe-agent==2.4.6; do
+for package in openenv==0.10.0 harbor==0.24.0 verifiers==0.4.0 nemo-gym==0.4.0 "mini-swe-agent==2.4.6 mcp==2.3.0"; do
     name=${package%%==*}
     venv=$repository/.venv/environments/${name//-/_}
     if [[ -f $venv/stamp && $(<"$venv/stamp") == "$package" ]]; then
@@ -12,7 +12,7 @@ for package in openenv==0.10.0 harbor==0.24.0 verifiers==0.4.0 nemo-gym==0.4.0 m
     fi
     [[ -x $venv/bin/python ]] || make_venv "$venv"
     echo "environment: installing $package in $venv"
-    install_packages "$package" || { echo "environment: no $package, its tests are skipped" && continue; }
+    install_packages $package || { echo "environment: no $package, its tests are skipped" && continue; }
     # Last, so that an interrupted installation is done again.
     echo "$package" >"$venv/stamp"
 done

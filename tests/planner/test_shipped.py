@@ -181,7 +181,8 @@ def test_plan_missing_file_or_recipe_is_one_line(capsys):
     assert "recipes/dopa.py: no such recipe" in refused(
         capsys, "plan", "recipes/dopa.py", "--config", "recipes/configs/dapo_qwen3_30b_a3b.yaml", *ranks
     )
-    assert "model.path: models/Qwen3-30B-A3B-Base: no such model directory" in refused(capsys, *command("dapo_qwen3_30b_a3b")[:6])
+    without_options = command("dapo_qwen3_30b_a3b")[:6]
+    assert "model.path: models/Qwen3-30B-A3B-Base: no such model directory" in refused(capsys, *without_options)
     assert "generates no samples" in refused(
         capsys, "plan", "recipes/sft.py", "--config", "recipes/configs/quickstart_sft.yaml", *ranks
     )

@@ -35,6 +35,7 @@ from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.rollout_source import RolloutRecords, RolloutSource
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout import RolloutEngine, Sampling
+from verl_mg.rollout.request_tracker import routed_shape
 from verl_mg.rollout.tools.chat_format import ToolCallFormat
 from verl_mg.rollout.tools.load import load_tools
 from verl_mg.rollout.tools.multi_turn import MultiTurnEngine
@@ -299,6 +300,7 @@ class Job:
             wrap = self._with_tools()
         engines = build_engine_group(self.config, self._dtype, self.actor, self.context, wrap)
         seed, context, prompts, reward = self.config.job.seed, self.context, self.prompts, self._reward
+        routed = routed_shape(self.config.model.path) if config.replay_routing else None
         if config.mode == "async":
             assert isinstance(engines, InFlightEngineGroup)  # `check_engines` has refused others
             return AsyncRollout(
@@ -311,6 +313,7 @@ class Job:
                 reward,
                 max_staleness=config.max_staleness,
                 stale=config.stale,
+                routed_shape=routed,
             )
         return Rollout(
             engines,
@@ -323,6 +326,7 @@ class Job:
             extra_prompts=config.extra_prompts,
             prefetch=config.mode == "one_step_off",
             partial_rollout=config.partial_rollout,
+            routed_shape=routed,
         )
 
     def _with_tools(self) -> EngineWrapper:

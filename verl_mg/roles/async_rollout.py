@@ -51,6 +51,7 @@ class AsyncRollout(RolloutSource):
         *,
         max_staleness: int,
         stale: Stale,
+        routed_shape: tuple[int, int] | None = None,
     ) -> None:
         """Creates the rollout of a job.
 
@@ -64,11 +65,13 @@ class AsyncRollout(RolloutSource):
             reward: scores samples while others are generated; None: nothing is scored.
             max_staleness: largest number of weight updates between generation and training of a token.
             stale: treatment of tokens that are too old.
+            routed_shape: (layers, experts per token) of the experts that engines report; None: they report none.
         """
         super().__init__(records)
         self._engines, self._seed, self._context, self._feed, self._reward = engines, seed, context, prompts, reward
         self._versions = PolicyVersions(max_staleness)
         self._groups = OutstandingGroups(self._versions, stale)
+        self._routed_shape = routed_shape
         self._store = PrefixStore("async rollout", context.store)
         self._prompt_of: dict[int, Prompt] = {}
         """Prompt of each sample of the outstanding groups; read by the stream's thread."""
@@ -96,7 +99,9 @@ class AsyncRollout(RolloutSource):
             self._on_sample,
             sampling,
         )
-        self._evaluation = Rollout(engines, sampling, seed, context, prompts, records, reward)
+        self._evaluation = Rollout(
+            engines, sampling, seed, context, prompts, records, reward, routed_shape=routed_shape
+        )
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
         """Returns samples of as many prompts as requested, those with the oldest tokens, different rows on each rank.
@@ -288,7 +293,8 @@ class AsyncRollout(RolloutSource):
         ids = [i for group in groups for i in group.ids]
         completed = self._stream.take(ids)
         completed |= {i: sample for i, sample in self._loaded.items() if i in set(ids)}
-        rows = group_rows(groups, completed, self._score_ids if self._reward else None, self._engines.version)
+        score_ids = self._score_ids if self._reward else None
+        rows = group_rows(groups, completed, score_ids, self._engines.version, self._routed_shape)
         self._remove(ids, discard_scores=False)
         rows = distribute_rows(rows, groups, self._context.rows)
         batch = rows.batch

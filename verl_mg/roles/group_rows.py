@@ -27,6 +27,7 @@ def group_rows(
     completed: Mapping[int, Sample],
     score_ids: Mapping[int, int] | None,
     policy_version: int,
+    routed_shape: tuple[int, int] | None = None,
 ) -> GeneratedRows:
     """Returns the rows of the samples that this rank's engine has generated.
 
@@ -35,10 +36,11 @@ def group_rows(
         completed: samples of this rank's engine by id.
         score_ids: number of each sample's score on this rank; None where nothing is scored.
         policy_version: `policy_version` of a row without generated tokens.
+        routed_shape: (layers, experts per token) of the experts that engines report; None: they report none.
     """
     pairs = [(group, completed[i]) for group in groups for i in group.ids if i in completed]
     samples = [sample for _, sample in pairs]
-    batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version)
+    batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version, routed_shape)
     starts = {sample.id: group.ids.start for group, sample in pairs}
     trajectories = batch["trajectory"].tolist()
     batch["group"] = torch.tensor([starts[i] for i in trajectories], dtype=torch.int64)

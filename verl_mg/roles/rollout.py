@@ -77,6 +77,7 @@ class Rollout(RolloutSource):
         extra_prompts: int = 0,
         prefetch: bool = False,
         partial_rollout: bool = False,
+        routed_shape: tuple[int, int] | None = None,
     ) -> None:
         """Creates the rollout of a job.
 
@@ -92,11 +93,13 @@ class Rollout(RolloutSource):
                 complete ones are returned.
             prefetch: whether the samples of the next `generate` are generated while this iteration trains.
             partial_rollout: whether groups that were not complete are resumed in the next call, not dropped.
+            routed_shape: (layers, experts per token) of the experts that engines report; None: they report none.
         """
         super().__init__(records)
         self._engines, self._sampling, self._seed, self._feed, self._reward = engines, sampling, seed, prompts, reward
         self._extra_prompts, self._prefetch, self._partial_rollout = extra_prompts, prefetch, partial_rollout
         self._context, self._store = context, PrefixStore("rollout", context.store)
+        self._routed_shape = routed_shape
         self._num_calls = 0
         self._pending = PendingGroups()
         self._score_ids: dict[int, int] = {}
@@ -331,7 +334,7 @@ class Rollout(RolloutSource):
             fresh_only: all groups of the call are returned, and none was started in an earlier call.
         """
         score_ids = self._score_ids if self._reward else None
-        rows = group_rows(groups, self._pending.completed, score_ids, self._engines.version)
+        rows = group_rows(groups, self._pending.completed, score_ids, self._engines.version, self._routed_shape)
         if fresh_only and self._engines.rows_are_local:
             return rows
         return distribute_rows(rows, groups, self._context.rows)

@@ -42,7 +42,7 @@ def test_samples_to_batch_of_trajectories_has_a_row_for_each_segment(drawn):
         Sample(i, (), (), (), "timeout" if late else "stop", trajectory=Trajectory(parts, (), None))
         for i, (_, parts, late) in zip(ids, drawn, strict=True)
     ]
-    batch = samples_to_batch(prompts, samples, VERSION)
+    batch = samples_to_batch(prompts, samples, VERSION, (2, 1))
     expected = []
     for i, prompt, (_, parts, late) in zip(ids, prompts, drawn, strict=True):
         nothing = Segment(prompt.tokens, (0.0,) * len(prompt.tokens), (NOT_GENERATED,) * len(prompt.tokens), late)
@@ -65,9 +65,9 @@ def test_samples_to_batch_of_trajectories_has_a_row_for_each_segment(drawn):
                     "rollout_logprobs": list(part.logprobs),
                 }
             )
-            if part.routed_experts is not None:
-                given_experts = part.routed_experts[:, 0, 0].tolist()
-                assert batch.row("routed_experts", len(expected) - 1)[:, 1, 0].tolist() == [*given_experts, -1]
+            known = [] if part.routed_experts is None else part.routed_experts[:, 0, 0].tolist()
+            experts = batch.row("routed_experts", len(expected) - 1)[:, 1, 0].tolist()
+            assert experts == [*known, *[-1] * (len(part.tokens) - len(known))]
     for name in expected[0]:
         values = batch[name] if batch.kind(name).name == "SEQUENCE" else None
         found = [batch.row(name, row) if values is None else values[row] for row in range(len(batch))]

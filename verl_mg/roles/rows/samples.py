@@ -40,7 +40,12 @@ class _Row:
     """Number of these tokens."""
 
 
-def samples_to_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], policy_version: int) -> Batch:
+def samples_to_batch(
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sample],
+    policy_version: int,
+    routed_shape: tuple[int, int] | None = None,
+) -> Batch:
     """Returns rows of context and response, without the columns `group` and `generated_by`.
 
     The columns `prefix_of` and `prefix_length` are there if the samples are of agents: then all of them have a
@@ -50,6 +55,8 @@ def samples_to_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], polic
         prompts: the prompt of each sample.
         samples: the samples; the rows are in their order.
         policy_version: `policy_version` of a row without generated tokens.
+        routed_shape: (layers, experts per token) of `routed_experts`, which is there on all ranks, also on those
+            whose samples have none; None: it is not there.
     """
     pairs = enumerate(zip(prompts, samples, strict=True))
     rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
@@ -73,9 +80,9 @@ def samples_to_batch(prompts: Sequence[Prompt], samples: Sequence[Sample], polic
     if any(sample.trajectory for sample in samples):
         prefixes = torch.tensor([(row.prefix_of, row.prefix_length) for row in rows], dtype=torch.int64)
         batch["prefix_of"], batch["prefix_length"] = prefixes.unbind(1)
-    example = next((row.routed_experts for row in rows if row.routed_experts is not None), None)
-    if example is not None:
-        batch["routed_experts"] = torch.cat([_routed(row, example) for row in rows])
+    if routed_shape is not None:
+        none = torch.empty(0, *routed_shape, dtype=torch.int16)
+        batch["routed_experts"] = torch.cat([none, *(_routed(row, none) for row in rows)])
     return batch
 
 
@@ -129,7 +136,7 @@ def _row_of(i: int, trajectory: int, number: int, segment: Segment, truncated: b
     )
 
 
-def _routed(row: _Row, example: Tensor) -> Tensor:
+def _routed(row: _Row, none: Tensor) -> Tensor:
     """Returns (length, layers, top_k) int16; -1 for tokens that were never fed to the model, such as the last one."""
-    routed = example[:0] if row.routed_experts is None else row.routed_experts
+    routed = none if row.routed_experts is None else row.routed_experts
     return torch.cat([routed, routed.new_full((len(row.tokens) - len(routed), *routed.shape[1:]), -1)])

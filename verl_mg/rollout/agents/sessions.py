@@ -217,9 +217,10 @@ class Sessions:
 
         These tokens are those that an engine generates which knows the texts itself.
         """
-        if not any(stop in self._renderer.decode(sample.tokens) for stop in stops):
+        written = self._without_stop(sample)  # "<|im_end|>" contains "|", which the reply does not
+        if not any(stop in self._renderer.decode(written) for stop in stops):
             return sample, None
-        low, high = 1, len(sample.tokens)  # the text of the first `high` tokens contains one
+        low, high = 1, len(written)  # the text of the first `high` tokens contains one
         while low < high:
             middle = (low + high) // 2
             text = self._renderer.decode(sample.tokens[:middle])
@@ -241,6 +242,12 @@ class Sessions:
 
     def _text(self, sample: Sample, stopped: str | None) -> str:
         """Returns the text of a reply, without the token or text that ended it."""
+        if stopped is None:
+            return self._renderer.decode(self._without_stop(sample))
+        text = self._renderer.decode(sample.tokens)
+        return text[: text.index(stopped)]
+
+    def _without_stop(self, sample: Sample) -> tuple[int, ...]:
+        """Returns the tokens of a sample without the stop token that ended it."""
         ended = sample.finish == "stop" and self._renderer.is_stop(sample.tokens[-1])
-        text = self._renderer.decode(sample.tokens[:-1] if ended else sample.tokens)
-        return text if stopped is None else text[: text.index(stopped)]
+        return sample.tokens[:-1] if ended else sample.tokens
