@@ -37,6 +37,8 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         chat_template=KEEPING,
         hidden=32,
         ffn=64,
+        heads=1,  # vLLM's attention on the CPU has no heads narrower than 32
+        kv_heads=1,
         max_positions=POSITIONS,
         init_std=0.2,
         seed=5,

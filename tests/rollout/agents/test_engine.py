@@ -73,9 +73,7 @@ def test_agents_trained_tokens_are_those_of_the_engine(
     whole = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
     for sample in samples:
         assert sample.finish == "stop" and sample.trajectory is not None and sample.trajectory.error == ""
-        assert [turn.finish for turn in sample.trajectory.turns] in [["length"] * 3] or len(
-            sample.trajectory.turns
-        ) == 3
+        assert len(sample.trajectory.turns) == 3
         (segment,) = sample.trajectory.segments
         mask = torch.tensor(segment.policy_versions) != NOT_GENERATED
         tokens = torch.tensor([segment.tokens])
