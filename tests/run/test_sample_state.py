@@ -27,9 +27,10 @@ def agent_sample() -> Sample:
     question = {"role": "user", "content": "ü"}
     turns = (
         ConversationTurn(0, "policy", True, 0.1, 0.2, (question,), {"tool_calls": [call]}, 1, 2, "stop"),
-        ConversationTurn(1, "other", False, 0.3, 1e-9, (), {"content": None}, 3, 1, "length"),
+        ConversationTurn(1, "other", False, 0.3, 1e-9, (), {"content": "half of a pair: \ud800"}, 3, 1, "length"),
     )
-    trajectory = Trajectory(segments, turns, Reward(1 / 7, {"form": -0.1}, "42"), "log\n", "failed")
+    # The log of an agent may contain names of files in another encoding.
+    trajectory = Trajectory(segments, turns, Reward(1 / 7, {"form": -0.1}, "42"), "log \udcff\n", "failed")
     return Sample(11, (), (), (), "timeout", trajectory=trajectory)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 from torch import Tensor
 
 from verl_mg.config import ConfigSection, Count
-from verl_mg.rewards import Reward
+from verl_mg.roles.rows.conversations import conversation_of, from_text, to_text, trajectory_of
 from verl_mg.rollout.engine import Finish, Sample
-from verl_mg.rollout.trajectory import ConversationTurn, Segment, Trajectory
+from verl_mg.rollout.trajectory import Segment, Trajectory
 
 
 class _Tokens(ConfigSection):
@@ -42,55 +42,19 @@ class SegmentState(_Tokens):
     """Number of these tokens."""
 
 
-class TurnState(ConfigSection):
-    """One turn, a `trajectory.ConversationTurn`."""
-
-    segment: int
-    """Number of its segment."""
-    model: str
-    """Name of the model."""
-    trained: bool
-    """Whether the reply is trained."""
-    started: float
-    """Seconds from the start of the sample to the request."""
-    seconds: float
-    """Duration of the request."""
-    messages: tuple[dict[str, Any], ...]
-    """New messages."""
-    reply: dict[str, Any]
-    """Message of the assistant."""
-    prompt_tokens: Count
-    """Tokens in front of the reply."""
-    tokens: Count
-    """Tokens of the reply."""
-    finish: str
-    """Reason why the reply ended."""
-
-
-class RewardState(ConfigSection):
-    """Reward that an agent returned, a `rewards.Reward`."""
-
-    value: float
-    """The reward."""
-    parts: dict[str, float]
-    """Its parts."""
-    answer: str | None
-    """Final answer."""
-
-
 class TrajectoryState(ConfigSection):
     """The work of an agent, a `trajectory.Trajectory`."""
 
     segments: tuple[SegmentState, ...]
     """The sequences of tokens."""
-    turns: tuple[TurnState, ...]
-    """The conversation."""
-    reward: RewardState | None
-    """Reward that the agent returned."""
-    log: str
-    """Output of the agent."""
-    error: str
-    """Reason why the agent failed."""
+    conversation: str
+    """The conversation as `conversations.to_text` writes it: texts of agents need not be valid Unicode."""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> TrajectoryState:
+        """Returns the state of a trajectory."""
+        segments = tuple(SegmentState.model_validate(part, from_attributes=True) for part in trajectory.segments)
+        return cls(segments=segments, conversation=to_text(conversation_of(trajectory)))
 
 
 class SampleState(_Tokens):
@@ -112,7 +76,14 @@ class SampleState(_Tokens):
     @classmethod
     def of(cls, sample: Sample) -> SampleState:
         """Returns the state of a sample."""
-        return cls.model_validate(sample, from_attributes=True)
+        return cls(
+            id=sample.id,
+            tokens=sample.tokens,
+            logprobs=sample.logprobs,
+            policy_versions=sample.policy_versions,
+            finish=sample.finish,
+            trajectory=TrajectoryState.of(sample.trajectory) if sample.trajectory else None,
+        )
 
     def to_sample(self, experts: Mapping[str, Tensor]) -> Sample:
         """Returns the sample with its experts.
@@ -140,16 +111,11 @@ def experts_of(sample: Sample) -> dict[str, Tensor]:
 
 
 def _to_trajectory(sample: int, state: TrajectoryState, experts: Mapping[str, Tensor]) -> Trajectory:
-    return Trajectory(
-        segments=tuple(
-            Segment(**segment.model_dump(), routed_experts=experts.get(_name(sample, number)))
-            for number, segment in enumerate(state.segments)
-        ),
-        turns=tuple(ConversationTurn(**turn.model_dump()) for turn in state.turns),
-        reward=Reward(**state.reward.model_dump()) if state.reward else None,
-        log=state.log,
-        error=state.error,
-    )
+    segments = [
+        Segment(**segment.model_dump(), routed_experts=experts.get(_name(sample, number)))
+        for number, segment in enumerate(state.segments)
+    ]
+    return trajectory_of(segments, from_text(state.conversation))
 
 
 def _name(*numbers: int) -> str:

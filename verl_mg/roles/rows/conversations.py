@@ -1,4 +1,4 @@
-"""Conversations of agents as JSON: recorded with the rows, and all that a checkpoint keeps of rows that are ready."""
+"""Conversations of agents as JSON: recorded with the rows, and kept in checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from verl_mg.distributed.collectives import all_to_all_bytes
 from verl_mg.rewards import Reward
-from verl_mg.rollout.trajectory import NOT_GENERATED, Segment, Trajectory
+from verl_mg.rollout.trajectory import NOT_GENERATED, ConversationTurn, Segment, Trajectory
 
 Conversation = Mapping[str, Any]
 """Trajectory without its tokens: turns, sizes of the segments, log, error, and the reward of the agent."""
@@ -28,8 +28,20 @@ def conversation_of(trajectory: Trajectory) -> Conversation:
     }
 
 
+def trajectory_of(segments: Sequence[Segment], conversation: Conversation) -> Trajectory:
+    """Returns the trajectory that `conversation_of` was given.
+
+    Args:
+        segments: its segments.
+        conversation: everything else.
+    """
+    turns = [ConversationTurn(**turn | {"messages": tuple(turn["messages"])}) for turn in conversation["turns"]]
+    log, error = conversation["log"], conversation["error"]
+    return Trajectory(tuple(segments), tuple(turns), agent_reward(conversation), log, error)
+
+
 def to_text(conversation: Conversation) -> str:
-    """Returns a conversation as JSON."""
+    """Returns a conversation as JSON in ASCII, whatever its texts contain."""
     return json.dumps(conversation)
 
 
