@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.old_logprobs import OldLogprobs
-from recipes.common.rows import concat_rollouts
+from recipes.common.rows import concat_rollouts, response_lengths
 from verl_mg.algorithms.advantages import group_relative, informative, soft_overlong_penalty
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.algorithms.segments import segment_totals
@@ -78,8 +78,8 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch = batch.select(torch.isin(batch["group"], groups))
 
     if cfg.overlong_buffer:
-        lengths = segment_totals(batch.lengths - batch["prompt_length"], batch["trajectory"])
-        penalty = soft_overlong_penalty(lengths, job.config.rollout.max_new_tokens, cfg.overlong_buffer)
+        limit = job.config.rollout.max_new_tokens
+        penalty = soft_overlong_penalty(response_lengths(batch), limit, cfg.overlong_buffer)
         batch["reward"] = batch["reward"] + penalty
     if cfg.overlong_filter:
         truncated = segment_totals(batch["truncated"], batch["trajectory"]) > 0

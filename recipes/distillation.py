@@ -67,7 +67,8 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
 
     mask = batch["loss_mask"]
     batch["advantages"] = distillation_advantages(batch["old_logprobs"], batch["ref_logprobs"], mask)
-    reverse_kl = job.all_reduce_sum(-batch["advantages"].sum()) / job.all_reduce_sum(mask.sum())
+    num_tokens = job.all_reduce_sum(mask.sum()).clamp(min=1)
+    reverse_kl = job.all_reduce_sum(-batch["advantages"].sum()) / num_tokens
 
     metrics = job.actor.update(
         batch,

@@ -1,15 +1,33 @@
-"""Batches of several rollouts as one."""
+"""Batches of several rollouts as one, and lengths of responses."""
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from verl_mg.batch import Batch
+from verl_mg.rollout.trajectory import NOT_GENERATED
 
 
 def concat_rollouts(batches: Sequence[Batch]) -> Batch:
     """Returns the rows of all batches with the columns that every batch has, without the parts of the reward.
 
     A reward may report other parts in another call, so `reward.PART` is left out even where all batches have it.
+    Batches without rows do not count: on a rank without samples they lack columns that the other ranks have.
     """
+    batches = [batch for batch in batches if len(batch)] or batches[:1]
     common = set.intersection(*(set(batch.names()) for batch in batches))
     names = [name for name in sorted(common) if not name.startswith("reward.")]
     return Batch.concat([batch.select_columns(names) for batch in batches])
+
+
+def response_lengths(batch: Batch) -> Tensor:
+    """Returns (n,) the tokens of each row's sample that count against `rollout.max_new_tokens`.
+
+    Of a response all tokens, those of tools too; of an agent those that the policy generated, in all segments.
+    """
+    if "prefix_of" not in batch:
+        return batch.lengths - batch["prompt_length"]
+    trajectories = batch.trajectory_index
+    generated = batch.expand_to_tokens(trajectories)[batch["policy_versions"] != NOT_GENERATED]
+    return torch.bincount(generated, minlength=len(batch))[trajectories]

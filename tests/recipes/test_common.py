@@ -9,7 +9,7 @@ import torch.distributed as dist
 from recipes import dapo, grpo, pf_ppo
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, rewards_with_kl, token_rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
-from recipes.common.rows import concat_rollouts
+from recipes.common.rows import concat_rollouts, response_lengths
 from tests.recipes.scripted_job import ScriptedJob, rows
 from tests.recipes.tiny_runs import tiny_run
 from verl_mg.algorithms.kl import adapted
@@ -128,6 +128,24 @@ def test_concat_rollouts_with_other_reward_parts_keeps_common_columns():
     whole = concat_rollouts([first, second])
     assert whole["sample_id"].tolist() == [0, 1]
     assert "reward.format" not in whole and "extra" not in whole and "loss_mask" in whole
+
+
+def test_concat_rollouts_keeps_the_columns_of_agents_where_a_rank_had_no_samples_in_a_round():
+    nothing, agents = rows([], [], []), rows([1], [0], [0.0])
+    agents["prefix_of"] = agents["sample_id"].clone()
+    for batches in ([nothing, agents], [agents, nothing, nothing]):
+        assert concat_rollouts(batches)["prefix_of"].tolist() == [1]
+    assert not len(concat_rollouts([nothing, nothing]))
+
+
+def test_response_lengths_of_agents_are_those_of_generated_tokens_and_of_others_all_behind_the_prompt():
+    batch = Batch.from_rows([[1, 2, 3, 4], [1, 2, 5], [1, 6, 7, 8, 9]])
+    batch["prompt_length"] = torch.tensor([1, 2, 2])
+    assert response_lengths(batch).tolist() == [3, 1, 3]
+    batch["sample_id"] = batch["prefix_of"] = torch.tensor([9, 10, 3])
+    batch["trajectory"] = torch.tensor([4, 4, 1])
+    batch["policy_versions"] = torch.tensor([-1, 0, -1, 1, -1, -1, 2, -1, -1, 0, -1, 0])
+    assert response_lengths(batch).tolist() == [3, 3, 2]
 
 
 # DAPO: groups of two samples, by round, and whether each has rewards that differ.

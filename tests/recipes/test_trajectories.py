@@ -20,7 +20,7 @@ import torch.distributed as dist
 from recipes import dapo, dr_grpo, gpg, grpo, opo, ppo, prime, reinforce_plus_plus, rloo, vapo
 from tests.recipes.scripted_job import ScriptedJob, ScriptedRole
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.rollout.trajectory import MAX_SEGMENTS
+from verl_mg.rollout.trajectory import MAX_SEGMENTS, NOT_GENERATED
 
 SEEDS, LIMIT, KL = range(4), 8, 0.1
 GAMMA, LAM = 0.9, 0.8
@@ -107,6 +107,8 @@ def batch_of(seed: int) -> Batch:
     for name in ("trajectory", "sample_id", "group", "prompt_length", "scripted_reward", "truncated"):
         values = torch.tensor([row[name] for row in rows], dtype=None if rows else torch.int64)
         batch.put(name, values, ColumnKind.SEQUENCE)
+    batch["prefix_of"] = batch["sample_id"].clone()
+    batch["policy_versions"] = torch.where(batch["loss_mask"], 3, NOT_GENERATED)
     batch["rollout_logprobs"] = of_tokens(batch, lambda token: old(token) + column("rollout", token))
     return batch
 
@@ -214,7 +216,7 @@ def gradient_of_all(samples: list[Whole]) -> Table:
 def overlong(samples: list[Whole]) -> Table:
     chosen = []
     for s in informative_only(samples):
-        penalty = min(max((LIMIT - 4 - len(s.response)) / 4, -1), 0)
+        penalty = min(max((LIMIT - 4 - len(s.trained)) / 4, -1), 0)
         chosen.append(Whole(s.id, s.group, s.reward + penalty, s.truncated, s.prompt, s.response))
     kept = {s.id for s in chosen if not s.truncated}
     return {key: value for key, value in relative(chosen).items() if key[0] in kept}
