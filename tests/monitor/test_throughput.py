@@ -1,11 +1,13 @@
 """Rates against counts by hand, on real ranks under layouts that share micro-batches."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.rank_pool import job_store
 from tests.run.short_jobs import GRPO, job
 from tests.tiny_jobs import logged
+from verl_mg.batch import Batch
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles
@@ -51,6 +53,18 @@ def test_model_flops_of_shared_prefixes_are_those_of_the_tokens_that_are_compute
     """A row of 5 tokens of which another computes 3: two tokens more, and the pairs that these have."""
     rows = RowFlops(per_token=10.0, per_pair=2.0)
     assert model_flops(rows, [4, 5], learns=True, shared=[0, 3]) == 3 * ((10 * 4 + 2 * 16) + (10 * 2 + 2 * (25 - 9)))
+
+
+def rate_of_segments(rank_rows):
+    batch = Batch.from_rows(rank_rows[dist.get_rank()])
+    batch["prefix_length"] = torch.tensor([0, 3, 2][: len(batch)])
+    return Throughput([], None).iteration([batch], seconds=2.0)["time/tokens_per_second"]
+
+
+def test_throughput_counts_tokens_that_segments_repeat_once(ranks):
+    """Two segments repeat 3 and 2 of 5 tokens."""
+    rows = [[[1] * 5, [1] * 4, [1] * 6], [[2] * 7]]
+    assert ranks.run(2, rate_of_segments, rows) == [pytest.approx((5 + 1 + 4 + 7) / 2.0)] * 2
 
 
 def counted(inputs, layout):

@@ -97,12 +97,12 @@ class Throughput:
             seconds: duration of the iteration.
 
         Returns:
-            `time/tokens_per_second`: prompt and response tokens of all ranks per second of the whole iteration;
-            `time/tokens_per_second_per_rank`; `time/mfu`: FLOPs of forward and backward passes, see `model_flops`,
-            divided by the peak of all devices. The seconds include generation but the FLOPs do not, so this is less
-            than the MFU of an update alone.
+            `time/tokens_per_second`: prompt and response tokens of all ranks per second of the whole iteration, where
+            prefixes that segments of agents repeat count once; `time/tokens_per_second_per_rank`;
+            `time/mfu`: FLOPs of forward and backward passes, see `model_flops`, divided by the peak of all devices. The
+            seconds include generation but the FLOPs do not, so this is less than the MFU of an update alone.
         """
-        tokens = float(sum(batch.total_tokens for batch in produced))
+        tokens = float(sum(map(_distinct_tokens, produced)))
         totals = sum_over_ranks([{"tokens": tokens, "trained": self._trained_tokens, "flops": self._flops}])
         self._flops = self._trained_tokens = 0.0
         ranks = dist.get_world_size()
@@ -121,3 +121,8 @@ class Throughput:
         shared = micro.rows[SHARED_TOKENS].tolist() if SHARED_TOKENS in micro.rows else None
         self._flops += model_flops(rows, lengths, learns, runner.lora is not None, shared) / sharing
         self._trained_tokens += sum(lengths) / sharing if learns else 0.0
+
+
+def _distinct_tokens(batch: Batch) -> int:
+    """Returns the tokens of a batch without the prefixes that rows repeat."""
+    return batch.total_tokens - (int(batch["prefix_length"].sum()) if "prefix_length" in batch else 0)
