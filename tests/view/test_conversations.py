@@ -102,6 +102,17 @@ def test_conversation_that_is_damaged_or_missing_is_not_found(ask):
     assert ask("sample", iteration=1, call=0, sample_id=DAMAGED * MAX_SEGMENTS)["tokens"]
 
 
+def test_samples_are_listed_once_for_each_trajectory(ask):
+    every = ask("samples", trajectories="true")
+    assert trajectories(every) == list(range(2 * TRAJECTORIES)) and every["total"] == 2 * TRAJECTORIES
+    assert all(row["segment"] in (0, None) for row in every["rows"])
+    page = ask("samples", trajectories="true", sort="reward", descending="true", limit=3, first=1, last=1)
+    best = sorted(every["rows"][:TRAJECTORIES], key=lambda row: (-row["reward"], -row["sample_id"]))[:3]
+    assert trajectories(page) == [row["trajectory"] for row in best] and page["total"] == TRAJECTORIES
+    found = ask("samples", trajectories="true", text="segment 2", first=1, last=1)
+    assert [row["segment"] for row in found["rows"]] == [2]
+
+
 def test_prompts_count_a_trajectory_once(ask):
     assert [one["samples"] for one in ask("prompts", iteration=1)] == [GROUP] * (TRAJECTORIES // GROUP)
 

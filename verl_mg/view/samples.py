@@ -13,7 +13,14 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from verl_mg.view.conversations import ADDED, COLUMN, ConversationCounts, has_conversations, parse_conversation
+from verl_mg.view.conversations import (
+    ADDED,
+    COLUMN,
+    TRAJECTORY,
+    ConversationCounts,
+    has_conversations,
+    parse_conversation,
+)
 
 SCHEMA = pa.schema(
     [
@@ -78,6 +85,8 @@ class Query:
     """Largest number of turns of an agent's conversation."""
     agent: str | None = None
     """Outcome of the agent, one of `AGENT_OUTCOMES`."""
+    trajectories: bool = False
+    """Whether to return only the first matching row of each trajectory."""
     sort: str = "sample_id"
     """Column to sort by."""
     descending: bool = False
@@ -178,6 +187,8 @@ class Samples:
         if query.needs_conversations():
             files = self._files(query.first, query.last)
             table = query.filter_conversations(self._counts.join(table, files))
+        if query.trajectories:
+            table = _first_of_each(table)
         order = "descending" if query.descending else "ascending"
         keys = [(query.sort, order), *((name, order) for name in IDENTITY if name != query.sort)]
         page = table.sort_by(keys).slice(query.offset, query.limit).to_pylist()
@@ -193,12 +204,7 @@ class Samples:
         A trajectory counts once, by its first segment.
         """
         columns = _columns((*IDENTITY, "trajectory", "prompt_id", "reward", "length")) | {"prompt": _excerpt("prompt")}
-        rows = self._scan(iteration, iteration, columns, None).sort_by("sample_id")
-        facts = ("prompt", "reward", "length")
-        table = rows.group_by(["prompt_id", "call", "trajectory"], use_threads=False).aggregate(
-            [(name, "first") for name in facts]
-        )
-        table = table.rename_columns([name.removesuffix("_first") for name in table.column_names])
+        table = _first_of_each(self._scan(iteration, iteration, columns, None))
         grouped = table.group_by("prompt_id", use_threads=False).aggregate(
             [("prompt", "first"), ("prompt", "count"), ("reward", "mean"), ("length", "mean")]
         )
@@ -286,6 +292,14 @@ def _read(files: Sequence[Path], columns: dict[str, pc.Expression], condition: p
         return ds.dataset(SCHEMA.empty_table()).to_table(columns=columns)
     dataset = ds.dataset([str(file) for file in files], schema=SCHEMA, format="parquet")
     return dataset.to_table(columns=columns, filter=condition)
+
+
+def _first_of_each(rows: pa.Table) -> pa.Table:
+    """Returns the row of each trajectory with the lowest sample id."""
+    others = [name for name in rows.column_names if name not in TRAJECTORY]
+    grouped = rows.sort_by("sample_id").group_by(list(TRAJECTORY), use_threads=False)
+    first = grouped.aggregate([(name, "first") for name in others])
+    return first.rename_columns([name.removesuffix("_first") for name in first.column_names])
 
 
 def _readable(file: Path) -> bool:

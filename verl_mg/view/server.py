@@ -220,7 +220,7 @@ def _samples(run: Run, parameters: Parameters) -> Any:
         kind = kinds.get(str(field.type).split(" ")[0])
         if kind and field.name in parameters:
             arguments[field.name] = _number(parameters, field.name, kind)
-    arguments["descending"] = parameters.get("descending") == "true"
+    arguments |= {name: parameters.get(name) == "true" for name in ("descending", "trajectories")}
     query = Query(**arguments)
     if query.sort not in SORTABLE:
         raise _RequestError(400, f"sort={query.sort}: not one of {', '.join(SORTABLE)}")

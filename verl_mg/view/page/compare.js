@@ -1,7 +1,7 @@
 // Two runs side by side: how each answered the same prompt in the same iteration.
 
 import { ask } from "./data.js";
-import { detailSheet, firstOfEach } from "./detail.js";
+import { detailSheet } from "./detail.js";
 import { el, fill, select } from "./dom.js";
 import { number, signed } from "./format.js";
 
@@ -96,7 +96,7 @@ export function compareView(app) {
       answers.replaceChildren();
       return;
     }
-    const range = { first: iteration.value, last: iteration.value, prompt_id: chosen, limit: MOST };
+    const range = { first: iteration.value, last: iteration.value, prompt_id: chosen, trajectories: true, limit: MOST };
     const matches = await Promise.all(app.runs.map((run) => ask("samples", { run: run.number, ...range })));
     if (request !== latest) return;
     const item = shared.find(({ prompt_id }) => prompt_id === chosen);
@@ -107,7 +107,7 @@ export function compareView(app) {
         "section",
         { "aria-label": `Run ${run.mark}` },
         el("h3", { class: `run-${run.mark}`, text: `${run.mark}: ${run.about.name}` }),
-        ...firstOfEach(matches[i].rows).map((row) => answer(run, row, matches[i].rows)),
+        ...matches[i].rows.map((row) => answer(run, row, matches[i].rows)),
       ),
     );
     answers.replaceChildren(

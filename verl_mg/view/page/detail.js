@@ -15,18 +15,8 @@ const SHOWN = new Set([
   ..."trajectory prefix_of prefix_length".split(" "),
 ]);
 
-/** Rows that a group of an agent's segments can have at most. */
-const MOST_ROWS = 1000;
-
-/** Of the rows of a list, the first one of each trajectory. */
-export function firstOfEach(rows) {
-  const seen = new Set();
-  return rows.filter(({ call, trajectory }) => {
-    const known = seen.has(`${call} ${trajectory}`);
-    seen.add(`${call} ${trajectory}`);
-    return !known;
-  });
-}
+/** Samples that a group can have at most. */
+const MOST = 1000;
 
 /** `open(run, row, rows)` shows a sample of a list; the arrow keys switch to the next ones. */
 export function detailSheet() {
@@ -82,7 +72,8 @@ export function detailSheet() {
         last: iteration,
         call,
         group: row.group,
-        limit: MOST_ROWS,
+        trajectories: true,
+        limit: MOST,
       });
       if (request !== latest) return;
       const conversation = name === CONVERSATION ? answer : null;
@@ -188,7 +179,7 @@ export function detailSheet() {
 
   /** The rewards of all responses to this prompt, to switch between them. */
   function siblings({ trajectory }, group) {
-    const chips = firstOfEach(group).map((row) =>
+    const chips = group.map((row) =>
       el("button", {
         type: "button",
         class: row.agent_error ? "chip bad" : "chip",
