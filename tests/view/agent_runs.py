@@ -50,7 +50,7 @@ def trajectory(iteration: int, number: int, draw: random.Random) -> list[dict[st
     return [
         first
         | {"sample_id": key * MAX_SEGMENTS + segment, "trajectory": key, "group": key // GROUP}
-        | {"response": f"segment {segment}", "conversation": text if segment == 0 else None}
+        | {"prompt": "of the data", "response": f"segment {segment}", "conversation": text if segment == 0 else None}
         for segment in range(len(content["segments"]))
     ]
 

@@ -96,6 +96,7 @@ def test_conversation_shows_turns_calls_and_segments(visit, run):
     segments.nth(1).get_by_role("button", name="tokens").click()
     expect(sheet.locator("h2")).to_have_text(f"Sample {FORKED * MAX_SEGMENTS + 1}: segment 1 of trajectory {FORKED}")
     expect(sheet.locator(".token").first).to_be_visible()
+    expect(sheet.locator(".prompt")).to_have_text("What is 3 + 5?\n")  # what the policy was given, not the data's
     sheet.get_by_role("button", name="Conversation").click()
     expect(turns).to_have_count(4)
     assert page.locator("dialog img, dialog script, dialog i, dialog b").count() == 0

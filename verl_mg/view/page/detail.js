@@ -4,6 +4,7 @@ import { ask } from "./data.js";
 import { conversationOf } from "./conversation.js";
 import { el, select } from "./dom.js";
 import { extent, number, plain } from "./format.js";
+import { longText } from "./messages.js";
 import { coloured, colourings } from "./tokens.js";
 
 const PLAIN = "plain";
@@ -82,7 +83,7 @@ export function detailSheet() {
         hasAgent && tabsOf(row),
         facts(conversation?.sample ?? answer, row),
         siblings(row, group.rows),
-        ...(conversation ? [conversationOf(conversation, (other) => turnTo(TOKENS, other))] : tokensOf(answer)),
+        ...(conversation ? [conversationOf(conversation, (other) => turnTo(TOKENS, other))] : tokensOf(answer, hasAgent)),
       ];
       body.replaceChildren(...parts.filter(Boolean));
       body.scrollTop = 0;
@@ -121,7 +122,7 @@ export function detailSheet() {
     load(row);
   }
 
-  function tokensOf(sample) {
+  function tokensOf(sample, hasAgent) {
     const choices = colourings(sample);
     if (!(colour in choices)) colour = "advantages" in choices ? "advantages" : PLAIN;
     const options = [[PLAIN, "nothing"], ...Object.entries(choices).map(([key, { label }]) => [key, label])];
@@ -134,7 +135,13 @@ export function detailSheet() {
     chooser.value = colour;
     paint(colour);
     return [
-      el("section", {}, el("h3", { text: "Prompt" }), el("div", { class: "text prompt", text: sample.prompt })),
+      el(
+        "section",
+        {},
+        el("h3", { text: hasAgent ? "Context" : "Prompt" }),
+        // What an agent gave the policy can be other than the prompt of the data.
+        longText(hasAgent ? sample.pieces.slice(0, sample.prompt_length).join("") : sample.prompt, "text prompt"),
+      ),
       sample.answer &&
         el(
           "section",
