@@ -27,6 +27,11 @@ SCHEMA = {
 CHAT_TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "get_weather", "description": "Forecast.", "parameters": SCHEMA}}
 ]
+STRICT = SCHEMA | {"required": ["city", "days"], "additionalProperties": False}
+STRICT_TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": STRICT, "strict": True}}
+]
+"""The helper for streams takes no other tools."""
 RESPONSE_TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}]
 MESSAGE_TOOLS: list[Any] = [{"name": "get_weather", "description": "Forecast.", "input_schema": SCHEMA}]
 CHECKS = (
@@ -103,7 +108,15 @@ async def check_chat_async(base_url: str, key: str) -> None:
     completion = await client.chat.completions.create(model=MODEL, messages=[QUESTION], max_tokens=64)
     valid(ChatCompletion, completion)
     try:
-        async with client.chat.completions.stream(model=MODEL, messages=[QUESTION], max_tokens=64) as stream:
+        async with client.chat.completions.stream(
+            model=MODEL,
+            messages=[QUESTION],
+            tools=STRICT_TOOLS,
+            tool_choice="required",
+            logprobs=True,
+            max_tokens=64,
+            stream_options={"include_usage": True},
+        ) as stream:
             async for _ in stream:
                 pass
             final: ChatCompletion = await stream.get_final_completion()
@@ -111,7 +124,9 @@ async def check_chat_async(base_url: str, key: str) -> None:
     except openai.LengthFinishReasonError as error:  # the helper raises it for a reply of 64 tokens
         final = error.completion
         assert final.choices[0].finish_reason == "length"
-    assert final.choices[0].message.role == "assistant"
+    (choice,) = final.choices
+    assert choice.message.role == "assistant" and len(choice.logprobs.content) == final.usage.completion_tokens
+    assert (choice.finish_reason == "tool_calls") == bool(choice.message.tool_calls)
 
 
 def check_models(base_url: str, key: str) -> None:
@@ -182,9 +197,22 @@ async def check_responses_async(base_url: str, key: str) -> None:
     """Responses with the asynchronous client, and its helper that accumulates a stream."""
     client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0)
     valid(Response, await client.responses.create(model=MODEL, input="Hello", store=False, max_output_tokens=64))
-    async with client.responses.stream(model=MODEL, input="Hello", max_output_tokens=64) as stream:
-        kinds = [event.type async for event in stream]
-    assert kinds[-1] in ("response.completed", "response.incomplete")
+    async with client.responses.stream(
+        model=MODEL,
+        input="Hello",
+        tools=RESPONSE_TOOLS,
+        tool_choice="required",
+        include=["message.output_text.logprobs"],
+        max_output_tokens=64,
+    ) as stream:
+        events = [event async for event in stream]
+    final = events[-1].response
+    assert events[-1].type == f"response.{final.status}" and final.status in ("completed", "incomplete")
+    if final.status == "completed":  # the helper has no other final response
+        assert (await stream.get_final_response()).output == final.output
+    for item in final.output:
+        if item.type == "message" and item.content[0].text:
+            assert len(item.content[0].logprobs) == final.usage.output_tokens
 
 
 def _anthropic(base_url: str, key: str, kind: type = anthropic.Anthropic) -> Any:
@@ -222,16 +250,23 @@ def _check_message_events(events: list[Any]) -> None:
 
 
 async def check_messages_async(base_url: str, key: str) -> None:
-    """Messages with the asynchronous client, and its helper that accumulates a stream."""
+    """Messages with the asynchronous client, its beta part too, and the helpers that accumulate a stream."""
     client = _anthropic(base_url, key, anthropic.AsyncAnthropic)
     valid(anthropic.types.Message, await client.messages.create(model=MODEL, messages=[QUESTION], max_tokens=64))
-    async with client.messages.stream(
-        model=MODEL, messages=[QUESTION], max_tokens=64, tools=MESSAGE_TOOLS, thinking={"type": "adaptive"}
-    ) as stream:
-        async for _ in stream:
-            pass
-        final = await stream.get_final_message()
-    assert final.stop_reason and final.usage.output_tokens > 0 and final.content
+    ask: dict[str, Any] = {"model": MODEL, "messages": [QUESTION], "max_tokens": 64, "tools": MESSAGE_TOOLS}
+    ask["thinking"] = {"type": "adaptive"}
+    beta = await client.beta.messages.create(
+        betas=["interleaved-thinking-2025-05-14"],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        **ask,
+    )
+    valid(anthropic.types.beta.BetaMessage, beta)
+    for helper in (client.messages, client.beta.messages):
+        async with helper.stream(tool_choice={"type": "any"}, **ask) as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_message()
+        assert final.stop_reason and final.usage.output_tokens > 0 and final.content
 
 
 def check_anthropic_models_and_errors(base_url: str, key: str) -> None:

@@ -62,8 +62,8 @@ REFUSED: dict[str, list[Json]] = {
     "/chat/completions": [
         {"n": 2},
         {"top_logprobs": 1},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tool_choice": "any"},
+        {"tool_choice": {"function": {"name": "f"}}},
         {"functions": [{"name": "f"}]},
         {"modalities": ["text", "audio"]},
         {"audio": {}},
@@ -74,7 +74,7 @@ REFUSED: dict[str, list[Json]] = {
         {"stop": [""]},
     ],
     "/responses": [
-        {"tool_choice": "required"},
+        {"tool_choice": "any"},
         {"background": True},
         {"conversation": "c"},
         {"prompt": {"id": "p"}},
@@ -87,8 +87,8 @@ REFUSED: dict[str, list[Json]] = {
         {"tools": [{"type": "code_interpreter"}]},
     ],
     "/messages": [
-        {"tool_choice": {"type": "any"}},
-        {"tool_choice": {"type": "tool", "name": "f"}},
+        {"tool_choice": {"type": "required"}},
+        {"tool_choice": "auto"},
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},
         {"mcp_servers": [{"url": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

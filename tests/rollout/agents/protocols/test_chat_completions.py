@@ -22,6 +22,7 @@ def test_chat_request_given_every_role_keeps_messages_as_they_are() -> None:
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "system", "content": "c", "name": "ignored"},
         {"role": "user", "content": ""},
+        {"role": "system", "content": "Late"},
         {"role": "user", "content": "d"},
         {"role": "assistant", "content": [{"type": "text", "text": "e"}, {"type": "text", "text": "f"}]},
         # As litellm writes a message of a reply.
@@ -29,9 +30,9 @@ def test_chat_request_given_every_role_keeps_messages_as_they_are() -> None:
         {"role": "tool", "tool_call_id": "c1", "name": "f", "content": [{"type": "text", "text": "h"}]},
     ]
     assert call_of(messages=sent).messages == (
-        {"role": "system", "content": "a\nb"},
-        {"role": "system", "content": "c"},
+        {"role": "system", "content": "a\nb\nc"},
         {"role": "user", "content": ""},
+        {"role": "system", "content": "Late"},
         {"role": "user", "content": "d"},
         {"role": "assistant", "content": "ef"},
         {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "g"},
@@ -50,6 +51,8 @@ def test_chat_request_given_tools_writes_name_description_and_parameters() -> No
         {"type": "function", "function": {"name": "g", "description": "G.", "parameters": empty}},
     )
     assert call_of(tools=tools, tool_choice="none").tools == ()
+    forced = {"type": "function", "function": {"name": "f"}}
+    assert all(call_of(tools=tools, tool_choice=choice).tools for choice in ("auto", "required", forced, None))
 
 
 def test_chat_request_given_limits_and_sampling_parameters_keeps_only_limits() -> None:
@@ -63,6 +66,7 @@ def test_chat_request_given_limits_and_sampling_parameters_keeps_only_limits() -
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"tool_choice": "any"}, 'tool_choice: "any" is not supported. Use "auto" or "none".'),
         ({"n": 2}, "n: 2 is not supported. Send as many requests instead."),
         ({"model": None}, "model: input should be a valid string. Correct the field."),
         ({"max_tokens": 1.0}, "max_tokens: input should be a valid integer. Correct the field."),

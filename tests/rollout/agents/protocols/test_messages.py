@@ -77,6 +77,22 @@ def test_message_request_of_claude_code_becomes_messages() -> None:
     assert (call.max_tokens, call.stop) == (9, ("end",))
 
 
+def test_message_request_given_tool_choice_offers_tools_unless_it_is_none() -> None:
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    for choice in ({"type": "auto"}, {"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "f"}):
+        assert exchange_of(tools=tools, tool_choice=choice).call.tools
+    assert exchange_of(tools=tools, tool_choice={"type": "none"}).call.tools == ()
+    with pytest.raises(RequestError, match="^tool_choice.type: input should be "):
+        exchange_of(tools=tools, tool_choice={"type": "required"})
+
+
+def test_message_request_given_system_messages_at_the_beginning_joins_them() -> None:
+    late = {"role": "system", "content": "Late"}
+    sent = [{"role": "system", "content": [text("b")]}, {"role": "user", "content": "c"}, late]
+    user = {"role": "user", "content": "c"}
+    assert exchange_of(system="a", messages=sent).call.messages == ({"role": "system", "content": "a\nb"}, user, late)
+
+
 @pytest.mark.parametrize(
     ("written", "finish", "reason"),
     [

@@ -53,8 +53,7 @@ def test_response_request_of_codex_becomes_messages() -> None:
         client_metadata={"x": "y"},
     ).call
     assert call.messages == (
-        {"role": "system", "content": "You are Codex."},
-        {"role": "system", "content": "Rules"},
+        {"role": "system", "content": "You are Codex.\nRules"},
         {"role": "user", "content": "Fix it"},
         {
             "role": "assistant",
@@ -69,6 +68,9 @@ def test_response_request_of_codex_becomes_messages() -> None:
         {"role": "tool", "tool_call_id": "c2", "content": "text"},
     )
     assert [tool["function"]["name"] for tool in call.tools] == ["shell", "mcp__fs__read"]
+    for choice in ("required", {"type": "function", "name": "shell"}):
+        assert exchange_of(tools=tools, tool_choice=choice).call.tools == call.tools
+    assert exchange_of(tools=tools, tool_choice="none").call.tools == ()
 
 
 def test_response_given_tools_of_codex_writes_calls_in_their_form() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl_mg.rollout.agents.call import Reply, ReplyToken, ToolCall
 from verl_mg.rollout.agents.protocols.chat_completions import ChatCompletions
 from verl_mg.rollout.agents.protocols.exchange import Exchange, Protocol
-from verl_mg.rollout.agents.protocols.fields import parse
+from verl_mg.rollout.agents.protocols.fields import json_object, parse
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
 from verl_mg.rollout.agents.protocols.messages import Messages
 from verl_mg.rollout.agents.protocols.responses import Responses
@@ -84,6 +84,24 @@ def sent_events(exchange: Exchange, body: Json, earlier: int = 0) -> Iterator[Js
             yield json.loads(data)
 
 
+def written_again(call: Json) -> Json:
+    """A tool call whose arguments a client in JavaScript has read and written: 1.0 as 1, one of equal keys."""
+    called = call.get("function", call)
+    value = json_object(called.get("arguments", ""))
+    if value is None:
+        return call
+    written = {"arguments": json.dumps(integers(value), separators=(",", ":"), ensure_ascii=False)}
+    return call | ({"function": called | written} if "function" in call else written)
+
+
+def integers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: integers(part) for key, part in reversed(value.items())}
+    return list(map(integers, value)) if isinstance(value, list) else value
+
+
 @settings(max_examples=60, deadline=None)
 @given(replies())
 def test_chat_completion_sent_back_is_the_message(reply: Reply) -> None:
@@ -96,9 +114,10 @@ def test_chat_completion_sent_back_is_the_message(reply: Reply) -> None:
             streamed["content"] += delta.get("content") or ""
             streamed["tool_calls"] += delta.get("tool_calls", [])
             streamed |= {name: delta[name] for name in ("role", "reasoning_content") if name in delta}
-    for message in (body["choices"][0]["message"], streamed):
-        again = exchange_of(ChatCompletions(), chat_body(messages=[QUESTION, message, QUESTION]), memory)
-        assert again.call.messages == (QUESTION, reply.message, QUESTION)
+    again = {"tool_calls": list(map(written_again, streamed["tool_calls"]))}
+    for message in (body["choices"][0]["message"], streamed, streamed | again):
+        later = exchange_of(ChatCompletions(), chat_body(messages=[QUESTION, message, QUESTION]), memory)
+        assert later.call.messages == (QUESTION, reply.message, QUESTION)
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,7 +135,7 @@ def test_response_sent_back_is_the_message(reply: Reply) -> None:
         for item in done
     ]
     references = [{"type": "item_reference", "id": item["id"]} for item in done]
-    for items in (done, dropped, references):
+    for items in (done, dropped, references, list(map(written_again, done))):
         again = exchange_of(Responses(), response_body(input=[QUESTION, *items, QUESTION]), memory)
         assert again.call.messages == (QUESTION, reply.message, QUESTION)
     continued = exchange_of(Responses(), response_body(previous_response_id=body["id"]), memory)

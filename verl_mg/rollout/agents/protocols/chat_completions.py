@@ -1,8 +1,8 @@
 """Protocol `/v1/chat/completions` of OpenAI.
 
 Reasoning is written as `reasoning_content` of the message, as DeepSeek, vLLM and SGLang do. Sampling parameters
-(temperature, top_p, seed, penalties) are accepted and ignored, and so are formats of the reply (`response_format`) and
-`parallel_tool_calls`: the policy samples freely.
+(temperature, top_p, seed, penalties) are accepted and ignored, and so are formats of the reply (`response_format`),
+`parallel_tool_calls` and a `tool_choice` that forces a call: the policy samples freely.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from verl_mg.rollout.agents.protocols.fields import (
     Function,
     Name,
     Texts,
+    is_tool_choice,
     read,
     refusal,
     refuse_unless,
     text_of,
+    with_one_system,
 )
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
 
@@ -94,7 +96,9 @@ class ChatCompletions(Protocol):
         _refuse_unsupported(request)
         return ChatExchange(
             call=Call(
-                messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)),
+                messages=with_one_system(
+                    _message(message, f"messages[{i}]", memory) for i, message in enumerate(request.messages)
+                ),
                 tools=tuple(tool.function.tool() for tool in request.tools or () if request.tool_choice != "none"),
                 model=request.model,
                 max_tokens=request.max_completion_tokens or request.max_tokens,
@@ -103,6 +107,7 @@ class ChatCompletions(Protocol):
             stream=bool(request.stream),
             logprobs=bool(request.logprobs),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            memory=memory,
         )
 
     def error(self, error: RequestError) -> JsonObject:
@@ -118,12 +123,7 @@ def _refuse_unsupported(request: _Request) -> None:
         request.top_logprobs,
         "Use 0: only the log-probabilities of the generated tokens are known",
     )
-    refuse_unless(
-        request.tool_choice in (None, "auto", "none"),
-        "tool_choice",
-        request.tool_choice,
-        'Use "auto" or "none": the policy samples freely',
-    )
+    refuse_unless(is_tool_choice(request.tool_choice), "tool_choice", request.tool_choice, 'Use "auto" or "none"')
     refuse_unless(not request.functions, "functions", request.functions, "Use tools instead")
     refuse_unless(request.modalities in (None, [], ["text"]), "modalities", request.modalities, 'Use ["text"]')
     refuse_unless(request.audio is None, "audio", request.audio, "Remove the field: the policy writes text")
@@ -136,12 +136,12 @@ def _refuse_unsupported(request: _Request) -> None:
     )
 
 
-def _message(message: _Message, field: str) -> JsonObject:
+def _message(message: _Message, field: str, memory: SessionMemory) -> JsonObject:
     refuse_unless(message.function_call is None, f"{field}.function_call", message.function_call, "Use tool_calls")
     separator = PIECES if message.role == "assistant" else LINES
     content = text_of(message.content, f"{field}.content", separator)
     if message.role == "assistant":
-        return _assistant(message, content)
+        return _assistant(message, content, memory)
     if message.content is None:
         raise refusal(f"{field}.content", "missing", "Add the field to the request")
     if message.role == "tool":
@@ -149,14 +149,19 @@ def _message(message: _Message, field: str) -> JsonObject:
     return {"role": "system" if message.role == "developer" else message.role, "content": content}
 
 
-def _assistant(message: _Message, content: str) -> JsonObject:
+def _assistant(message: _Message, content: str, memory: SessionMemory) -> JsonObject:
     result: JsonObject = {"role": "assistant", "content": content}
     other_name = message.reasoning if isinstance(message.reasoning, str) else ""
     if reasoning := message.reasoning_content or other_name:
         result["reasoning_content"] = reasoning
     if message.tool_calls:
-        result["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        result["tool_calls"] = [_called(call, memory) for call in message.tool_calls]
     return result
+
+
+def _called(call: _ToolCall, memory: SessionMemory) -> JsonObject:
+    arguments = memory.written_arguments(call.id, call.function.arguments)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _tool_result(message: _Message, content: str, field: str) -> JsonObject:
@@ -174,9 +179,13 @@ class ChatExchange(Exchange):
     """Whether the reply has the log-probabilities of its tokens."""
     include_usage: bool
     """Whether a stream ends with an event that has the numbers of tokens."""
+    memory: SessionMemory
+    """Keeps the text of the tool calls' arguments."""
 
     def body(self, reply: Reply) -> JsonObject:
         """Returns the reply as a chat completion."""
+        for call in reply.tool_calls:
+            self.memory.remember_arguments(call.id, call.arguments)
         message = reply.message | {"refusal": None}
         if reply.tool_calls and not reply.text:
             message["content"] = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
+from itertools import takewhile
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -159,6 +161,20 @@ def _part_text(part: Any, field: str) -> str:
     if not isinstance(part.get(name), str):
         raise refusal(f"{field}.{name}", "not text", "Correct the field")
     return str(part[name])
+
+
+def is_tool_choice(choice: Any) -> bool:
+    """Returns whether a value is a `tool_choice` of OpenAI; a call that it forces is a wish, as formats are."""
+    return choice in (None, "auto", "none", "required") or (isinstance(choice, dict) and "type" in choice)
+
+
+def with_one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Returns messages whose first system messages are one: many chat templates reject or drop the others."""
+    messages = tuple(messages)
+    texts = [message["content"] for message in takewhile(lambda message: message["role"] == "system", messages)]
+    if len(texts) < 2:
+        return messages
+    return ({"role": "system", "content": LINES.join(texts)}, *messages[len(texts) :])
 
 
 def refuse_unless(supported: bool, field: str, value: Any, fix: str) -> None:

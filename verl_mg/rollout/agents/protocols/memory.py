@@ -6,6 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from verl_mg.rollout.agents.protocols.fields import json_object
+
 MAX_RESPONSES = 256
 MAX_CHARACTERS = 64 << 20
 MAX_CALLS = 4096
@@ -55,7 +57,7 @@ class SessionMemory:
         return next((item for item in items if item is not None), None)
 
     def remember_arguments(self, call: str, arguments: str) -> None:
-        """Remembers the text of a tool call's arguments, where the protocol writes them in another form.
+        """Remembers the text of a tool call's arguments, which clients may read and write again.
 
         Args:
             call: id of the tool call.
@@ -69,3 +71,15 @@ class SessionMemory:
     def arguments(self, call: str) -> str | None:
         """Returns the text of a tool call's arguments, or None for a call that is not known."""
         return self._arguments.get(call)
+
+    def written_arguments(self, call: str, arguments: str) -> str:
+        """Returns a tool call's arguments as the policy has written them, where a client has sent an equal object.
+
+        Args:
+            call: id of the tool call.
+            arguments: text that the client has sent: clients in JavaScript write 1 for 1.0.
+        """
+        written = self._arguments.get(call)
+        if written is None or (value := json_object(written)) is None or value != json_object(arguments):
+            return arguments
+        return written

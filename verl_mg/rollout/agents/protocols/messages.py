@@ -1,7 +1,8 @@
 """Protocol `/v1/messages` of Anthropic.
 
 Thinking is reasoning in both directions, and its signature is not verified. Sampling parameters, `thinking`,
-`cache_control`, `context_management`, formats of the output and `is_error` of a tool's result are accepted and ignored.
+`cache_control`, `context_management`, formats of the output, a `tool_choice` that forces a call and `is_error` of a
+tool's result are accepted and ignored: the policy samples freely.
 
 Arguments of a tool call are an object in this protocol. Text that is not a JSON object is written as
 `{"malformed_arguments": text}`, which an agent refuses as it refuses any wrong arguments, and is read back as the text.
@@ -32,6 +33,7 @@ from verl_mg.rollout.agents.protocols.fields import (
     refusal,
     refuse_unless,
     text_of,
+    with_one_system,
 )
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
 
@@ -62,7 +64,7 @@ class _Tool(Fields):
 
 
 class _ToolChoice(Fields):
-    type: str
+    type: Literal["auto", "any", "tool", "none"]
 
 
 class _Context(Fields):
@@ -132,16 +134,15 @@ class Messages(Protocol):
 def _call(request: _Context, memory: SessionMemory, max_tokens: int | None, stop: tuple[str, ...]) -> Call:
     refuse_unless(not request.mcp_servers, "mcp_servers", request.mcp_servers, "Give the tools to the agent")
     refuse_unless(request.container is None, "container", request.container, "Give the tools to the agent")
-    choice = request.tool_choice.type if request.tool_choice else "auto"
-    refuse_unless(choice in ("auto", "none"), "tool_choice.type", choice, 'Use "auto" or "none"')
     system = [{"role": "system", "content": text_of(request.system, "system", LINES)}] if request.system else []
-    messages = [
+    messages = (
         part
         for number, message in enumerate(request.messages)
         for part in _messages(message, f"messages[{number}].content", memory)
-    ]
-    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())]
-    return Call((*system, *messages), tuple(tools) if choice == "auto" else (), request.model, max_tokens, stop)
+    )
+    tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ()))
+    offered = request.tool_choice is None or request.tool_choice.type != "none"
+    return Call(with_one_system((*system, *messages)), tools if offered else (), request.model, max_tokens, stop)
 
 
 def _tool(tool: _Tool, field: str) -> JsonObject:

@@ -130,15 +130,15 @@ def written_call(call: ToolCall, tool: OfferedTool | None, memory: SessionMemory
     Args:
         call: the policy's call.
         tool: the tool, or None for one that the request does not have.
-        memory: keeps the arguments of calls with free text.
+        memory: keeps the arguments.
     """
+    memory.remember_arguments(call.id, call.arguments)
     name: JsonObject = {"name": tool.name if tool else call.name}
     if tool and tool.namespace:
         name["namespace"] = tool.namespace
     if tool is None or not tool.takes_text:
         arguments = {"arguments": call.arguments, "status": "completed"}
         return {"type": "function_call", "call_id": call.id} | name | arguments
-    memory.remember_arguments(call.id, call.arguments)
     return {"type": "custom_tool_call", "call_id": call.id, "input": _text(call.arguments)} | name
 
 
@@ -148,19 +148,20 @@ def read_call(item: JsonObject, field: str, memory: SessionMemory) -> JsonObject
     Args:
         item: item of type function_call or custom_tool_call.
         field: path of the item in the request.
-        memory: has the arguments of calls with free text.
+        memory: has the arguments as the policy has written them.
 
     Raises:
         RequestError: a field is missing or has a wrong type.
     """
     if item["type"] == "function_call":
         called = read(FunctionCall, item, field)
-        return _called(called.call_id, full_name(called.namespace, called.name), called.arguments)
+        arguments = memory.written_arguments(called.call_id, called.arguments)
+        return _called(called.call_id, full_name(called.namespace, called.name), arguments)
     custom = read(CustomCall, item, field)
-    arguments = memory.arguments(custom.call_id)
-    if arguments is None or _text(arguments) != custom.input:
-        arguments = json.dumps({INPUT: custom.input}, ensure_ascii=False)
-    return _called(custom.call_id, full_name(custom.namespace, custom.name), arguments)
+    written = memory.arguments(custom.call_id)
+    if written is None or _text(written) != custom.input:
+        written = json.dumps({INPUT: custom.input}, ensure_ascii=False)
+    return _called(custom.call_id, full_name(custom.namespace, custom.name), written)
 
 
 def _called(call_id: str, name: str, arguments: str) -> JsonObject:

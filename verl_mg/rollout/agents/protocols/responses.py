@@ -1,8 +1,8 @@
 """Protocol `/v1/responses` of OpenAI.
 
 Responses are stored for `previous_response_id` and references to items while their session runs, unless `store` is
-false. Sampling parameters, `reasoning`, `text` (its format too), `truncation`, `max_tool_calls` and
-`parallel_tool_calls` are accepted and ignored: the policy samples freely.
+false. Sampling parameters, `reasoning`, `text` (its format too), `truncation`, `max_tool_calls`, `parallel_tool_calls`
+and a `tool_choice` that forces a call are accepted and ignored: the policy samples freely.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from typing import Any
 from verl_mg.rollout.agents.call import Call, Reply, RequestError
 from verl_mg.rollout.agents.protocols import exchange, response_events
 from verl_mg.rollout.agents.protocols.exchange import Exchange, JsonObject, Protocol
-from verl_mg.rollout.agents.protocols.fields import Count, Fields, quoted, read, refusal, refuse_unless
+from verl_mg.rollout.agents.protocols.fields import (
+    Count,
+    Fields,
+    is_tool_choice,
+    quoted,
+    read,
+    refusal,
+    refuse_unless,
+    with_one_system,
+)
 from verl_mg.rollout.agents.protocols.memory import SessionMemory, StoredResponse
 from verl_mg.rollout.agents.protocols.response_items import items_of, messages_of
 from verl_mg.rollout.agents.protocols.response_tools import OfferedTool, offered_tools
@@ -60,7 +69,7 @@ class Responses(Protocol):
         tools = tuple(offered_tools(request.tools or []))
         return ResponseExchange(
             call=Call(
-                messages=instructions + earlier + new,
+                messages=with_one_system(instructions + earlier + new),
                 tools=tuple(tool.schema for tool in tools if request.tool_choice != "none"),
                 model=request.model,
                 max_tokens=request.max_output_tokens,
@@ -87,12 +96,7 @@ def _refuse_unsupported(request: _Request) -> None:
         request.top_logprobs,
         "Use 0: only the log-probabilities of the generated tokens are known",
     )
-    refuse_unless(
-        request.tool_choice in (None, "auto", "none"),
-        "tool_choice",
-        request.tool_choice,
-        'Use "auto" or "none": the policy samples freely',
-    )
+    refuse_unless(is_tool_choice(request.tool_choice), "tool_choice", request.tool_choice, 'Use "auto" or "none"')
     refuse_unless(not request.background, "background", request.background, "Wait for the reply")
     refuse_unless(request.conversation is None, "conversation", request.conversation, "Use previous_response_id")
     refuse_unless(request.prompt is None, "prompt", request.prompt, "Send the text of the prompt as input")
@@ -146,7 +150,7 @@ class ResponseExchange(Exchange):
             "output": items,
             "usage": {
                 "input_tokens": reply.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": reply.cached_tokens},
+                "input_tokens_details": {"cached_tokens": reply.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": len(reply.tokens),
                 "output_tokens_details": {"reasoning_tokens": exchange.reasoning_tokens(reply)},
                 "total_tokens": reply.prompt_tokens + len(reply.tokens),
