@@ -22,7 +22,7 @@ def generated_records(path: str) -> list[tuple[str, dict[str, Any]]]:
     """Generates the records of a task, each with its place.
 
     A record has `prompt` and `answer`, the name of the task as `dataset`, and as `entry` what the package generated,
-    which `verl_mg.rewards.reasoning_gym:score` needs.
+    which `verl_mg.rewards.reasoning_gym:Score` needs.
 
     Args:
         path: `reasoning_gym:NAME:size=500,seed=1`. After the name are arguments of the task; size is 500 and seed is 0
