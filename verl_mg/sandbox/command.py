@@ -27,7 +27,7 @@ class Limits:
     seconds: float
     """Time from start to end."""
     memory_mb: int = 8192
-    """Memory of each process in MiB; reserved address space does not count."""
+    """Private memory of each process in MiB; reserved address space and shared memory do not count."""
     processes: int = 512
     """Processes and threads."""
 

@@ -335,4 +335,5 @@ def _write(proc: int, name: str, text: str) -> None:
 
 if __name__ == "__main__":
     with os.fdopen(int(sys.argv[1])) as request_file:
-        main(json.load(request_file))
+        content = json.load(request_file)
+    main(content)  # with the file closed, which the program would inherit

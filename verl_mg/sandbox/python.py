@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ from typing import Literal
 from verl_mg.errors import UserError
 from verl_mg.sandbox import supervisor
 from verl_mg.sandbox.supervisor import Isolation, Program, Visible, interpreter_paths
+from verl_mg.sandbox.temporary import temporary_folder
 
 Ended = Literal["ok", "error", "timeout", "memory", "output"]
 
@@ -89,10 +91,9 @@ async def run_python_async(
 
 
 async def _run(code: str, stdin: str, seconds: float, memory_mb: int, output_bytes: int, kind: Isolation) -> Outcome:
-    with (
-        tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as source,
-    ):
+    async with AsyncExitStack() as opened:
+        folder = str(await opened.enter_async_context(temporary_folder("sandbox-")))
+        source = opened.enter_context(tempfile.TemporaryFile())
         # Half of a surrogate pair, which a model can write, is not valid UTF-8.
         file = Path(folder) / "program.py"
         file.write_text(code, encoding="utf-8", errors="replace")

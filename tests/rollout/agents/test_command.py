@@ -1,6 +1,7 @@
 """Command lines as agents, in a real sandbox, with a scripted policy behind a real socket."""
 
 import asyncio
+import datetime
 import functools
 import json
 import os
@@ -231,6 +232,41 @@ def test_run_command_many_at_once_and_a_cancelled_one_leave_nothing(
     assert (processes_named(name), list(tmp_path.iterdir())) == (0, [])
 
 
+@pytest.mark.usefixtures("jail")
+def test_run_command_folders_of_any_depth_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = "for _ in range(3000): os.mkdir('d', 0o300); os.chdir('d')\nreward(1)"
+    assert run(python(program), "http://127.0.0.1:9999/v1")[0] == 1.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_command_inherits_no_descriptor(kind: str) -> None:
+    program = """
+def is_open(number):
+    try: return bool(os.fstat(number))
+    except OSError: return False
+print([number for number in range(1000) if is_open(number)])
+"""
+    assert run(python(program), "http://127.0.0.1:9999/v1")[1] == "[0, 1, 2]\n"
+
+
+def test_run_command_log_has_the_lines_of_the_output() -> None:
+    program = """
+for piece in (b"one ", b"li", b"ne \\xc3", b"\\xa4\\nand ", b"another"):
+    os.write(1, piece); time.sleep(0.05)
+"""
+    session = ScriptedSession("http://127.0.0.1:9999/v1")
+    asyncio.run(run_command(["python3", "-c", "import os, time" + program], session, ScriptedSample(), timeout=TIMEOUT))
+    assert session.written == ["one line \u00e4\n", "and another"]
+
+
+def test_run_command_record_that_is_not_json_is_in_the_sample() -> None:
+    record = {"day": datetime.date(2026, 1, 2), "text": "\ud800"}
+    command = ["sh", "-c", 'cat "$VERL_MG_SAMPLE"']
+    _, log = run(command, "http://127.0.0.1:9999/v1", ScriptedSample(record=record))
+    assert json.loads(log)["record"] == {"day": "2026-01-02", "text": "\ud800"}
+
+
 @pytest.fixture
 def public() -> Iterator[Path]:
     """A folder that every user can read, which pytest's folders are not."""
@@ -261,7 +297,13 @@ def test_run_command_folders_and_paths_are_there(kind: str, public: Path) -> Non
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"path": []}, "rollout.agent_options.path: unknown. Use folder, paths"), ({"folder": "/none"}, "/none: it does")],
+    [
+        ({"path": []}, "rollout.agent_options.path: unknown. Use folder, paths"),
+        ({"folder": "/none"}, "/none: it does"),
+        ({"paths": "/opt/harness"}, "rollout.agent_options.paths: 'str' instances are not allowed"),
+        ({"environment": {"A": None}}, "rollout.agent_options.environment.A"),
+        ({"processes": "many"}, "rollout.agent_options.processes: Input should be a valid integer"),
+    ],
 )
 def test_run_command_wrong_options_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -278,6 +320,8 @@ def test_run_command_wrong_options_raise(options: dict[str, Any], message: str) 
         (lambda file: file.write_text("true"), "neither a number"),
         (lambda file: file.write_text('{"score": 1}'), "neither a number"),
         (lambda file: file.write_text("[" * 100_000), "neither a number"),
+        (lambda file: file.write_text('{"reward": 1, "\\ud800": 2}'), "one whose name cannot be printed"),
+        (lambda file: file.write_text(json.dumps({"reward": 1} | dict.fromkeys(range(200), 0))), "more than 100"),
         (lambda file: file.symlink_to("/etc/passwd"), "cannot be read"),
         (lambda file: os.mkfifo(file), "is not a file"),
         (lambda file: file.mkdir(), "is not a file"),

@@ -20,7 +20,6 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,26 +29,30 @@ from urllib.parse import urlsplit
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Sample
 from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
+from verl_mg.rollout.agents.checked_options import CheckedOptions
 from verl_mg.sandbox import isolated
 from verl_mg.sandbox.command import Limits
 from verl_mg.sandbox.command import run_command as run_in_sandbox
 from verl_mg.sandbox.supervisor import Visible
+from verl_mg.sandbox.temporary import temporary_folder
 
 INSIDE = "/agent"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-REWARD_BYTES, ERROR_CHARACTERS = 1 << 20, 300
+REWARD_BYTES, ERROR_CHARACTERS, LINE_CHARACTERS = 1 << 20, 300, 1 << 16
+MAX_ENTRIES = 100
+"""Entries of a reward; each becomes a metric of the job."""
 HTTP_PORT = 80
 
 
 @dataclass(frozen=True)
-class CommandOptions:
+class CommandOptions(CheckedOptions):
     """Options of an agent that is a command line."""
 
     folder: str = ""
     """Folder whose content is copied into the working directory; one that the record names is copied over it."""
     paths: Sequence[str] = ()
     """Further files and folders that the command can read, such as the installation of a harness."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str | float] = field(default_factory=dict)
     """Further environment variables; PATH is put in front of the system's."""
     show_answer: bool = False
     """Whether sample.json contains the answer, for agents that compute the reward themselves; otherwise the fields of
@@ -61,7 +64,7 @@ class CommandOptions:
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables, with a PATH that has this interpreter."""
-        path = [self.environment.get("PATH", ""), str(Path(sys.executable).parent), SYSTEM_PATH]
+        path = [str(self.environment.get("PATH", "")), str(Path(sys.executable).parent), SYSTEM_PATH]
         given = {name: str(value) for name, value in self.environment.items()}
         return {"LANG": "C.UTF-8", **given, "PATH": ":".join(filter(None, path))}
 
@@ -94,15 +97,14 @@ async def run_command(
         UserError: an option is unknown or names a path that does not exist.
     """
     options = read_options(CommandOptions, session.options)
-    temporary = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
-    try:
-        folder = Path(temporary.name) / "agent"
+    async with temporary_folder("agent-") as temporary:
+        folder = temporary / "agent"
         await asyncio.to_thread(_fill, folder, session, sample, options)
         inside = INSIDE if isolated() else str(folder)
         code, last_line = await run_logged(
             ["/bin/sh", "-c", command] if isinstance(command, str) else command,
             session,
-            folder=Path(temporary.name),
+            folder=temporary,
             directory=f"{inside}/work",
             environment={
                 "HOME": f"{inside}/user",
@@ -116,8 +118,6 @@ async def run_command(
         if code:
             raise AgentError(f"the agent's command ended with exit code {code}: {last_line or 'no output'}")
         return read_reward(folder / "reward.json")
-    finally:
-        await asyncio.to_thread(temporary.cleanup)
 
 
 async def run_logged(
@@ -149,25 +149,25 @@ async def run_logged(
     Raises:
         TimeoutError: its time is up.
     """
-    log = _Log(session.log)
     url = urlsplit(session.base_url)
     endpoint = (url.hostname or "127.0.0.1", url.port or HTTP_PORT)
-    code = await run_in_sandbox(
-        command,
-        folder=folder,
-        directory=directory,
-        environment={
-            **endpoint_variables(session, f"127.0.0.1:{endpoint[1]}" if isolated() else None),
-            **environment,
-            **options.variables(),
-        },
-        limits=Limits(timeout, options.memory_mb, options.processes),
-        visible=visible,
-        readable=options.readable(),
-        endpoint=endpoint,
-        output=log.add,
-    )
-    return code, log.last_line()
+    with OutputLog(session.log) as log:
+        code = await run_in_sandbox(
+            command,
+            folder=folder,
+            directory=directory,
+            environment={
+                **endpoint_variables(session, f"127.0.0.1:{endpoint[1]}" if isolated() else None),
+                **environment,
+                **options.variables(),
+            },
+            limits=Limits(timeout, options.memory_mb, options.processes),
+            visible=visible,
+            readable=options.readable(),
+            endpoint=endpoint,
+            output=log.add,
+        )
+    return code, log.last_line
 
 
 def read_reward(file: Path) -> float | dict[str, Any] | None:
@@ -184,6 +184,8 @@ def read_reward(file: Path) -> float | dict[str, Any] | None:
     except (ValueError, RecursionError):
         reward = None
     if isinstance(reward, dict) and "reward" in reward:
+        if len(reward) > MAX_ENTRIES or not all(map(str.isprintable, reward)):
+            raise AgentError(f"{file.name} has more than {MAX_ENTRIES} entries, or one whose name cannot be printed")
         return reward
     if isinstance(reward, int | float) and not isinstance(reward, bool):
         return float(reward)
@@ -224,7 +226,7 @@ def write_sample(file: Path, session: Session, sample: Sample, show_answer: bool
         content |= {"answer": sample.answer, "record": sample.record}
     else:
         content["record"] = {key: value for key, value in sample.record.items() if not _shows(value, sample.answer)}
-    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    file.write_text(json.dumps(content, default=str))  # records of Parquet may have dates
 
 
 def _fill(folder: Path, session: Session, sample: Sample, options: CommandOptions) -> None:
@@ -263,18 +265,39 @@ def endpoint_variables(session: Session, address: str | None = None) -> dict[str
     }
 
 
-class _Log:
-    """Decodes output for the session's log and keeps its end."""
+class OutputLog:
+    """Adds output of a program to the session's log, line by line, as long as the `with` block lasts."""
+
+    last_line = ""
+    """The last line that is not empty, at the end of the block."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
+        """Begins without output.
+
+        Args:
+            write: adds text to the log.
+        """
         self._write = write
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._end = ""
+        self._line, self._end = "", ""
 
     def add(self, piece: bytes) -> None:
+        """Adds a piece of the output, which may end within a line or a character."""
         text = self._decoder.decode(piece)
-        self._write(text)
         self._end = (self._end + text)[-4 * ERROR_CHARACTERS :]
+        lines, newline, self._line = (self._line + text).rpartition("\n")
+        if newline:
+            self._write(lines + newline)
+        if len(self._line) > LINE_CHARACTERS:
+            self._write(self._line)
+            self._line = ""
 
-    def last_line(self) -> str:
-        return self._end.strip().rpartition("\n")[2][:ERROR_CHARACTERS]
+    def __enter__(self) -> OutputLog:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Writes an unfinished line."""
+        if self._line:
+            self._write(self._line)
+        self.last_line = self._end.strip().rpartition("\n")[2][:ERROR_CHARACTERS]

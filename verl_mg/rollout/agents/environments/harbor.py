@@ -24,6 +24,7 @@ from typing import Any, Literal
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Sample
 from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
+from verl_mg.rollout.agents.checked_options import CheckedOptions
 from verl_mg.rollout.agents.command import CommandOptions, write_sample
 from verl_mg.rollout.agents.environments.harbor_machines import DockerMachine, HarborMachine, SandboxMachine
 from verl_mg.rollout.agents.environments.harbor_task import HarborTask, read_rewards, read_task
@@ -46,7 +47,7 @@ COMMAND_BYTES = 100_000
 
 
 @dataclass(frozen=True)
-class HarborOptions:
+class HarborOptions(CheckedOptions):
     """Options of work on a task folder."""
 
     machine: Literal["auto", "sandbox", "docker"] = "auto"
