@@ -13,7 +13,7 @@ def concat_rollouts(batches: Sequence[Batch]) -> Batch:
     """Returns the rows of all batches with the columns that every batch has, without the parts of the reward.
 
     A reward may report other parts in another call, so `reward.PART` is left out even where all batches have it.
-    Batches without rows do not count: on a rank without samples they lack columns that the other ranks have.
+    Batches without rows do not count: a rank without samples is without columns that the others have.
     """
     batches = [batch for batch in batches if len(batch)] or batches[:1]
     common = set.intersection(*(set(batch.names()) for batch in batches))

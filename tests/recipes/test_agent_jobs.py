@@ -8,6 +8,7 @@ import pytest
 
 from tests.rank_pool import RankPool
 from tests.recipes.tiny_runs import tiny_run
+from tests.tiny_jobs import logged
 from tests.traces import needs_sglang
 
 AGENT = Path(__file__).parent / "agents" / "two_questions.py"
@@ -46,6 +47,26 @@ def check(lines: list[dict], output: Path) -> None:
 def test_grpo_with_agents_trains_every_segment(ranks: RankPool, tasks, tmp_path: Path) -> None:
     lines = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", [*SETTINGS, "job.iterations=2"])
     check(lines, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "pf_ppo", "ppo", "prime"])
+def test_samples_of_agents_without_a_request_count_and_train_nothing(ranks: RankPool, tasks, tmp_path, name) -> None:
+    overrides = [*SETTINGS[1:], f"rollout.agent={AGENT.with_name('silent.py')}:run", "rollout.agent_failure_reward=-3"]
+    if name == "dapo":
+        overrides += ["algorithm.max_sampling_rounds=1", "algorithm.overlong_buffer=2"]
+    if "ppo" in name:
+        overrides.append("algorithm.critic_warmup=0")
+    tiny_run(ranks, name, tasks(0), tmp_path / "run", [*overrides, "job.iterations=1"])
+    (line,) = logged(tmp_path / "run")
+    rows = recorded(tmp_path / "run", 1)
+    silent = [row for row in rows if not any(row["loss_mask"])]
+    assert sorted(row["reward"] for row in silent) == [-3] * 4 + [0.5] * 4 and len(rows) == 8 + 2 * 8
+    assert all(row["response"] == "" and row["prompt_length"] == len(row["tokens"]) for row in silent)
+    rewards = {row["trajectory"]: row["reward"] for row in rows}
+    assert line["reward/mean"] == pytest.approx(sum(rewards.values()) / 16) and line["response/samples"] == 16
+    assert line["actor/grad_norm"] > 0
+    errors = [json.loads(row["conversation"])["error"] for row in silent]
+    assert sorted(errors) == [""] * 4 + ["ConnectionError: the environment did not start"] * 4
 
 
 @needs_sglang
