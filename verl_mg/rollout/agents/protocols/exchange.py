@@ -107,8 +107,8 @@ def openai_error(error: RequestError) -> JsonObject:
     """Returns the body of an error in OpenAI's protocols."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     # litellm, and the agents that use it, know this error by these words alone: others they repeat for minutes.
-    start = "This model's maximum context length is exceeded: " if error.code == "context_length_exceeded" else ""
-    return {"error": {"message": start + error.message, "type": kind, "param": error.param, "code": error.code}}
+    end = " This model's maximum context length is exceeded." if error.code == "context_length_exceeded" else ""
+    return {"error": {"message": error.message + end, "type": kind, "param": error.param, "code": error.code}}
 
 
 def logprobs(tokens: Iterable[ReplyToken]) -> list[JsonObject]:
