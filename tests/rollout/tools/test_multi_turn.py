@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -122,6 +123,16 @@ def test_collect_failed_call_is_observed_as_an_error(text: str, result: str) -> 
     sample = one(engine, tools=[calculator, endless], tool_timeout=0.2)
     assert engine.requested[1].context == (*PROMPT, *encode(text), EOS, *worded(result))
     assert sample.finish == "stop"
+
+
+def test_collect_result_that_is_not_unicode_is_replaced() -> None:
+    def files() -> str:
+        """List files, whose names may be any bytes."""
+        return os.fsdecode(b"caf\xe9")
+
+    engine = Scripted(turns_of(qwen("files"), "ok"))
+    one(engine, tools=[files])
+    assert engine.requested[1].context[-len(worded("caf?")) :] == worded("caf?")
 
 
 @pytest.mark.usefixtures("sandbox")

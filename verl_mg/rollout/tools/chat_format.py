@@ -93,7 +93,9 @@ class ToolCallFormat:
             last: end token of the turn.
             results: results of the turn's calls.
         """
-        tokens: list[int] = self._tokenizer(self._format_results(results), add_special_tokens=False)["input_ids"]
+        # Half of a surrogate pair, as in a file name that is not UTF-8, has no tokens.
+        text = self._format_results(results).encode("utf-8", "replace").decode()
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         # The template ends the turn with the token that the model has already generated.
         return tuple(tokens[1:] if tokens[:1] == [last] else tokens)
 
