@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,56 @@ def test_run_that_fails_names_the_reason(
 ) -> None:
     with pytest.raises(error, match=message):
         play(lambda body: "1", {"url": url + path, **options})
+
+
+@pytest.fixture
+def scripted_url() -> Iterator[str]:
+    """A server whose environment has no state before `reset`, with a place for one session at a time."""
+    pytest.importorskip("websockets")
+    from websockets.sync.server import ServerConnection, serve
+
+    free = threading.Semaphore()
+
+    def play(connection: ServerConnection) -> None:
+        if not free.acquire(blocking=False):
+            connection.send(json.dumps({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}))
+            return
+        observation: dict[str, Any] = {"observation": {"text": "Go."}, "reward": None, "done": False}
+        done = {**observation, "reward": 0.5, "done": True}
+        failed = {"code": "EXECUTION_ERROR", "message": "no attribute _state"}
+        for message in connection:
+            kind = json.loads(message)["type"]
+            answer = {"state": failed, "reset": observation, "step": done}[kind]
+            connection.send(json.dumps({"type": "error" if kind == "state" else "observation", "data": answer}))
+        free.release()
+
+    with serve(play, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_run_environment_without_a_state_before_reset_is_played(scripted_url: str) -> None:
+    async def play_together(base_url: str) -> list[Any]:
+        session = ScriptedSession(base_url, {"url": scripted_url, "action_field": "text"})
+        return await asyncio.gather(*(openenv.run(session, ScriptedSample()) for _ in range(2)))
+
+    with policy(lambda body: "1") as base_url:
+        assert asyncio.run(play_together(base_url)) == [{"reward": 0.5, "turns": 1, "done": 1.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reset_fields": ["seed"]}, "record of '1.1=': it has no `seed`"),
+        ({"actions": "tools"}, "rollout.agent_options.actions: Input should be 'text', 'tool' or 'mcp'"),
+    ],
+)
+def test_run_wrong_options_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        play(lambda body: "1", {"url": "http://127.0.0.1:9", **options})
 
 
 def test_run_without_a_server_or_its_address_raises() -> None:

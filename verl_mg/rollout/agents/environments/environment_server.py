@@ -29,7 +29,8 @@ async def post_run(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"rollout.agent_options.url: {url!r} is no HTTP address. Write http://HOST:PORT.")
     limits = httpx.Timeout(None, connect=CONNECT_SECONDS)
     try:
-        async with httpx.AsyncClient(timeout=limits, trust_env=False) as client:
+        # A client for https reads the certificates of the system, which takes longer than many a reply.
+        async with httpx.AsyncClient(timeout=limits, trust_env=False, verify=url.startswith("https")) as client:
             response = await client.post(f"{url.rstrip('/')}/run", json=dict(body))
     except httpx.HTTPError as error:
         raise AgentError(f"{url}/run: {type(error).__name__}: {error}") from error

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 0.5
 """Pause before a server that has no free session is tried again."""
-FULL, INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
+FULL, INVALID, FAILED = "CAPACITY_REACHED", "VALIDATION_ERROR", "EXECUTION_ERROR"
+SCHEMA_SECONDS = 30.0
 ACT = "act"
 
 
@@ -75,6 +76,11 @@ async def run(session: Session, sample: Sample) -> Result:
         UserError: an option is wrong.
     """
     options = read_options(OpenEnvOptions, session.options)
+    if missing := [name for name in options.reset_fields if name not in sample.record]:
+        raise UserError(
+            f"record of {sample.prompt[:60]!r}: it has no `{missing[0]}`. Add it, or correct "
+            "rollout.agent_options.reset_fields."
+        )
     arguments = {**options.reset, **{name: sample.record[name] for name in options.reset_fields}}
     async with _environment(options.url) as environment, policy_of(session, options.max_tokens) as policy:
         actions = await _actions(options, environment)
@@ -114,6 +120,8 @@ class _Environment:
             return content
         if content.get("code") == FULL:
             raise _FullError
+        if content.get("code") == FAILED and kind == "state":
+            return {}  # some environments have no state before `reset`
         if content.get("code") == INVALID and kind == "step":
             return {"error": json.dumps(content.get("errors", content.get("message")), default=str)}
         raise AgentError(f"{self.url}: {kind} failed: {content.get('code')}: {content.get('message')}")
@@ -208,7 +216,9 @@ async def _actions(options: OpenEnvOptions, environment: _Environment) -> _TextA
         return _ToolActions(tools, environment, options)
     if options.actions == "text" and options.action_field:
         return _TextActions(options.action_field, environment, options)
-    async with httpx.AsyncClient(trust_env=False) as client:
+    # A client for https reads the certificates of the system, which takes longer than many a reply.
+    secure = options.url.startswith("https")
+    async with httpx.AsyncClient(trust_env=False, timeout=SCHEMA_SECONDS, verify=secure) as client:
         response = await client.get(options.url.rstrip("/") + "/schema")
     if response.is_error:
         raise AgentError(f"{options.url}/schema: status {response.status_code}: {response.text[:200]}")
