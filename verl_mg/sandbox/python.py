@@ -9,9 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from verl_mg.errors import UserError
@@ -91,37 +89,42 @@ async def run_python_async(
 
 
 async def _run(code: str, stdin: str, seconds: float, memory_mb: int, output_bytes: int, kind: Isolation) -> Outcome:
-    async with AsyncExitStack() as opened:
-        folder = str(await opened.enter_async_context(temporary_folder("sandbox-")))
-        source = opened.enter_context(tempfile.TemporaryFile())
+    async with temporary_folder("sandbox-") as folder:
         # Half of a surrogate pair, which a model can write, is not valid UTF-8.
-        file = Path(folder) / "program.py"
-        file.write_text(code, encoding="utf-8", errors="replace")
-        source.write(stdin.encode(errors="replace"))
-        source.seek(0)
-        memory, cpu = memory_mb << 20, math.ceil(seconds)
-        limits = {"FSIZE": (FILE_MB << 20,) * 2, "CPU": (cpu, cpu + 1), "NOFILE": (OPEN_FILES,) * 2, "CORE": (0, 0)}
-        program = Program(
-            command=[sys.executable, "-I", "-u", "-X", "utf8", "program.py"],
-            binary=os.path.realpath(sys.executable),
-            directory=folder if kind == "none" else "/tmp",
-            memory_mb=memory_mb,
-            processes=PROCESSES,
-            limits={"AS": (memory, memory), **limits},
-            visible=[*interpreter_paths(), Visible(str(file), "/tmp/program.py")],
+        (folder / "program.py").write_text(code, encoding="utf-8", errors="replace")
+        with tempfile.TemporaryFile() as source:
+            source.write(stdin.encode(errors="replace"))
+            source.seek(0)
+            return await _run_in(str(folder), source.fileno(), seconds, memory_mb, output_bytes, kind)
+
+
+async def _run_in(
+    folder: str, stdin: int, seconds: float, memory_mb: int, output_bytes: int, kind: Isolation
+) -> Outcome:
+    """Runs the program.py of a folder, with a descriptor as its standard input."""
+    memory, cpu = memory_mb << 20, math.ceil(seconds)
+    limits = {"FSIZE": (FILE_MB << 20,) * 2, "CPU": (cpu, cpu + 1), "NOFILE": (OPEN_FILES,) * 2, "CORE": (0, 0)}
+    program = Program(
+        command=[sys.executable, "-I", "-u", "-X", "utf8", "program.py"],
+        binary=os.path.realpath(sys.executable),
+        directory=folder if kind == "none" else "/tmp",
+        memory_mb=memory_mb,
+        processes=PROCESSES,
+        limits={"AS": (memory, memory), **limits},
+        visible=[*interpreter_paths(), Visible(f"{folder}/program.py", "/tmp/program.py")],
+    )
+    stdout, stderr = bytearray(), bytearray()
+    status = 1
+    stopped: Ended | None = None
+    keep = functools.partial(_keep, limit=output_bytes)
+    try:
+        status = await supervisor.run(
+            program, kind, folder, stdin, seconds, lambda c: keep(stdout, c), lambda c: keep(stderr, c)
         )
-        stdout, stderr = bytearray(), bytearray()
-        status = 1
-        stopped: Ended | None = None
-        keep = functools.partial(_keep, limit=output_bytes)
-        try:
-            status = await supervisor.run(
-                program, kind, folder, source.fileno(), seconds, lambda c: keep(stdout, c), lambda c: keep(stderr, c)
-            )
-        except TimeoutError:
-            stopped = "timeout"
-        except OverflowError:
-            stopped = "output"
+    except TimeoutError:
+        stopped = "timeout"
+    except OverflowError:
+        stopped = "output"
     written, errors = stdout.decode(errors="replace"), stderr.decode(errors="replace")
     return Outcome(written, errors, stopped or _reason(status, errors))
 
