@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import string
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from verl_mg.models.tiny_model import character_tokenizer
@@ -60,12 +65,39 @@ KEEPING = """\
 """Everything stays as it was, but for spaces around texts and in calls."""
 
 
+PEERS = Path(sys.prefix) / "peers" / "trl" / "chat_templates"
+"""Templates of models, which TRL has; tools/install_peers.sh installs it."""
+
+
+def template_of(model: str) -> str:
+    """The template of a model, such as qwen3; the test is skipped where TRL is not installed."""
+    if not PEERS.exists():
+        pytest.skip("TRL, which has the templates of models, is installed by tools/install_peers.sh")
+    return (PEERS / f"{model}.jinja").read_text()
+
+
 def chat_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """A tokenizer of characters, and of the marks of a template."""
     return character_tokenizer(string.printable, MARKS, template)
 
 
-def renderer_of(template: str) -> ConversationRenderer:
-    """A renderer whose replies end with `<|im_end|>`."""
-    tokenizer = chat_tokenizer(template)
-    return ConversationRenderer(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]), {})
+def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes and merges of them, so that a text has many spellings and a character many tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([THINKING, KEEPING, "ab  ba\n\n\n é {}} <> the answer " * 9], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, clean_up_tokenization_spaces=False
+    )
+    fast.add_tokens(MARKS)
+    return fast
+
+
+def renderer_of(template: str, merges: bool = False, **options: Any) -> ConversationRenderer:
+    """A renderer whose replies end with `<|im_end|>`; `options` are those of the template."""
+    tokenizer = merging_tokenizer(template) if merges else chat_tokenizer(template)
+    return ConversationRenderer(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]), options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,20 +51,28 @@ class ConversationRenderer:
         Raises:
             RequestError: the template rejects the conversation.
         """
+        # Most templates take the arguments of tool calls as mappings, some (DeepSeek's) as text.
+        forms = [[_with_argument_values(message) for message in messages], list(messages)]
+        errors: list[Exception] = []
+        for form in forms if forms[0] != forms[1] else forms[:1]:
+            try:
+                return self._apply(form, tools, for_reply)
+            except Exception as error:  # a template is a program, which may raise anything
+                errors.append(error)
+        reason = " ".join(str(errors[0]).split())[:300]
+        raise RequestError(
+            400,
+            f"messages: the chat template of the model rejects them ({reason}). Write roles and contents that it has.",
+            "messages",
+        ) from errors[0]
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], for_reply: bool) -> str:
         described: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        try:
-            text = self._tokenizer.apply_chat_template(
+        return str(
+            self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=for_reply, **described, **self._options
             )
-        except Exception as error:  # a template is a program, which may raise anything
-            reason = " ".join(str(error).split())[:300]
-            raise RequestError(
-                400,
-                f"messages: the chat template of the model rejects them ({reason}). Write roles and contents that it "
-                "has.",
-                "messages",
-            ) from error
-        return str(text)
+        )
 
     def tokens(self, text: str) -> tuple[int, ...]:
         """Returns the token ids of a part of a rendered conversation; the template has written special tokens."""
@@ -89,7 +98,7 @@ class ConversationRenderer:
         """Returns what a template puts behind the last generated token of a reply: the end of the turn.
 
         Args:
-            rendered: the conversation up to the reply, with it.
+            rendered: the reply as the template renders it, without the conversation in front.
             last: last token that was generated.
         """
         ended = self._stops.get(last)
@@ -97,3 +106,22 @@ class ConversationRenderer:
             return rendered[rendered.rindex(ended) + len(ended) :]
         ends = [rendered.rindex(text) for text in self._stops.values() if text in rendered]
         return rendered[max(ends) :] if ends else ""
+
+
+def _with_argument_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose tool calls have their arguments as mappings, where their texts are JSON objects."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _object(text: str) -> str | dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
