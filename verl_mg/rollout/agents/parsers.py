@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+PROMPT_END = 100
+"""Characters at the end of a prompt among which a mark of reasoning is looked for."""
+
+
 class ParsedReply(NamedTuple):
     """Reasoning, text and calls of a reply."""
 
@@ -55,30 +59,50 @@ class ReplyParser:
             _check("rollout.reasoning_parser", reasoning_parser, self._sglang.reasoning.DetectorMap)
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError, whose text is one line, where tools cannot be parsed."""
+        """Checks the tools of a request.
+
+        Raises:
+            ValueError: they cannot be parsed.
+            UserError: no calls can be read, since SGLang is not installed.
+        """
         if tools and self._sglang is None:
-            raise ValueError("SGLang, whose parsers read calls, is not installed on this machine")
+            raise UserError(
+                f"rollout.tool_call_parser={self._tool_format}: an agent has sent tools, but SGLang, whose parsers "
+                "read the calls, cannot be imported. Install it, on a CPU with tools/install_sglang_cpu.sh, or use "
+                "agents without tools."
+            )
         if self._sglang is not None:
             for tool in tools:
                 self._sglang.tool.model_validate(tool)
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]], prompt: str = "") -> ParsedReply:
         """Returns the parts of a reply; what cannot be parsed stays text.
 
         Args:
             text: the reply without its end token.
             tools: the tools that were described to the policy.
+            prompt: the text in front of the reply, at whose end a template may open or close the reasoning.
         """
-        reasoning = ""
-        if self._reasoning and self._sglang is not None:
-            parser = self._sglang.reasoning(self._reasoning, stream_reasoning=False)  # parsers have state
-            thought, rest = _tried(parser.parse_non_stream, text, (None, text))
-            if thought:  # the line breaks belong to the marks around it
-                reasoning, text = thought.strip("\n"), (rest or "").lstrip("\n")
+        text, reasoning = self._parse_reasoning(text, prompt)
         calls: tuple[ToolCall, ...] = ()
         if tools and self._sglang is not None:
             text, calls = self._parse_calls(text, tools)
         return ParsedReply(text, reasoning, calls)
+
+    def _parse_reasoning(self, text: str, prompt: str) -> tuple[str, str]:
+        if not self._reasoning or self._sglang is None:
+            return text, ""
+        parser = self._sglang.reasoning(self._reasoning, stream_reasoning=False)  # parsers have state
+        start, end = (getattr(parser.detector, f"think_{mark}_token", None) for mark in ("start", "end"))
+        whole, prompt = text, prompt[-PROMPT_END:].rstrip()
+        if start and prompt.endswith(start):
+            whole = start + text
+        elif end and prompt.endswith(end) and not (start and start in text):
+            return text, ""
+        thought, rest = _tried(parser.parse_non_stream, whole, (None, text))
+        if not thought and rest == text:
+            return text, ""
+        return (rest or "").lstrip("\n"), (thought or "").strip("\n")  # the line breaks belong to the marks
 
     def _parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ToolCall, ...]]:
         assert self._sglang is not None
