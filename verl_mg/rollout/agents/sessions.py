@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import itertools
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -67,7 +68,10 @@ class OpenSession:
 
 
 class Sessions:
-    """Open sessions by their ids; answers the requests that the server has read."""
+    """Open sessions by their ids; answers the requests that the server has read.
+
+    Nothing is recorded in a session once `close` has returned.
+    """
 
     def __init__(
         self,
@@ -89,6 +93,8 @@ class Sessions:
         self._renderer, self._parser, self._generate = renderer, parser, generate
         self._max_positions, self._trained = max_positions, frozenset(trained)
         self._open: dict[str, OpenSession] = {}
+        self._lock = threading.Lock()
+        """Held while a reply is recorded, and while a session is closed."""
         self._numbers = itertools.count()
 
     def open(self, request: Request, sampling: Sampling) -> OpenSession:
@@ -106,7 +112,8 @@ class Sessions:
 
     def close(self, session: OpenSession) -> None:
         """Closes a session, whose requests are refused from now on; from any thread."""
-        self._open.pop(session.id, None)
+        with self._lock:
+            self._open.pop(session.id, None)
 
     def authorize(self, session: str, key: str) -> None:
         """Raises RequestError where there is no such session or the key is not its own.
@@ -115,11 +122,7 @@ class Sessions:
             session: id of the session.
             key: key that the request has.
         """
-        if session not in self._open:
-            raise RequestError(
-                404, f"session {session[:80]!r}: it is not open. Its agent has returned, or it never was."
-            )
-        if not hmac.compare_digest(self._open[session].key.encode(), key.encode("utf-8", "surrogatepass")):
+        if not hmac.compare_digest(self._session(session).key.encode(), key.encode("utf-8", "surrogatepass")):
             raise RequestError(
                 401, "api_key: it is not the key of this session. Use the key that the agent was given.",
                 code="invalid_api_key",
@@ -136,14 +139,17 @@ class Sessions:
         Raises:
             RequestError: the request cannot be answered.
         """
-        state, started = self._open[session], time.monotonic()
+        state, started = self._session(session), time.monotonic()
         context = self._context(state, call)
         limit = self._limit(state, call, context)
         sample = await self._generate(state, context.tokens, replace(state.sampling, max_new_tokens=limit))
-        if session not in self._open or sample.finish == "abort" or not sample.tokens:
-            raise RequestError(503, "the sample was aborted. Stop: its session is closed.")
+        if sample.finish == "abort" or not sample.tokens:
+            raise _aborted()
         sample, stopped = self._cut(sample, call.stop)
-        return self._record(state, call, context, sample, stopped, started)
+        with self._lock:
+            if session not in self._open:
+                raise _aborted()
+            return self._record(state, call, context, sample, stopped, started)
 
     async def count_tokens(self, session: str, key: str, call: Call) -> int:
         """Returns the number of tokens in front of the reply to a call that was authorized.
@@ -153,7 +159,13 @@ class Sessions:
             key: its key.
             call: the request.
         """
-        return len(self._context(self._open[session], call).tokens)
+        return len(self._context(self._session(session), call).tokens)
+
+    def _session(self, name: str) -> OpenSession:
+        session = self._open.get(name)  # in one step: `close` comes from another thread
+        if session is None:
+            raise RequestError(404, f"session {name[:80]!r}: it is not open. Its agent has returned, or it never was.")
+        return session
 
     def _context(self, state: OpenSession, call: Call) -> Context:
         try:
@@ -167,7 +179,7 @@ class Sessions:
         self, state: OpenSession, call: Call, context: Context, sample: Sample, stopped: str | None, started: float
     ) -> Reply:
         text = self._text(sample, stopped)
-        parsed = self._parser.parse(text, call.tools)
+        parsed = self._parser.parse(text, call.tools, context.rendered)
         finish = "tool_calls" if parsed.tool_calls else "stop" if sample.finish == "stop" else "length"
         reply = Reply(
             text=parsed.text,
@@ -251,3 +263,7 @@ class Sessions:
         """Returns the tokens of a sample without the stop token that ended it."""
         ended = sample.finish == "stop" and self._renderer.is_stop(sample.tokens[-1])
         return sample.tokens[:-1] if ended else sample.tokens
+
+
+def _aborted() -> RequestError:
+    return RequestError(503, "the sample was aborted. Stop: its session is closed.")
