@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,68 @@ def test_agent_that_fails_is_tried_again_in_a_new_session(hf_engine: HFEngine, r
     assert sample.finish == "stop" and sample.trajectory is not None
     assert sample.trajectory.error == "ValueError: failure 2" and sample.trajectory.reward == Reward(-1.0)
     assert trained_runs([sample]) == engine.log[1:], "the last attempt is kept"
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, SystemExit])
+def test_agent_that_raises_what_is_no_exception_has_failed(
+    hf_engine: HFEngine, run_agents: RunAgents, raised: type[BaseException]
+) -> None:
+    async def agent(session: Session, sample: Any) -> float:
+        await ask(session, session.messages, max_tokens=3)
+        raise raised
+
+    (sample,), engine = run_agents(hf_engine, agent, 1)
+    assert sample.finish == "stop" and sample.trajectory is not None and sample.trajectory.reward == Reward(-1.0)
+    assert sample.trajectory.error.startswith(raised.__name__) and trained_runs([sample]) == engine.log
+
+
+def test_task_of_an_agent_that_ends_the_loop_ends_the_job(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    async def leave() -> None:
+        sys.exit("no key")
+
+    async def agent(session: Session, sample: Any) -> float:
+        await asyncio.create_task(leave())
+        return 1.0
+
+    with pytest.raises(RuntimeError, match=r"the endpoint of agents failed: SystemExit\('no key'\)"):
+        run_agents(hf_engine, agent, 1)
+
+
+def test_agent_over_its_time_is_not_tried_again(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    started: list[int] = []
+
+    async def agent(session: Session, sample: Any) -> float:
+        started.append(1)
+        await ask(session, session.messages, max_tokens=3)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise RuntimeError("interrupted") from None
+        return 1.0
+
+    (sample,), engine = run_agents(hf_engine, agent, 1, retries=2, timeout=1.0)
+    assert len(started) == 1 and sample.finish == "timeout" and trained_runs([sample]) == engine.log
+
+
+def test_aborted_agent_that_raises_another_error_is_aborted(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    started: list[int] = []
+
+    async def agent(session: Session, sample: Any) -> float:
+        started.append(1)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise RuntimeError("interrupted") from None
+        return 1.0
+
+    def drive(engine: AgentEngine) -> list[Sample]:
+        while not started:
+            engine.collect(0.05)
+        engine.abort()
+        return engine.collect(10.0)
+
+    (sample,), _ = run_agents(hf_engine, agent, 1, retries=2, drive=drive)
+    assert sample.finish == "abort" and sample.trajectory is None and len(started) == 1
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class AgentEngine(RolloutEngine):
         self._server.start()
         self._runner = AgentRunner(agent, settings, self._sessions, self._server)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+        threading.Thread(target=self._run_agents, name="agents", daemon=True).start()
 
     def num_free_slots(self) -> int:
         """Returns how many more agents may run."""
@@ -151,6 +151,12 @@ class AgentEngine(RolloutEngine):
     def take_counts(self) -> Counts:
         """Returns the counters of the engine."""
         return self._engine.take_counts()
+
+    def _run_agents(self) -> None:
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # such as SystemExit in a task that an agent has started
+            self._fail(error)
 
     def _start(self, request: Request, sampling: Sampling) -> None:
         task = self._tasks[request.id] = self._loop.create_task(self._runner.run(request, sampling))

@@ -27,7 +27,7 @@ class AgentSettings:
     timeout: float
     """Seconds after which an attempt ends."""
     retries: int
-    """Number of attempts after a failed one."""
+    """Number of attempts after one that failed before its time limit."""
     failure_reward: float
     """Reward of a sample whose last attempt fails."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class AgentRunner:
         self._agent, self._settings, self._sessions, self._server = agent, settings, sessions, server
 
     async def run(self, request: Request, sampling: Sampling) -> Sample:
-        """Runs the agent until an attempt succeeds or none is left.
+        """Runs the agent until an attempt succeeds, reaches the time limit, or none is left.
 
         Args:
             request: the sample.
@@ -64,14 +64,17 @@ class AgentRunner:
         for attempt in range(self._settings.retries + 1):
             session = self._sessions.open(request, sampling)
             reward: Reward | None = Reward(self._settings.failure_reward)
-            error, finish = "", "stop"
+            error = ""
+            finish: Finish = "stop"
             try:
                 async with asyncio.timeout(self._settings.timeout) as limit:
                     reward = _as_reward(await self._call(session))
             except UserError:
                 raise  # the options of the job are wrong, and those of all agents
-            except Exception as failure:  # the code of a user, which may raise anything
-                if isinstance(failure, TimeoutError) and limit.expired():
+            except (Exception, SystemExit, asyncio.CancelledError) as failure:  # user code may raise anything
+                if _is_cancelled():  # the sample is aborted, whatever the agent makes of it
+                    raise asyncio.CancelledError from failure
+                if limit.expired():
                     error, finish = f"the agent took longer than {self._settings.timeout:g} s", "timeout"
                 else:
                     error = " ".join(f"{type(failure).__name__}: {failure}".split())[:1000]
@@ -79,10 +82,9 @@ class AgentRunner:
             finally:
                 self._sessions.close(session)
                 self._server.loop.call_soon_threadsafe(self._server.forget, session.id)
-            if not error or attempt == self._settings.retries:
+            if not error or finish == "timeout" or attempt == self._settings.retries:
                 break
-        ended: Finish = "timeout" if finish == "timeout" else "stop"
-        return Sample(request.id, (), (), (), ended, trajectory=session.trajectory(reward, error))
+        return Sample(request.id, (), (), (), finish, trajectory=session.trajectory(reward, error))
 
     async def _call(self, session: OpenSession) -> Any:
         prompt = session.request.origin
@@ -96,6 +98,12 @@ class AgentRunner:
         )
         task = Task(prompt.text, "", prompt.answer, prompt.record, "stop")
         return await self._agent(given, task)
+
+
+def _is_cancelled() -> bool:
+    """Returns whether this task is cancelled, as opposed to one that its agent waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _as_reward(result: Any) -> Reward | None:
