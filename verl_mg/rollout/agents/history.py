@@ -12,6 +12,7 @@ and renders what is new:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import defaultdict
@@ -90,13 +91,13 @@ class Context:
     kept: int
     """Number of these that are known from earlier requests."""
     new_messages: tuple[dict[str, Any], ...]
-    """Messages behind those that are known."""
+    """Messages behind those of earlier requests and their replies."""
     segment: _GrowingSegment | None
     """Segment whose first tokens are kept."""
     rendered: str
     """The conversation as text."""
-    key: bytes
-    """Key of the tools and messages."""
+    keys: tuple[bytes, ...]
+    """Keys of the tools, and of each beginning of the messages with them."""
 
 
 class ConversationHistory:
@@ -124,15 +125,32 @@ class ConversationHistory:
         keys = _prefix_keys(call)
         messages = self._with_reasoning(call.messages, keys)
         rendered = self._renderer.render(messages, call.tools, for_reply=True)
+        segment, length, tail = self._known_part(messages, call.tools, keys, rendered)
+        tokens = (*(segment.tokens[:length] if segment else ()), *self._renderer.tokens(tail))
+        if not tokens:
+            raise RequestError(400, "messages: the chat template makes no text of them. Add a message.", "messages")
+        seen = max((i for i, key in enumerate(keys) if key in self._replies or key in self._prompts), default=0)
+        return Context(tokens, length, call.messages[seen:], segment, rendered, keys)
+
+    def _known_part(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], keys: Sequence[bytes], rendered: str
+    ) -> tuple[_GrowingSegment | None, int, str]:
+        """Returns a segment, how many of its first tokens the conversation begins with, and the text behind them.
+
+        Args:
+            messages: all messages, with the reasoning of known replies.
+            tools: tools that the template describes.
+            keys: their keys.
+            rendered: the whole conversation.
+        """
         for i in range(len(messages), 0, -1):
             for known in reversed(self._replies.get(keys[i], ())):
-                if (end := self._end_of(known, rendered, messages[:i], call.tools)) is not None:
-                    return self._continued(known.segment, known.length, end, rendered, call.messages[i:], keys[-1])
+                if (end := self._end_of(known, rendered, messages[:i], tools)) is not None:
+                    return known.segment, known.length, end
             for known in reversed(self._prompts.get(keys[i], ())):
                 if known.prompt.begins(rendered):
-                    tail = rendered[known.prompt.length :]
-                    return self._continued(known.segment, known.prompt_length, tail, rendered, call.messages, keys[-1])
-        return Context(self._renderer.tokens(rendered), 0, call.messages, None, rendered, keys[-1])
+                    return known.segment, known.prompt_length, rendered[known.prompt.length :]
+        return None, 0, rendered
 
     def add(self, call: Call, context: Context, sample: Sample, message: Mapping[str, Any], trained: bool) -> int:
         """Adds a reply; returns the number of the segment that it is in.
@@ -166,10 +184,10 @@ class ConversationHistory:
             start,
             len(segment.tokens),
             sample.tokens[-1] if sample.tokens else NOT_GENERATED,
-            str(message.get("reasoning_content", "")),
+            str(message.get("reasoning_content", "")).strip(),
         )
-        self._prompts[context.key].append(known)
-        self._replies[_next_key(context.key, message)].append(known)
+        self._prompts[context.keys[-1]].append(known)
+        self._replies[_next_key(context.keys[-1], message)].append(known)
         return segment.number
 
     def segments(self) -> tuple[Segment, ...]:
@@ -200,28 +218,20 @@ class ConversationHistory:
         """
         if known.whole.begins(rendered):
             return rendered[known.whole.length :]
-        if not known.prompt.begins(rendered):
+        if messages[-1].get("reasoning_content", "").strip() != known.reasoning or not known.prompt.begins(rendered):
             return None
-        until = self._renderer.render(messages, tools, for_reply=False)
-        if not rendered.startswith(until):
+        until = ""
+        with contextlib.suppress(RequestError):  # a template may reject a conversation that ends with a reply
+            until = self._renderer.render(messages, tools, for_reply=False)
+        if len(until) < known.prompt.length or not rendered.startswith(until):
             return None
-        return self._renderer.after_reply(until, known.last) + rendered[len(until) :]
-
-    def _continued(
-        self,
-        segment: _GrowingSegment,
-        length: int,
-        tail: str,
-        rendered: str,
-        new_messages: Sequence[dict[str, Any]],
-        key: bytes,
-    ) -> Context:
-        tokens = (*segment.tokens[:length], *self._renderer.tokens(tail))
-        return Context(tokens, length, tuple(new_messages), segment, rendered, key)
+        return self._renderer.after_reply(until[known.prompt.length :], known.last) + rendered[len(until) :]
 
     def _segment_for(self, context: Context) -> _GrowingSegment:
         """Returns the segment that a context continues, or a new one where another reply has continued it."""
         source, kept = context.segment, context.kept
+        if source is None:
+            source, kept = self._sharing(context)
         if source is not None and len(source.tokens) == kept:
             return source
         number = len(self._segments)
@@ -241,6 +251,19 @@ class ConversationHistory:
         self._segments.append(segment)
         return segment
 
+    def _sharing(self, context: Context) -> tuple[_GrowingSegment | None, int]:
+        """Returns a segment whose first tokens a context repeats though none were known, and how many.
+
+        The template has rewritten the end of the prompt itself, or another request for the same reply was first.
+        """
+        for key in reversed(context.keys):
+            if known := self._prompts.get(key):
+                source = known[-1].segment
+                pairs = enumerate(zip(source.tokens, context.tokens, strict=False))
+                kept = next((i for i, (a, b) in pairs if a != b), min(len(source.tokens), len(context.tokens)))
+                return (source, kept) if kept else (None, 0)
+        return None, 0
+
     def _with_reasoning(self, messages: Sequence[dict[str, Any]], keys: Sequence[bytes]) -> list[dict[str, Any]]:
         """Returns the messages with the reasoning of known replies."""
         restored: list[dict[str, Any]] = []
@@ -252,12 +275,12 @@ class ConversationHistory:
         return restored
 
 
-def _prefix_keys(call: Call) -> list[bytes]:
+def _prefix_keys(call: Call) -> tuple[bytes, ...]:
     """Returns a key of the tools, and of each beginning of the messages with them."""
     keys = [_digest(json.dumps(call.tools, sort_keys=True))]
     for message in call.messages:
         keys.append(_next_key(keys[-1], message))
-    return keys
+    return tuple(keys)
 
 
 def _next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
@@ -283,7 +306,7 @@ def _canonical(arguments: str) -> str:
     """Returns arguments as JSON in one form: agents read and write them again."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
