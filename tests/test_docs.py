@@ -283,6 +283,26 @@ def _data_of_others(folder: Path, name: str, overrides: list[str]) -> list[dict[
         return [json.loads(line) for line in (config.job.output / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_agent_of_the_page_trains_with_the_command_shown(ranks, tmp_path):
+    (tmp_path / "agent.py").write_text(shown("docs/agents.md", "agent.py"))
+    text = re.sub(r" *\\\n *", " ", TEXTS["docs/agents.md"])
+    ((config, overrides),) = re.findall(r"train recipes/grpo.py --config (\S+) (.*)$", text, re.MULTILINE)
+    repeat_digit.make(tmp_path / "runs" / "repeat_digit")
+    lines = ranks.run(2, _with_agent, tmp_path, ROOT / config, overrides.split())[0]
+    assert [line["reward/length"] > 0 for line in lines] == [True, True]
+
+
+def _with_agent(folder: Path, file: Path, overrides: list[str]) -> list[dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        recipe = load_recipe("grpo")
+        short = ["job.iterations=2", "job.console=false", "job.save=false", "algorithm.prompts_per_iteration=4"]
+        score = f"reward.function={ROOT / 'recipes' / 'tasks' / 'repeat_digit.py'}:score"
+        config = load_config(file, [*overrides, *short, score, "data.test=null"], recipe.config)
+        run_here(recipe, config)
+        return [json.loads(line) for line in (config.job.output / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_first_run_script_from_python_trains(tmp_path):
     repeat_digit.make(tmp_path / "runs" / "repeat_digit")
     text = shown("docs/first_run.md", "my_job.py").replace("iterations=60", "iterations=2")

@@ -34,7 +34,7 @@ CALLS = [
 def test_mini_swe_agent_episodes_are_recorded_exactly(python_of: Callable[[str], str], tmp_path: Path) -> None:
     python = python_of("mini_swe_agent")
     model = make_tiny_model(
-        tmp_path / "model", "qwen2", characters=string.printable, words=[*MARKS, *CALLS * 1], chat_template=KEEPING,
+        tmp_path / "model", "qwen2", characters=string.printable, words=[*MARKS, *CALLS], chat_template=KEEPING,
         hidden=32, ffn=64, max_positions=POSITIONS, init_std=0.02,
     )  # fmt: skip
     settings = {
