@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+ROWS = 1000
+"""Texts that a tokenizer gets at once. What it returns needs several times the memory of the ids."""
+
+
 class RenderedPrompt(NamedTuple):
     """Text of a prompt, ready to be tokenized."""
 
@@ -18,7 +22,7 @@ class RenderedPrompt(NamedTuple):
     templated: bool
     """Whether a chat template wrote it, special tokens included."""
     messages: list[dict[str, Any]]
-    """The prompt as messages; a string is one of the user."""
+    """The prompt as messages without null fields; a string is one of the user."""
 
 
 def choice_of(record: Record, name: str, field: str, place: str) -> str:
@@ -90,11 +94,17 @@ def render(
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
     if isinstance(value, str) and not chat_template:
         return RenderedPrompt(value + instruction, False, messages)
-    return RenderedPrompt(_render_conversation(messages, tokenizer, place, tools), True, messages)
+    if not is_conversation(messages):
+        raise UserError(
+            f"{place}: {messages!r:.60} is not a prompt. Write a string or a list of messages "
+            '[{"role": "user", "content": "..."}].'
+        )
+    plain = _plain_messages(messages, place)
+    return RenderedPrompt(_render_conversation(plain, tokenizer, place, tools), True, plain)
 
 
 def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Returns the token ids of each text, one ragged row per text. Fast tokenizers take all texts at once.
+    """Returns the token ids of each text, one ragged row per text. Fast tokenizers take many texts at once.
 
     Args:
         rendered: the texts.
@@ -103,10 +113,11 @@ def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizer
     rows: list[list[int]] = [[] for _ in rendered]
     for templated in (False, True):
         chosen = [i for i, item in enumerate(rendered) if item.templated is templated]
-        if chosen:
+        for start in range(0, len(chosen), ROWS):
+            part = chosen[start : start + ROWS]
             # A template writes the special tokens itself; the tokenizer would add them a second time.
-            ids = tokenizer([rendered[i].text for i in chosen], add_special_tokens=not templated)["input_ids"]
-            for i, row in zip(chosen, ids, strict=True):
+            ids = tokenizer([rendered[i].text for i in part], add_special_tokens=not templated)["input_ids"]
+            for i, row in zip(part, ids, strict=True):
                 rows[i] = row
     return rows
 
@@ -154,13 +165,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _render_conversation(
-    messages: Any, tokenizer: "PreTrainedTokenizerBase", place: str, tools: Sequence[dict[str, Any]]
+    messages: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", place: str, tools: Sequence[dict[str, Any]]
 ) -> str:
-    if not is_conversation(messages):
-        raise UserError(
-            f"{place}: {messages!r:.60} is not a prompt. Write a string or a list of messages "
-            '[{"role": "user", "content": "..."}].'
-        )
     if tokenizer.chat_template is None:
         raise UserError(
             f"{place}: the tokenizer has no chat template. Use the tokenizer of an instruction-tuned model, "
@@ -169,10 +175,7 @@ def _render_conversation(
     try:
         # As text: with tokenize=True the type returned changes with the release of transformers.
         described = {"tools": list(tools)} if tools else {}
-        plain = _plain_messages(messages, place)
-        return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **described))
-    except UserError:
-        raise
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **described))
     except Exception as error:  # a template is a program, which may raise anything
         raise UserError(
             f"{place}: the tokenizer's chat template rejects the prompt ({error}). Fix its roles or contents."
