@@ -1,6 +1,7 @@
 """Data of other frameworks is read as it is: fields of prompt and answer, messages with nulls, and what is reported."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_from_file_parquet_of_verl_is_read_without_options(tmp_path: Path, token
         (["a", "b"], '["a", "b"]'),
         (7, "7"),
         (True, "True"),
+        (Decimal("7.50"), "7.50"),
         ("", ""),
     ],
 )
@@ -90,6 +92,12 @@ def test_from_file_jsonl_of_slime_is_read_without_options(
     read_, reported = read(path, tokenizer)
     assert read_ == [("1+1=" if prompt == "1+1=" else "<user>1+1=<assistant>", "2"), ("x", None)]
     assert reported == f"{path}: prompts from 'prompt', answers from 'label'"
+
+
+def test_from_file_parquet_of_verl_without_images_in_its_column_is_read(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert read(parquet(tmp_path, VERL | {"images": []}, VERL | {"images": None}), tokenizer)[0][0][1] == "2"
 
 
 def test_from_file_messages_end_with_their_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -143,6 +151,7 @@ def test_from_file_configured_fields_are_never_replaced(tmp_path: Path, tokenize
         ({"messages": [ASSISTANT]}, {}, r"\[\] is not a prompt"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {}, "part of type 'image_url'"),
         ({"messages": [{"role": "user", "content": ["text"]}]}, {}, "part of type 'str'"),
+        (VERL | {"images": [{"bytes": "a"}]}, {}, "the record has 'images', and models here read text alone"),
     ],
 )
 def test_from_file_other_layout_is_named(
@@ -166,7 +175,11 @@ def test_from_file_parquet_messages_render_as_the_same_json(tmp_path: Path, toke
     records = [{"messages": conversation}, {"messages": other}]
     json_texts, _ = read(lines(tmp_path, *records), tokenizer)
     assert json_texts[0][0] == f"<user>ab[{json.dumps([call])}]<assistant>None<tool>3<assistant>"
-    assert read(parquet(tmp_path, *records), tokenizer)[0] == json_texts
+    path = parquet(tmp_path, *records)
+    assert read(path, tokenizer)[0] == json_texts
+    for_agents = PromptSet.from_file(path, tokenizer, max_prompt_tokens=500)[0].messages
+    texts = [{"content": "ab"}, {"content": None}, {"content": "3"}]
+    assert for_agents == [message | text for message, text in zip(conversation, texts, strict=True)]
 
 
 def test_from_file_calls_without_content_are_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from verl_mg.data.records import Record
@@ -19,6 +20,8 @@ GROUND_TRUTH = "reward_model.ground_truth"
 """Field of the answer in Parquet files for verl."""
 LABEL = "label"
 """Field of the answer in JSONL files for slime."""
+MEDIA = ("images", "videos", "audios")
+"""Fields of verl's records with what its prompts refer to by `<image>` and the like."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,11 @@ class RecordFields:
             rejected: field of the other answer.
             place: `file:line`, for errors.
         """
+        if media := next((name for name in MEDIA if isinstance(record.get(name), list) and record[name]), None):
+            raise UserError(
+                f"{place}: the record has '{media}', and models here read text alone. Leave out such records, or the "
+                "field if their prompts are complete without it."
+            )
         value = value_of(record, self.prompt)
         if value is None or self.prompt == chosen:
             contexts = [context_of(record.get(field)) for field in (chosen, rejected)]
@@ -95,9 +103,9 @@ class RecordFields:
             value = content_of(value[-1], place) if value[-1]["role"] == "assistant" else None
         if value is None or isinstance(value, str):
             return value
-        if isinstance(value, int | float):
+        if isinstance(value, int | float | Decimal):
             return str(value)
-        if self.answer in (GROUND_TRUTH, LABEL):
+        if self.answer in (GROUND_TRUTH, LABEL) and isinstance(value, list | dict):
             return json.dumps(value, ensure_ascii=False, default=str)
         raise UserError(
             f"{place}: the answer '{self.answer}' is a {type(value).__name__}. Write a string or a number, or set "
