@@ -18,6 +18,11 @@ KINDS = (".parquet", ".jsonl", ".json", ".arrow")
 CARD = "README.md"
 """File of a data set whose header names its configurations and splits."""
 
+NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files in which Hugging Face datasets describes others."""
+SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
+"""Words of names that are a split (https://huggingface.co/docs/hub/datasets-file-names-and-splits)."""
+
 Splits = dict[str, list[str]]
 """Patterns of file names by split."""
 
@@ -52,7 +57,7 @@ def select(name: HubName, files: Sequence[str], card: Mapping[str, Any]) -> list
         files: names of its files, relative to it.
         card: header of its card; {} without one.
     """
-    readable = [file for file in files if PurePosixPath(file).suffix in KINDS and PurePosixPath(file).name[0] != "."]
+    readable = [file for file in files if _is_readable(PurePosixPath(file))]
     if not readable:
         kinds = ", ".join(sorted({PurePosixPath(file).suffix for file in files} - {"", ".md"})) or "none"
         converted = f"{name.site}:{name.repository}@refs/convert/parquet"
@@ -71,6 +76,10 @@ def select(name: HubName, files: Sequence[str], card: Mapping[str, Any]) -> list
         raise UserError(f"{name.text}: no readable file matches {splits[chosen_split]}. Choose another split.")
     # Some data sets have each file in several formats.
     return next(of_kind for kind in KINDS if (of_kind := [file for file in chosen if file.endswith(kind)]))
+
+
+def _is_readable(file: PurePosixPath) -> bool:
+    return file.suffix in KINDS and file.name[0] != "." and file.name not in NOT_DATA
 
 
 def _chosen(wanted: str, known: Mapping[str, object], what: str, base: str, before: str) -> str:
@@ -123,10 +132,7 @@ def _by_folders(files: Sequence[str]) -> dict[str, Splits]:
     for file in files:
         *folders, last = PurePosixPath(file).parts
         words = [word for word in re.split(r"[-_.]", PurePosixPath(last).stem) if word]
-        split = next(
-            (word for word in (*words, *folders) if word in ("train", "validation", "valid", "dev", "test")), ""
-        )
-        split = split or "train"
+        split = next((word for word in (*words, *folders) if word.lower() in SPLIT_WORDS), "train")
         outer = [folder for folder in folders if folder not in ("data", split)]
         known.setdefault("/".join(outer) or "default", {}).setdefault(split, []).append(file)
     return known
