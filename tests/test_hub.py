@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -161,14 +162,39 @@ def test_fetch_from_modelscope_uses_its_package(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=r"a/b@v1: the package modelscope is not installed .* pip install modelscope"):
         fetch(name, "model", ["*.json"], "model.path")
 
-    def download(repository: str, revision: str | None = None, allow_file_pattern: object = None) -> str:
+    cached: list[str] = []
+
+    def download(
+        repository: str,
+        repo_type: str,
+        revision: str | None,
+        allow_file_pattern: list[str],
+        local_files_only: bool = False,
+    ) -> str:
+        if repository not in cached and local_files_only:
+            raise ValueError("no copy")
+        if repo_type == "dataset" and not local_files_only:
+            raise ConnectionError("no route\nto host")
         return str(tmp_path / f"{repository}-{revision}-{allow_file_pattern}")
 
-    def failing(*_: object, **__: object) -> str:
-        raise ConnectionError("no route\nto host")
-
-    package = SimpleNamespace(snapshot_download=download, dataset_snapshot_download=failing)
-    monkeypatch.setitem(sys.modules, "modelscope", package)
+    monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(snapshot_download=download))
     assert fetch(name, "model", ["*.json"]) == tmp_path / "a/b-v1-['*.json']"
-    with pytest.raises(UserError, match=r"^modelscope:a/b@v1: no such data file or folder, .*ModelScope failed \(Conn"):
+    with pytest.raises(UserError, match=r"ModelScope cannot be reached \(ConnectionError: no route\) and its cache"):
         fetch(name, "dataset", ["*.json"])
+    cached.append("a/b")
+    assert fetch(name, "dataset", ["*.json"]) == tmp_path / "a/b-v1-['*.json']"
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("modelscope") is None, reason="pip install modelscope, which is optional")
+def test_fetch_from_modelscope_without_a_network_takes_what_its_cache_has(tmp_path: Path) -> None:
+    """With the real package; nothing listens at its address."""
+    for kind, path in (("models", "config.json"), ("datasets", "train.jsonl")):
+        folder = tmp_path / kind / "a--b" / "snapshots" / "master"
+        folder.mkdir(parents=True)
+        (folder / path).write_text('{"prompt": "a"}')
+    variables = {"MODELSCOPE_CACHE": str(tmp_path), "MODELSCOPE_DOMAIN": "127.0.0.1:1"}
+    models, data = result(started("", tmp_path, ["modelscope:a/b"], ["modelscope:a/b", "modelscope:a/c"], **variables))
+    assert models == [str(tmp_path / "models/a--b/snapshots/master")]
+    assert data[0] == [[f"{tmp_path}/datasets/a--b/snapshots/master/train.jsonl:1", {"prompt": "a"}]]
+    assert "modelscope:a/c: no such data file or folder; ModelScope cannot be reached" in str(data[1])

@@ -124,6 +124,10 @@ def matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return [file for file in files if any(fnmatchcase(file, pattern) for pattern in patterns)]
 
 
+class _UnreachableError(Exception):
+    """ModelScope cannot be reached, and its cache does not have the repository."""
+
+
 def _fetch_from_modelscope(name: HubName, kind: Kind, patterns: Sequence[str]) -> Path:
     try:
         import modelscope
@@ -131,8 +135,17 @@ def _fetch_from_modelscope(name: HubName, kind: Kind, patterns: Sequence[str]) -
         raise UserError(
             f"{name.text}: the package modelscope is not installed ({error}). Run: pip install modelscope."
         ) from None
-    download = modelscope.snapshot_download if kind == "model" else modelscope.dataset_snapshot_download
-    return Path(download(name.repository, revision=name.revision, allow_file_pattern=list(patterns)))
+
+    def download(**more: bool) -> Path:
+        wanted = {"repo_type": kind, "revision": name.revision, "allow_file_pattern": list(patterns)}
+        return Path(modelscope.snapshot_download(name.repository, **wanted, **more))
+
+    try:
+        return download()
+    except ConnectionError as error:  # of the list of files; a download that breaks off raises another one
+        with suppress(Exception):
+            return download(local_files_only=True)
+        raise _UnreachableError from error
 
 
 @contextmanager
@@ -164,6 +177,11 @@ def _errors_named(name: HubName, kind: Kind, key: str) -> Iterator[None]:
             f"{at}: no such {local}; {site} cannot be reached ({reason}) and its cache {constants.HF_HUB_CACHE} has "
             f"{cached}. Correct the path, or download the {what} where there is a network and set HF_HOME to its cache."
         ) from None
+    except _UnreachableError as error:
+        raise UserError(
+            f"{at}: no such {local}; {site} cannot be reached ({_reason(error)}) and its cache has no copy of it. "
+            f"Correct the path, or download the {what} where there is a network and set MODELSCOPE_CACHE to its cache."
+        ) from None
     except Exception as error:  # the clients raise those of their HTTP libraries, the system's and their own
         raise UserError(
             f"{at}: no such {local}, and the download from {site} failed ({_reason(error)}). Run the command again, "
@@ -172,6 +190,8 @@ def _errors_named(name: HubName, kind: Kind, key: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    cause = error.__cause__ or error
+    cause: BaseException = error
+    while cause.__cause__:
+        cause = cause.__cause__
     text = next(iter(str(cause).strip().splitlines()), "")
     return f"{type(cause).__name__}: {text}".rstrip(": .")
