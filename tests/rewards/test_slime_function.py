@@ -31,6 +31,11 @@ async def missing(args, sample): return args.rm_url
 async def default(args, sample): return getattr(args, "rm_url", 0.25)
 async def batched_rm(args, samples, **kwargs): return [len(sample.response) for sample in samples]
 async def other(sample): return 1.0
+async def spoils(args, sample):
+    assert sample.label == 2 and sample.metadata["seen"] == []
+    sample.metadata["seen"].append(1)
+    return 1.0
+async def label(args, sample): return {"score": 1.0, "pred": repr(sample.label)}
 """
 
 
@@ -56,6 +61,27 @@ def file(tmp_path: Path) -> Iterator[Path]:
 def test_function_for_slime_scores_a_sample(file: Path, function: str, options: dict[str, Any], reward: Reward) -> None:
     assert load_reward(f"slime:{file}:{function}", options)(SAMPLE) == reward
     assert RECORD["metadata"] == {"rm_type": "math"}, "the function has changed the record"
+
+
+def test_function_for_slime_gets_the_label_of_the_record_and_leaves_the_record_as_it_is(file: Path) -> None:
+    record = {"prompt": "1+1=", "label": 2, "metadata": {"seen": []}}
+    reward = load_reward(f"slime:{file}:spoils")
+    assert [reward(Sample("", "", "2", record, "stop")).value for _ in range(2)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("record", "answer", "label"),
+    [
+        ({"label": ["a", 1.5]}, '["a", 1.5]', "['a', 1.5]"),
+        ({"label": "A", "solution": "7"}, "7", "'7'"),
+        ({"solution": "7"}, "7", "'7'"),
+        ({"label": None}, None, "None"),
+    ],
+)
+def test_function_for_slime_gets_the_answer_that_is_configured(
+    file: Path, record: dict[str, Any], answer: str | None, label: str
+) -> None:
+    assert load_reward(f"slime:{file}:label")(Sample("", "", answer, record, "stop")).answer == label
 
 
 def test_function_for_slime_of_batches_scores_what_waits(file: Path) -> None:

@@ -42,6 +42,11 @@ def sample(sample): return 1.0
 def batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0):
     assert len(data_sources) == len(ground_truths) == len(extra_infos)
     return [{"score": len(text) + bonus, "part": True} for text in solution_strs]
+def spoils(data_source, solution_str, ground_truth, extra_info):
+    ground_truth["target"].append("3")
+    extra_info["seen"].append(1)
+    return len(ground_truth["target"]) + len(extra_info["seen"])
+def truth(data_source, solution_str, ground_truth, extra_info): return {"score": 1.0, "pred": repr(ground_truth)}
 def short(data_sources, solution_strs, ground_truths, extra_infos): return [1.0] * (len(solution_strs) - 1)
 """
 
@@ -71,6 +76,21 @@ def test_function_for_verl_scores_a_sample(file: Path, function: str, options: d
 
 def test_function_for_verl_of_other_data_gets_the_answer(file: Path) -> None:
     assert load_reward(f"verl:{file}:plain")(Sample("", "", "2", {"extra_info": None}, "stop")) == Reward(1.0)
+
+
+def test_function_for_verl_leaves_the_record_as_it_is(file: Path) -> None:
+    record = RECORD | {"reward_model": {"ground_truth": {"target": ["2"]}}, "extra_info": {"seen": []}}
+    reward = load_reward(f"verl:{file}:spoils")
+    assert [reward(Sample("", "", SAMPLE.answer, record, "stop")).value for _ in range(2)] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "given"), [(2, "2", "2"), (None, None, "None"), ("2", "7", "'7'"), (0.5, "0.5", "0.5")]
+)
+def test_function_for_verl_gets_the_answer_that_is_configured(file: Path, truth: Any, answer: Any, given: str) -> None:
+    """`data.answer_field` may name another field than the ground truth."""
+    record = RECORD | {"reward_model": {"ground_truth": truth}}
+    assert load_reward(f"verl:{file}:truth")(Sample("", "", answer, record, "stop")).answer == given
 
 
 def test_function_for_verl_of_batches_scores_what_waits(file: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -57,6 +59,19 @@ def reward_of(result: Any, key: str, name: str, remedy: str) -> Reward:
     parts = {part: value for part, value in values.items() if isinstance(value, int | float)}
     answer = result.get("pred")
     return Reward(plain_number(result[key]), parts, answer if isinstance(answer, str) else None)
+
+
+def reference(value: Any, answer: str | None) -> Any:
+    """Returns a copy of the value that was read as an answer; the answer where that was read from another field.
+
+    Answers are texts, while functions of other frameworks get the numbers, lists and mappings of the record.
+
+    Args:
+        value: the field that the other framework reads.
+        answer: the answer, as the data's reader made it.
+    """
+    text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
+    return copy.deepcopy(value) if text == answer else answer
 
 
 def plain_number(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -13,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.foreign import adapted, reward_of
+from verl_mg.rewards.foreign import adapted, reference, reward_of
 from verl_mg.rewards.sample import Reward, Sample
 
 TYPES = "slime.utils.types"
@@ -41,8 +42,8 @@ class SlimeSample:
     """Text that the policy generated."""
     response_length: int | None = None
     """Tokens of the response."""
-    label: str | None = None
-    """Reference answer."""
+    label: Any = None
+    """Reference answer, of the type that the record has."""
     reward: Any = None
     """Always None: the functions return it."""
     status: Status = Status.PENDING
@@ -127,12 +128,11 @@ class SlimeFunction:
 
 def _to_slime(sample: Sample, sample_class: Any) -> Any:
     status = {"stop": "completed", "length": "truncated", "abort": "aborted"}[sample.finish]
-    metadata = sample.record.get("metadata") or {}
     return sample_class(
         prompt=sample.prompt,
         response=sample.response,
         response_length=sample.num_tokens,
-        label=sample.answer,
+        label=reference(sample.record.get("label"), sample.answer),
         status=sample_class.Status(status),
-        metadata=dict(metadata) if isinstance(metadata, dict) else metadata,
+        metadata=copy.deepcopy(sample.record.get("metadata") or {}),
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.foreign import adapted, reward_of
+from verl_mg.rewards.foreign import adapted, reference, reward_of
 from verl_mg.rewards.sample import Reward, Sample
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -73,8 +74,8 @@ def _values(sample: Sample) -> tuple[str, str, Any, dict[str, Any]]:
     """Returns the arguments `ONE`. Verl adds the last two entries of extra_info itself."""
     record = sample.record
     model = record.get("reward_model")
-    truth = model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else sample.answer
+    truth = reference(model.get("ground_truth") if isinstance(model, dict) else None, sample.answer)
     extra = record.get("extra_info")
-    entries = dict(extra) if isinstance(extra, dict) else {}
+    entries = copy.deepcopy(extra) if isinstance(extra, dict) else {}
     more: dict[str, Any] = {"num_turns": None, "rollout_reward_scores": {}}
     return str(record.get("data_source") or ""), sample.response, truth, entries | more
