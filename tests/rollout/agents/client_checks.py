@@ -125,7 +125,9 @@ async def check_chat_async(base_url: str, key: str) -> None:
         final = error.completion
         assert final.choices[0].finish_reason == "length"
     (choice,) = final.choices
-    assert choice.message.role == "assistant" and len(choice.logprobs.content) == final.usage.completion_tokens
+    assert choice.message.role == "assistant" and choice.logprobs.content
+    if choice.finish_reason != "length":  # the helper has not read the usage behind it
+        assert len(choice.logprobs.content) == final.usage.completion_tokens
     assert (choice.finish_reason == "tool_calls") == bool(choice.message.tool_calls)
 
 
