@@ -115,6 +115,28 @@ def test_malformed_requests_to_a_real_engine_lose_no_sample(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+def test_request_of_a_client_that_leaves_is_trained_like_the_one_that_follows(
+    hf_engine: HFEngine, run_agents: RunAgents
+) -> None:
+    async def agent(session: Session, sample: Any) -> float:
+        host, port, path = re.fullmatch(r"http://(.+):(\d+)(/.+)", session.base_url).groups()  # type: ignore[union-attr]
+        body = json.dumps({"model": "policy", "messages": session.messages, "max_tokens": 9}).encode()
+        head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+        again = await ask(session, session.messages, max_tokens=9)  # as clients do after a time-out
+        await ask(session, [*session.messages, again, {"role": "user", "content": "on"}], max_tokens=9)
+        return 1.0
+
+    samples, engine = run_agents(hf_engine, agent, 8)
+    turns = [len(s.trajectory.turns) for s in samples if s.trajectory]
+    assert sorted(trained_runs(samples)) == sorted(engine.log) and len(engine.log) == sum(turns)
+    assert 3 in turns and set(turns) <= {2, 3}, "a request may be lost if its client leaves before it is read"
+
+
 def test_agent_over_its_time_keeps_what_was_generated(hf_engine: HFEngine, run_agents: RunAgents) -> None:
     async def agent(session: Session, sample: Any) -> float:
         await ask(session, session.messages, max_tokens=4)

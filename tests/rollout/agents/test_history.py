@@ -151,6 +151,7 @@ def test_context_random_conversations_train_each_token_once(case: str, data: st.
     histories: list[list[dict[str, Any]]] = [[{"role": "user", "content": "hello"}]]
     tools = data.draw(st.sampled_from([(TOOL,), (TOOL,), ()]))
     for _ in range(data.draw(st.integers(1, 8))):
+        tools = data.draw(st.sampled_from([tools, tools, tools, tools, (), (TOOL,)]))
         messages = list(data.draw(st.sampled_from([*histories[:-4:-1], *histories])))
         asked = [conversation.ask(messages, tools) for _ in range(data.draw(st.sampled_from([1, 1, 1, 2])))]
         for each in asked:  # requests at the same time

@@ -16,7 +16,7 @@ from verl_mg.rollout.agents import parsers
 from verl_mg.rollout.agents.call import Call, RequestError
 from verl_mg.rollout.agents.parsers import ParsedReply, ReplyParser
 from verl_mg.rollout.agents.sessions import OpenSession, Sessions
-from verl_mg.rollout.engine import Sample, Sampling
+from verl_mg.rollout.engine import Finish, Sample, Sampling
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,21 @@ def test_session_closed_while_a_reply_is_recorded_has_all_of_it() -> None:
     reply = asyncio.run(sessions.complete(session.id, session.key, CALL))
     closing.join()
     assert finished == [reply.prompt_tokens + len(reply.tokens)] * 3 + [1]
+
+
+@pytest.mark.parametrize(
+    ("finish", "message"), [("abort", "was aborted"), ("timeout", "no token within its time limit")]
+)
+def test_reply_without_tokens_is_refused_and_not_recorded(finish: Finish, message: str) -> None:
+    async def generate(session: OpenSession, context: tuple[int, ...], sampling: Sampling) -> Sample:
+        return Sample(0, (), (), (), finish)
+
+    parser = ReplyParser(chat_tokenizer(KEEPING), "qwen25", None)
+    sessions = Sessions(renderer_of(KEEPING), parser, generate, 512, ())
+    session = sessions.open(requests_of(1)[0], Sampling(max_new_tokens=40))
+    with pytest.raises(RequestError, match=message) as refused:
+        asyncio.run(sessions.complete(session.id, session.key, CALL))
+    assert refused.value.status == 503 and session.trajectory(None, "").segments == ()
 
 
 def test_tools_without_sglang_end_the_job_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

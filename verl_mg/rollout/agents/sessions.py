@@ -143,8 +143,10 @@ class Sessions:
         context = self._context(state, call)
         limit = self._limit(state, call, context)
         sample = await self._generate(state, context.tokens, replace(state.sampling, max_new_tokens=limit))
-        if sample.finish == "abort" or not sample.tokens:
+        if sample.finish == "abort":
             raise _aborted()
+        if not sample.tokens:  # its time in the engine is up
+            raise RequestError(503, "engine: it has generated no token within its time limit. Try again.")
         sample, stopped = self._cut(sample, call.stop)
         with self._lock:
             if session not in self._open:
