@@ -14,7 +14,7 @@ import pytest
 
 from tests.hub_server import COMMIT, serving
 from verl_mg.errors import UserError
-from verl_mg.hub import HubName, fetch, matching
+from verl_mg.hub import HubName, fetch, files_of, matching
 
 MODEL = {
     "config.json": b"{}",
@@ -110,6 +110,18 @@ def test_names_on_a_hub_are_downloaded_once_and_then_read_from_the_cache(tmp_pat
         )
         assert reason in again[0][1] and "no copy of it. Correct the path, or download" in again[0][1]
         assert f"its cache {tmp_path}/hub has only a part of it" in str(again[1][1])
+
+
+def test_files_of_a_cache_without_lists_are_those_of_the_folder_unless_some_are_missing(tmp_path: Path) -> None:
+    """Caches of older clients, and ModelScope's."""
+    name = HubName.parse("modelscope:a/b")
+    assert name
+    for number in range(2):
+        (tmp_path / f"train-0000{number}-of-00002.jsonl").touch()
+    assert files_of(name, tmp_path) == ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
+    (tmp_path / "train-00000-of-00002.jsonl").unlink()
+    with pytest.raises(UserError, match=r"modelscope:a/b: the cache has 1 of 2 files train-\*-of-00002.jsonl \("):
+        files_of(name, tmp_path)
 
 
 @pytest.mark.parametrize(

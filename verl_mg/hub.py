@@ -7,6 +7,7 @@ and the others wait; nodes that share the cache folder share the download.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -103,6 +104,9 @@ def files_of(name: HubName, folder: Path) -> list[str]:
     Args:
         name: the repository.
         folder: its folder in the cache, as returned by `fetch`.
+
+    Raises:
+        UserError: the cache has no list, and the names of its files say that some are missing.
     """
     if name.site == "hf":
         from huggingface_hub import errors, get_cached_repo_tree
@@ -111,7 +115,16 @@ def files_of(name: HubName, folder: Path) -> list[str]:
         with suppress(errors.CachedRepoTreeNotFoundError):
             tree = get_cached_repo_tree(name.repository, repo_type="dataset", revision=folder.name)
             return sorted(file.path for file in tree)
-    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    sets = Counter(re.sub(r"\d+-of-", "*-of-", file) for file in files)
+    for pattern, number in sets.items():
+        total = re.search(r"\*-of-(\d+)", pattern)
+        if total and int(total[1]) != number:
+            raise UserError(
+                f"{name.text}: the cache has {number} of {int(total[1])} files {pattern} ({folder}). Run the command "
+                "again where there is a network."
+            )
+    return files
 
 
 def matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
