@@ -157,7 +157,7 @@ class AsyncRollout(RolloutSource):
     def local_state(self) -> LocalRolloutState:
         """Returns the complete samples that this rank has, and its unfinished ones, which continue afterwards."""
         with self._stream.stopped():
-            completed, partial = self._stream.drain()
+            completed, partial = self._stream.snapshot()
             completed |= self._loaded
             reports = all_gather_json([list(completed), list(partial)])
             done, aborted = ([i for report in reports for i in report[which]] for which in (0, 1))

@@ -145,6 +145,9 @@ class EngineDiedError(Exception):
 class RolloutEngine(ABC):
     """Generator of samples: one replica of the policy, or a wrapper around one."""
 
+    continues_aborted = True
+    """Whether a sample that was aborted continues behind its tokens; otherwise it begins again."""
+
     @abstractmethod
     def num_free_slots(self) -> int:
         """Returns how many more requests would run at once; with 0 or less further requests wait."""

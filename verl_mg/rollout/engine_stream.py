@@ -7,6 +7,7 @@ it stops the thread (not the engine) between two steps:
     stream.announce(key, count)           an event when `count` groups were completed on all engines together
     with stream.stopped(): ...            the main thread alone uses the engine
     stream.drain(), stream.resubmit()     aborts the samples in flight; continues them
+    stream.snapshot(), stream.resubmit()  what a checkpoint contains; the samples in flight continue
 """
 
 from __future__ import annotations
@@ -155,11 +156,21 @@ class EngineStream:
         if self._engine is not None and self._discarded:
             self._engine.abort_samples(self._discarded)
 
-    def drain(self) -> tuple[dict[int, Sample], dict[int, Sample]]:
+    def snapshot(self) -> tuple[dict[int, Sample], dict[int, Sample]]:
+        """Returns the complete samples, and the partial ones with at least one token, by id.
+
+        Called while stopped, and followed by `resubmit`. An engine that cannot continue its samples is not
+        interrupted: those in flight begin again in a run that resumes from the snapshot, not in this one.
+        """
+        can_continue = self._engine is None or self._engine.continues_aborted
+        partial = self.drain() if can_continue else {}
+        return dict(self._completed), partial
+
+    def drain(self) -> dict[int, Sample]:
         """Aborts all samples in flight; called while stopped, and followed by `resubmit`.
 
         Returns:
-            The complete samples, and the partial ones with at least one token, by id.
+            The partial samples with at least one token, by id.
         """
         partial: dict[int, Sample] = {}
         if self._engine is not None and not self._needs_weights:
@@ -177,7 +188,7 @@ class EngineStream:
                             self._store_result(sample)
             except EngineDiedError as error:
                 self._recover(error)
-        return dict(self._completed), partial
+        return partial
 
     def resubmit(self) -> None:
         """Submits the samples again that `drain` aborted; called while stopped."""

@@ -60,6 +60,8 @@ class AgentEngine(RolloutEngine):
     An aborted sample begins again: what an agent has done outside cannot be continued.
     """
 
+    continues_aborted = False
+
     def __init__(
         self,
         engine: RolloutEngine,
