@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,9 @@ print(json.dumps([models, data]))
 """
 
 
-def started(endpoint: str, home: Path, models: list[str], data: list[str], **more: str) -> subprocess.Popen[str]:
+def started(
+    endpoint: str, home: Path, models: list[str], data: list[str], before: str = "", **more: str
+) -> subprocess.Popen[str]:
     """A process in which the hub is at `endpoint`; its variables are read when the client is imported."""
     variables = {
         "HF_ENDPOINT": endpoint,
@@ -70,7 +73,7 @@ def started(endpoint: str, home: Path, models: list[str], data: list[str], **mor
         "HF_HUB_DISABLE_XET": "1",
         **more,
     }
-    words = [sys.executable, "-c", WORK, json.dumps(models), json.dumps(data)]
+    words = [sys.executable, "-c", f"{before}\n{WORK}", json.dumps(models), json.dumps(data)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
 
 
@@ -110,6 +113,17 @@ def test_names_on_a_hub_are_downloaded_once_and_then_read_from_the_cache(tmp_pat
         )
         assert reason in again[0][1] and "no copy of it. Correct the path, or download" in again[0][1]
         assert f"its cache {tmp_path}/hub has only a part of it" in str(again[1][1])
+
+
+def test_fetch_from_a_hub_that_does_not_answer_uses_the_cache(tmp_path: Path) -> None:
+    with serving({"a/model": MODEL}, {}) as hub:
+        ((folder, *_), _) = result(started(hub.url, tmp_path, ["a/model"], []))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        limit = "import verl_mg.hub; verl_mg.hub.ANSWER_SECONDS = 0.5"
+        models, _ = result(started(endpoint, tmp_path, ["a/model", "b/model"], [], limit))
+    assert models[0] == folder
+    assert "cannot be reached (ReadTimeout: timed out) and its cache" in models[1]
 
 
 def test_files_of_a_cache_without_lists_are_those_of_the_folder_unless_some_are_missing(tmp_path: Path) -> None:

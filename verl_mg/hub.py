@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from verl_mg.errors import UserError
 
@@ -27,6 +27,8 @@ WORDS: dict[Kind, tuple[str, str]] = {
 """Kinds of repositories, and what their names would be as paths, for messages."""
 IGNORED = ("consolidated*", "original/*", "onnx/*", "openvino/*")
 """Second copies of a model's weights in other formats."""
+ANSWER_SECONDS = 30.0
+"""Time limit for connecting to the Hugging Face hub and for each part of its answer."""
 
 _NAME = re.compile(
     r"(?:(?P<site>\w+):)?(?P<repository>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>.*))?"
@@ -86,8 +88,11 @@ def fetch(name: HubName, kind: Kind, patterns: Sequence[str], key: str = "") -> 
     with _errors_named(name, kind, key):
         if name.site == "modelscope":
             return _fetch_from_modelscope(name, kind, patterns)
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import get_session, snapshot_download
 
+        hooks = get_session().event_hooks["request"]
+        if _limit_waiting not in hooks:
+            hooks.append(_limit_waiting)
         folder = snapshot_download(
             name.repository,
             repo_type=kind,
@@ -96,6 +101,12 @@ def fetch(name: HubName, kind: Kind, patterns: Sequence[str], key: str = "") -> 
             ignore_patterns=list(IGNORED) if kind == "model" else None,
         )
         return Path(folder)
+
+
+def _limit_waiting(request: Any) -> None:
+    """Limits the time of a request without a limit: the client would wait for ever for a site that does not answer."""
+    limits = request.extensions["timeout"]
+    limits |= {kind: ANSWER_SECONDS for kind, seconds in limits.items() if seconds is None}
 
 
 def files_of(name: HubName, folder: Path) -> list[str]:
