@@ -353,6 +353,19 @@ def test_reply_beyond_the_tokens_of_a_sample_is_refused(hf_engine: HFEngine, run
     assert sample.trajectory is not None and sample.trajectory.segments[-1].truncated
 
 
+def test_reply_that_the_agent_limits_is_not_truncated(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    async def agent(session: Session, sample: Any) -> float:
+        reply = await ask(session, session.messages, max_tokens=3)
+        if sample.record["n"]:
+            await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}])
+        return 1.0
+
+    samples, _ = run_agents(hf_engine, agent, 2, tokens=7)
+    trajectories = [sample.trajectory for sample in samples if sample.trajectory]
+    assert [turn.finish for trajectory in trajectories for turn in trajectory.turns] == ["length"] * 3
+    assert [[segment.truncated for segment in t.segments] for t in trajectories] == [[False], [True]]
+
+
 def test_replies_of_models_that_are_not_named_are_not_trained(hf_engine: HFEngine, run_agents: RunAgents) -> None:
     async def agent(session: Session, sample: Any) -> float:
         messages = list(session.messages)

@@ -86,7 +86,7 @@ class Conversation:
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
                 for c in parsed.tool_calls
             ]
-        self.history.add(call, context, sample, message, trained)
+        self.history.add(call, context, sample, message, trained=trained, truncated=not ends)
         return message
 
     def check(self) -> None:

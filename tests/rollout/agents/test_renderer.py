@@ -50,6 +50,17 @@ def test_render_rejected_conversation_reports_the_reason_for_arguments_as_values
         renderer_of(template + "else 'values')) -}}").render(called("{}"), (), for_reply=True)
 
 
+def test_render_system_message_that_the_template_takes_at_the_beginning_alone_as_a_user_s() -> None:
+    template = (
+        "{%- for m in messages -%}{%- if m.role == 'system' and not loop.first -%}{{- raise_exception('late') -}}"
+        "{%- endif -%}{{- '<' + m.role + '>' + m.content -}}{%- endfor -%}"
+    )
+    roles = ("system", "user", "system")
+    messages = [{"role": role, "content": role[0]} for role in roles]
+    assert renderer_of(template).render(messages, (), for_reply=True) == "<system>s<user>u<user>s"
+    assert renderer_of(KEEPING).render(messages, (), for_reply=False).count("system\ns") == 2
+
+
 def test_after_reply_is_what_the_template_puts_behind_it() -> None:
     tokenizer = chat_tokenizer(KEEPING)
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])

@@ -69,6 +69,8 @@ class Reply:
     """Number of tokens in front of the reply."""
     cached_tokens: int
     """Number of these that were kept from earlier turns of the session."""
+    stopped: str | None = None
+    """Text of `Call.stop` that ended the reply."""
 
     @property
     def message(self) -> dict[str, Any]:

@@ -152,7 +152,16 @@ class ConversationHistory:
                     return known.segment, known.prompt_length, rendered[known.prompt.length :]
         return None, 0, rendered
 
-    def add(self, call: Call, context: Context, sample: Sample, message: Mapping[str, Any], trained: bool) -> int:
+    def add(
+        self,
+        call: Call,
+        context: Context,
+        sample: Sample,
+        message: Mapping[str, Any],
+        *,
+        trained: bool,
+        truncated: bool,
+    ) -> int:
         """Adds a reply; returns the number of the segment that it is in.
 
         Args:
@@ -161,6 +170,7 @@ class ConversationHistory:
             sample: tokens of the reply, with their log-probabilities and policy versions.
             message: the reply as a message.
             trained: whether its tokens are trained.
+            truncated: whether a limit of the job has ended it.
 
         Raises:
             RequestError: the session has as many segments as it may have.
@@ -171,7 +181,7 @@ class ConversationHistory:
         start = len(segment.tokens)
         versions = sample.policy_versions if trained else (NOT_GENERATED,) * len(sample.tokens)
         segment.extend(sample.tokens, sample.logprobs if trained else [0.0] * len(sample.tokens), versions)
-        segment.truncated = sample.finish != "stop"
+        segment.truncated = truncated
         if sample.routed_experts is not None:
             before = segment.routed_experts
             new = sample.routed_experts if before is None else sample.routed_experts[len(before) :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_mg.errors import UserError
@@ -51,10 +51,8 @@ class ConversationRenderer:
         Raises:
             RequestError: the template rejects the conversation.
         """
-        # Most templates take the arguments of tool calls as mappings, some (DeepSeek's) as text.
-        forms = [[_with_argument_values(message) for message in messages], list(messages)]
         errors: list[Exception] = []
-        for form in forms if forms[0] != forms[1] else forms[:1]:
+        for form in _forms(messages):
             try:
                 return self._apply(form, tools, for_reply)
             except Exception as error:  # a template is a program, which may raise anything
@@ -106,6 +104,24 @@ class ConversationRenderer:
             return rendered[rendered.rindex(ended) + len(ended) :]
         ends = [rendered.rindex(text) for text in self._stops.values() if text in rendered]
         return rendered[max(ends) :] if ends else ""
+
+
+def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Yields the forms of a conversation that templates may take, in order of preference.
+
+    Most take the arguments of tool calls as mappings, some (DeepSeek's) as text. Some (Qwen3.5's) take a system message
+    at the beginning alone; harnesses such as Claude Code send others, which are a user's messages then.
+    """
+    with_values = [_with_argument_values(message) for message in messages]
+    forms = [with_values, list(messages), _with_one_system(with_values), _with_one_system(messages)]
+    return (form for i, form in enumerate(forms) if form not in forms[:i])
+
+
+def _with_one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [
+        {**message, "role": "user"} if message["role"] == "system" and i else message
+        for i, message in enumerate(messages)
+    ]
 
 
 def _with_argument_values(message: Mapping[str, Any]) -> Mapping[str, Any]:

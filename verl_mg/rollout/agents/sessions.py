@@ -141,17 +141,20 @@ class Sessions:
         """
         state, started = self._session(session), time.monotonic()
         context = self._context(state, call)
-        limit = self._limit(state, call, context)
+        left = self._tokens_left(state, context)
+        limit = left if call.max_tokens is None else min(left, call.max_tokens)
         sample = await self._generate(state, context.tokens, replace(state.sampling, max_new_tokens=limit))
         if sample.finish == "abort":
             raise _aborted()
         if not sample.tokens:  # its time in the engine is up
             raise RequestError(503, "engine: it has generated no token within its time limit. Try again.")
+        cut_by_agent = sample.finish == "length" and limit < left
         sample, stopped = self._cut(sample, call.stop)
+        truncated = sample.finish != "stop" and not cut_by_agent
         with self._lock:
             if session not in self._open:
                 raise _aborted()
-            return self._record(state, call, context, sample, stopped, started)
+            return self._record(state, call, context, sample, stopped, truncated, started)
 
     async def count_tokens(self, session: str, key: str, call: Call) -> int:
         """Returns the number of tokens in front of the reply to a call that was authorized.
@@ -178,7 +181,14 @@ class Sessions:
         return state.history.context(call)
 
     def _record(
-        self, state: OpenSession, call: Call, context: Context, sample: Sample, stopped: str | None, started: float
+        self,
+        state: OpenSession,
+        call: Call,
+        context: Context,
+        sample: Sample,
+        stopped: str | None,
+        truncated: bool,
+        started: float,
     ) -> Reply:
         text = self._text(sample, stopped)
         parsed = self._parser.parse(text, call.tools, context.rendered)
@@ -191,9 +201,10 @@ class Sessions:
             tokens=tuple(map(ReplyToken, sample.tokens, map(self._renderer.piece, sample.tokens), sample.logprobs)),
             prompt_tokens=len(context.tokens),
             cached_tokens=context.kept,
+            stopped=stopped,
         )
         trained = not self._trained or call.model in self._trained
-        number = state.history.add(call, context, sample, reply.message, trained)
+        number = state.history.add(call, context, sample, reply.message, trained=trained, truncated=truncated)
         state.num_generated += len(sample.tokens)
         state.turns.append(
             ConversationTurn(
@@ -211,8 +222,8 @@ class Sessions:
         )
         return reply
 
-    def _limit(self, state: OpenSession, call: Call, context: Context) -> int:
-        """Returns how many tokens the reply may have, at least 1."""
+    def _tokens_left(self, state: OpenSession, context: Context) -> int:
+        """Returns how many tokens the job permits for the reply, at least 1."""
         length, allowed = len(context.tokens), state.sampling.max_new_tokens
         left = min(allowed - state.num_generated, self._max_positions - length)
         if left < 1:
@@ -224,7 +235,7 @@ class Sessions:
                 "messages",
                 "context_length_exceeded",
             )
-        return left if call.max_tokens is None else min(left, call.max_tokens)
+        return left
 
     def _cut(self, sample: Sample, stops: tuple[str, ...]) -> tuple[Sample, str | None]:
         """Returns the sample up to the token that completes one of the texts, and that text; None where none occurs.

@@ -94,22 +94,21 @@ def test_message_request_given_system_messages_at_the_beginning_joins_them() -> 
 
 
 @pytest.mark.parametrize(
-    ("written", "finish", "reason"),
+    ("stopped", "finish", "reason"),
     [
-        ("Yes.", "stop", ("end_turn", None)),
-        ("Yes.", "length", ("max_tokens", None)),
-        ("Yes.", "tool_calls", ("tool_use", None)),
-        ("It ends", "stop", ("stop_sequence", "end")),  # the sequence ends in the last token, "ends"
-        ("end of it", "stop", ("end_turn", None)),
+        (None, "stop", ("end_turn", None)),
+        (None, "length", ("max_tokens", None)),
+        (None, "tool_calls", ("tool_use", None)),
+        ("end", "stop", ("stop_sequence", "end")),
+        ("end", "tool_calls", ("tool_use", None)),
     ],
 )
 def test_message_given_end_of_the_reply_names_the_reason(
-    written: str, finish: Literal["stop", "length", "tool_calls"], reason: tuple[str, str | None]
+    stopped: str | None, finish: Literal["stop", "length", "tool_calls"], reason: tuple[str, str | None]
 ) -> None:
-    words = written.split()
-    tokens = tuple(ReplyToken(number, f" {word}", -1.0) for number, word in enumerate(words))
     calls = (ToolCall("t1", "f", "{}"),) if finish == "tool_calls" else ()
-    body = exchange_of(stop_sequences=["no", "end"]).body(Reply(written, "", calls, finish, tokens, 9, 4))
+    tokens = (ReplyToken(7, "Yes.", -1.0),)
+    body = exchange_of(stop_sequences=["no", "end"]).body(Reply("Yes.", "", calls, finish, tokens, 9, 4, stopped))
     assert (body["stop_reason"], body["stop_sequence"]) == reason
     assert body["usage"]["input_tokens"] == 5 and body["usage"]["cache_read_input_tokens"] == 4
 

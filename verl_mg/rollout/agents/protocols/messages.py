@@ -247,15 +247,14 @@ class MessagesExchange(Exchange):
         """Returns the reply as a message."""
         for call in reply.tool_calls:
             self.memory.remember_arguments(call.id, call.arguments)
-        reason, sequence = _stop_reason(reply, self.call.stop)
         return {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": self.call.model,
             "content": _blocks(reply),
-            "stop_reason": reason,
-            "stop_sequence": sequence,
+            "stop_reason": _stop_reason(reply),
+            "stop_sequence": reply.stopped if reply.finish == "stop" else None,
             "usage": {
                 "input_tokens": reply.prompt_tokens - reply.cached_tokens,
                 "cache_creation_input_tokens": 0,
@@ -299,17 +298,10 @@ def _blocks(reply: Reply) -> list[JsonObject]:
     return blocks
 
 
-def _stop_reason(reply: Reply, stop: tuple[str, ...]) -> tuple[str, str | None]:
-    if reply.finish != "stop":
-        return {"length": "max_tokens", "tool_calls": "tool_use"}[reply.finish], None
-    generated = "".join(token.text for token in reply.tokens)
-    before_last = len(generated) - len(reply.tokens[-1].text) if reply.tokens else 0
-    # A stop sequence that has ended the reply ends in its last token.
-    for sequence in stop:
-        start = generated.rfind(sequence)
-        if start >= 0 and start + len(sequence) > before_last:
-            return "stop_sequence", sequence
-    return "end_turn", None
+def _stop_reason(reply: Reply) -> str:
+    if reply.finish == "stop":
+        return "end_turn" if reply.stopped is None else "stop_sequence"
+    return {"length": "max_tokens", "tool_calls": "tool_use"}[reply.finish]
 
 
 def _parts(block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
