@@ -6,10 +6,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from tests.engines import SGLANG, VLLM
+from tests.engines import overrides as of_engine
 from tests.rank_pool import RankPool
 from tests.recipes.tiny_runs import tiny_run
 from tests.tiny_jobs import logged
-from tests.traces import needs_sglang
+from tools import wide_repeat_digit
 
 AGENT = Path(__file__).parent / "agents" / "two_questions.py"
 SETTINGS = [
@@ -69,10 +71,13 @@ def test_samples_of_agents_without_a_request_count_and_train_nothing(ranks: Rank
     assert sorted(errors) == [""] * 4 + ["ConnectionError: the environment did not start"] * 4
 
 
-@needs_sglang
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_grpo_with_agents_and_sglang_trains_every_segment(ranks: RankPool, tasks, tmp_path: Path, mode: str) -> None:
-    engines = ["rollout.engine=sglang", "rollout.num_ranks=1", "actor.layout=tp1", f"rollout.mode={mode}"]
-    lines = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", [*SETTINGS, *engines, "job.iterations=2"])
+@pytest.mark.parametrize("engine", [SGLANG, VLLM])
+def test_grpo_with_agents_and_real_engines_trains_every_segment(
+    ranks: RankPool, tmp_path: Path, engine: str, mode: str
+) -> None:
+    wide_repeat_digit.make(tmp_path / "task", hidden=64, layers=2)  # vLLM has no narrow heads on the CPU
+    chosen = [*of_engine(engine), "rollout.num_ranks=1", "actor.layout=tp1", f"rollout.mode={mode}"]
+    lines = tiny_run(ranks, "grpo", tmp_path / "task", tmp_path / "run", [*SETTINGS, *chosen, "job.iterations=2"])
     check(lines, tmp_path / "run")
