@@ -41,14 +41,17 @@ def test_read_records_of_a_task_are_those_of_the_package() -> None:
 def test_score_of_a_response_is_that_of_its_task() -> None:
     record = read_records(PATH)[0]
     right = record["answer"]
-    cases = [
-        ("answer", f"<answer>1</answer> no, <answer> {right} </answer>", Reward(1.0, PARTS, right)),
-        ("answer", right, Reward(0.0, PARTS | {"no_answer": 1.0})),
-        ("", f" {right}\n", Reward(1.0, PARTS, right)),
-        ("a", f"<a>{right}</a>", Reward(1.0, PARTS, right)),
-    ]
-    for tag, response, reward in cases:
-        assert load_reward(REWARD, {"tag": tag})(Sample("", response, right, record, "stop")) == reward
+    cases = {
+        "a": {
+            f"<a>1</a> no, <a> {right} </a>": Reward(1.0, PARTS, right),
+            "<a>1</a>": Reward(0.0, PARTS, "1"),
+            f"<answer>{right}</answer>": Reward(0.0, PARTS | {"no_answer": 1.0}),
+        },
+        "": {f" {right}\n": Reward(1.0, PARTS, right)},
+    }
+    for tag, expected in cases.items():
+        samples = [Sample("", response, right, record, "stop") for response in expected]
+        assert asyncio.run(load_reward(REWARD, {"tag": tag}).score(samples)) == list(expected.values())
 
 
 @installed
@@ -62,15 +65,15 @@ def test_score_of_answers_that_run_as_python_keeps_the_job_and_the_other_answers
         return asyncio.run(reward.score([Sample("", text, None, record, "stop") for text in responses]))
 
     harmful = ["9**9**9**9", f'open("{file}", "w").write("1")', "print(1) or 1"]
-    right = [record["answer"], *harmful, record["answer"]]
-    assert [result.value for result in scores(*right)][::4] == [1.0, 1.0]
-    assert scores(harmful[0])[0].parts["failed"] == 1.0
+    first, endless, *_, last = scores(record["answer"], *harmful, record["answer"])
+    assert first.value == last.value == 1.0 and endless.parts["failed"] == 1.0
     assert not file.exists() or isolation() == "none"
     end = '__import__("os").kill(__import__("os").getppid(), 9)'
     assert scores(record["answer"], end, record["answer"])[0].value == 1.0
 
 
 @installed
+@pytest.mark.nightly
 def test_score_of_a_task_that_compares_tuples_is_that_of_its_function() -> None:
     record = read_records("reasoning_gym:arc_agi:size=1,seed=1")[0]
     sample = Sample("", record["answer"], record["answer"], record, "stop")
