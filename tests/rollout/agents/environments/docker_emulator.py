@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 FOLDER = Path(os.environ["DOCKER_FOLDER"])
@@ -29,11 +30,11 @@ def copy(source: str, target: str) -> None:
 def execute(arguments: list[str]) -> int:
     directory, variables = "/app", []
     while arguments[0].startswith("--"):
-        if arguments[0] == "--env":
-            variables += [arguments[1]]
-            arguments = arguments[2:]
-        else:
-            directory = arguments.pop(0).removeprefix("--workdir=")
+        option, _, value = arguments.pop(0).partition("=")
+        if option == "--env":
+            variables += [arguments.pop(0)]
+        elif option == "--workdir":
+            directory = value
     name, *command = arguments
     system = ["--ro-bind", "/usr", "/usr"]
     given = [text for variable in variables for text in ("--setenv", variable, os.environ[variable])]
@@ -50,12 +51,15 @@ def main() -> int:
         print("a notice that is no part of the result", file=sys.stderr)
         print("sha256:1234")
     elif kind == "run":
-        (FOLDER / "container" / "app").mkdir(parents=True)
+        (name,) = (text.removeprefix("--name=") for text in arguments if text.startswith("--name="))
+        (FOLDER / name / "app").mkdir(parents=True)
         for at in ("bin", "lib", "lib64"):
-            (FOLDER / "container" / at).symlink_to(f"usr/{at}")
+            (FOLDER / name / at).symlink_to(f"usr/{at}")
         if "sha256:1234" in arguments:  # what the Dockerfile copies
-            shutil.copy(Path(os.environ["DOCKER_TASK"]) / "environment" / "greeting.txt", FOLDER / "container" / "app")
-        print("container")
+            shutil.copy(Path(os.environ["DOCKER_TASK"]) / "environment" / "greeting.txt", FOLDER / name / "app")
+        if "slow:1" in arguments:
+            time.sleep(600)
+        print("a long id")
     elif kind == "cp":
         copy(*arguments)
     elif kind == "exec":

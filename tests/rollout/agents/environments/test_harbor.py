@@ -124,8 +124,17 @@ with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply
 """
     (task / "environment" / "agent.py").write_text(program)
     assert work(task, ["hello red"], command="python3 agent.py")[0] == 1.0
-    with pytest.raises(AgentError, match="exit code 5: broken"):
-        work(task, [], command="echo broken; exit 5")
+    reward, _, log = work(task, [], command="echo hello red >answer.txt; echo broken; exit 5")
+    assert (reward, "\nthe agent's command ended with exit code 5: broken\n" in log) == (1.0, True), "its work counts"
+
+
+@pytest.mark.usefixtures("jail")
+def test_run_tests_are_a_copy_whatever_the_permissions_of_the_task(task: Path) -> None:
+    (task / "tests" / "test.sh").write_text("echo 0.5 >/tests/half && cp /tests/half /logs/verifier/reward.txt\n")
+    (task / "tests" / "test.sh").chmod(0o600)
+    (task / "tests").chmod(0o700)
+    assert work(task, [""])[0] == 0.5
+    assert [path.name for path in (task / "tests").iterdir()] == ["test.sh"]
 
 
 @pytest.mark.nightly
@@ -151,6 +160,11 @@ def test_run_record_without_a_task_raises() -> None:
         ("[agent]", "[[steps]]\nname = 'a'\n[agent]", "several steps"),
         ("cpus = 2", "network_mode = 'allowlist'", "the network for some hosts"),
         ("cpus = 2", "gpus = 2", "needs GPUs"),
+        ("cpus = 2", "os = 'Windows'", "for Windows"),
+        ("cpus = 2", "healthcheck = {command = 'true'}", "a health check"),
+        ("[verifier]", "network_mode = 'no-network'\n[verifier]", "another network"),
+        ("[environment]", "[[verifier.collect]]\ncommand = 'true'\n[environment]", "between the agent and the tests"),
+        ("memory_mb = 4096", "memory = 'much'", "memory=much is no size"),
         ("cpus = 2", "cpus = ", "Invalid value"),
         ("${NOT_SET_ANYWHERE:-yes}", "${NOT_SET_ANYWHERE}", "STRICT needs the environment variable NOT_SET_ANYWHERE"),
     ],
@@ -159,6 +173,17 @@ def test_read_task_with_unsupported_content_names_it(task: Path, old: str, new: 
     (task / "task.toml").write_text(CONFIG.replace(old, new))
     with pytest.raises(UserError, match=message):
         read_task(task)
+
+
+def test_read_task_of_an_earlier_version_has_its_memory_and_network(task: Path) -> None:
+    for new, memory, network in (
+        ("memory = '2G'\nallow_internet = false", 2048, False),
+        ("memory = '512M'\nallow_internet = false\nnetwork_mode = 'public'", 512, True),
+        ("network_mode = 'no-network'", None, False),
+    ):
+        (task / "task.toml").write_text(CONFIG.replace("memory_mb = 4096", new))
+        read = read_task(task)
+        assert (read.memory_mb, read.network) == (memory, network)
 
 
 REWARDS = {
@@ -183,6 +208,7 @@ from harbor.verifier.verifier import Verifier
 task = Task(Path(sys.argv[1]))
 config = task.config
 machine = {name: getattr(config.environment, name) for name in ("docker_image", "cpus", "memory_mb", "env", "workdir")}
+machine |= {"public": config.environment.network_mode == "public", "users": [config.agent.user, config.verifier.user]}
 rewards = []
 for file, content in json.loads(sys.argv[2]):
     paths = TrialPaths(Path(sys.argv[3]))
@@ -199,9 +225,19 @@ print(json.dumps({"machine": machine, "times": times, "rewards": rewards, "instr
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    "more",
+    [
+        "memory_mb = 4096",
+        'memory = "3G"\nallow_internet = false',
+        'allow_internet = false\nnetwork_mode = "public"',
+    ],
+)
 def test_task_and_rewards_are_read_as_harbor_reads_them(
-    task: Path, python_of: Callable[[str], str], tmp_path: Path
+    task: Path, python_of: Callable[[str], str], tmp_path: Path, more: str
 ) -> None:
+    text = CONFIG.replace("memory_mb = 4096", more).replace("[verifier]", 'user = 1000\n[verifier]\nuser = "root"')
+    (task / "task.toml").write_text(text)
     cases = [(file, content) for file, contents in REWARDS.items() for content in contents]
     command = [python_of("harbor"), "-c", PARSE, str(task), json.dumps(cases), str(tmp_path / "trial")]
     theirs = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
@@ -212,7 +248,10 @@ def test_task_and_rewards_are_read_as_harbor_reads_them(
         "memory_mb": ours.memory_mb,
         "env": ours.environment,
         "workdir": ours.directory,
+        "public": ours.network,
+        "users": [1000, ours.verifier_user],
     }
+    assert ours.agent_user == "1000"
     assert theirs["times"] == {"agent": ours.agent_seconds, "verifier": ours.verifier_seconds}
     for number, ((file, content), expected) in enumerate(zip(cases, theirs["rewards"], strict=True)):
         folder = tmp_path / str(number)
@@ -262,8 +301,37 @@ def test_run_task_with_an_image_works_in_a_container(task: Path, docker: Path, p
     (start,) = [call for call in calls if call[0] == "run"]
     image, network = ("ready:1", "none") if prebuilt else ("sha256:1234", "bridge")
     assert (image in start, f"--network={network}" in start, "--cpus=2" in start) == (True, True, True)
-    assert calls[-1] == ["rm", "--force", "container"]
+    assert calls[-1][:2] == ["rm", "--force"]
+    assert f"--name={calls[-1][2]}" in start
+    assert not (docker / calls[-1][2]).exists()
     assert not any("red" in text for call in calls for text in call)  # values of variables are not in arguments
+
+
+def test_run_container_whose_start_is_interrupted_is_removed(task: Path, docker: Path) -> None:
+    (task / "task.toml").write_text(CONFIG + 'docker_image = "slow:1"\n')
+
+    async def interrupted() -> None:
+        session = ScriptedSession("http://127.0.0.1:9/v1")
+        running = asyncio.create_task(harbor.run(session, ScriptedSample(record={"task": str(task)})))
+        while not list(docker.glob("*/app")):
+            assert not running.done()
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(interrupted())
+    assert list(docker.glob("*/app")) == []
+
+
+def test_run_users_of_the_task_are_those_in_the_container(task: Path, docker: Path) -> None:
+    users = CONFIG.replace("[verifier]", 'user = "dev"\n[verifier]\nuser = 0')
+    (task / "task.toml").write_text(users + 'docker_image = "ready:1"\nworkdir = "/app"\n')
+    assert work(task, [SOLVE, ""])[0] == 1.0
+    executed = [call for call in calls_of(docker) if call[0] == "exec"]
+    user_of = {call[-1]: [text for text in call if text.startswith("--user=")] for call in executed}
+    assert user_of["bash /tests/test.sh"] == ["--user=0"]
+    assert [user for command, user in user_of.items() if "COLOUR" in command] == [["--user=dev"]]
+    assert sum(user == ["--user=root"] for user in user_of.values()) == len(user_of) - 2, "what prepares the machine"
 
 
 @pytest.mark.nightly

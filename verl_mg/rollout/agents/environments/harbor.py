@@ -5,8 +5,9 @@
 
 A task that consists of files runs in the sandbox: the files of environment/ in its working directory (/app, or
 `environment.workdir`), this machine's programs, no network. A task with an image or a Dockerfile runs in Docker. Tests
-and what they write are not there while the agent works. Each call of `bash` is a process of its own: files remain,
-variables and background processes do not.
+and what they write are not there while the agent works. They also run where the agent's command has failed or its time
+is up. Each call of `bash` is a process of its own: files remain, variables do not, in the sandbox background processes
+neither.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +24,11 @@ from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Sample
 from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.rollout.agents.checked_options import CheckedOptions
-from verl_mg.rollout.agents.command import CommandOptions, write_sample
+from verl_mg.rollout.agents.command import CommandOptions, OutputLog, write_sample
 from verl_mg.rollout.agents.environments.harbor_machines import DockerMachine, HarborMachine, SandboxMachine
 from verl_mg.rollout.agents.environments.harbor_task import HarborTask, read_rewards, read_task
 from verl_mg.rollout.agents.environments.policy_client import Message, policy_of
+from verl_mg.sandbox.temporary import temporary_folder
 
 BASH = {
     "type": "function",
@@ -88,26 +88,31 @@ async def run(session: Session, sample: Sample) -> Result:
     if "task" not in sample.record:
         raise UserError(f"record of {sample.prompt[:60]!r}: it has no `task`. Add the path of its task folder.")
     task = read_task(Path(sample.record["task"]))
-    folder = Path(tempfile.mkdtemp(prefix="agent-"))
-    machine = _machine(task, folder, options)
-    try:
+    async with temporary_folder("agent-") as folder:
+        machine = _machine(task, folder, options)
         (folder / "agent").mkdir()
         write_sample(folder / "agent" / "sample.json", session, sample, show_answer=False)
-        await machine.start()
         try:
-            async with asyncio.timeout(task.agent_seconds):
-                await _work(machine, session, options)
-        except TimeoutError:  # its work until then counts
-            session.log(f"\nthe agent's time of {task.agent_seconds:g} s is up\n")
-        session.log("\ntests:\n")
-        try:
-            written = await machine.verify(lambda piece: session.log(piece.decode(errors="replace")))
-        except TimeoutError:
-            raise AgentError(f"the tests of {task.folder} took longer than {task.verifier_seconds:g} s") from None
-        return read_rewards(written, options.reward_name)
-    finally:
-        await machine.close()
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await machine.start()
+            return await _reward(machine, session, options)
+        finally:
+            await machine.close()
+
+
+async def _reward(machine: HarborMachine, session: Session, options: HarborOptions) -> Result:
+    task = machine.task
+    try:
+        async with asyncio.timeout(task.agent_seconds):
+            await _work(machine, session, options)
+    except TimeoutError:  # its work until then counts
+        session.log(f"\nthe agent's time of {task.agent_seconds:g} s is up\n")
+    session.log("\ntests:\n")
+    try:
+        with OutputLog(session.log) as log:
+            written = await machine.verify(log.add)
+    except TimeoutError:
+        raise AgentError(f"the tests of {task.folder} took longer than {task.verifier_seconds:g} s") from None
+    return read_rewards(written, options.reward_name)
 
 
 def _machine(task: HarborTask, folder: Path, options: HarborOptions) -> HarborMachine:
@@ -119,8 +124,8 @@ def _machine(task: HarborTask, folder: Path, options: HarborOptions) -> HarborMa
 async def _work(machine: HarborMachine, session: Session, options: HarborOptions) -> None:
     if options.command:
         code, last_line = await machine.run_agent(options.command, session)
-        if code:
-            raise AgentError(f"the agent's command ended with exit code {code}: {last_line or 'no output'}")
+        if code:  # its work until then counts, as in Harbor
+            session.log(f"\nthe agent's command ended with exit code {code}: {last_line or 'no output'}\n")
         return
     async with policy_of(session, options.max_tokens) as policy:
         for _ in range(options.max_turns):

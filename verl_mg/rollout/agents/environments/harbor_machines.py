@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import shutil
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from verl_mg.errors import UserError
 from verl_mg.rollout.agents.agent import AgentError, Session
-from verl_mg.rollout.agents.command import CommandOptions, endpoint_variables, run_logged
+from verl_mg.rollout.agents.command import CommandOptions, OutputLog, endpoint_variables, run_logged
 from verl_mg.rollout.agents.environments.harbor_task import DEFAULT_FOLDER, DEFINITIONS, HarborTask
 from verl_mg.sandbox import isolated
 from verl_mg.sandbox.command import Limits
 from verl_mg.sandbox.command import run_command as run_in_sandbox
 from verl_mg.sandbox.supervisor import Visible
+
+logger = logging.getLogger(__name__)
 
 AGENT, TESTS, LOGS = "/agent", "/tests", "/logs"
 SHORT_SECONDS = 120.0
@@ -96,7 +100,7 @@ class SandboxMachine(HarborMachine):
         """
         super().__init__(task, folder)
         self._options, self._directory = options, task.directory or DEFAULT_FOLDER
-        self._environment = {"HOME": f"{AGENT}/user", **options.variables(), **task.environment}
+        self._environment = {"HOME": f"{AGENT}/user", **task.environment, **options.variables()}
 
     async def start(self) -> None:
         """Copies the files of the task."""
@@ -135,8 +139,10 @@ class SandboxMachine(HarborMachine):
     async def verify(self, output: Output) -> Path:
         """Runs the tests, whose folder is added for them."""
         environment = {**self._environment, **self.task.verifier_environment}
-        tests = Visible(str((self.task.folder / "tests").absolute()), TESTS)
-        visible = [*self._visible("agent", "artifacts", "verifier"), tests]
+        # A copy, which they may change, and whose files the sandbox's user can read.
+        tests = self.folder / "tests"
+        await asyncio.to_thread(shutil.copytree, self.task.folder / "tests", tests, symlinks=True)
+        visible = [*self._visible("agent", "artifacts", "verifier"), Visible(str(tests), TESTS, writable=True)]
         await self._run(f"bash {TESTS}/test.sh", self.task.verifier_seconds, output, environment, visible)
         return self.folder / "logs" / "verifier"
 
@@ -183,7 +189,9 @@ class DockerMachine(HarborMachine):
         super().__init__(task, folder)
         self._environment = {**task.environment, **environment}
         self._network = "host" if host_network else "bridge" if task.network else "none"
-        self._container = ""
+        # Chosen here, so that a container whose start is interrupted can be removed.
+        self._container = f"verl-mg-{uuid.uuid4().hex}"
+        self._has_begun = False
 
     async def start(self) -> None:
         """Starts the container, whose image is built if the task has a Dockerfile."""
@@ -193,57 +201,63 @@ class DockerMachine(HarborMachine):
             image = (await self._docker("build", "--quiet", str(files), seconds=task.build_seconds)).strip()
         limits = [f"--cpus={task.cpus}"] if task.cpus else []
         limits += [f"--memory={task.memory_mb}m"] if task.memory_mb else []
-        start = ["run", "--detach", "--rm", "--init", f"--network={self._network}", *limits, "--entrypoint=sh", image]
-        self._container = (await self._docker(*start, "-c", "sleep infinity", seconds=task.build_seconds)).strip()
+        start = ["run", "--detach", "--rm", "--init", f"--name={self._container}", f"--network={self._network}"]
+        start += [*limits, "--entrypoint=sh", image, "-c", "sleep infinity"]
+        self._has_begun = True
+        await self._docker(*start, seconds=task.build_seconds)
         await self._docker("cp", f"{self.folder}/agent/.", f"{self._container}:{AGENT}")
-        await self._inside(f"mkdir -p {LOGS}/agent {LOGS}/artifacts")
+        await self._inside(f"mkdir -p {LOGS}/agent {LOGS}/artifacts && chmod 777 {LOGS}/* && chmod -R a+rwX {AGENT}")
         if task.image is not None and files.is_dir():
             directory = task.directory or (await self._inside("pwd")).strip()
             await self._docker("cp", f"{files}/.", f"{self._container}:{directory}")
 
     async def run(self, command: str, seconds: float, output: Output) -> int:
         """Runs a command of the agent."""
-        return await self._exec(command, seconds, output, self._environment)
+        return await self._exec(command, seconds, output, self._environment, self.task.agent_user)
 
     async def run_agent(self, command: str, session: Session) -> tuple[int, str]:
         """Runs a command that is the agent."""
-        end = bytearray()
-
-        def keep(piece: bytes) -> None:
-            session.log(piece.decode(errors="replace"))
-            end[:] = (end + piece)[-1000:]
-
         variables = {"VERL_MG_SAMPLE": f"{AGENT}/sample.json", **endpoint_variables(session), **self._environment}
-        code = await self._exec(command, math.inf, keep, variables)
-        return code, end.decode(errors="replace").strip().rpartition("\n")[2]
+        with OutputLog(session.log) as log:
+            code = await self._exec(command, math.inf, log.add, variables, self.task.agent_user)
+        return code, log.last_line
 
     async def verify(self, output: Output) -> Path:
         """Runs the tests, whose folder is added for them."""
-        await self._inside(f"rm -rf {TESTS} {LOGS}/verifier && mkdir -p {LOGS}/verifier")
+        await self._inside(f"rm -rf {TESTS} {LOGS}/verifier && mkdir -p {LOGS}/verifier && chmod 777 {LOGS}/verifier")
         await self._docker("cp", str(self.task.folder / "tests"), f"{self._container}:{TESTS}")
+        await self._inside(f"chmod -R a+rX {TESTS}")
         environment = {**self.task.environment, **self.task.verifier_environment}
-        await self._exec(f"bash {TESTS}/test.sh", self.task.verifier_seconds, output, environment)
+        command, user = f"bash {TESTS}/test.sh", self.task.verifier_user
+        await self._exec(command, self.task.verifier_seconds, output, environment, user)
         await self._docker("cp", f"{self._container}:{LOGS}/verifier", f"{self.folder}/verifier")
         return self.folder / "verifier"
 
     async def close(self) -> None:
-        """Removes the container with its files."""
-        if self._container:
+        """Removes the container with its files, also one whose start was interrupted."""
+        if not self._has_begun:
+            return
+        try:
             await self._docker("rm", "--force", self._container)
+        except (AgentError, TimeoutError) as error:  # the reward is there, or the error that ended the work
+            logger.warning("container %s: %s", self._container, error)
 
     async def _inside(self, command: str) -> str:
         output = bytearray()
-        if await self._exec(command, SHORT_SECONDS, output.extend, {}):
+        if await self._exec(command, SHORT_SECONDS, output.extend, {}, "root"):
             raise AgentError(f"{self.task.folder}: {command}: {output[-300:].decode(errors='replace')}")
         return output.decode(errors="replace")
 
-    async def _exec(self, command: str, seconds: float, output: Output, environment: Mapping[str, str]) -> int:
-        directory = [f"--workdir={self.task.directory}"] if self.task.directory else []
+    async def _exec(
+        self, command: str, seconds: float, output: Output, environment: Mapping[str, str], user: str | None
+    ) -> int:
+        place = [f"--workdir={self.task.directory}"] if self.task.directory else []
+        place += [f"--user={user}"] if user is not None else []
         # Without their values, which every user of the machine could read in the arguments.
         names = [text for name in environment for text in ("--env", name)]
         # The end of `docker exec` does not end the command.
         limit = [] if math.isinf(seconds) else ["timeout", "-k", str(KILL_SECONDS), str(math.ceil(seconds))]
-        arguments = ["exec", *directory, *names, self._container, *limit, "bash", "-c", command]
+        arguments = ["exec", *place, *names, self._container, *limit, "bash", "-c", command]
         code = await _communicate(arguments, environment, output, output, seconds + 2 * KILL_SECONDS)
         if limit and code == TIMED_OUT:
             raise TimeoutError(f"not done within {seconds:g} s")

@@ -16,6 +16,8 @@ from verl_mg.errors import UserError
 from verl_mg.rollout.agents.agent import AgentError
 from verl_mg.rollout.agents.command import read_untrusted_file
 
+SIZE = re.compile(r"([0-9.]+)([KMG])", re.IGNORECASE)
+MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024}
 VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 DEFINITIONS = ("Dockerfile", "docker-compose.yaml")
 DEFAULT_FOLDER = "/app"
@@ -51,6 +53,10 @@ class HarborTask:
     """Number of processors; None for all."""
     memory_mb: int | None
     """Memory in MiB; None for no limit."""
+    agent_user: str | None
+    """User of the agent's programs in a container; None for that of the image."""
+    verifier_user: str | None
+    """User of the tests."""
 
     @property
     def needs_docker(self) -> bool:
@@ -66,24 +72,27 @@ def read_task(folder: Path) -> HarborTask:
     """
     try:
         content = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder}/task.toml: {error}. Name a task folder of Harbor in the record's `task`.") from None
     agent, verifier, machine = (content.get(name, {}) for name in ("agent", "verifier", "environment"))
-    if reason := _unsupported(folder, content, verifier, machine):
+    mode = machine.get("network_mode") or ("public" if machine.get("allow_internet", True) else "no-network")
+    if reason := _unsupported(folder, content, mode):
         raise UserError(f"{folder}/task.toml: {reason}, which is not supported. Leave this task out of the data.")
     return HarborTask(
         folder=folder,
         image=machine.get("docker_image"),
         builds=(folder / "environment" / "Dockerfile").exists(),
         directory=machine.get("workdir"),
-        network=machine.get("allow_internet", True) and machine.get("network_mode", "public") != "no-network",
+        network=mode == "public",
         environment=_resolved(folder, machine.get("env", {})),
         verifier_environment=_resolved(folder, verifier.get("env", {})),
         agent_seconds=agent.get("timeout_sec"),
         verifier_seconds=verifier.get("timeout_sec", VERIFIER_SECONDS),
         build_seconds=machine.get("build_timeout_sec", BUILD_SECONDS),
         cpus=machine.get("cpus"),
-        memory_mb=machine.get("memory_mb"),
+        memory_mb=machine.get("memory_mb", _mebibytes(folder, machine.get("memory"))),
+        agent_user=_text(agent.get("user")),
+        verifier_user=_text(verifier.get("user")),
     )
 
 
@@ -123,21 +132,41 @@ def read_rewards(folder: Path, name: str) -> float | dict[str, Any]:
     return {**{key: value for key, value in numbers.items() if key != name}, "reward": numbers[name]}
 
 
-def _unsupported(
-    folder: Path, content: Mapping[str, Any], verifier: Mapping[str, Any], machine: Mapping[str, Any]
-) -> str | None:
+def _unsupported(folder: Path, content: Mapping[str, Any], mode: str) -> str | None:
+    """Returns what the task needs and does not get here; silence would change the task."""
+    agent, verifier, machine = (content.get(name, {}) for name in ("agent", "verifier", "environment"))
     conditions = {
         "it has several steps": content.get("steps"),
         "it has a machine for its tests alone": verifier.get("environment")
         or verifier.get("environment_mode") == "separate",
-        "it allows the network for some hosts": machine.get("network_mode") == "allowlist",
-        "it is for Windows": machine.get("os") == "windows",
+        "it allows the network for some hosts": mode == "allowlist",
+        "its agent or tests have another network than its environment": any(
+            phase.get("network_mode", mode) != mode for phase in (agent, verifier)
+        ),
+        "it runs commands between the agent and the tests": verifier.get("collect"),
+        "it waits for a health check": machine.get("healthcheck"),
+        "its agent begins with a trajectory": (folder / "trajectory.json").exists(),
+        "it is for Windows": str(machine.get("os")).lower() == "windows",
         "it has MCP servers": machine.get("mcp_servers"),
         "it needs GPUs or TPUs": machine.get("gpus") or machine.get("tpu"),
         "it has several containers": (folder / "environment" / "docker-compose.yaml").exists(),
         "it has no tests/test.sh": not (folder / "tests" / "test.sh").exists(),
     }
     return next((reason for reason, present in conditions.items() if present), None)
+
+
+def _mebibytes(folder: Path, size: str | None) -> int | None:
+    """Reads a size such as "2G", as in tasks of before version 1.0 of the format."""
+    if size is None:
+        return None
+    match = SIZE.fullmatch(size.strip())
+    if match is None:
+        raise UserError(f"{folder}/task.toml: memory={size} is no size. Write memory_mb = and the number of MiB.")
+    return int(float(match[1]) * MEBIBYTES[match[2].upper()])
+
+
+def _text(user: str | int | None) -> str | None:
+    return None if user is None else str(user)
 
 
 def _resolved(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
