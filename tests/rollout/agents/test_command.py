@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -236,8 +237,11 @@ def test_run_command_many_at_once_and_a_cancelled_one_leave_nothing(
 def test_run_command_folders_of_any_depth_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = "for _ in range(3000): os.mkdir('d', 0o300); os.chdir('d')\nreward(1)"
-    assert run(python(program), "http://127.0.0.1:9999/v1")[0] == 1.0
-    assert list(tmp_path.iterdir()) == []
+    try:
+        assert run(python(program), "http://127.0.0.1:9999/v1")[0] == 1.0
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)  # pytest cannot remove it either
 
 
 def test_run_command_inherits_no_descriptor(kind: str) -> None:

@@ -16,7 +16,7 @@ class CheckedOptions:
     """Dataclass for `read_options` that raises a UserError where a value does not have the type of its field."""
 
     def __post_init__(self) -> None:
-        for name, kind in _types(type(self)).items():
+        for name, kind in self._types().items():
             try:
                 kind.validate_python(getattr(self, name), strict=True)
             except ValidationError as error:
@@ -24,7 +24,7 @@ class CheckedOptions:
                 place = ".".join(map(str, (name, *problem["loc"])))
                 raise UserError(f"rollout.agent_options.{place}: {problem['msg']}. Correct it.") from None
 
-
-@functools.cache
-def _types(options: type[CheckedOptions]) -> dict[str, TypeAdapter[Any]]:
-    return {name: TypeAdapter(kind) for name, kind in get_type_hints(options).items()}
+    @classmethod
+    @functools.cache
+    def _types(cls) -> dict[str, TypeAdapter[Any]]:
+        return {name: TypeAdapter(kind) for name, kind in get_type_hints(cls).items()}
