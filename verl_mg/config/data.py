@@ -63,7 +63,8 @@ class DataConfig(ConfigSection):
     object per line), .parquet or .arrow file, a folder of shards, a pattern such as data/train-*.parquet, or a folder
     written by `save_to_disk` of Hugging Face datasets. If nothing has this path, it may be a data set of the Hugging
     Face hub such as openai/gsm8k:main:train (configuration and split), or of ModelScope with the prefix modelscope:.
-    reasoning_gym:TASK:size=500,seed=0 generates prompts with the package reasoning-gym."""
+    reasoning_gym:TASK:size=500,seed=0 generates prompts with the package reasoning-gym. harbor:FOLDER is a folder of
+    Harbor's task folders."""
     test: Path | dict[str, SourceConfig] | None = None
     """Prompts of the evaluation, in the form of `data.train`. null: no evaluation."""
     prompt_field: str | None = None

@@ -7,7 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from verl_mg.data.generated_records import PREFIX, generated_records
+from verl_mg.data import generated_records, harbor_tasks
 from verl_mg.data.hub_files import hub_data_files
 from verl_mg.errors import UserError
 from verl_mg.hub import HubName
@@ -23,7 +23,7 @@ def read_records(path: str | Path) -> list[Record]:
     Args:
         path: `.jsonl` or `.json` (one JSON object per line; blank lines are skipped), `.parquet`, `.arrow` (a stream),
             a folder of shards, a pattern, a dataset saved by Hugging Face datasets, the name of a data set on a hub, or
-            `reasoning_gym:NAME`.
+            `reasoning_gym:NAME`, or `harbor:FOLDER`.
 
     Raises:
         UserError: the file is missing, empty or of another kind, or a line is not a JSON object.
@@ -37,8 +37,10 @@ def located_records(path: str | Path) -> list[tuple[str, Record]]:
     Raises:
         UserError: as in `read_records`.
     """
-    if str(path).startswith(PREFIX):
-        return generated_records(str(path))
+    if str(path).startswith(generated_records.PREFIX):
+        return generated_records.generated_records(str(path))
+    if str(path).startswith(harbor_tasks.PREFIX):
+        return harbor_tasks.harbor_records(str(path))
     readers = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
     files = data_files(Path(path))
     records = [(f"{file}:{line}", record) for file in files for line, record in readers[file.suffix](file)]

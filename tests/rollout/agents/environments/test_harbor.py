@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from tests.rollout.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
+from verl_mg.data import read_records
+from verl_mg.data.harbor_tasks import read_task
 from verl_mg.errors import UserError
 from verl_mg.rollout.agents.agent import AgentError
 from verl_mg.rollout.agents.environments import harbor
-from verl_mg.rollout.agents.environments.harbor_task import read_rewards, read_task
+from verl_mg.rollout.agents.environments.harbor import read_rewards
 from verl_mg.sandbox import isolated
 
 CONFIG = """\
@@ -81,6 +83,24 @@ def work(task: Path, replies: list[str | Message], **options: Any) -> tuple[Any,
             results,
             "".join(session.written),
         )
+
+
+def test_read_records_of_task_folders_have_instruction_and_folder(task: Path) -> None:
+    other = task.with_name("other")
+    shutil.copytree(task, other)
+    marks = "<!-- benchmark CANARY 1 -->\n# harbor-canary GUID 2\n\n"
+    (other / "instruction.md").write_text(f"{marks}# Title\nDo it; a canary sings.\n")
+    records = read_records(f"harbor:{task.parent}")
+    assert records == [
+        {"prompt": "# Title\nDo it; a canary sings.\n", "task": str(other)},
+        {"prompt": "Write the greeting and the colour into answer.txt.", "task": str(task)},
+    ]
+    assert read_records(f"harbor:{task}") == records[1:]
+    (other / "tests" / "test.sh").unlink()
+    with pytest.raises(UserError, match=rf"{other}/task.toml: it has no tests/test.sh, which is not supported. Leave"):
+        read_records(f"harbor:{task.parent}")
+    with pytest.raises(UserError, match=r"harbor:.*/tests: no task.toml is in it. Name a task folder"):
+        read_records(f"harbor:{task}/tests")
 
 
 @pytest.mark.usefixtures("jail")

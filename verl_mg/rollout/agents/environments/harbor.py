@@ -1,6 +1,6 @@
 """Works on a task folder of Harbor, whose tests give the reward.
 
-    record {"prompt": content of instruction.md, "task": path of the folder}
+    data.train=harbor:FOLDER --> records {"prompt": content of instruction.md, "task": path of the folder}
     agent (a loop with the tool `bash`, or a command) --> machine --> tests/test.sh --> /logs/verifier/reward.*
 
 A task that consists of files runs in the sandbox: the files of environment/ in its working directory (/app, or
@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from verl_mg.data.harbor_tasks import HarborTask, read_task
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Sample
 from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.rollout.agents.checked_options import CheckedOptions
-from verl_mg.rollout.agents.command import CommandOptions, OutputLog, write_sample
+from verl_mg.rollout.agents.command import CommandOptions, OutputLog, read_untrusted_file, write_sample
 from verl_mg.rollout.agents.environments.harbor_machines import DockerMachine, HarborMachine, SandboxMachine
-from verl_mg.rollout.agents.environments.harbor_task import HarborTask, read_rewards, read_task
 from verl_mg.rollout.agents.environments.policy_client import Message, policy_of
 from verl_mg.sandbox.temporary import temporary_folder
 
@@ -113,6 +113,42 @@ async def _reward(machine: HarborMachine, session: Session, options: HarborOptio
     except TimeoutError:
         raise AgentError(f"the tests of {task.folder} took longer than {task.verifier_seconds:g} s") from None
     return read_rewards(written, options.reward_name)
+
+
+def read_rewards(folder: Path, name: str) -> float | dict[str, Any]:
+    """Reads the reward that tests have written.
+
+    Args:
+        folder: folder with reward.json or reward.txt, which the task's programs could write.
+        name: entry of reward.json that is the reward.
+
+    Returns:
+        The reward; where reward.json has several entries, all of them, and `name` as "reward".
+
+    Raises:
+        AgentError: there is none, or it is no finite number.
+    """
+    content = read_untrusted_file(folder / "reward.json")
+    file = "reward.json"
+    if content is None:
+        content, file = read_untrusted_file(folder / "reward.txt"), "reward.txt"
+    if content is None:
+        raise AgentError("the tests of the task have written neither reward.json nor reward.txt")
+    try:
+        rewards = json.loads(content) if file == "reward.json" else float(content)
+        entries = rewards if isinstance(rewards, dict) else {name: rewards}
+        numbers = {key: float(value) for key, value in entries.items() if isinstance(value, int | float)}
+    except (ValueError, OverflowError, RecursionError):
+        numbers, entries = {}, {"": None}
+    if len(numbers) < len(entries) or not all(map(math.isfinite, numbers.values())):
+        raise AgentError(f"{file} of the task's tests has no finite numbers: {content[:60]!r}")
+    if len(numbers) == 1:
+        return next(iter(numbers.values()))
+    if name not in numbers:
+        raise AgentError(
+            f"reward.json of the task's tests has no {name}; set reward_name to one of {', '.join(numbers)}"
+        )
+    return {**{key: value for key, value in numbers.items() if key != name}, "reward": numbers[name]}
 
 
 def _machine(task: HarborTask, folder: Path, options: HarborOptions) -> HarborMachine:

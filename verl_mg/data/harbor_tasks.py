@@ -1,9 +1,7 @@
-"""Task folders of Harbor (harbor 0.24): what they say about the machine, the time limits and the reward."""
+"""Task folders of Harbor (harbor 0.24): as records, and what they say about the machine and the time limits."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import tomllib
@@ -13,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.agents.agent import AgentError
-from verl_mg.rollout.agents.command import read_untrusted_file
 
+PREFIX = "harbor:"
+"""Beginning of a path of `data` that means task folders."""
+CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*(?:\n|\Z))+\s*", re.IGNORECASE)
+"""Lines at the beginning of an instruction that mark it as part of a benchmark; agents do not read them."""
 SIZE = re.compile(r"([0-9.]+)([KMG])", re.IGNORECASE)
 MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024}
 VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
@@ -64,6 +64,31 @@ class HarborTask:
         return self.builds or self.image is not None
 
 
+def harbor_records(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """Returns a record for each task folder, with its place: `prompt`, the instruction, and `task`, the folder.
+
+    Args:
+        path: `harbor:FOLDER`, a task folder or a folder of them.
+
+    Raises:
+        UserError: there is no task folder, or one that is not supported.
+    """
+    root = Path(path.removeprefix(PREFIX)).expanduser()
+    folders = [root] if (root / "task.toml").exists() else sorted(file.parent for file in root.glob("*/task.toml"))
+    if not folders:
+        raise UserError(f"{path}: no task.toml is in it. Name a task folder of Harbor, or a folder of them.")
+    return [(f"{folder}/instruction.md:1", _record(folder)) for folder in folders]
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    read_task(folder)  # a task that is not supported is found before the job begins
+    try:
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}/instruction.md: {error}. Write the instruction of the task.") from None
+    return {"prompt": CANARY.sub("", instruction), "task": str(folder.resolve())}
+
+
 def read_task(folder: Path) -> HarborTask:
     """Reads the configuration of a task folder.
 
@@ -94,42 +119,6 @@ def read_task(folder: Path) -> HarborTask:
         agent_user=_text(agent.get("user")),
         verifier_user=_text(verifier.get("user")),
     )
-
-
-def read_rewards(folder: Path, name: str) -> float | dict[str, Any]:
-    """Reads the reward that tests have written.
-
-    Args:
-        folder: folder with reward.json or reward.txt, which the task's programs could write.
-        name: entry of reward.json that is the reward.
-
-    Returns:
-        The reward; where reward.json has several entries, all of them, and `name` as "reward".
-
-    Raises:
-        AgentError: there is none, or it is no finite number.
-    """
-    content = read_untrusted_file(folder / "reward.json")
-    file = "reward.json"
-    if content is None:
-        content, file = read_untrusted_file(folder / "reward.txt"), "reward.txt"
-    if content is None:
-        raise AgentError("the tests of the task have written neither reward.json nor reward.txt")
-    try:
-        rewards = json.loads(content) if file == "reward.json" else float(content)
-        entries = rewards if isinstance(rewards, dict) else {name: rewards}
-        numbers = {key: float(value) for key, value in entries.items() if isinstance(value, int | float)}
-    except (ValueError, OverflowError, RecursionError):
-        numbers, entries = {}, {"": None}
-    if len(numbers) < len(entries) or not all(map(math.isfinite, numbers.values())):
-        raise AgentError(f"{file} of the task's tests has no finite numbers: {content[:60]!r}")
-    if len(numbers) == 1:
-        return next(iter(numbers.values()))
-    if name not in numbers:
-        raise AgentError(
-            f"reward.json of the task's tests has no {name}; set reward_name to one of {', '.join(numbers)}"
-        )
-    return {**{key: value for key, value in numbers.items() if key != name}, "reward": numbers[name]}
 
 
 def _unsupported(folder: Path, content: Mapping[str, Any], mode: str) -> str | None:
