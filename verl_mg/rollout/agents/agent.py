@@ -5,9 +5,12 @@ A dict has the key "reward"; its other numbers are parts of the reward. None lea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Reward, Sample
@@ -70,7 +73,7 @@ def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
         options: values by name.
 
     Raises:
-        UserError: an option is unknown or missing.
+        UserError: an option is unknown, missing, or of another type than its field.
     """
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     if unknown := [name for name in options if name not in known]:
@@ -78,4 +81,17 @@ def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
     for name, field in known.items():
         if name not in options and field.default is MISSING and field.default_factory is MISSING:
             raise UserError(f"rollout.agent_options.{name}: missing. Set it for this agent.")
+    types = get_type_hints(kind)
+    for name, value in options.items():
+        try:
+            _adapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = ".".join(map(str, (name, *problem["loc"])))
+            raise UserError(f"rollout.agent_options.{place}: {problem['msg']}. Correct it.") from None
     return kind(**options)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

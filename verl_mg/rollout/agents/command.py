@@ -29,7 +29,6 @@ from urllib.parse import urlsplit
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Sample
 from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
-from verl_mg.rollout.agents.checked_options import CheckedOptions
 from verl_mg.sandbox import isolated
 from verl_mg.sandbox.command import Limits
 from verl_mg.sandbox.command import run_command as run_in_sandbox
@@ -45,7 +44,7 @@ HTTP_PORT = 80
 
 
 @dataclass(frozen=True)
-class CommandOptions(CheckedOptions):
+class CommandOptions:
     """Options of an agent that is a command line."""
 
     folder: str = ""

@@ -24,7 +24,6 @@ from verl_mg.data.harbor_tasks import HarborTask, read_task
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Sample
 from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
-from verl_mg.rollout.agents.checked_options import CheckedOptions
 from verl_mg.rollout.agents.command import CommandOptions, OutputLog, read_untrusted_file, write_sample
 from verl_mg.rollout.agents.environments.harbor_machines import DockerMachine, HarborMachine, SandboxMachine
 from verl_mg.rollout.agents.environments.policy_client import Message, policy_of
@@ -47,7 +46,7 @@ COMMAND_BYTES = 100_000
 
 
 @dataclass(frozen=True)
-class HarborOptions(CheckedOptions):
+class HarborOptions:
     """Options of work on a task folder."""
 
     machine: Literal["auto", "sandbox", "docker"] = "auto"

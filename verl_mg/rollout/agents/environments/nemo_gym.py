@@ -15,14 +15,13 @@ from typing import Any
 
 from verl_mg.rewards.reward import Sample
 from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
-from verl_mg.rollout.agents.checked_options import CheckedOptions
 from verl_mg.rollout.agents.environments.environment_server import post_run
 
 PARAMETERS = "responses_create_params"
 
 
 @dataclass(frozen=True)
-class NemoGymOptions(CheckedOptions):
+class NemoGymOptions:
     """Options of an episode of NeMo Gym."""
 
     url: str

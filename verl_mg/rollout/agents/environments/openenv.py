@@ -23,7 +23,6 @@ import httpx
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Sample
 from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
-from verl_mg.rollout.agents.checked_options import CheckedOptions
 from verl_mg.rollout.agents.environments.policy_client import Message, PolicyClient, policy_of
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ ACT = "act"
 
 
 @dataclass(frozen=True)
-class OpenEnvOptions(CheckedOptions):
+class OpenEnvOptions:
     """Options of an episode in an environment."""
 
     url: str

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Sample
 from verl_mg.rollout.agents.agent import AgentError, Result, Session, read_options
-from verl_mg.rollout.agents.checked_options import CheckedOptions
 from verl_mg.rollout.agents.environments.environment_server import post_run
 
 
 @dataclass(frozen=True)
-class VerifiersOptions(CheckedOptions):
+class VerifiersOptions:
     """Options of an episode in an environment of verifiers."""
 
     url: str
