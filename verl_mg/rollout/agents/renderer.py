@@ -113,11 +113,11 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, 
     at the beginning alone; harnesses such as Claude Code send others, which are a user's messages then.
     """
     with_values = [_with_argument_values(message) for message in messages]
-    forms = [with_values, list(messages), _with_one_system(with_values), _with_one_system(messages)]
+    forms = [with_values, list(messages), _with_late_system_as_user(with_values), _with_late_system_as_user(messages)]
     return (form for i, form in enumerate(forms) if form not in forms[:i])
 
 
-def _with_one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _with_late_system_as_user(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [
         {**message, "role": "user"} if message["role"] == "system" and i else message
         for i, message in enumerate(messages)
