@@ -198,6 +198,8 @@ class _Server:
         return None
 
     def _client_ended(self, connection: socket.socket) -> None:
+        if connection not in self._programs:  # the program has ended, too, and was handled first
+            return
         self._selector.unregister(connection)
         os.kill(self._programs[connection][0], signal.SIGKILL)
 

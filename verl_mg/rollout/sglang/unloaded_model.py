@@ -59,6 +59,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     initialize_moe_config()
     with set_default_torch_dtype(torch.float32):
         yield _initialize_model(ModelConfig.from_server_args(arguments), LoadConfig())
+    torch.distributed.barrier()  # a rank that leaves its groups early breaks those that still connect to it
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     runtime_context.reset_context()

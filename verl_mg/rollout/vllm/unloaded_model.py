@@ -55,6 +55,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
         with set_default_torch_dtype(torch.float32):
             model = initialize_model(config)
         yield model
+        torch.distributed.barrier()  # a rank that leaves its groups early breaks those that still connect to it
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
     for path in glob.glob(f"/dev/shm/{glob.escape(ident)}-*"):
