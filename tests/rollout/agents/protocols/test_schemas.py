@@ -36,9 +36,9 @@ RESPONSE = {
 MESSAGE = {"messages": MESSAGES, "max_tokens": 9, "stop_sequences": ["end"]}
 
 
-def reply_of(text: str, reasoning: str, finish: Any, *calls: ToolCall) -> Reply:
+def reply_of(text: str, reasoning: str, finish: Any, *calls: ToolCall, stopped: str | None = None) -> Reply:
     tokens = tuple(ReplyToken(ord(letter), letter, -0.5) for letter in reasoning + text)
-    return Reply(text, reasoning, calls, finish, tokens, 9, 4)
+    return Reply(text, reasoning, calls, finish, tokens, 9, 4, stopped)
 
 
 CALLS = (ToolCall("c1", "search", '{"city": "Bern"}'), ToolCall("c2", "patch", '{"input": "+"}'))
@@ -49,7 +49,7 @@ REPLIES = {
     "nothing": reply_of("", "", "stop"),
     "cut text": reply_of("Ye", "", "length"),
     "cut reasoning": reply_of("", "I th", "length"),
-    "stop sequence": reply_of("In the end", "", "stop"),
+    "stop sequence": reply_of("In the ", "", "stop", stopped="end"),
 }
 
 
