@@ -22,6 +22,8 @@ from verl_mg.rollout.tools.load import load_tools
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"
+ASYNC = ["rollout.engine=sglang", "rollout.num_ranks=1", "rollout.mode=async", "algorithm.old_logprobs=rollout"]
+MODES = {"sync": [], "async": [*ASYNC, "actor.layout=tp1", "rollout.max_running_requests=64"]}
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +110,25 @@ def train(stage: str, folder: Path, model: str, data: str, *overrides: str) -> N
     )
 
 
+@pytest.fixture(scope="module")
+def imitated(folder: Path) -> str:
+    """Trains the model on demonstrations; returns its path in the folder."""
+    train("sft", folder, "model", "demonstrations.jsonl")
+    return "sft/model"
+
+
 @needs_sglang
 @pytest.mark.nightly
-def test_calculator_tiny_model_learns_to_call(folder: Path) -> None:
-    train("sft", folder, "model", "demonstrations.jsonl")
-    train("grpo", folder, "sft/model", "train.jsonl", f"data.test={folder / 'data' / 'test.jsonl'}", "job.save=false")
-    before, after = accuracies(folder / "grpo" / "metrics.jsonl")
+@pytest.mark.parametrize("mode", MODES)
+def test_calculator_tiny_model_learns_to_call(folder: Path, imitated: str, mode: str) -> None:
+    run = folder / mode
+    overrides = [f"data.test={folder / 'data' / 'test.jsonl'}", "job.save=false", f"job.output={run}", *MODES[mode]]
+    train("grpo", folder, imitated, "train.jsonl", *overrides)
+    before, after = accuracies(run / "metrics.jsonl")
+    print(f"\n{mode}: accuracy {before:.2f} before, {after:.2f} after")
     assert 0.05 < before < 0.7, "imitation is to leave something to learn"
     assert after > before + 0.2
-    first, last = (called(folder / "grpo" / "samples" / name) for name in ("000001", "000024"))
+    first, last = (called(run / "samples" / name) for name in ("000001", "000024"))
     assert sum(last) / len(last) > 0.9 > 0.75 > sum(first) / len(first)
 
 
