@@ -246,6 +246,8 @@ def test_aborted_agent_that_raises_another_error_is_aborted(hf_engine: HFEngine,
         (float("nan"), Reward(-1.0), "not a finite number"),
         ({"score": 1.0}, Reward(-1.0), "without 'reward'"),
         ("1.0", Reward(-1.0), "not a finite number"),
+        ({"reward": 1.0} | {f"part {number}": 0.0 for number in range(101)}, Reward(-1.0), "more than 100 parts"),
+        ({"reward": 1.0, "\udc80": 0.0}, Reward(-1.0), "one whose name cannot be printed"),
     ],
 )
 def test_agent_result_becomes_the_reward(

@@ -38,8 +38,6 @@ from verl_mg.sandbox.temporary import temporary_folder
 INSIDE = "/agent"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 REWARD_BYTES, ERROR_CHARACTERS, LINE_CHARACTERS = 1 << 20, 300, 1 << 16
-MAX_ENTRIES = 100
-"""Entries of a reward; each becomes a metric of the job."""
 HTTP_PORT = 80
 
 
@@ -183,8 +181,6 @@ def read_reward(file: Path) -> float | dict[str, Any] | None:
     except (ValueError, RecursionError):
         reward = None
     if isinstance(reward, dict) and "reward" in reward:
-        if len(reward) > MAX_ENTRIES or not all(map(str.isprintable, reward)):
-            raise AgentError(f"{file.name} has more than {MAX_ENTRIES} entries, or one whose name cannot be printed")
         return reward
     if isinstance(reward, int | float) and not isinstance(reward, bool):
         return float(reward)

@@ -18,6 +18,8 @@ from verl_mg.rollout.engine import Finish, Request, Sample, Sampling
 
 REWARD = "reward"
 """Entry of a returned mapping that is the reward; the others are its parts."""
+MAX_PARTS = 100
+"""Parts of a reward, each of which becomes a metric of the job; programs of the policy may have written them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,8 @@ def _as_reward(result: Any) -> Reward | None:
         numbers = {name: value for name, value in result.items() if isinstance(value, Real) and name != REWARD}
         result = Reward(result[REWARD], {str(name): float(value) for name, value in numbers.items()})
     reward = result if isinstance(result, Reward) else Reward(result)
+    if len(reward.parts) > MAX_PARTS or not all(map(str.isprintable, reward.parts)):
+        raise ValueError(f"the reward has more than {MAX_PARTS} parts, or one whose name cannot be printed")
     for value in (reward.value, *reward.parts.values()):
         if not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"the agent returned {value!r:.80}, which is not a finite number")
