@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.models.hf_config import FAMILIES, HFConfig, parse_config
+from verl_mg.models.hf_config import HFConfig, parse_config
+from verl_mg.models.hf_families import FAMILIES
 from verl_mg.sharding.boxes import Shard, slices
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import weight_table

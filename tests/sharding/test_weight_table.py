@@ -19,7 +19,8 @@ from tests.random_models import (
 )
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout, Placement
-from verl_mg.models.hf_config import FAMILIES, parse_config, read_config
+from verl_mg.models.hf_config import parse_config, read_config
+from verl_mg.models.hf_families import FAMILIES
 from verl_mg.sharding.weight_table import weight_table
 
 

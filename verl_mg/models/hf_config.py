@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
-
-Fields = dict[str, Any]
+from verl_mg.models.hf_families import (
+    DEFAULTS,
+    FAMILIES,
+    SAME_AS,
+    Family,
+    Fields,
+    check_supported,
+    rope_fields,
+    rope_type,
+)
 
 
 @dataclass(frozen=True)
@@ -126,66 +133,6 @@ class HFConfig:
         return self.sliding_windows[layer] if self.sliding_windows else None
 
 
-@dataclass(frozen=True)
-class _Family:
-    """Properties of a `model_type` that config.json has no field for."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    gemma: bool = False
-    tied: bool = False
-    activations: tuple[str, ...] = ("silu",)
-    latent: bool = False
-    experts: bool = False
-
-
-FAMILIES = {
-    "llama": _Family(),
-    "qwen2": _Family(qkv_bias=True),
-    "qwen3": _Family(qk_norm=True),
-    "qwen3_moe": _Family(qk_norm=True, experts=True),
-    "mixtral": _Family(experts=True),
-    "deepseek_v2": _Family(latent=True, experts=True),
-    "deepseek_v3": _Family(latent=True, experts=True),
-    "gemma2": _Family(gemma=True, tied=True, activations=("gelu_pytorch_tanh",)),
-}
-
-SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""Values of `model_type` for models that are another family in other sizes: Kimi-K2 has DeepSeek-V3's architecture."""
-
-# Defaults of `transformers` for missing fields, where they differ from the defaults of other families.
-_DEFAULTS: Mapping[str, Fields] = {
-    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
-    "deepseek_v3": {
-        "q_lora_rank": 1536,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-    },
-    "gemma2": {
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-}
-
-# Supported values of fields that select a variant of the architecture.
-_SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
-    "deepseek_v2": {
-        "topk_method": ("greedy", "group_limited_greedy"),
-        "scoring_func": ("softmax",),
-        "norm_topk_prob": (False,),
-    },
-    "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
-    "gemma2": {"use_bidirectional_attention": (False,)},
-}
-
-
 def read_config(model: str | Path) -> HFConfig:
     """Reads the configuration of a Hugging Face model directory, or a `config.json` by its path.
 
@@ -224,8 +171,8 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
     if kind not in FAMILIES:
         raise UserError(f"{where}: model_type {kind!r} is not supported. Choose from {', '.join(FAMILIES)}.")
     family = FAMILIES[kind]
-    raw = _DEFAULTS.get(kind, {}) | raw | {"model_type": kind}
-    _check_supported(raw, family, where)
+    raw = DEFAULTS.get(kind, {}) | raw | {"model_type": kind}
+    check_supported(raw, family, where)
     try:
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
         layers = int(raw["num_hidden_layers"])
@@ -268,26 +215,18 @@ def _latent(raw: Fields) -> LatentConfig:
     )
 
 
-def _attention_scale(raw: Fields, head_dim: int, family: _Family) -> float:
+def _attention_scale(raw: Fields, head_dim: int, family: Family) -> float:
     """Returns the inverse square root of the width of a head, or the value that the architecture uses instead.
 
     Latent attention raises it where positions are stretched (YaRN, arXiv:2309.00071, section 3.4).
     """
     if family.gemma:
         return float(raw["query_pre_attn_scalar"]) ** -0.5
-    rope = _rope(raw)
-    stretched = family.latent and rope.get("mscale_all_dim") and _rope_type(rope) != "default"
+    rope = rope_fields(raw)
+    stretched = family.latent and rope.get("mscale_all_dim") and rope_type(rope) != "default"
     factor = float(rope["factor"]) if stretched else 1.0
     temperature = 0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0 if factor > 1 else 1.0
     return float(temperature**2 / math.sqrt(head_dim))
-
-
-def _rope(raw: Fields) -> Fields:
-    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-
-
-def _rope_type(rope: Fields) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def _gemma(raw: Fields, layers: int, where: str) -> Fields:
@@ -364,33 +303,3 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (int(value),)
-
-
-def _check_supported(raw: Fields, family: _Family, where: str) -> None:
-    """Raises UserError for a switch that is not implemented and would change the numbers."""
-    for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if raw.get(field):
-            raise UserError(
-                f"{where}: {field}={raw[field]} is not supported for model_type {raw['model_type']!r}. "
-                "Use another model."
-            )
-    # Only Mixtral has no switch for the window in addition to its width.
-    if raw["model_type"] == "mixtral" and raw.get("sliding_window"):
-        window = raw["sliding_window"]
-        raise UserError(f"{where}: sliding_window={window} is not supported. If no row is longer, write null.")
-    for field, supported in _SUPPORTED.get(raw["model_type"], {}).items():
-        if raw.get(field) is not None and raw[field] not in supported:
-            raise UserError(
-                f"{where}: {field}={raw[field]!r} is not supported for model_type {raw['model_type']!r}. Write "
-                f"{' or '.join(map(repr, supported))}, or leave it out."
-            )
-    if (kind := _rope_type(_rope(raw))) in ("dynamic", "longrope"):
-        raise UserError(
-            f"{where}: rope_type={kind!r} is not supported, its frequencies change with the length of a row. Write one "
-            "of 'default', 'linear', 'llama3', 'yarn'."
-        )
-    activation = raw.get("hidden_activation") or raw.get("hidden_act") or family.activations[0]
-    if activation not in family.activations:
-        raise UserError(
-            f"{where}: hidden_act={activation!r} is not supported. Use a model with {family.activations[0]!r}."
-        )

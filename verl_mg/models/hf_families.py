@@ -1,0 +1,121 @@
+"""Families of models: what config.json has no field for, the defaults of its fields, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl_mg.errors import UserError
+
+Fields = dict[str, Any]
+"""Fields of config.json, or arguments of `HFConfig`, by name."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Properties of a `model_type` that config.json has no field for."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    gemma: bool = False
+    tied: bool = False
+    activations: tuple[str, ...] = ("silu",)
+    latent: bool = False
+    experts: bool = False
+
+
+FAMILIES = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "mixtral": Family(experts=True),
+    "deepseek_v2": Family(latent=True, experts=True),
+    "deepseek_v3": Family(latent=True, experts=True),
+    "gemma2": Family(gemma=True, tied=True, activations=("gelu_pytorch_tanh",)),
+}
+
+SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Values of `model_type` for models that are another family in other sizes: Kimi-K2 has DeepSeek-V3's architecture."""
+
+# Defaults of `transformers` for missing fields, where they differ from the defaults of other families.
+DEFAULTS: Mapping[str, Fields] = {
+    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
+    "deepseek_v3": {
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    "gemma2": {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+}
+
+# Supported values of fields that select a variant of the architecture.
+SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "deepseek_v2": {
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "scoring_func": ("softmax",),
+        "norm_topk_prob": (False,),
+    },
+    "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+    "gemma2": {"use_bidirectional_attention": (False,)},
+}
+
+
+def check_supported(raw: Fields, family: Family, where: str) -> None:
+    """Checks the switches of an architecture.
+
+    Args:
+        raw: fields of config.json, with the defaults of the family.
+        family: properties of its `model_type`.
+        where: name of the file, for errors.
+
+    Raises:
+        UserError: one is not implemented and would change the numbers.
+    """
+    for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if raw.get(field):
+            raise UserError(
+                f"{where}: {field}={raw[field]} is not supported for model_type {raw['model_type']!r}. "
+                "Use another model."
+            )
+    # Only Mixtral has no switch for the window in addition to its width.
+    if raw["model_type"] == "mixtral" and raw.get("sliding_window"):
+        window = raw["sliding_window"]
+        raise UserError(f"{where}: sliding_window={window} is not supported. If no row is longer, write null.")
+    for field, supported in SUPPORTED.get(raw["model_type"], {}).items():
+        if raw.get(field) is not None and raw[field] not in supported:
+            raise UserError(
+                f"{where}: {field}={raw[field]!r} is not supported for model_type {raw['model_type']!r}. Write "
+                f"{' or '.join(map(repr, supported))}, or leave it out."
+            )
+    if (kind := rope_type(rope_fields(raw))) in ("dynamic", "longrope"):
+        raise UserError(
+            f"{where}: rope_type={kind!r} is not supported, its frequencies change with the length of a row. Write one "
+            "of 'default', 'linear', 'llama3', 'yarn'."
+        )
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or family.activations[0]
+    if activation not in family.activations:
+        raise UserError(
+            f"{where}: hidden_act={activation!r} is not supported. Use a model with {family.activations[0]!r}."
+        )
+
+
+def rope_fields(raw: Fields) -> Fields:
+    """Returns the fields of the rotary embedding, which have had two names in config.json."""
+    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+
+
+def rope_type(rope: Fields) -> str:
+    """Returns the kind of rotary embedding by its fields."""
+    return str(rope.get("rope_type") or rope.get("type") or "default")
