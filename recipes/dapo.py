@@ -21,7 +21,7 @@ from verl_mg.algorithms.segments import segment_totals
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs, LossOutput
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
 class Config(RecipeConfig):

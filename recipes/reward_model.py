@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs, LossOutput
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
 class Config(RecipeConfig):

@@ -17,7 +17,7 @@ from verl_mg.algorithms.advantages import rloo
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs, LossOutput
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
 class Config(RecipeConfig):

@@ -20,7 +20,7 @@ from verl_mg.algorithms.advantages import gae, length_adaptive_lambda, moments, 
 from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, imitation_loss, value_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
-from verl_mg.megatron.microbatch import LossInputs, LossOutput
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
 class Config(RecipeConfig):

@@ -33,11 +33,12 @@ LAYERS = {
     **dict.fromkeys(("models", "algorithms", "sandbox"), 1),
     **dict.fromkeys(("sharding", "distributed", "data", "rewards"), 2),
     **dict.fromkeys(("reshard", "checkpoint"), 3),
-    **dict.fromkeys(("megatron", "rollout", "planner"), 4),
-    **dict.fromkeys(("roles",), 5),
-    **dict.fromkeys(("job",), 6),
-    **dict.fromkeys(("monitor", "run"), 7),
-    **dict.fromkeys(("cli", "api", "launch", "view", "quickstart", "doctor", "__main__"), 8),
+    **dict.fromkeys(("training",), 4),
+    **dict.fromkeys(("megatron", "fsdp", "rollout", "planner"), 5),
+    **dict.fromkeys(("roles",), 6),
+    **dict.fromkeys(("job",), 7),
+    **dict.fromkeys(("monitor", "run"), 8),
+    **dict.fromkeys(("cli", "api", "launch", "view", "quickstart", "doctor", "__main__"), 9),
 }
 SAME_LAYER = {
     ("config", "layout"),

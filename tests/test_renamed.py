@@ -12,7 +12,7 @@ from verl_mg.renamed import RENAMED_MODULES, RENAMED_NAMES, RENAMED_PACKAGES
 DOCUMENTED = [
     ("from verl_mg.script import Job", "verl_mg.script: renamed to verl_mg.api. Import the new name."),
     ("from verl_mg.config import Section", "verl_mg.config.Section: renamed to verl_mg.config.RecipeConfig."),
-    ("from verl_mg.megatron.microbatch import LossTokens", "renamed to verl_mg.megatron.microbatch.LossInputs."),
+    ("from verl_mg.megatron.microbatch import LossTokens", "renamed to verl_mg.training.loss_inputs.LossInputs."),
     ("from verl_mg.weights import read_config", "renamed to verl_mg.models.hf_config.read_config."),
     ("from verl_mg.weights import table", "verl_mg.weights.table: renamed to verl_mg.sharding.weight_table."),
     ("import verl_mg.weights.files", "verl_mg.weights.files: renamed to verl_mg.checkpoint.hf_safetensors."),

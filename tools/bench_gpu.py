@@ -46,7 +46,6 @@ from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
 from verl_mg.megatron.kernels import resolve_kernels
-from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.monitor.throughput import device_peak, model_flops
@@ -59,6 +58,7 @@ from verl_mg.roles.rollout_source import RolloutRecords
 from verl_mg.rollout import Sampling
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable, weight_table
+from verl_mg.training.loss_inputs import LossInputs
 
 MODEL = Path(__file__).parent / "model_configs" / "qwen3_1_7b.json"
 TINY_SHAPE = {

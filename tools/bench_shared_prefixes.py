@@ -28,12 +28,12 @@ from verl_mg.distributed.world import World
 from verl_mg.layout import Layout, Placement
 from verl_mg.layout.packing import pack
 from verl_mg.layout.shared_prefixes import PrefixLinks, SharingRows, join_groups
-from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.flops import RowFlops, key_share, row_flops
 from verl_mg.roles.prefixes import mark_shared
+from verl_mg.training.loss_inputs import LossInputs
 
 ROWS = 16
 """Rows of an update."""

@@ -131,10 +131,10 @@ def _serve(model: Path) -> None:
     from verl_mg.config import OptimizerConfig
     from verl_mg.distributed.world import World
     from verl_mg.layout import Layout, Placement
-    from verl_mg.megatron.microbatch import LossInputs
     from verl_mg.megatron.model_runner import ModelRunner
     from verl_mg.megatron.process_groups import ParallelGroups
     from verl_mg.megatron.trainer import Trainer
+    from verl_mg.training.loss_inputs import LossInputs
 
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from verl_mg.megatron.offload import CpuOffload
-from verl_mg.megatron.storages import optimizer_storages, weight_storages
 from verl_mg.planner.inputs import GIB
 from verl_mg.roles.models import Actor
+from verl_mg.training.offload import CpuOffload
 
 TOP_KERNELS = 10
 Row = tuple[str, str]
@@ -65,8 +64,8 @@ def offload_rows(actor: Actor, repeats: int) -> Iterator[Row]:
         actor: the role.
         repeats: counted repeats, of which the median is taken.
     """
-    optimizer, offload = actor.trainer.optimizer, CpuOffload(actor.runner, actor.trainer.optimizer)
-    copied = [*weight_storages(actor.runner), *optimizer_storages(actor.runner, optimizer)]
+    offload = CpuOffload(actor.runner, actor.trainer)
+    copied = [*actor.runner.weight_storages(), *actor.trainer.state_storages()]
     size = sum(storage.nbytes() for storage in copied)
     seconds: dict[str, list[float]] = {"to the host": [], "to the device": []}
     for _ in range(repeats + 1):

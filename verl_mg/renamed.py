@@ -72,7 +72,7 @@ RENAMED_MODULES = {
     "verl_mg.megatron.cpu": "verl_mg.megatron.cpu_shim",
     "verl_mg.megatron.durable": "verl_mg.megatron.sharded_state",
     "verl_mg.megatron.groups": "verl_mg.megatron.process_groups",
-    "verl_mg.megatron.guard": "verl_mg.megatron.update_guard",
+    "verl_mg.megatron.guard": "verl_mg.training.update_guard",
     "verl_mg.megatron.host_adam": "verl_mg.megatron.streamed_adamw",
     "verl_mg.megatron.latent": "verl_mg.megatron.latent_attention",
     "verl_mg.megatron.linear": "verl_mg.megatron.layers",
@@ -119,7 +119,7 @@ RENAMED_MODULES = {
     "verl_mg.roles.exchange": "verl_mg.roles.rows.dispatch",
     "verl_mg.roles.fleet": "verl_mg.roles.engine_group",
     "verl_mg.roles.handed": "verl_mg.roles.rollout_source",
-    "verl_mg.roles.residence": "verl_mg.megatron.offload",
+    "verl_mg.roles.residence": "verl_mg.training.offload",
     "verl_mg.roles.revival": "verl_mg.roles.engine_group",
     "verl_mg.roles.scorer": "verl_mg.roles.reward",
     "verl_mg.roles.server_fleet": "verl_mg.roles.remote_engine_group",
@@ -171,7 +171,9 @@ RENAMED_MODULES = {
 
 RENAMED_NAMES = {
     "verl_mg.config.Section": "verl_mg.config.RecipeConfig",
-    "verl_mg.megatron.microbatch.LossTokens": "verl_mg.megatron.microbatch.LossInputs",
+    "verl_mg.megatron.microbatch.LossInputs": "verl_mg.training.loss_inputs.LossInputs",
+    "verl_mg.megatron.microbatch.LossOutput": "verl_mg.training.loss_inputs.LossOutput",
+    "verl_mg.megatron.microbatch.LossTokens": "verl_mg.training.loss_inputs.LossInputs",
     "verl_mg.rollout.judge.Judge": "verl_mg.rollout.llm_judge.LLMJudge",
     "verl_mg.weights.read_config": "verl_mg.models.hf_config.read_config",
     "verl_mg.weights.table": "verl_mg.sharding.weight_table",

@@ -15,7 +15,7 @@ from verl_mg.algorithms import kl as estimators
 from verl_mg.algorithms.advantages import token_rewards
 from verl_mg.batch import Batch
 from verl_mg.config import ConfigSection
-from verl_mg.megatron.microbatch import LossInputs, LossOutput
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 STATE_KEY = "kl_coefficient"
 """Name of the adapted coefficient in the state that a checkpoint keeps."""

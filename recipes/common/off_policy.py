@@ -10,7 +10,7 @@ from pydantic import Field
 from verl_mg.algorithms.correction import Correction, correct
 from verl_mg.batch import Batch
 from verl_mg.config import ConfigSection
-from verl_mg.megatron.microbatch import LossInputs, LossOutput
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 COLUMNS = ("correction", "correction_below", "correction_above")
 

@@ -14,12 +14,11 @@ from verl_mg import device
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.storages import gradient_buffers, optimizer_storages, storages, weight_storages
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.training.offload import CpuOffload
 
 SIZES = {"gpu": {"hidden": 1024, "layers": 4, "ffn": 4096, "heads": 8}, "cpu": {"hidden": 64, "layers": 2}}
 ALLOWED = 2**28
@@ -53,9 +52,9 @@ def offloaded(model: Path) -> Offloaded:
         return trainer.update([rows], 1.0, token_loss, "token-mean", scored, scored)["loss"]
 
     losses = [update()]
-    offload = CpuOffload(runner, trainer.optimizer)
-    held = [*weight_storages(runner), *optimizer_storages(runner, trainer.optimizer)]
-    held += storages(gradient_buffers(runner))
+    offload = CpuOffload(runner, trainer)
+    held = [*runner.weight_storages(), *trainer.state_storages()]
+    held += trainer.gradient_storages()
     size = sum(storage.nbytes() for storage in held)
     weights = {name: weight.detach().cpu().clone() for name, weight in runner.parameters().items()}
     free.append(_free())

@@ -15,10 +15,10 @@ from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor
+from verl_mg.training.loss_inputs import LossInputs
 
 GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
 COUNT, LOW, HIGH = 9, 0.8, 1.3

@@ -21,11 +21,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import verl_mg.megatron  # noqa: F401
 from tests.rank_pool import RankPool
-from verl_mg.megatron import flash_attention
 from verl_mg.megatron.attention import PackedAttention
-from verl_mg.megatron.flex_attention import block_mask
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
-from verl_mg.megatron.token_order import zigzag_tokens
+from verl_mg.training import flash_attention
+from verl_mg.training.flex_attention import block_mask
+from verl_mg.training.token_order import zigzag_tokens
 
 LENGTHS, HEADS, WIDTH = (5, 1, 7), 6, 8
 KEYS = (5, 4, 11)

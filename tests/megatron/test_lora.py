@@ -20,16 +20,16 @@ from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_ada
 from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.storages import Snapshot
+from verl_mg.megatron.storages import snapshot
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import full_box, slices
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.loss_inputs import LossInputs
+from verl_mg.training.offload import CpuOffload
 
 RANK, ALPHA, ROWS = 3, 5.0, 7
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -388,14 +388,14 @@ def test_lora_initialization_is_equal_under_every_layout(ranks, models) -> None:
 def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], list[Tensor], int]:
     runner = network_on(model, "tp2", lora(folder))
     trainer = Trainer(runner, OPTIMIZER, GuardConfig())
-    copied, snapshot = CpuOffload(runner, trainer.optimizer), Snapshot(runner, trainer.optimizer)
+    copied, saved = CpuOffload(runner, trainer), snapshot(runner, trainer.optimizer)
     step(trainer, rows(model))
     if away:
-        snapshot.take()
+        saved.take()
         kept = [values.detach().clone() for values in runner.adapters().values()]
         step(trainer, rows(model))
         assert not all(map(torch.equal, kept, runner.adapters().values()))
-        snapshot.restore()
+        saved.restore()
         assert all(map(torch.equal, kept, runner.adapters().values()))
         copied.to_host()
         tensors = (*runner.parameters().values(), *runner.adapters().values())

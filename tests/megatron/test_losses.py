@@ -19,13 +19,13 @@ from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor, Critic, TrainableRewardModel
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.sharding.boxes import slices
+from verl_mg.training.loss_inputs import LossInputs
 
 COUNT = 8
 BY_SEQUENCE, BY_TOKEN = "seq-mean-token-mean", "token-mean"

@@ -19,10 +19,11 @@ from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.microbatch import make_micro_batch
 from verl_mg.megatron.model_runner import ModelRunner, check_layout
-from verl_mg.megatron.process_groups import ParallelGroups, TokenShard
+from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import numel, slices
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.token_order import TokenShard
 
 LAYOUTS = [
     ("tp1", 1),

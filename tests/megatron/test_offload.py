@@ -10,9 +10,9 @@ from tests.rank_pool import job_context
 from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.models import Actor
+from verl_mg.training.offload import CpuOffload
 
 
 def held(actor: Actor) -> int:
@@ -37,7 +37,7 @@ def updated(
     )
     batch = random_rows(6, vocab=24, seed=dist.get_rank())
     batch["sample_id"] = batch["sample_id"] * 2 + dist.get_rank()
-    cpu_offload, sizes = CpuOffload(actor.runner, actor.trainer.optimizer), []
+    cpu_offload, sizes = CpuOffload(actor.runner, actor.trainer), []
     for _ in range(3):
         actor.update(batch, lambda tokens: (-tokens["advantages"] * tokens.logprobs, {}), "token-mean")
         if away:

@@ -9,12 +9,12 @@ from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.sharded_state import weights
-from verl_mg.megatron.storages import Snapshot
+from verl_mg.megatron.storages import snapshot
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.hf_config import read_config
+from verl_mg.training.offload import CpuOffload
+from verl_mg.training.stored_weights import weights
 
 OVERLAP = MegatronConfig(ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000})
 # A norm of gradients depends on how they are divided among ranks, in its last bits.
@@ -75,18 +75,18 @@ def by_weights_of_a_checkpoint(trainer, _):
 
 
 def by_cpu_offload(trainer, _):
-    offload = CpuOffload(trainer.runner, trainer.optimizer)
+    offload = CpuOffload(trainer.runner, trainer)
     offload.to_host()
     offload.to_device()
     return clones(dict(trainer.runner.chunks[0].named_parameters()))
 
 
 def by_snapshot(trainer, _):
-    snapshot = Snapshot(trainer.runner, trainer.optimizer)
-    snapshot.take()
+    kept = snapshot(trainer.runner, trainer.optimizer)
+    kept.take()
     for weight in trainer.runner.parameters().values():
         weight.detach().zero_()
-    snapshot.restore()
+    kept.restore()
     return clones(dict(trainer.runner.chunks[0].named_parameters()))
 
 
@@ -95,7 +95,7 @@ def by_adapters(trainer, _):
 
 
 def by_merged_parameters(trainer, _):
-    return clones(dict(trainer.runner.merged_parameters().items()))
+    return clones(dict(trainer.runner.served_parameters().items()))
 
 
 READERS = [

@@ -34,12 +34,12 @@ from verl_mg.layout import Layout, Placement
 from verl_mg.megatron import model_runner
 from verl_mg.megatron.microbatch import make_micro_batch
 from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import slices
+from verl_mg.training.offload import CpuOffload
 
 ROWS = 9
 LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"

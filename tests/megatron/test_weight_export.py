@@ -11,9 +11,9 @@ from tests.tiny_models import tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron import weight_export
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.training import weight_export
 
 
 def write_counting(model, target, layout, chunk_bytes):

@@ -21,13 +21,14 @@ from tests.tiny_models import oracle_outputs
 from verl_mg.batch import Batch
 from verl_mg.config import MegatronConfig, OptimizerConfig, Recompute
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossInputs, MicroBatch
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.sharding.boxes import Box, slices
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
+from verl_mg.training.loss_inputs import LossInputs
+from verl_mg.training.microbatch import MicroBatch
 
 ROUTER_BIAS = "e_score_correction_bias"  # a buffer
 TEMPERATURE, STEPS = 0.8, 2

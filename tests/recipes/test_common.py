@@ -15,7 +15,7 @@ from tests.recipes.tiny_runs import tiny_run
 from verl_mg.algorithms.kl import adapted
 from verl_mg.batch import Batch
 from verl_mg.distributed import collectives
-from verl_mg.megatron.microbatch import LossInputs
+from verl_mg.training.loss_inputs import LossInputs
 
 COEFFICIENT = 0.5
 

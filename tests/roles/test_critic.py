@@ -16,11 +16,11 @@ from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import LossInputs
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Critic, TrainableRewardModel
 from verl_mg.roles.trainable import TrainableRole
+from verl_mg.training.loss_inputs import LossInputs
 
 COUNT = 12
 # A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.

@@ -28,7 +28,7 @@ def train(folder: Path, overrides: list[str], engine: str) -> list[dict[str, obj
             other = ModelRoleBuilder(job.config.model_copy(update={"actor": section}), 2, job.context)
             job.roles = {**job.roles, "actor": other.build("actor")}
             job.rollout.update_weights(job.actor)
-            assert (str(job.actor.runner.layout), bool(job.actor.runner.adapted_parameters)) == (
+            assert (str(job.actor.runner.layout), bool(job.actor.runner.computed_parameters)) == (
                 str(Layout.parse(section.layout).fit(2)),
                 name == "tp2-lora",
             )

@@ -248,7 +248,7 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     storages = {name: values.untyped_storage().data_ptr() for name, values in own.items()}
     held = engine.parameters()
     shared = {name for name, values in held.items() if values.untyped_storage().data_ptr() in storages.values()}
-    adapted = {storages[name] for name in actor.runner.adapted_parameters}
+    adapted = {storages[name] for name in actor.runner.computed_parameters}
     assert adapted and not adapted & {values.untyped_storage().data_ptr() for values in held.values()}
     actor.save(model.parent / f"synced-{model.name}-{layout}", model)
     return {"held": {name: values.clone() for name, values in held.items()}, "shared": shared}

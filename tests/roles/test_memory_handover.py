@@ -19,10 +19,8 @@ from verl_mg.job.engine_parts import EnginePart
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.sharded_state import steps_taken
-from verl_mg.megatron.storages import gradient_buffers, optimizer_storages, weight_storages
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.engine_group import ProcessEngineGroup
 from verl_mg.roles.models import Actor
@@ -39,6 +37,7 @@ from verl_mg.rollout.engine import EngineDiedError, RolloutEngine
 from verl_mg.rollout.engine_nodes import ONE_NODE
 from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.offload import CpuOffload
 
 SLOW_S = 0.3
 
@@ -125,7 +124,7 @@ def group_of(model, history, layout, context, dies_in=None):
         tokens_per_micro_batch=60,
         optimizer=OptimizerConfig(lr=1e-2),
     )
-    actor.cpu_offload = SlowOffload(history, actor.runner, actor.trainer.optimizer)
+    actor.cpu_offload = SlowOffload(history, actor.runner, actor.trainer)
     context.offload.register(actor.cpu_offload)
     placement = EnginePlacement(layout, tuple(range(dist.get_world_size())))
     leaders = [ranks[0] for ranks in placement.members().values()]
@@ -206,10 +205,10 @@ def test_fitting_chunk_bytes_halves_until_two_fit_free_memory():
 
 def bytes_held(role):
     """Bytes of weights, gradients and optimizer state on the device."""
-    storages = weight_storages(role.runner)
+    storages = role.runner.weight_storages()
     if isinstance(role, TrainableRole):
-        storages += optimizer_storages(role.runner, role.trainer.optimizer)
-        storages += [buffer.untyped_storage() for buffer in gradient_buffers(role.runner)]
+        storages += role.trainer.state_storages()
+        storages += role.trainer.gradient_storages()
     return sum(storage.nbytes() for storage in storages)
 
 

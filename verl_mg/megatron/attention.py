@@ -19,11 +19,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from verl_mg.megatron.flash_attention import takes_value_width
-from verl_mg.megatron.flex_attention import attend_with_block_mask
 from verl_mg.megatron.gathered_attention import attend_to_gathered, gather_tokens
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.rotary_embedding import rotate
+from verl_mg.training.flash_attention import takes_value_width
+from verl_mg.training.flex_attention import attend_with_block_mask
 
 
 def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:

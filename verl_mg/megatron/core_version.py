@@ -27,7 +27,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
 from verl_mg.errors import UserError
-from verl_mg.megatron import weight_gradients
+from verl_mg.training import weight_gradients
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from verl_mg.device import copy_to
 from verl_mg.megatron.core_version import fused
 from verl_mg.megatron.layers import gated
-from verl_mg.megatron.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
+from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
 
 class ExpertsLayer(MoELayer):

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from verl_mg.device import copy_to
-from verl_mg.megatron.token_order import zigzag_tokens
+from verl_mg.training.token_order import zigzag_tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(query (n, heads, L / cp, d), key (n, kv_heads, L, d), value (n, kv_heads, L, d_v), visible (L / cp, L) bool) ->

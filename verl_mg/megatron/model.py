@@ -19,13 +19,14 @@ from verl_mg import device
 from verl_mg.config import MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.megatron.core_version import sharded_linear_weights
-from verl_mg.megatron.logprobs import OutputLayer, vocab_parallel_logprobs
 from verl_mg.megatron.lora import ADAPTER
-from verl_mg.megatron.microbatch import MicroBatch
+from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import block_spec, transformer_config
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.training.logprobs import OutputLayer, vocab_parallel_logprobs
+from verl_mg.training.microbatch import MicroBatch
 
 ROUTER_BIAS = "router.expert_bias"
 """End of the name of a router's bias, which is a buffer."""
@@ -54,7 +55,7 @@ class PackedModel(GPTModel):
         self.real_rows = max(0, min(rows, weights.config.vocab - self.first_token))
 
     def forward(  # type: ignore[override]
-        self, micro: MicroBatch, temperature: float, with_entropy: bool = True
+        self, micro: MicroBatch[PackedSequences], temperature: float, with_entropy: bool = True
     ) -> Tensor:
         """Runs the chunk over a micro-batch.
 
@@ -80,7 +81,9 @@ class PackedModel(GPTModel):
         # that each is counted once.
         return reduce_from_tensor_model_parallel_region(outputs, group=micro.packed.cp_group)
 
-    def _logprobs(self, hidden: Tensor, micro: MicroBatch, temperature: float, with_entropy: bool) -> Tensor:
+    def _logprobs(
+        self, hidden: Tensor, micro: MicroBatch[PackedSequences], temperature: float, with_entropy: bool
+    ) -> Tensor:
         layer = OutputLayer(
             self.output_weight(),
             self.first_token,
@@ -93,7 +96,7 @@ class PackedModel(GPTModel):
         logprobs, entropy = vocab_parallel_logprobs(states, micro.targets, layer, temperature, with_entropy)
         return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
 
-    def _values(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+    def _values(self, hidden: Tensor, micro: MicroBatch[PackedSequences]) -> Tensor:
         # Every tensor-parallel rank has the whole head, and therefore the whole gradient.
         states = self.gather_sequence(hidden, sum_gradients=False)[micro.hidden_index]
         return (states.float() @ self.output_layer.weight.float().T).T

@@ -10,7 +10,6 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from verl_mg.config import MegatronConfig, OptimizerConfig
-from verl_mg.errors import UserError
 from verl_mg.megatron.config_fields import build_config, given_fields
 from verl_mg.megatron.refused_fields import DDP, OPTIMIZER
 
@@ -59,23 +58,6 @@ def optimizer_config(config: OptimizerConfig, megatron: MegatronConfig, dtype: t
     if megatron.transformer.get("fp8"):
         fields["fp8_recipe"] = megatron.transformer.get("fp8_recipe", "delayed")
     return build_config("optimizer", MegatronOptimizerConfig, fields, given)
-
-
-def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
-    """Checks that a decaying schedule has a number of steps.
-
-    Args:
-        config: optimizer settings.
-        name: section of the role in the configuration.
-
-    Raises:
-        UserError: `decay_steps` is missing.
-    """
-    if config.schedule != "constant" and config.decay_steps is None:
-        raise UserError(
-            f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set "
-            f"{name}.optimizer.decay_steps, the optimizer steps over which the learning rate falls to min_lr."
-        )
 
 
 def learning_rate_schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:

@@ -20,9 +20,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from verl_mg.device import copy_to
-from verl_mg.megatron.flex_attention import BlockMask, block_mask
 from verl_mg.megatron.gathered_attention import order_of_gathered
-from verl_mg.megatron.token_order import zigzag_tokens
+from verl_mg.training.flex_attention import BlockMask, block_mask
+from verl_mg.training.token_order import zigzag_tokens
 
 
 @dataclass

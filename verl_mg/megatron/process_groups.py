@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -33,22 +32,7 @@ from verl_mg import device
 from verl_mg.distributed.groups import ProcessGroups
 from verl_mg.layout import Coordinates, Layout, Placement
 from verl_mg.layout.group_ranks import group_ranks, proper_divisors, smaller_cp_groups
-
-
-@dataclass(frozen=True)
-class TokenShard:
-    """This rank's part of the token axis of a micro-batch: cp shards, and outside attention each in tp parts."""
-
-    tp: int
-    """Number of tensor-parallel ranks."""
-    cp: int
-    """Number of context-parallel ranks that share the micro-batch."""
-    tp_index: int = 0
-    """This rank's index among the tensor-parallel ranks."""
-    cp_index: int = 0
-    """This rank's index among the ranks that share the micro-batch."""
-    group: dist.ProcessGroup | None = None
-    """Process group of the context-parallel ranks that share the micro-batch."""
+from verl_mg.training.token_order import TokenShard
 
 
 class ParallelGroups:

@@ -27,12 +27,9 @@ from verl_mg.errors import UserError
 from verl_mg.layout import Stage
 from verl_mg.megatron.core_version import fused
 from verl_mg.megatron.packed_sequences import PackedSequences
-from verl_mg.megatron.process_groups import TokenShard
-from verl_mg.megatron.token_order import TokenOrder
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
-
-COLUMN = "routed_experts"
-"""Name of the column of prescribed experts."""
+from verl_mg.training.microbatch import ROUTED_EXPERTS
+from verl_mg.training.token_order import TokenOrder, TokenShard
 
 
 def check_routed_experts(rows: Batch, config: HFConfig) -> None:
@@ -45,19 +42,19 @@ def check_routed_experts(rows: Batch, config: HFConfig) -> None:
     Raises:
         UserError: the column has another shape than the model needs, or an expert that it does not have.
     """
-    if config.experts is None or COLUMN not in rows:
+    if config.experts is None or ROUTED_EXPERTS not in rows:
         return
-    given, expected = rows[COLUMN], (config.layers, config.experts.top_k)
+    given, expected = rows[ROUTED_EXPERTS], (config.layers, config.experts.top_k)
     if tuple(given.shape[1:]) != expected:
         raise UserError(
-            f"column {COLUMN!r}: it has {tuple(given.shape[1:])} entries per token, and the model needs {expected} "
-            "(layers, experts per token). Pass the choices of this model, or leave the column out."
+            f"column {ROUTED_EXPERTS!r}: it has {tuple(given.shape[1:])} entries per token, and the model needs "
+            f"{expected} (layers, experts per token). Pass the choices of this model, or leave the column out."
         )
     read = given[:, sorted(config.experts.layers)]
     if read.numel() and int(read.max()) >= config.experts.count:
         raise UserError(
-            f"column {COLUMN!r}: it contains expert {int(read.max())}, and the model has {config.experts.count}, "
-            "counted from 0. Write -1 where the choice is not known."
+            f"column {ROUTED_EXPERTS!r}: it contains expert {int(read.max())}, and the model has "
+            f"{config.experts.count}, counted from 0. Write -1 where the choice is not known."
         )
 
 
@@ -86,9 +83,9 @@ def routed_experts(
     Returns:
         (T / (cp * tp), k) int16 of each layer; None without the column.
     """
-    if COLUMN not in rows:
+    if ROUTED_EXPERTS not in rows:
         return None
-    known = rows[COLUMN]
+    known = rows[ROUTED_EXPERTS]
     given = known.new_full((order.total, *known.shape[1:]), -1)
     given[order.places] = known
     local = copy_to(device, given[order.local].chunk(shard.tp)[shard.tp_index])

@@ -8,7 +8,7 @@ weights that the model computes with then come from the optimizers of all data-p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,39 +18,8 @@ from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.storages import inner_optimizers, parameter_buffers
 from verl_mg.megatron.streamed_adamw import MOMENTS, StreamedAdamW
-from verl_mg.sharding.boxes import (
-    Box,
-    Shard,
-    box_shape,
-    contiguous_boxes,
-    full_box,
-    intersect,
-    numel,
-    slices,
-    translate_box,
-)
-
-WEIGHTS = "weights"
-"""Namespace of the weights in a checkpoint."""
-
-
-def weights(runner: ModelRunner) -> Iterator[StoredBox]:
-    """Yields all trained weights of this rank, as views of the memory that the model computes with."""
-    shards = _shards(runner)
-    for name, parameter in _trained(runner).items():
-        yield from _boxes(WEIGHTS, shards[name], parameter.detach(), full_box(tuple(parameter.shape)))
-
-
-def restore_weights(runner: ModelRunner, fill: Callable[[StoredBox], None]) -> None:
-    """Restores all trained weights of this rank, for a model without an optimizer.
-
-    Args:
-        runner: the model.
-        fill: copies the stored values into a box of the memory that the model computes with.
-    """
-    for part in weights(runner):
-        fill(part)
-    runner.unrestored -= _trained(runner).keys()
+from verl_mg.sharding.boxes import box_shape, contiguous_boxes, numel
+from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
 
 
 def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
@@ -63,13 +32,13 @@ def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
         runner: the trained model.
         optimizer: its optimizer of megatron-core.
     """
-    shards = _shards(runner)
-    for name, parameter in _trained(runner).items():
+    shards = runner.trained_shards()
+    for name, parameter in runner.trained().items():
         shard = shards[name]
         for namespace, values, start in _local_ranges(optimizer, parameter):
             for box in contiguous_boxes(tuple(parameter.shape), start, start + len(values)):
                 in_box, values = values[: numel(box)], values[numel(box) :]
-                yield from _boxes(namespace, shard, in_box.view(box_shape(box)), box)
+                yield from stored_boxes(namespace, shard, in_box.view(box_shape(box)), box)
 
 
 @torch.no_grad()
@@ -80,7 +49,7 @@ def weights_from_optimizer(runner: ModelRunner, optimizer: Any) -> None:
         runner: the trained model.
         optimizer: its optimizer of megatron-core.
     """
-    for parameter in _trained(runner).values():
+    for parameter in runner.trained().values():
         for namespace, values, start in _local_ranges(optimizer, parameter):
             if namespace == WEIGHTS:
                 parameter.detach().view(-1)[start : start + len(values)] = values
@@ -88,7 +57,7 @@ def weights_from_optimizer(runner: ModelRunner, optimizer: Any) -> None:
         for chunk in runner.model_chunks:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
     gathered = {id(parameter) for buffer in parameter_buffers(runner) for parameter in buffer.params}
-    runner.unrestored -= {name for name, parameter in _trained(runner).items() if id(parameter) in gathered}
+    runner.unrestored -= {name for name, parameter in runner.trained().items() if id(parameter) in gathered}
 
 
 def make_moments(optimizer: Any, steps: float) -> None:
@@ -139,16 +108,6 @@ def main_shard(optimizer: Any, parameter: Tensor) -> tuple[Tensor, int] | None:
     return optimizer.optimizer.param_groups[group]["params"][position], start
 
 
-def _trained(runner: ModelRunner) -> Mapping[str, Tensor]:
-    if runner.lora:
-        return runner.adapters()
-    return {name: weight for name, weight in runner.parameters().items() if weight.requires_grad}
-
-
-def _shards(runner: ModelRunner) -> Mapping[str, Shard]:
-    return runner.lora.shards if runner.lora else runner.shard_map().shards(torch.distributed.get_rank())
-
-
 def _local_ranges(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
     """Yields (namespace, flat values, their start in the flattened parameter) of this rank's optimizer shards."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -158,16 +117,3 @@ def _local_ranges(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tens
             yield WEIGHTS, main.detach(), start
             state = part.optimizer.state.get(main, {})
             yield from ((name, state[name], start) for name in MOMENTS if name in state)
-
-
-def _boxes(namespace: str, shard: Shard, values: Tensor, at: Box) -> Iterator[StoredBox]:
-    """Yields the parts of a shard's pieces that `values`, the elements of its box `at`, contain."""
-    origin = full_box(box_shape(at))
-    for piece in shard.pieces:
-        common = intersect(at, piece.target)
-        if common is not None:
-            stacked = len(piece.target) - len(piece.source)
-            box = translate_box(common[stacked:], piece.target[stacked:], piece.source)
-            yield StoredBox(
-                namespace, piece.tensor, box, values[slices(translate_box(common, at, origin))].view(box_shape(box))
-            )

@@ -3,59 +3,37 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
-from pydantic import Field
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from verl_mg.algorithms.aggregation import aggregate
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
-from verl_mg.distributed.collectives import sum_over_ranks
-from verl_mg.megatron.microbatch import LossInputs, MicroBatch, loss_tokens
-from verl_mg.megatron.model_runner import LossClosure, ModelRunner, Report
+from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.muon import use_muon
-from verl_mg.megatron.optimizer_config import check_schedule, ddp_config, learning_rate_schedule, optimizer_config
+from verl_mg.megatron.optimizer_config import ddp_config, learning_rate_schedule, optimizer_config
 from verl_mg.megatron.parameter_gathers import ParameterGathers
 from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights_from_optimizer
-from verl_mg.megatron.storages import Snapshot, gradient_buffers, inner_optimizers, use_fused_step
+from verl_mg.megatron.storages import gradient_buffers, inner_optimizers, optimizer_storages, snapshot, use_fused_step
 from verl_mg.megatron.streamed_adamw import stream_weights
-from verl_mg.megatron.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict, count_non_finite
+from verl_mg.training.runner import LossClosure
+from verl_mg.training.storages import storages
+from verl_mg.training.trainer import Trainer as BaseTrainer
+from verl_mg.training.trainer import TrainerCounters, to_host
+from verl_mg.training.update_guard import NON_FINITE_BUFFERS, Verdict, count_non_finite
 
-TRAJECTORY_TOKENS = "trajectory_tokens"
-"""Sequence column with the number of scored tokens of a row's trajectory, in all micro-batches."""
 LAST_GOOD = "last_good/"
 """Prefix of the namespaces of the state that a rollback restores."""
 
-Steps = Annotated[float, Field(ge=0, lt=2**53)]
-"""Number of optimizer steps, in the moments' floating-point type."""
 
-
-class TrainerCounters(ConfigSection):
-    """Counters of a trainer in a checkpoint."""
-
-    schedule: Count
-    """Steps of the learning-rate schedule."""
-    moments: Steps | None
-    """Optimizer steps in Adam's moments; None before the first."""
-    last_good: tuple[Steps | None] | None
-    """`moments` of the state that a rollback restores; None where there is no such state."""
-    bad_in_a_row: Count
-    """Latest steps skipped in a row because loss or gradient were not finite."""
-
-
-TokenLoss = Callable[[LossInputs], tuple[Tensor, Mapping[str, Tensor]]]
-"""(scored tokens of a micro-batch) -> (loss of each token (n,), metrics of each token (n,) to be averaged)."""
-
-
-class Trainer:
+class Trainer(BaseTrainer):
     """Model with gradients and an optimizer, both only on the ranks of its placement."""
 
     def __init__(
@@ -72,13 +50,11 @@ class Trainer:
         Raises:
             UserError: the schedule needs `decay_steps`, or Muon would train adapters.
         """
-        check_schedule(config, name)
-        self.runner, self._config, self._name = runner, config, name
-        is_first = torch.distributed.get_rank() == runner.placement.ranks[0]
-        self._guard = UpdateGuard(guard or GuardConfig(), name, logs=is_first)
+        super().__init__(runner, config, guard, name)
+        self.runner = runner
         if runner.is_member:
             self._build(runner, config)
-            self._last_good = Snapshot(runner, self.optimizer) if self._guard.rolls_back else None
+            self._last_good = snapshot(runner, self.optimizer) if self._guard.rolls_back else None
 
     def _build(self, runner: ModelRunner, config: OptimizerConfig) -> None:
         ddp = ddp_config(runner.megatron)
@@ -110,63 +86,6 @@ class Trainer:
         if ddp.overlap_param_gather:
             runner.gathers = ParameterGathers(runner.model_chunks)
         weakref.finalize(self, _unhook, runner.model_chunks)
-
-    def update(
-        self,
-        micro_batches: Sequence[Batch],
-        temperature: float,
-        loss: TokenLoss,
-        mode: str,
-        normalizer: float,
-        total_tokens: int,
-        cp_sizes: Sequence[int] | None = None,
-    ) -> dict[str, float]:
-        """Takes one optimizer step on one mini-batch; all ranks of the placement call it.
-
-        The normalizer and the number of tokens are those of the whole mini-batch, so loss and gradient do not depend on
-        its division into micro-batches and ranks.
-
-        Args:
-            micro_batches: this rank's micro-batches; with TRAJECTORY_TOKENS where a trajectory has several rows.
-            temperature: sampling temperature.
-            loss: loss and metrics of each scored token.
-            mode: how token losses are aggregated, see `algorithms.aggregation`.
-            normalizer: divisor of the aggregated loss over all ranks, see `aggregation.normalizer`.
-            total_tokens: number of scored tokens of the mini-batch over all ranks.
-            cp_sizes: number of context-parallel ranks that share each micro-batch, see `ModelRunner.run`.
-
-        Returns:
-            The same metrics on every rank: `loss`; the loss's metrics and `entropy` as means over all scored tokens,
-            or over sequences where pairs are compared; `grad_norm`, `lr`, and those of `UpdateGuard`.
-
-        Raises:
-            UserError: see `UpdateGuard.check`.
-        """
-
-        def loss_closure(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            tokens = loss_tokens(micro, output)
-            of_trajectory = tokens.columns.get(TRAJECTORY_TOKENS)
-
-            def mean(values: Tensor) -> Tensor:
-                if "pair" in tokens and mode == "seq-mean-token-mean":
-                    return aggregate(values.double(), tokens.mask, tokens.sequence_ids, mode, normalizer)
-                return values.double().sum() / max(total_tokens, 1)
-
-            per_token, metrics = loss(tokens)
-            total = aggregate(per_token, tokens.mask, tokens.sequence_ids, mode, normalizer, of_trajectory)
-            if len(output) > 1:
-                metrics = {"entropy": tokens.entropy, **metrics}
-            means = {name: mean(values.detach()) for name, values in metrics.items()}
-            return total, {"loss": total.detach().double(), **means}
-
-        host_group = self.runner.groups.host_group
-        with self.runner.timer("update"):
-            reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes)
-            self.runner.timer.barrier("update", host_group)
-            sums = sum_over_ranks(reports, host_group)
-            verdict, guard_metrics = self._guard.check(sums)
-            loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
-            return loss_metrics | guard_metrics | self._apply(verdict)
 
     def allocate_moments(self) -> None:
         """Creates the optimizer's moments if there are none yet: zeros, as the first step would create them."""
@@ -222,6 +141,14 @@ class Trainer:
         if had_moments:
             self.allocate_moments()
 
+    def state_storages(self) -> list[UntypedStorage]:
+        """Returns the storages of moments and main weights on the device."""
+        return optimizer_storages(self.runner, self.optimizer)
+
+    def gradient_storages(self) -> list[UntypedStorage]:
+        """Returns the storages of the gradient buffers."""
+        return storages(gradient_buffers(self.runner))
+
     def _compute_gradients(
         self,
         micro_batches: Sequence[Batch],
@@ -238,7 +165,7 @@ class Trainer:
         selected = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
         with self.runner.timer("optimizer"):
             non_finite = count_non_finite(gradient_buffers(self.runner))
-        return _to_host([*selected, {NON_FINITE_BUFFERS: non_finite}])
+        return to_host([*selected, {NON_FINITE_BUFFERS: non_finite}])
 
     def _apply(self, verdict: Verdict) -> dict[str, float]:
         """Steps, skips or rolls back; the verdict is the same on all ranks."""
@@ -264,13 +191,6 @@ def optimizer_calls() -> AbstractContextManager[None]:
     from verl_mg.megatron.cpu_shim import tensor_types_named_cuda
 
     return tensor_types_named_cuda()
-
-
-def _to_host(reports: Sequence[Report]) -> list[dict[str, float]]:
-    """Copies all scalars of the reports to the host at once, so that it waits for the device once."""
-    scalars = [torch.as_tensor(value).detach().double() for report in reports for value in report.values()]
-    values = iter(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist())
-    return [{name: next(values) for name in report} for report in reports]
 
 
 def _finalize_without_dividing(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:

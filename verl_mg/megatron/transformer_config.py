@@ -25,13 +25,13 @@ from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.config_fields import build_config, check_values, given_fields
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.experts import ExpertsLayer, GroupedExperts
-from verl_mg.megatron.flash_attention import use_fastest_kernels
 from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
 from verl_mg.megatron.layers import NormedRowParallelLinear, RMSNorm
 from verl_mg.megatron.refused_fields import TRANSFORMER
 from verl_mg.megatron.routing import IndexRouter, RoutedLayer
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.megatron import Kernels
+from verl_mg.training.flash_attention import use_fastest_kernels
 
 Fields = dict[str, Any]
 """Arguments of `TransformerConfig` by name."""

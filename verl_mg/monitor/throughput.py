@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from verl_mg.batch import Batch
 from verl_mg.distributed.collectives import sum_over_ranks
-from verl_mg.megatron.microbatch import SHARED_TOKENS, MicroBatch
-from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.models.flops import RowFlops, row_flops
+from verl_mg.training.microbatch import SHARED_TOKENS, MicroBatch
+from verl_mg.training.runner import Runner
 
 PEAK_TERAFLOPS = {
     "H100 PCIe": 756.0,
@@ -73,7 +73,7 @@ def model_flops(
 class Throughput:
     """Counts the micro-batches that enter the models of this rank, and computes the rates of each iteration."""
 
-    def __init__(self, runners: Iterable[ModelRunner], peak: float | None) -> None:
+    def __init__(self, runners: Iterable[Runner], peak: float | None) -> None:
         """Registers hooks on the models.
 
         Args:
@@ -83,10 +83,9 @@ class Throughput:
         self._peak = peak
         self._flops = self._trained_tokens = 0.0
         for runner in runners:
-            # Each chunk of an interleaved pipeline sees every micro-batch: the first one represents all.
-            for chunk in runner.chunks[:1]:
+            for module in runner.entry_modules:
                 rows = row_flops(runner.table.config, runner.table.tensor_index)
-                chunk.register_forward_pre_hook(partial(self._enter, runner=runner, rows=rows))
+                module.register_forward_pre_hook(partial(self._enter, runner=runner, rows=rows))
 
     def iteration(self, produced: Sequence[Batch], seconds: float) -> dict[str, float]:
         """Computes the rates of the iteration that ends now; collective.
@@ -112,8 +111,8 @@ class Throughput:
             metrics["time/mfu"] = totals["flops"] / (seconds * ranks * self._peak)
         return metrics
 
-    def _enter(self, chunk: torch.nn.Module, arguments: tuple[Any, ...], runner: ModelRunner, rows: RowFlops) -> None:
-        micro: MicroBatch = arguments[0]
+    def _enter(self, chunk: torch.nn.Module, arguments: tuple[Any, ...], runner: Runner, rows: RowFlops) -> None:
+        micro: MicroBatch[Any] = arguments[0]
         learns, group = torch.is_grad_enabled(), micro.packed.cp_group
         # All ranks that share a micro-batch see all of it: each counts its share.
         sharing = runner.layout.tp * runner.layout.pp * (dist.get_world_size(group) if group else 1)

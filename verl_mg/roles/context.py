@@ -8,10 +8,10 @@ from torch.distributed import Store
 
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.distributed.groups import ProcessGroups
-from verl_mg.megatron.offload import OffloadManager
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.concurrent import RoleExecutor
 from verl_mg.roles.rows.index import RowIndexer
+from verl_mg.training.offload import OffloadManager
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,15 @@ import torch
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.layout.shared_prefixes import PrefixLinks, Shared
-from verl_mg.megatron.microbatch import SHARED_TOKENS, SHARED_WITH
-from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.routing import COLUMN as ROUTED_EXPERTS
-from verl_mg.megatron.transformer_config import exchanges_keys
 from verl_mg.roles.rows.index import RowIndex
+from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH
+from verl_mg.training.runner import Runner
 
 PREFIX_COLUMNS = ("prefix_of", "prefix_length")
 """Columns of the prefixes that rows share."""
 
 
-def can_share_prefixes(runner: ModelRunner, columns: Container[str]) -> bool:
+def can_share_prefixes(runner: Runner, columns: Container[str]) -> bool:
     """Returns whether shared prefixes are computed once; otherwise every row is computed whole.
 
     Not with prescribed experts, which may differ between rows for the same token. Not where context-parallel ranks
@@ -33,8 +31,7 @@ def can_share_prefixes(runner: ModelRunner, columns: Container[str]) -> bool:
     if not all(name in columns for name in PREFIX_COLUMNS):
         return False
     prescribed = ROUTED_EXPERTS in columns and runner.table.config.experts is not None
-    exchanged = runner.layout.cp > 1 and exchanges_keys(runner.megatron)
-    return not (prescribed or exchanged or runner.groups.dynamic_cp)
+    return runner.can_share_prefixes and not prescribed
 
 
 def gather_links(batch: Batch, index: RowIndex) -> PrefixLinks:

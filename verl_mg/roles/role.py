@@ -17,9 +17,7 @@ from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.layout.shared_prefixes import PrefixLinks, Shared, SharingRows, Unit, join_groups
 from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.offload import CpuOffload
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.routing import COLUMN as ROUTED_EXPERTS
 from verl_mg.megatron.routing import check_routed_experts, replayed_layers
 from verl_mg.models.flops import key_share, row_flops
 from verl_mg.models.hf_config import HFConfig
@@ -30,6 +28,8 @@ from verl_mg.roles.rows.index import INDEXED_COLUMNS, ColumnSchema, Fingerprint,
 from verl_mg.roles.rows.plan import ColumnPart
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
+from verl_mg.training.microbatch import ROUTED_EXPERTS
+from verl_mg.training.offload import CpuOffload
 
 FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts")
 """Columns that the result of a forward pass depends on."""
@@ -183,7 +183,7 @@ class Role:
                 Unit(list(rows), sum(group), sum(map(self._flops, group)))
                 for rows, group in zip(row_groups, lengths, strict=True)
             ]
-        plan_units = plan_by_length if self.runner.groups.dynamic_cp else plan_evenly
+        plan_units = plan_by_length if self.runner.dynamic_cp else plan_evenly
         tokens, costs = [unit.tokens for unit in units], [unit.cost for unit in units]
         plan, shared = plan_units(tokens, costs, layout.dp, layout.cp, budget), Shared()
 

@@ -22,13 +22,14 @@ from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.layout.packing import MicroBatchPlan
-from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.offload import CpuOffload
-from verl_mg.megatron.sharded_state import restore_weights
-from verl_mg.megatron.trainer import TRAJECTORY_TOKENS, TokenLoss, Trainer, TrainerCounters
-from verl_mg.megatron.weight_export import write_weights
+from verl_mg.megatron.trainer import Trainer as MegatronTrainer
 from verl_mg.roles.role import Role
 from verl_mg.roles.rows.index import RowIndex
+from verl_mg.training.offload import CpuOffload
+from verl_mg.training.runner import Runner
+from verl_mg.training.stored_weights import restore_weights
+from verl_mg.training.trainer import TRAJECTORY_TOKENS, TokenLoss, Trainer, TrainerCounters
+from verl_mg.training.weight_export import write_weights
 
 ADAPTER_FOLDER = "adapter"
 """Folder of adapters in PEFT's format, within the directory of a model into which they are merged."""
@@ -86,8 +87,8 @@ class TrainableRole(Role):
         super().__init__(*arguments, **options)
         self._learns = learns
         if learns:
-            self.trainer = Trainer(self.runner, optimizer, guard or GuardConfig(), self.name)
-            self.cpu_offload = CpuOffload(self.runner, self.trainer.optimizer if self.runner.is_member else None)
+            self.trainer = MegatronTrainer(self.runner, optimizer, guard or GuardConfig(), self.name)
+            self.cpu_offload = CpuOffload(self.runner, self.trainer if self.runner.is_member else None)
         self.num_updates = 0
         """Optimizer steps so far."""
         self.trained_batches: list[Batch] = []
@@ -260,8 +261,8 @@ class TrainableRole(Role):
                 adapter_writer.create(lora.config, lora.adapted, self.model_dir)
         dist.barrier()
         write_weights(self.runner, writer)
-        if lora and adapter_writer and self.runner.is_member:
-            for tensor, box, values in lora.local_boxes(self.runner.groups.coordinates):
+        if adapter_writer:
+            for tensor, box, values in self.runner.written_adapters():
                 adapter_writer.write(tensor, box, values)
         dist.barrier()
         if dist.get_rank() == 0:
@@ -285,7 +286,7 @@ def _copy_small_files(source: Path, target: Path) -> None:
             shutil.copy2(file, target / file.name)
 
 
-def _patch_config(config: Path, runner: ModelRunner) -> None:
+def _patch_config(config: Path, runner: Runner) -> None:
     """Patches the copied config.json: data type and architecture may differ from the source model."""
     tree = json.loads(config.read_text(encoding="utf-8"))
     tree.pop("quantization_config", None)  # the weights are written in the dtype of training

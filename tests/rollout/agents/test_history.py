@@ -238,9 +238,7 @@ def test_context_of_twins_that_differ_in_reasoning_continues_the_one_that_is_sen
     conversation = Conversation(RENDERERS["keeping"], PARSERS["thinking"])
     messages = [{"role": "user", "content": "one"}]
     both = [conversation.ask(messages), conversation.ask(messages)]
-    replies = [
-        conversation.answer(asked, f"<think>thought {number}</think> yes") for number, asked in enumerate(both)
-    ]
+    replies = [conversation.answer(asked, f"<think>thought {number}</think> yes") for number, asked in enumerate(both)]
     for number, reply in enumerate(replies):
         _, context = conversation.ask([*messages, reply, {"role": "user", "content": "two"}])
         text = conversation.renderer.decode(context.tokens)

@@ -15,9 +15,7 @@ from verl_mg.algorithms.segments import segment_sums
 EPSILON = 1e-6  # avoids a division by 0 where the scores of a group are equal
 
 
-def group_relative(
-    scores: Tensor, groups: Tensor, trajectories: Tensor, normalize_by_std: bool = True
-) -> Tensor:
+def group_relative(scores: Tensor, groups: Tensor, trajectories: Tensor, normalize_by_std: bool = True) -> Tensor:
     """Returns the score minus the mean score of the prompt, GRPO's advantage.
 
     With `normalize_by_std` it is divided by the (unbiased) standard deviation of the group plus 1e-6: GRPO with outcome

@@ -17,7 +17,6 @@ from verl_mg import device
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.distributed.groups import new_group
 from verl_mg.layout import EnginePlacement
-from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.reshard import Schedule, Traffic, aliased_parameters, aliases, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
 from verl_mg.reshard.encode import Encoder, encoded_maps
@@ -30,6 +29,7 @@ from verl_mg.rollout.patch_payload import PatchStaging
 from verl_mg.rollout.process_engine import ProcessEngine
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.training.runner import Runner
 
 CHUNK_BYTES = 2**30
 """Bytes that an engine receives at a time from each rank; two such chunks exist in addition to its weights."""
@@ -68,7 +68,7 @@ class HFEngineSync:
             execute(chunk, source_tensors(chunk, runner, parameters), target, wait_for=wait_for)
             for chunk in self._schedules
         ]
-        runner.gathers.wait_for_all()  # the module shares memory with parameters that are not transferred
+        runner.wait_for()  # the module shares memory with parameters that are not transferred
         self._engine.end_update(actor.num_updates)
         return transfer_metrics(traffic, self._lower_bound, started)
 
@@ -82,7 +82,7 @@ class HFEngineSync:
             unchanged = {
                 name: alias
                 for name, alias in aliases(moves, rank).items()
-                if alias.source not in runner.adapted_parameters
+                if alias.source not in runner.computed_parameters
             }
             self._engine.share(aliased_parameters(unchanged, runner.parameters()))
             yield schedule(moves, rank, runner.dtype)
@@ -323,7 +323,7 @@ def fitting_chunk_bytes(free: Sequence[int | None]) -> int:
     return chunk
 
 
-def sources_of(runner: ModelRunner) -> tuple[dict[str, Tensor], Callable[[str], None]]:
+def sources_of(runner: Runner) -> tuple[dict[str, Tensor], Callable[[str], None]]:
     """Returns the parameters that are transferred, and a function that waits for the values of one of them.
 
     Later parameters can still be gathered while earlier ones are sent. Merged adapters are read as a whole.
@@ -332,23 +332,21 @@ def sources_of(runner: ModelRunner) -> tuple[dict[str, Tensor], Callable[[str], 
         runner: of the actor.
     """
     parameters = runner.parameters(complete=runner.lora is not None)
-    return parameters, lambda name: runner.gathers.wait([parameters[name]])
+    return parameters, lambda name: runner.wait_for([parameters[name]])
 
 
-def source_tensors(
-    chunk: Schedule | Encoder, runner: ModelRunner, parameters: dict[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """Returns the tensors that this rank's messages of a chunk are taken from, adapters merged into copies.
+def source_tensors(chunk: Schedule | Encoder, runner: Runner, parameters: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    """Returns the tensors that this rank's messages of a chunk are taken from, computed ones as copies.
 
     Args:
         chunk: the messages, or the encoder of what they contain.
         runner: of the actor.
         parameters: the runner's parameters.
     """
-    if not runner.adapted_parameters:
+    if not runner.computed_parameters:
         return parameters
-    merged = runner.merged_parameters()
-    return parameters | {name: merged[name] for name in chunk.source_parameters & runner.adapted_parameters}
+    served = runner.served_parameters()
+    return parameters | {name: served[name] for name in chunk.source_parameters & runner.computed_parameters}
 
 
 def engine_groups(placement: EnginePlacement) -> dict[int, dist.ProcessGroup]:

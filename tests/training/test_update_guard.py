@@ -13,8 +13,8 @@ from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.update_guard import NON_FINITE_BUFFERS, UpdateGuard
 from verl_mg.roles.models import Actor
+from verl_mg.training.update_guard import NON_FINITE_BUFFERS, UpdateGuard
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2)
 

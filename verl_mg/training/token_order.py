@@ -16,9 +16,24 @@ from dataclasses import dataclass
 from math import lcm
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.megatron.process_groups import TokenShard
+
+@dataclass(frozen=True)
+class TokenShard:
+    """This rank's part of the token axis of a micro-batch: cp shards, and outside attention each in tp parts."""
+
+    tp: int
+    """Number of tensor-parallel ranks."""
+    cp: int
+    """Number of context-parallel ranks that share the micro-batch."""
+    tp_index: int = 0
+    """This rank's index among the tensor-parallel ranks."""
+    cp_index: int = 0
+    """This rank's index among the ranks that share the micro-batch."""
+    group: dist.ProcessGroup | None = None
+    """Process group of the context-parallel ranks that share the micro-batch."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.megatron.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
+from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
 """Bytes of one chunk of float32 logits on one rank, by the kind of device: large enough for efficient products."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_mg.megatron import logprobs
-from verl_mg.megatron.logprobs import OutputLayer, vocab_parallel_logprobs
+from verl_mg.training import logprobs
+from verl_mg.training.logprobs import OutputLayer, vocab_parallel_logprobs
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 13
 

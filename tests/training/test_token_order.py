@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_mg.megatron.process_groups import TokenShard
-from verl_mg.megatron.token_order import token_order, zigzag_tokens
+from verl_mg.training.token_order import TokenShard, token_order, zigzag_tokens
 
 LENGTHS = torch.tensor([5, 16, 1, 9])
 

@@ -9,18 +9,18 @@ is computed in host memory from the lengths of the sequences, so that nothing of
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from verl_mg.device import copy_to
-from verl_mg.megatron.core_version import fused
 
 BLOCK = 128
 """Queries and keys of a block, torch's default."""
 
-_flex_attention = fused(flex_attention)
+_flex_attention: Any = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
 
 
 def block_mask(lengths: Tensor, window: int | None, device: torch.device, queries: Tensor | None = None) -> BlockMask:

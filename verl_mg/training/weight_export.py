@@ -15,24 +15,24 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
-from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.reshard import execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.routing import assign_writes
 from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
+from verl_mg.training.runner import Runner
 
 CHUNK_BYTES = 2**28
 """Bytes of whole rows that a rank has at a time."""
 
 
-def write_weights(runner: ModelRunner, writer: CheckpointWriter) -> None:
+def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
     """Writes all weights, adapters merged into them; all ranks of the job call it together.
 
     Args:
         runner: the model.
         writer: writer of the directory, whose files exist.
     """
-    rank, whole, served = dist.get_rank(), runner.shard_map(), runner.merged_parameters()
+    rank, whole, served = dist.get_rank(), runner.shard_map(), runner.served_parameters()
     rows = whole_rows(whole)
     current, values = "", torch.empty(0)
     for write in assign_writes(whole, rank):

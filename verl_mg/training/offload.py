@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.storages import as_bytes, gradient_buffers, optimizer_storages, storages, to_host, weight_storages
+from verl_mg.training.runner import Runner
+from verl_mg.training.storages import as_bytes, to_host
+from verl_mg.training.trainer import Trainer
 
 
 class CpuOffload:
@@ -20,11 +20,11 @@ class CpuOffload:
 
     Args:
         runner: the model.
-        optimizer: optimizer of the model; None if the model is frozen.
+        trainer: trainer of the model; None if the model is frozen.
     """
 
-    def __init__(self, runner: ModelRunner, optimizer: Any = None) -> None:
-        self._network, self._optimizer = runner, optimizer
+    def __init__(self, runner: Runner, trainer: Trainer | None = None) -> None:
+        self._runner, self._trainer = runner, trainer
         self._weights, self._state, self._gradients = _Part(), _Part(), _Part()
 
     def to_host(self, weights: bool = True) -> None:
@@ -32,15 +32,14 @@ class CpuOffload:
 
         The memory stays in torch's allocator, for the role that is loaded next.
         """
-        if not self._network.is_member:
+        if not self._runner.is_member:
             return
-        trained = self._optimizer is not None
         if weights:
-            _drop_quantized_weights(self._network)
-            self._weights.copy(weight_storages(self._network), once=not trained)
-        if trained:
-            self._state.copy(optimizer_storages(self._network, self._optimizer))
-            self._gradients.discard(storages(gradient_buffers(self._network)))
+            self._runner.drop_caches()
+            self._weights.copy(self._runner.weight_storages(), once=self._trainer is None)
+        if self._trainer is not None:
+            self._state.copy(self._trainer.state_storages())
+            self._gradients.discard(self._trainer.gradient_storages())
         torch.cuda.synchronize()
         for part in (self._weights, self._state, self._gradients):
             part.free()
@@ -54,13 +53,6 @@ class CpuOffload:
         for part in (self._weights, self._state, self._gradients)[: 3 if training else 1]:
             part.to_device()
         torch.cuda.synchronize()
-
-
-def _drop_quantized_weights(runner: ModelRunner) -> None:
-    """Frees the copies in FP8 that Transformer Engine keeps of weights; the next pass makes new ones."""
-    for chunk in runner.chunks:
-        for module in chunk.modules():
-            getattr(module, "_fp8_workspaces", {}).clear()
 
 
 class _Part:

@@ -1,0 +1,1 @@
+"""Training backends' common part: micro-batches, log-probabilities, updates, offload, loading and export of weights."""

@@ -1,0 +1,101 @@
+"""Input and output of loss functions: the scored tokens of a micro-batch, whatever the backend of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms.losses import Metrics
+from verl_mg.batch import ColumnKind
+from verl_mg.device import copy_to
+from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, MicroBatch
+
+LossOutput = tuple[Tensor, Metrics]
+"""Result of a loss function: the loss of each scored token, (n,) with gradients, and metrics (n,) by name."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Scored tokens of a micro-batch as the input of a loss function; all tensors are flat, (n,).
+
+    `inputs["name"]` is a column of the batch; a sequence column is expanded to its tokens.
+    """
+
+    output: Tensor
+    """Output of the model with gradients: log-probs and entropy (2, n), or values (1, n)."""
+    mask: Tensor
+    """True for every token, (n,) bool."""
+    sequence_ids: Tensor
+    """Row of each token in the micro-batch, (n,) int64."""
+    columns: Mapping[str, Tensor]
+    """Columns of the batch at the scored tokens, (n, ...) by name."""
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Log-probs of the tokens at the sampling temperature, in nats, with gradients."""
+        return self.output[0]
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the distribution that each token was sampled from, in nats, with gradients."""
+        return self.output[1]
+
+    @property
+    def values(self) -> Tensor:
+        """Outputs of the value head, with gradients; the column of earlier values is `inputs["values"]`."""
+        return self.output[0]
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """Log-probs before the first update on the batch, in nats.
+
+        A batch without this column is used for one update: they are `logprobs`, as constants.
+        """
+        return self.columns["old_logprobs"] if "old_logprobs" in self.columns else self.logprobs.detach()
+
+    @property
+    def ref_logprobs(self) -> Tensor:
+        """Log-probs of the reference policy, in nats."""
+        return self.columns["ref_logprobs"]
+
+    @property
+    def advantages(self) -> Tensor:
+        """Advantages of the tokens."""
+        return self.columns["advantages"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+
+def loss_tokens(micro: MicroBatch[Any], output: Tensor) -> LossInputs:
+    """Returns the input of a loss function.
+
+    Args:
+        micro: the micro-batch.
+        output: output of the model for its scored tokens, (2, n), or (1, n) with a value head.
+    """
+    columns = {}
+    for name in micro.rows.names():
+        if name in (
+            ROUTED_EXPERTS,
+            SHARED_WITH,
+            SHARED_TOKENS,
+        ):  # not of a loss
+            continue
+        column = micro.rows[name]
+        if micro.rows.kind(name) is ColumnKind.SEQUENCE:
+            column = micro.rows.expand_to_tokens(column)
+        columns[name] = copy_to(output.device, column[micro.token_index])
+    return LossInputs(
+        output=output,
+        mask=torch.ones_like(output[0], dtype=torch.bool),
+        sequence_ids=micro.sequence_ids,
+        columns=columns,
+    )

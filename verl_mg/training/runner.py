@@ -1,0 +1,255 @@
+"""`Runner`: the model of one role on this rank, as roles see it whatever the backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+
+from verl_mg.batch import Batch
+from verl_mg.layout import Coordinates, Layout, Placement, Stage
+from verl_mg.phase_timer import PhaseTimer
+from verl_mg.sharding.boxes import Box, Shard
+from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.training.microbatch import MicroBatch
+
+T = TypeVar("T")
+Report = dict[str, Tensor]
+"""Values that a loss closure reports for a micro-batch."""
+LossClosure = Callable[[MicroBatch[Any], Tensor], tuple[Tensor, Report]]
+"""(micro-batch, output of the last stage) -> (scalar to differentiate, report)."""
+
+HEAD_SEED = 1
+"""Seed of a value head that the checkpoint does not contain."""
+
+
+class Runner(ABC):
+    """Model on the ranks of a placement. Methods that compute are called by all ranks of the placement at once.
+
+    Ranks of the job outside the placement have the weight table, but no parameter.
+
+    Attributes:
+        table: weight table of the model.
+        placement: layout of the model and the ranks of the job that have it.
+        coordinates: this rank's coordinates in the layout; None outside the placement.
+        host_group: all ranks of the placement, for messages in host memory; None where these are all ranks of the job.
+        dynamic_cp: whether fewer than all context-parallel ranks may share a micro-batch.
+        dtype: dtype in which the model computes, and in which its weights are sent and exported.
+        timer: timer of the phases of this rank.
+        lora: adapters that are trained; None where the weights are.
+        unrestored: names of this rank's parameters, adapters included, whose values a checkpoint still has to restore.
+    """
+
+    table: Any
+    lora: Any
+    unrestored: set[str]
+
+    def __init__(
+        self,
+        placement: Placement,
+        host_group: dist.ProcessGroup | None,
+        dynamic_cp: bool,
+        dtype: torch.dtype,
+        timer: PhaseTimer | None,
+    ) -> None:
+        """Stores the place of the model.
+
+        Args:
+            placement: ranks and layout.
+            host_group: all ranks of the placement; None where these are all ranks of the job.
+            dynamic_cp: whether fewer than all context-parallel ranks may share a micro-batch.
+            dtype: dtype in which the model computes.
+            timer: timer of the phases of this rank; None for a new one.
+        """
+        self.placement, self.host_group, self.dynamic_cp, self.dtype = placement, host_group, dynamic_cp, dtype
+        self.timer = timer or PhaseTimer()
+        self.coordinates: Coordinates | None = placement.coordinates(dist.get_rank())
+
+    @property
+    def layout(self) -> Layout:
+        """Parallel sizes of the model."""
+        return self.placement.layout
+
+    @property
+    def is_member(self) -> bool:
+        """True on the ranks of the placement, which compute."""
+        return self.coordinates is not None
+
+    def stage(self, pp_rank: int) -> Stage:
+        """Returns the contents of a pipeline stage of the model."""
+        return self.layout.stage(self.table.config.layers, pp_rank)
+
+    def output_rank(self, worker_slot: int) -> int:
+        """Returns the rank that reports the outputs of a worker slot (dp * cp + cp index): tp index 0, last stage."""
+        dp, cp = divmod(worker_slot, self.layout.cp)
+        return self.placement.ranks[self.layout.rank_of(cp=cp, dp=dp, pp=self.layout.pp - 1)]
+
+    @property
+    def is_output_rank(self) -> bool:
+        """True on the rank that reports the outputs of its data-parallel index."""
+        return self.is_output_rank_for(self.layout.cp)
+
+    def is_output_rank_for(self, cp_size: int) -> bool:
+        """Returns whether this rank reports the outputs of a micro-batch that it shares with `cp_size` cp ranks."""
+        at = self.coordinates
+        return at is not None and at.tp == 0 and at.pp == self.layout.pp - 1 and at.cp % cp_size == 0
+
+    def select_outputs(self, reports: Sequence[T], cp_sizes: Sequence[int] | None = None) -> list[T | None]:
+        """Selects the reports of `run` that this rank is the output rank of.
+
+        Args:
+            reports: one for each micro-batch; empty except on the last pipeline stage.
+            cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
+
+        Returns:
+            For each report, the report itself or None.
+        """
+        cp_sizes = cp_sizes or [self.layout.cp] * len(reports)
+        return [
+            report if self.is_output_rank_for(cp_size) else None
+            for report, cp_size in zip(reports, cp_sizes, strict=bool(reports))
+        ]
+
+    def infer(
+        self, micro_batches: Sequence[Batch], temperature: float, cp_sizes: Sequence[int] | None = None
+    ) -> list[tuple[Tensor, Tensor] | None]:
+        """Computes log-probs or values of the scored tokens, without gradients.
+
+        Args:
+            micro_batches: rows of each micro-batch.
+            temperature: sampling temperature; 0 is greedy sampling.
+            cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
+
+        Returns:
+            For each micro-batch that this rank is the output rank of, (n,) int64 indices in its token columns and (n,)
+            float32 log-probs or values, both on the CPU; None for the others; [] on ranks without reports.
+        """
+
+        def report(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, Report]:
+            return output.sum(), {"token_index": micro.token_index, "output": output[0]}
+
+        with torch.no_grad():
+            reports = self.run(micro_batches, temperature, report, True, cp_sizes, with_entropy=False)
+        selected = self.select_outputs(reports, cp_sizes)
+        # Copied only here, so that the host does not wait for each micro-batch before it starts the next.
+        return [None if report is None else (report["token_index"], report["output"].cpu()) for report in selected]
+
+    def run(
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        loss_closure: LossClosure,
+        forward_only: bool,
+        cp_sizes: Sequence[int] | None = None,
+        with_entropy: bool = True,
+    ) -> list[Report]:
+        """Runs the model over micro-batches; all ranks of the placement call it.
+
+        Args:
+            micro_batches: rows of each micro-batch, with the columns of this rank's stage, see `pack_rows`.
+            temperature: sampling temperature; 0 is greedy sampling.
+            loss_closure: called on the last stage with each micro-batch and its output.
+            forward_only: whether to leave out the backward pass.
+            cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
+            with_entropy: compute entropies of a language model.
+
+        Returns:
+            The reports of the loss closure in order; [] except on the last stage.
+        """
+        if not self.is_member:
+            return []
+        # Temperature 0 is greedy sampling, whose log-probs are those of the unscaled distribution.
+        scale = temperature if temperature > 0 else 1.0
+        with self.timer("forward" if forward_only else "update"):
+            return self._run(micro_batches, scale, loss_closure, forward_only, cp_sizes, with_entropy)
+
+    @abstractmethod
+    def _run(
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        loss_closure: LossClosure,
+        forward_only: bool,
+        cp_sizes: Sequence[int] | None,
+        with_entropy: bool,
+    ) -> list[Report]:
+        """Runs the model as `run`, on a member; the temperature is above 0."""
+
+    @property
+    @abstractmethod
+    def can_share_prefixes(self) -> bool:
+        """Whether the first tokens that rows share can be computed once."""
+
+    # -- weights
+
+    @abstractmethod
+    def parameters(self, complete: bool = True) -> dict[str, Tensor]:
+        """Returns this rank's parameters by their names in the shard map; {} outside the placement.
+
+        Args:
+            complete: wait until all have the values of the last update. Otherwise the caller waits for each, see
+                `wait_for`.
+        """
+
+    @abstractmethod
+    def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Waits until parameters have the values of the last update; None for all."""
+
+    @property
+    @abstractmethod
+    def computed_parameters(self) -> frozenset[str]:
+        """Names of the parameters whose `served_parameters` are computed from what is trained."""
+
+    @abstractmethod
+    def served_parameters(self) -> Mapping[str, Tensor]:
+        """Returns the parameters as engines receive them, in `dtype`, those of `computed_parameters` on access."""
+
+    @abstractmethod
+    def adapters(self) -> Mapping[str, Tensor]:
+        """Returns what is trained in place of the weights: adapters and a value head; {} without LoRA."""
+
+    @abstractmethod
+    def written_adapters(self) -> Iterator[tuple[str, Box, Tensor]]:
+        """Yields (tensor of PEFT's file, box in it, values) that this rank writes; all ranks write each box once."""
+
+    @abstractmethod
+    def shard_map(self) -> ShardMap:
+        """Returns the shards of every rank, by the weight table."""
+
+    @abstractmethod
+    def trained(self) -> Mapping[str, Tensor]:
+        """Returns the trained parameters of this rank, or the adapters that are trained instead."""
+
+    @abstractmethod
+    def trained_shards(self) -> Mapping[str, Shard]:
+        """Returns the shards of `trained`, in tensors of the checkpoint or of PEFT's file."""
+
+    # -- memory
+
+    @property
+    @abstractmethod
+    def entry_modules(self) -> Sequence[torch.nn.Module]:
+        """Modules of this rank whose first argument is each micro-batch."""
+
+    @abstractmethod
+    def weight_storages(self) -> list[UntypedStorage]:
+        """Returns the storages of parameters and buffers."""
+
+    @abstractmethod
+    def drop_caches(self) -> None:
+        """Frees what is derived from the weights and kept between passes; the next pass makes it again."""
+
+
+def fresh_head(name: str, hidden: int) -> dict[str, Tensor]:
+    """Draws a value head of deviation 1 / (h + 1), so that first values are near 0 (arXiv:2009.01325, appendix B).
+
+    Args:
+        name: name of the tensor.
+        hidden: h, the hidden size.
+    """
+    generator = torch.Generator().manual_seed(HEAD_SEED)
+    return {name: torch.randn(1, hidden, generator=generator) / (hidden + 1)}

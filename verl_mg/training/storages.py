@@ -1,0 +1,108 @@
+"""Memory of a model in training as torch storages, and snapshots of it in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, UntypedStorage
+
+Numbers = list[dict[str, int | float]]
+"""Scalars of each parameter group of an optimizer, by name."""
+
+
+def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Returns the distinct storages of the tensors, without empty ones."""
+    by_address = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in by_address.values() if storage.nbytes()]
+
+
+def as_bytes(storage: UntypedStorage) -> Tensor:
+    """Views a storage as a (bytes,) uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def to_host(storage: UntypedStorage, buffer: Tensor | None = None) -> Tensor:
+    """Copies a storage to the host without waiting for the device; synchronize before reading the copy.
+
+    Args:
+        storage: the memory to copy.
+        buffer: (bytes,) uint8 host memory to write to where its size fits; otherwise new memory is allocated, pinned
+            where the storage is on a GPU.
+
+    Returns:
+        (bytes,) uint8, the copy.
+    """
+    source = as_bytes(storage)
+    if buffer is None or buffer.numel() != source.numel():
+        buffer = torch.empty_like(source, device="cpu", pin_memory=storage.is_cuda)
+    return buffer.copy_(source, non_blocking=True)
+
+
+class Snapshot:
+    """Host copy of weights and optimizer state, for a later `restore`; its memory is reused by each `take`."""
+
+    def __init__(
+        self, updated: Callable[[], list[UntypedStorage]], optimizers: Callable[[], list[torch.optim.Optimizer]]
+    ) -> None:
+        """Creates an empty snapshot.
+
+        Args:
+            updated: returns the storages that an update writes, except gradients.
+            optimizers: returns the optimizers.
+        """
+        self._updated, self._optimizers = updated, optimizers
+        self._copies: dict[int, tuple[UntypedStorage, Tensor]] = {}
+        self._numbers: list[Numbers] = []
+        self._had_moments: list[bool] = []
+
+    @property
+    def taken(self) -> bool:
+        """Whether there is a state to restore."""
+        return bool(self._copies)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context manager: temporarily restores the snapshot, and puts the current state back on exit."""
+        current = Snapshot(self._updated, self._optimizers)
+        current.take()
+        self.restore()
+        try:
+            yield
+        finally:
+            current.restore()
+
+    def take(self) -> None:
+        """Copies the current state."""
+        buffers = {address: buffer for address, (_, buffer) in self._copies.items()}
+        self._copies = {s.data_ptr(): (s, to_host(s, buffers.get(s.data_ptr()))) for s in self._updated()}
+        self._numbers = [_numbers(inner) for inner in self._optimizers()]
+        self._had_moments = [bool(inner.state) for inner in self._optimizers()]
+        _synchronize()
+
+    def restore(self) -> None:
+        """Writes the copied state back; does nothing without one."""
+        if not self._copies:
+            return
+        for storage, values in self._copies.values():
+            as_bytes(storage).copy_(values, non_blocking=True)
+        inners = self._optimizers()
+        for inner, numbers, had_moments in zip(inners, self._numbers, self._had_moments, strict=True):
+            if not had_moments:  # an optimizer creates them in its first step
+                inner.state.clear()
+            for group, saved in zip(inner.param_groups, numbers, strict=True):
+                group.update(saved)
+        _synchronize()
+
+
+def _numbers(inner: torch.optim.Optimizer) -> Numbers:
+    """Returns scalars such as the step count, which some optimizers keep outside of their tensors."""
+    return [
+        {name: value for name, value in group.items() if isinstance(value, int | float)} for group in inner.param_groups
+    ]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

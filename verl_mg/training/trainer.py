@@ -1,0 +1,198 @@
+"""`Trainer`: optimizer steps on a model with global normalizers, whatever the backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, UntypedStorage
+
+from verl_mg.algorithms.aggregation import aggregate
+from verl_mg.batch import Batch
+from verl_mg.checkpoint.sharded_safetensors import StoredBox
+from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
+from verl_mg.distributed.collectives import sum_over_ranks
+from verl_mg.errors import UserError
+from verl_mg.training.loss_inputs import LossInputs, loss_tokens
+from verl_mg.training.microbatch import MicroBatch
+from verl_mg.training.runner import LossClosure, Report, Runner
+from verl_mg.training.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict
+
+TRAJECTORY_TOKENS = "trajectory_tokens"
+"""Sequence column with the number of scored tokens of a row's trajectory, in all micro-batches."""
+Steps = Annotated[float, Field(ge=0, lt=2**53)]
+"""Number of optimizer steps, in the moments' floating-point type."""
+
+
+class TrainerCounters(ConfigSection):
+    """Counters of a trainer in a checkpoint."""
+
+    schedule: Count
+    """Steps of the learning-rate schedule."""
+    moments: Steps | None
+    """Optimizer steps in Adam's moments; None before the first."""
+    last_good: tuple[Steps | None] | None
+    """`moments` of the state that a rollback restores; None where there is no such state."""
+    bad_in_a_row: Count
+    """Latest steps skipped in a row because loss or gradient were not finite."""
+
+
+TokenLoss = Callable[[LossInputs], tuple[Tensor, Mapping[str, Tensor]]]
+"""(scored tokens of a micro-batch) -> (loss of each token (n,), metrics of each token (n,) to be averaged)."""
+
+
+class Trainer(ABC):
+    """Model with gradients and an optimizer, both only on the ranks of its placement.
+
+    Attributes:
+        optimizer: the optimizer of the backend; only on the ranks of the placement.
+    """
+
+    optimizer: Any
+
+    def __init__(self, runner: Runner, config: OptimizerConfig, guard: GuardConfig | None, name: str) -> None:
+        """Stores the settings.
+
+        Args:
+            runner: the model.
+            config: optimizer settings.
+            guard: rules for bad updates; None for the defaults.
+            name: name of the role, for messages.
+
+        Raises:
+            UserError: the schedule needs `decay_steps`.
+        """
+        check_schedule(config, name)
+        self._runner, self._config, self._name = runner, config, name
+        is_first = torch.distributed.get_rank() == runner.placement.ranks[0]
+        self._guard = UpdateGuard(guard or GuardConfig(), name, logs=is_first)
+
+    def update(
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        loss: TokenLoss,
+        mode: str,
+        normalizer: float,
+        total_tokens: int,
+        cp_sizes: Sequence[int] | None = None,
+    ) -> dict[str, float]:
+        """Takes one optimizer step on one mini-batch; all ranks of the placement call it.
+
+        The normalizer and the number of tokens are those of the whole mini-batch, so loss and gradient do not depend on
+        its division into micro-batches and ranks.
+
+        Args:
+            micro_batches: this rank's micro-batches; with TRAJECTORY_TOKENS where a trajectory has several rows.
+            temperature: sampling temperature.
+            loss: loss and metrics of each scored token.
+            mode: how token losses are aggregated, see `algorithms.aggregation`.
+            normalizer: divisor of the aggregated loss over all ranks, see `aggregation.normalizer`.
+            total_tokens: number of scored tokens of the mini-batch over all ranks.
+            cp_sizes: number of context-parallel ranks that share each micro-batch, see `Runner.run`.
+
+        Returns:
+            The same metrics on every rank: `loss`; the loss's metrics and `entropy` as means over all scored tokens,
+            or over sequences where pairs are compared; `grad_norm`, `lr`, and those of `UpdateGuard`.
+
+        Raises:
+            UserError: see `UpdateGuard.check`.
+        """
+
+        def loss_closure(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            tokens = loss_tokens(micro, output)
+            of_trajectory = tokens.columns.get(TRAJECTORY_TOKENS)
+
+            def mean(values: Tensor) -> Tensor:
+                if "pair" in tokens and mode == "seq-mean-token-mean":
+                    return aggregate(values.double(), tokens.mask, tokens.sequence_ids, mode, normalizer)
+                return values.double().sum() / max(total_tokens, 1)
+
+            per_token, metrics = loss(tokens)
+            total = aggregate(per_token, tokens.mask, tokens.sequence_ids, mode, normalizer, of_trajectory)
+            if len(output) > 1:
+                metrics = {"entropy": tokens.entropy, **metrics}
+            means = {name: mean(values.detach()) for name, values in metrics.items()}
+            return total, {"loss": total.detach().double(), **means}
+
+        host_group = self._runner.host_group
+        with self._runner.timer("update"):
+            reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes)
+            self._runner.timer.barrier("update", host_group)
+            sums = sum_over_ranks(reports, host_group)
+            verdict, guard_metrics = self._guard.check(sums)
+            loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
+            return loss_metrics | guard_metrics | self._apply(verdict)
+
+    @abstractmethod
+    def allocate_moments(self) -> None:
+        """Creates the optimizer's moments if there are none yet: zeros, as the first step would create them."""
+
+    @abstractmethod
+    def stored_boxes(self) -> Iterator[StoredBox]:
+        """Yields this rank's shards of weights and optimizer state for a checkpoint.
+
+        The iterator must be exhausted, and each value copied before the next is requested.
+        """
+
+    @abstractmethod
+    def counters(self) -> TrainerCounters:
+        """Returns the counters that belong to `stored_boxes`."""
+
+    @abstractmethod
+    def load(self, fill: Callable[[StoredBox], None], counters: TrainerCounters) -> None:
+        """Restores a state that was written under any layout, by any backend.
+
+        Args:
+            fill: writes the stored values of a box into its tensor.
+            counters: counters of the stored state.
+        """
+
+    @abstractmethod
+    def state_storages(self) -> list[UntypedStorage]:
+        """Returns the storages of the optimizer state on the model's device that are not the weights themselves."""
+
+    @abstractmethod
+    def gradient_storages(self) -> list[UntypedStorage]:
+        """Returns the storages of gradients, which an update clears before it begins."""
+
+    @abstractmethod
+    def _compute_gradients(
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        loss_closure: LossClosure,
+        cp_sizes: Sequence[int] | None,
+    ) -> list[dict[str, float]]:
+        """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
+
+    @abstractmethod
+    def _apply(self, verdict: Verdict) -> dict[str, float]:
+        """Steps, skips or rolls back; the verdict is the same on all ranks."""
+
+
+def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
+    """Checks that a decaying schedule has a number of steps.
+
+    Args:
+        config: optimizer settings.
+        name: section of the role in the configuration.
+
+    Raises:
+        UserError: `decay_steps` is missing.
+    """
+    if config.schedule != "constant" and config.decay_steps is None:
+        raise UserError(
+            f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set "
+            f"{name}.optimizer.decay_steps, the optimizer steps over which the learning rate falls to min_lr."
+        )
+
+
+def to_host(reports: Sequence[Report]) -> list[dict[str, float]]:
+    """Copies all scalars of the reports to the host at once, so that it waits for the device once."""
+    scalars = [torch.as_tensor(value).detach().double() for report in reports for value in report.values()]
+    values = iter(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist())
+    return [{name: next(values) for name in report} for report in reports]
