@@ -259,7 +259,7 @@ def rollout_part(bench: Bench) -> Iterator[Row]:
     config, work = bench.config(), bench.work
     context = JobContext.create(PrefixStore("bench", bench.world.store))
     actor: Actor = ModelRoleBuilder(config, 1, context).build("actor")
-    engines = build_engine_group(config, torch.bfloat16, actor, context, lambda engine: engine)
+    engines = build_engine_group(config, actor, context, lambda engine: engine)
     draw = torch.Generator().manual_seed(0)
     texts = torch.randint(bench.weights.config.vocab, (work.prompts, work.prompt_tokens), generator=draw).tolist()
     prompts = [Prompt(i, tuple(tokens), "", None, {}) for i, tokens in enumerate(texts)]

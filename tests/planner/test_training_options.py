@@ -275,3 +275,20 @@ def test_fp8_keeps_inputs_of_linear_layers_in_half_of_their_bytes_and_copies_of_
     assert layer.on_device(True, (), True) == 32
     plain, quantized = (train_memory(tiny(MIXTURE, options=chosen), LAYOUT) for chosen in (options(), fp8))
     assert quantized.parts["FP8 weights"][0] == 2 * plain.elements[0].trained and "FP8 weights" not in plain.parts
+
+
+def test_plan_of_a_float32_critic_counts_its_bytes():
+    """Weight, gradient and two moments of 4 bytes each: the optimizer updates the weights themselves."""
+    given = [*PLANNED, "critic.dtype=float32", "reference.dtype=float32", "algorithm.kl.coefficient=0.1"]
+    config = load_config(None, given, ppo.Config)
+    request = plan_request(config, ppo.roles(config.algorithm))
+    roles = {role.name: role.options for role in request.roles}
+    assert [line.partition(":")[0] for line in request.notes] == ["critic.dtype", "reference.dtype"]
+    assert roles["reference"].weight_bytes == 4 and request.fields["options"].weight_bytes == 2
+    half, full = (train_memory(tiny(DENSE, options=chosen), LAYOUT) for chosen in (options(), roles["critic"]))
+    (counted,) = half.elements
+    weights, moments = 4 * counted.trained, 8 * counted.trained // (LAYOUT.dp * LAYOUT.cp)
+    found = [full.parts[part][0] for part in ("weights", "gradients", "optimizer states")]
+    assert found == [weights, weights, pytest.approx(moments, abs=8)]
+    in_layers, logits = 2 * half.parts["activations"][0] - full.parts["activations"][0], full.parts["activations"][0]
+    assert 0 <= in_layers < logits <= 2 * half.parts["activations"][0], "float32 logits are the same in both"

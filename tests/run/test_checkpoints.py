@@ -92,6 +92,11 @@ NIGHTLY_CASES = {
             "model.dtype=bfloat16",
         ],
     ),
+    "dtypes": (
+        "ppo",
+        2,
+        ["model.dtype=bfloat16", "critic.dtype=float32", "critic.layout=tp2", "algorithm.kl.coefficient=0.05"],
+    ),
     "critic_pipeline": ("ppo", 4, ["actor.layout=tp2-pp2", "critic.layout=pp2", "critic.recompute=true"]),
     "curriculum": ("grpo", 2, ["data.curriculum={low: 0.1, high: 0.9}", "actor.guard.max_kl=1e-4"]),
     "rollback": ("grpo", 2, ["actor.guard={max_kl: 1e-3, action: rollback}", "actor.optimizer.warmup_steps=9"]),

@@ -110,9 +110,16 @@ def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
     return text
 
 
+Dtype = Literal["float32", "bfloat16"]
+"""Type of the weights of a model."""
+
+
 class RoleSection(ConfigSection):
     """Role with a model on some ranks."""
 
+    dtype: Dtype | None = None
+    """Type of this model's weights in training and inference, such as float32 for a critic or reward model of an
+    actor in bfloat16. Engines and the exported policy have that of the actor. null: `model.dtype`."""
     layout: str = "tp1"
     """Parallel sizes such as tp4-pp2-cp2-ep8: tensor (tp), pipeline (pp), virtual pipeline (vpp), context (cp), expert
     (ep) and expert tensor (etp) parallelism. The remaining factor of the ranks is data parallelism."""

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, create_model, field_validator
 
 from verl_mg.config.data import DataConfig, EvaluationConfig, RewardConfig
 from verl_mg.config.megatron import MegatronConfig
-from verl_mg.config.roles import CriticConfig, ReferenceConfig, RolloutConfig, TrainableConfig
+from verl_mg.config.roles import CriticConfig, Dtype, ReferenceConfig, RoleSection, RolloutConfig, TrainableConfig
 from verl_mg.config.section import ConfigSection, RecipeConfig
 
 
@@ -20,8 +20,9 @@ class ModelConfig(ConfigSection):
     """Hugging Face directory with config.json, weights and tokenizer. If there is no such directory, a model of the
     Hugging Face hub such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, or of ModelScope with the prefix
     modelscope:."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in training and generation. Master weights and moments of bfloat16 are float32."""
+    dtype: Dtype = "float32"
+    """Type of the weights in training and generation, for roles without a `dtype` of their own. Master weights and
+    moments of bfloat16 are float32."""
     kernels: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Kernels of training. transformer_engine: NVIDIA's Transformer Engine, which must be installed. torch: those of
     torch, on GPUs and CPUs. auto: Transformer Engine for bfloat16 on GPUs where it is installed, otherwise torch."""
@@ -139,11 +140,17 @@ class Config(ConfigSection):
     algorithm: Any = None
     """Section of the recipe, its class `Config`."""
 
+    def dtype_of(self, section: str) -> Dtype:
+        """Returns the type of the weights of the role with this section, such as actor."""
+        role: RoleSection = getattr(self, section)
+        return role.dtype or self.model.dtype
+
     @property
     def reference_is_unadapted_actor(self) -> bool:
         """Whether the reference is the actor without its adapters, and has no weights of its own."""
         actor, reference = self.actor, self.reference
         same = all(getattr(actor, name) == getattr(reference, name) for name in ("layout", "ranks", "dynamic_context"))
+        same = same and self.dtype_of("actor") == self.dtype_of("reference")
         return actor.lora is not None and same and reference.path in (None, self.model.path)
 
 

@@ -176,19 +176,16 @@ def _check_wire(config: Config, table: WeightTable) -> None:
     check_engine_blocks(table, whole, encoding, whole.ranks)
 
 
-def build_engine_group(
-    config: Config, dtype: torch.dtype, actor: Actor, context: JobContext, wrap: EngineWrapper
-) -> EngineGroup:
-    """Returns the engines, without weights until the first transfer.
+def build_engine_group(config: Config, actor: Actor, context: JobContext, wrap: EngineWrapper) -> EngineGroup:
+    """Returns the engines, without weights until the first transfer; they compute in the dtype of the actor.
 
     Args:
         config: of the job.
-        dtype: of the weights.
         actor: the policy that the engines serve.
         context: the shared services of the job.
         wrap: wraps each engine.
     """
-    rollout = config.rollout
+    rollout, dtype = config.rollout, actor.runner.dtype
     if rollout.engine == "hf":
         engine = HFEngine(
             config.model.path, device.current_device(), dtype, rollout.max_running_requests, load_weights=False

@@ -23,6 +23,7 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
 from verl_mg.roles.role import Role
 from verl_mg.roles.trainable import TrainableRole
+from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import weight_table
 
 MODEL_ROLES: dict[str, type[Role]] = {
@@ -55,8 +56,6 @@ class ModelRoleBuilder:
         self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
         self._built: dict[str, Any] = {}
         self._context = context
-        self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        self._kernels = resolve_kernels(config.model.kernels, self._dtype)
 
     def check(self, roles: set[str], remark: str = "") -> None:
         """Checks the layouts of roles before any process group or model is built.
@@ -75,7 +74,7 @@ class ModelRoleBuilder:
             try:
                 experts = model.experts.count if model.experts else 0
                 layout, ranks = Layout.parse(section.layout), self._ranks_of(role)
-                check = partial(check_layout, model, kernels=self._kernels, megatron=self._config.megatron)
+                check = partial(check_layout, model, kernels=self._kernels(role), megatron=self._config.megatron)
                 resolved = resolve_layout(layout, len(ranks), experts, check)
             except UserError as error:
                 raise UserError(f"{config_section_of(role)}.layout={section.layout}{where}: {error}") from None
@@ -85,15 +84,16 @@ class ModelRoleBuilder:
     def _check_megatron(self, role: str, model: HFConfig, layout: Layout) -> None:
         """Checks the section `megatron` and the keys of a role that become fields of megatron-core."""
         section, megatron = self._section(role), self._config.megatron
+        dtype, kernels = self._dtype(role), self._kernels(role)
         if isinstance(section, TrainableConfig):
             try:
                 check_recompute(model, section.recompute)
             except UserError as error:
                 raise UserError(f"{config_section_of(role)}.{error}") from None
-            transformer_config(model, layout, self._dtype, section.recompute, self._kernels, megatron)
-            optimizer_config(section.optimizer, megatron, self._dtype)
+            transformer_config(model, layout, dtype, section.recompute, kernels, megatron)
+            optimizer_config(section.optimizer, megatron, dtype)
         else:
-            transformer_config(model, layout, self._dtype, False, self._kernels, megatron)
+            transformer_config(model, layout, dtype, False, kernels, megatron)
 
     def _check_lora(self, role: str) -> None:
         section = self._section(role)
@@ -130,8 +130,8 @@ class ModelRoleBuilder:
             self._path(role),
             self._groups_of(self._placement(role), section.dynamic_context),
             self._context,
-            dtype=self._dtype,
-            kernels=self._kernels,
+            dtype=self._dtype(role),
+            kernels=self._kernels(role),
             temperature=self._config.rollout.temperature,
             tokens_per_micro_batch=section.tokens_per_micro_batch,
             megatron=self._config.megatron,
@@ -148,6 +148,13 @@ class ModelRoleBuilder:
     def _section(self, role: str) -> TrainableConfig | ReferenceConfig:
         section: TrainableConfig | ReferenceConfig = getattr(self._config, config_section_of(role))
         return section
+
+    def _dtype(self, role: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._config.dtype_of(config_section_of(role)))
+        return dtype
+
+    def _kernels(self, role: str) -> Kernels:
+        return resolve_kernels(self._config.model.kernels, self._dtype(role))
 
     def _path(self, role: str) -> Path:
         return getattr(self._section(role), "path", None) or self._config.model.path

@@ -298,7 +298,7 @@ class Job:
             wrap = agent_wrapper(config, self.tokenizer, sampling.stop_token_ids, model.max_positions)
         else:
             wrap = self._with_tools()
-        engines = build_engine_group(self.config, self._dtype, self.actor, self.context, wrap)
+        engines = build_engine_group(self.config, self.actor, self.context, wrap)
         seed, context, prompts, reward = self.config.job.seed, self.context, self.prompts, self._reward
         routed = routed_shape(self.config.model.path) if config.replay_routing else None
         if config.mode == "async":
@@ -359,10 +359,6 @@ class Job:
     @property
     def _place(self) -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.model.dtype == "bfloat16" else torch.float32
 
 
 def _read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:

@@ -12,7 +12,7 @@ from verl_mg.sharding.megatron import Kernels
 
 
 def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype) -> Kernels:
-    """Returns the kernels of all models of a job.
+    """Returns the kernels of a model.
 
     With `auto` they are Transformer Engine's for bfloat16 on GPUs where it is installed. It multiplies float32 matrices
     in TensorFloat-32, which has 10 bits of precision: models in float32 use torch's kernels unless it is requested.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum
 
 from verl_mg.layout import Layout
-from verl_mg.planner.inputs import GIGA, WEIGHT_BYTES, PlanInputs, model_size
+from verl_mg.planner.inputs import GIGA, PlanInputs, model_size
 from verl_mg.planner.layer_time import (
     TERA,
     MicroBatch,
@@ -144,7 +144,7 @@ def _between_stages(inputs: PlanInputs, layout: Layout, work: Work, micro: Micro
     """Predicts the seconds of sending hidden states to the next stage, and their gradients back."""
     if layout.pp == 1:
         return 0.0
-    size = micro.tokens / (layout.cp * layout.tp) * inputs.weights.config.hidden * WEIGHT_BYTES
+    size = micro.tokens / (layout.cp * layout.tp) * inputs.weights.config.hidden * inputs.options.weight_bytes
     directions = 2 if work is Work.UPDATE else 1
     return directions * layout.vpp * size / link_rate(inputs, 2 * layout.ranks // layout.pp)
 
@@ -159,7 +159,9 @@ def optimizer_seconds(inputs: PlanInputs, layout: Layout) -> float:
         layout: layout of the role.
     """
     options = inputs.options
-    reduced, gathered = (_data_parallel(inputs, layout, size) for size in (options.gradient_bytes, WEIGHT_BYTES))
+    reduced, gathered = (
+        _data_parallel(inputs, layout, size) for size in (options.gradient_bytes, options.weight_bytes)
+    )
     if options.overlap_gradients or options.overlap_weights:
         micro = mean_micro_batch(inputs, layout, micro_batches(inputs, layout) * inputs.minibatches)
         forward = micro_batch_seconds(inputs, layout, Work.INFERENCE, micro)
@@ -192,9 +194,9 @@ def _step_seconds(inputs: PlanInputs, layout: Layout) -> float:
     states = dense / (layout.dp * layout.cp) + experts / layout.edp
     options = inputs.options
     away = options.offloaded_states
-    moved = states * (1 - away) * (2 * options.state_bytes + options.gradient_bytes + WEIGHT_BYTES)
+    moved = states * (1 - away) * (2 * options.state_bytes + options.gradient_bytes + options.weight_bytes)
     norms = 2 * (dense + experts) * options.gradient_bytes
-    on_host = states * options.host_steps * (HOST_STEP_BYTES + options.gradient_bytes + WEIGHT_BYTES)
+    on_host = states * options.host_steps * (HOST_STEP_BYTES + options.gradient_bytes + options.weight_bytes)
     muon = model_size(inputs.weights).muon_flops / layout.ranks if options.muon else 0.0
     products = muon / (inputs.flops * TERA)
     return (moved + norms) / (inputs.memory_bandwidth * GIGA) + on_host / (inputs.host * GIGA) + products

@@ -14,6 +14,7 @@ from verl_mg.planner.training_options import (
     DEFAULT_OPTIONS,
     Recompute,
     TrainingOptions,
+    frozen_options,
     recompute,
     training_options,
 )
@@ -101,7 +102,7 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         "sequence": sequence,
         "micro_batch": actor.tokens_per_micro_batch,
         "recompute": recompute(actor.recompute),
-        "options": _options(config, actor),
+        "options": _options(config, "actor"),
         "old_logprobs": getattr(algorithm, "old_logprobs", "recompute") == "recompute",
         "prompt": config.data.max_prompt_tokens,
         "minibatches": getattr(algorithm, "num_minibatches", 1),
@@ -118,9 +119,7 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     }
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
         fields["tokens_per_iteration"] = prompts * getattr(algorithm, "group_size", 1) * sequence
-    auxiliary = tuple(
-        _role(config, name, getattr(config, section)) for name, section in AUXILIARY_SECTIONS.items() if name in roles
-    )
+    auxiliary = tuple(_role(config, name, section) for name, section in AUXILIARY_SECTIONS.items() if name in roles)
     notes = tuple(_notes(config, {"actor": "actor", **AUXILIARY_SECTIONS}, roles))
     assert rollout.engine != "hf"
     return PlanRequest(
@@ -147,8 +146,9 @@ def _check(config: Config, roles: set[str]) -> None:
         )
     if config.rollout.has_servers:
         raise UserError("rollout.urls: servers outside the job cannot be planned. Leave the key out of the plan.")
-    if config.model.dtype != "bfloat16":
-        raise UserError(f"model.dtype={config.model.dtype}: only bf16 can be planned. Set model.dtype=bfloat16.")
+    if (dtype := config.dtype_of("actor")) != "bfloat16":
+        key = "actor.dtype" if config.actor.dtype else "model.dtype"
+        raise UserError(f"{key}={dtype}: only a bf16 actor can be planned. Set {key}=bfloat16.")
 
 
 def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterator[str]:
@@ -157,6 +157,8 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
         yield "rollout.adapters: the weight sync is counted as the first one, later ones send adapters alone"
     for name, section in sections.items():
         role = getattr(config, section)
+        if name in roles and config.dtype_of(section) == "float32":
+            yield f"{name}.dtype: its matrix products are counted at the rate of bf16, float32 is many times slower"
         if name in roles and name not in FROZEN and role.lora:
             shared = name == "actor" and "reference" in roles and config.reference_is_unadapted_actor
             yield f"{name}.lora: counted as if all weights were trained" + ", and the reference's separate" * shared
@@ -166,14 +168,15 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
             yield f"{name}.dynamic_context: counted as if every row were sharded over all context-parallel ranks"
 
 
-def _options(config: Config, role: TrainableConfig) -> TrainingOptions:
-    optimizer = role.optimizer
+def _options(config: Config, section: str) -> TrainingOptions:
+    optimizer = getattr(config, section).optimizer
     megatron = config.megatron.model_dump()
     moments = (optimizer.cpu_offload, optimizer.moments_dtype)
-    return training_options(config.model.kernels, megatron, *moments, optimizer.kind)
+    return training_options(config.model.kernels, megatron, *moments, optimizer.kind, config.dtype_of(section))
 
 
-def _role(config: Config, name: str, section: TrainableConfig | ReferenceConfig) -> RoleRequest:
+def _role(config: Config, name: str, key: str) -> RoleRequest:
+    section: TrainableConfig | ReferenceConfig = getattr(config, key)
     path = section.path if isinstance(section, CriticConfig | ReferenceConfig) else None
     is_trained = name not in FROZEN
     trained = section if is_trained and isinstance(section, TrainableConfig) else None
@@ -186,5 +189,5 @@ def _role(config: Config, name: str, section: TrainableConfig | ReferenceConfig)
         str(path) if path else None,
         parse_ranks(section.ranks) if section.ranks else (),
         section.offload,
-        _options(config, trained) if trained else DEFAULT_OPTIONS,
+        _options(config, key) if trained else frozen_options(config.model.kernels, config.dtype_of(key)),
     )

@@ -17,7 +17,7 @@ from verl_mg.models.flops import layer_elements, pair_flops
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.planner.activations import kept_elements
 from verl_mg.planner.efficiency import UNFUSED
-from verl_mg.planner.inputs import GIGA, WEIGHT_BYTES, PlanInputs
+from verl_mg.planner.inputs import GIGA, PlanInputs
 
 TERA = 1e12
 LOGIT_BYTES = 4
@@ -91,7 +91,7 @@ def layer_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch, with_ex
     per_element = 2 * (rows + e.half_rows) / (layout.tp * speed)
     kept = kept_elements(c, with_experts, layout.etp)
     unfused = 1.0 if options.fused else UNFUSED
-    an_element = e.elementwise * unfused * WEIGHT_BYTES * rows / layout.tp / (inputs.memory_bandwidth * GIGA)
+    an_element = e.elementwise * unfused * options.weight_bytes * rows / layout.tp / (inputs.memory_bandwidth * GIGA)
     gather, exchange = _gather(inputs, layout, rows), _exchange(inputs, layout, rows)
     return LayerSeconds(
         attention_linear=parts.attention * per_element,
@@ -122,7 +122,7 @@ def _expert_seconds(inputs: PlanInputs, layout: Layout, rows: float, speed: floa
 
 def _gather(inputs: PlanInputs, layout: Layout, rows: float) -> float:
     """Predicts the seconds of gathering or scattering a micro-batch's hidden states over tensor-parallel ranks."""
-    received = rows * inputs.weights.config.hidden * WEIGHT_BYTES * (1 - 1 / layout.tp)
+    received = rows * inputs.weights.config.hidden * inputs.options.weight_bytes * (1 - 1 / layout.tp)
     return received / link_rate(inputs, layout.tp)
 
 
@@ -136,7 +136,7 @@ def _exchange(inputs: PlanInputs, layout: Layout, rows: float) -> float:
         received = rows * 2 * (c.heads + c.kv_heads) * c.head_dim * (1 - 1 / layout.cp)
     else:
         received = rows * 2 * c.kv_heads * c.head_dim * (layout.cp - 1)
-    return received / layout.tp * WEIGHT_BYTES / link_rate(inputs, layout.tp * layout.cp)
+    return received / layout.tp * inputs.options.weight_bytes / link_rate(inputs, layout.tp * layout.cp)
 
 
 def _dispatch(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
@@ -155,7 +155,7 @@ def _dispatch(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
     inside = near * (1 - 1 / layout.ep) if options.flex_dispatch else near * max(0.0, 1 / nodes - 1 / layout.ep)
     seconds = outside / (GIGA * inputs.inter_node) + inside / (GIGA * inputs.intra_node)
     seconds += near * (layout.etp - 1) / link_rate(inputs, layout.etp)
-    return tokens * c.hidden * WEIGHT_BYTES * seconds * inputs.imbalance
+    return tokens * c.hidden * inputs.options.weight_bytes * seconds * inputs.imbalance
 
 
 def distinct(places: int, choices: int) -> float:

@@ -52,10 +52,9 @@ class Elements:
         """Number of elements with gradients."""
         return self.dense + self.experts
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the weights of one rank."""
-        return WEIGHT_BYTES * self.trained + 4 * self.float32
+    def bytes(self, weight_bytes: int) -> int:
+        """Returns the bytes of the weights of one rank; `weight_bytes`: of one weight that may be bf16."""
+        return weight_bytes * self.trained + FLOAT32_BYTES * self.float32
 
 
 def elements(weights: WeightTable, shard_map: ShardMap, rank: int) -> Elements:
@@ -108,7 +107,7 @@ def train_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
     """
     counted = _on_stages(inputs.weights, layout.fit(len(inputs.placement_ranks)))
     parts = {
-        "weights": tuple(e.bytes for e in counted),
+        "weights": tuple(e.bytes(inputs.options.weight_bytes) for e in counted),
         **({"FP8 weights": tuple(FP8_COPY_BYTES * e.trained for e in counted)} if inputs.options.fp8 else {}),
         "gradients": tuple(inputs.options.gradient_bytes * e.trained for e in counted),
         OPTIMIZER_STATES: tuple(_optimizer_bytes(inputs.options, e, layout) for e in counted),
@@ -126,7 +125,9 @@ def frozen_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
     """
     counted = _on_stages(inputs.weights, layout.fit(len(inputs.placement_ranks)))
     activations = tuple(inference_bytes(inputs, layout, stage) for stage in range(layout.pp))
-    return TrainMemory(counted, {"weights": tuple(e.bytes for e in counted), ACTIVATIONS: activations})
+    return TrainMemory(
+        counted, {"weights": tuple(e.bytes(inputs.options.weight_bytes) for e in counted), ACTIVATIONS: activations}
+    )
 
 
 @cache  # equal for every batch, and for every role of the same model
@@ -309,7 +310,7 @@ def activation_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
     recomputed = max(layer.recomputed(inputs.recompute) for layer in every)
     in_flight = chunks_in_flight(layout, stage, micro_batches(inputs, layout)) / layout.vpp
     tokens = inputs.longest_micro_batch / layout.cp
-    in_layers = WEIGHT_BYTES * tokens / layout.tp * (in_flight * kept + recomputed)
+    in_layers = options.weight_bytes * tokens / layout.tp * (in_flight * kept + recomputed)
     return round(in_layers + (_output_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0))
 
 
@@ -325,8 +326,9 @@ def inference_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
     layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
     widest = max(kept_elements(c, c.has_experts(layer), layout.etp).all for layer in layers)
     tokens = inputs.longest_micro_batch / layout.cp
-    output = WEIGHT_BYTES * tokens * c.hidden + _logit_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0
-    return round(WEIGHT_BYTES * tokens / layout.tp * widest + output)
+    item = inputs.options.weight_bytes
+    output = item * tokens * c.hidden + _logit_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0
+    return round(item * tokens / layout.tp * widest + output)
 
 
 def _output_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
@@ -336,7 +338,7 @@ def _output_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
     chunks of logits.
     """
     hidden = inputs.weights.config.hidden
-    states = 2 * WEIGHT_BYTES * tokens * hidden
+    states = 2 * inputs.options.weight_bytes * tokens * hidden
     if inputs.weights.head == "value":
         return states
     rows = inputs.weights.padded_vocab(layout.tp) / layout.tp

@@ -12,7 +12,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
 from verl_mg.planner.cost import inference_seconds, train_seconds
 from verl_mg.planner.generation_time import rollout_seconds
-from verl_mg.planner.inputs import WEIGHT_BYTES, PlanInputs
+from verl_mg.planner.inputs import PlanInputs
 from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, weight_sync
 from verl_mg.planner.memory import (
     RolloutMemory,
@@ -335,5 +335,5 @@ def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
     others = sum(awake(inputs, None).values())
     options = inputs.options
     states = (1 - options.offloaded_states) * options.state_bytes * inputs.elements / layout.ranks
-    local = (WEIGHT_BYTES + options.gradient_bytes) * (dense + experts) / layout.pp
+    local = (options.weight_bytes + options.gradient_bytes) * (dense + experts) / layout.pp
     return local + states + others <= inputs.usable

@@ -45,6 +45,8 @@ class TrainingOptions:
     """Whether collectives of tensor parallelism overlap with their matrix products (`transformer.tp_comm_overlap`)."""
     offload_modules: tuple[str, ...] = ()
     """Modules whose inputs wait on the host for the backward pass (`transformer.offload_modules`)."""
+    weight_bytes: int = 2
+    """Bytes of a weight, and of an element of activations (`dtype` of the role)."""
     gradient_bytes: int = 4
     """Bytes of a gradient in its buffer (`ddp.grad_reduce_in_fp32`)."""
     overlap_gradients: bool = False
@@ -79,6 +81,7 @@ def training_options(
     cpu_offload: bool = False,
     moments_dtype: str = "float32",
     kind: str = "adamw",
+    dtype: str = "bfloat16",
 ) -> TrainingOptions:
     """Reads the options of a role.
 
@@ -88,18 +91,21 @@ def training_options(
         cpu_offload: whether the moments are on the host (`optimizer.cpu_offload` of the role).
         moments_dtype: type of the moments (`optimizer.moments_dtype` of the role).
         kind: adamw or muon (`optimizer.kind` of the role).
+        dtype: type of the weights (`dtype` of the role).
     """
     transformer, optimizer, ddp = (dict(megatron.get(part) or {}) for part in ("transformer", "optimizer", "ddp"))
-    gradient_bytes = 4 if ddp.get("grad_reduce_in_fp32", True) else 2
+    weight_bytes = BYTES[dtype]
+    gradient_bytes = 4 if ddp.get("grad_reduce_in_fp32", True) else weight_bytes
     offload = transformer.get("fine_grained_activation_offloading")
     fraction = (
         float(optimizer.get("optimizer_offload_fraction", 1.0)) if optimizer.get("optimizer_cpu_offload") else 0.0
     )
     muon = kind == "muon" or "muon" in str(optimizer.get("optimizer", "adam"))
     moments = _moment_bytes(optimizer, moments_dtype, muon)
-    states = moments + _other_state_bytes(optimizer, gradient_bytes)
+    # The optimizer updates float32 weights themselves.
+    states = moments + (_other_state_bytes(optimizer, gradient_bytes) if weight_bytes == 2 else 0)
     return TrainingOptions(
-        fused=kernels != "torch",
+        fused=_is_fused(kernels, dtype),
         fp8=bool(transformer.get("fp8")),
         flex_dispatch=transformer.get("moe_token_dispatcher_type") == "flex"
         or bool(transformer.get("moe_enable_deepep")),
@@ -108,6 +114,7 @@ def training_options(
         exchanged=EXCHANGED[str(transformer.get("cp_comm_type") or "a2a")],
         tensor_overlap=bool(transformer.get("tp_comm_overlap")),
         offload_modules=_offload_modules(transformer.get("offload_modules")) if offload else (),
+        weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
         overlap_gradients=bool(ddp.get("overlap_grad_reduce")),
         overlap_weights=bool(ddp.get("overlap_param_gather")),
@@ -118,6 +125,21 @@ def training_options(
         sharded_states=not muon or kind == "muon" or _is_layer_wise(optimizer),
         muon=muon,
     )
+
+
+def frozen_options(kernels: str, dtype: str) -> TrainingOptions:
+    """Returns the options of a role that is not trained.
+
+    Args:
+        kernels: `model.kernels`.
+        dtype: type of the weights (`dtype` of the role).
+    """
+    return TrainingOptions(fused=_is_fused(kernels, dtype), weight_bytes=BYTES[dtype])
+
+
+def _is_fused(kernels: str, dtype: str) -> bool:
+    """Returns whether kernels are Transformer Engine's, which `auto` takes for bf16 alone."""
+    return kernels == "transformer_engine" or (kernels == "auto" and dtype == "bfloat16")
 
 
 def _is_layer_wise(optimizer: Mapping[str, Any]) -> bool:

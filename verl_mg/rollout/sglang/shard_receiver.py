@@ -243,7 +243,7 @@ def _check(parameters: Mapping[str, Tensor], dtypes: Mapping[str, str], exact: b
         if actual != dtype and (exact or not {actual, dtype} <= CASTABLE):
             raise TypeError(
                 f"{name} is {actual}, and the job sends {dtype}: the server's --dtype and quantization_config have to "
-                "be those of model.dtype and rollout.wire"
+                "be those of actor.dtype and rollout.wire"
             )
 
 
