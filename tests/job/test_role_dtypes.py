@@ -15,9 +15,9 @@ from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles
-from verl_mg.megatron.microbatch import LossInputs, LossOutput
 from verl_mg.models.hf_config import read_config
 from verl_mg.run.loop import MODEL
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 ROWS = 6
 MIXED = ["model.dtype=bfloat16", "critic.dtype=float32", "reward_model.dtype=float32"]
