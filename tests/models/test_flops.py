@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_mg.models.flops import active_elements, layer_elements, orthogonalization_flops, row_flops
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.hf_tensors import TensorIndex, model_spec
+from verl_mg.models.hf_tensors import index_of, model_spec
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.weight_table import weight_table
 
@@ -26,7 +26,7 @@ from verl_mg.sharding.weight_table import weight_table
 def test_row_flops_equal_the_count_of_torch(tmp_path, architecture, options):
     """Without a causal mask, so twice the pairs; DeepSeek's layers are dense here, since loops over experts vary."""
     config = read_config(make_tiny_model(tmp_path, architecture, **options))
-    predicted, length = row_flops(config, TensorIndex(model_spec(config))), 48
+    predicted, length = row_flops(config, index_of(model_spec(config))), 48
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(tmp_path), dtype=torch.float32, attn_implementation="eager"
     )
@@ -39,7 +39,7 @@ def test_row_flops_equal_the_count_of_torch(tmp_path, architecture, options):
 def test_row_flops_mixture_counts_top_k_experts(tmp_path):
     make_tiny_model(tmp_path, "qwen3_moe", experts=8)
     c = read_config(tmp_path)
-    flops = row_flops(c, TensorIndex(model_spec(c)))
+    flops = row_flops(c, index_of(model_spec(c)))
     assert c.experts is not None
     attention = 2 * c.hidden * c.head_dim * (c.heads + c.kv_heads)
     a_layer = attention + c.experts.top_k * 3 * c.hidden * c.experts.ffn + c.experts.count * c.hidden
@@ -60,14 +60,14 @@ def test_layer_elements_add_up_to_the_active_elements(name):
     """Against the tensors of the checkpoint; norms and biases, which are no matrices, are below a thousandth."""
     config = read_config(Path(__file__).parents[2] / "tools" / "model_configs" / f"{name}.json")
     layers = sum(layer_elements(config, config.has_experts(layer)).all for layer in range(config.layers))
-    expected = active_elements(config, TensorIndex(model_spec(config)))
+    expected = active_elements(config, index_of(model_spec(config)))
     assert layers + config.vocab * config.hidden == pytest.approx(expected, rel=1e-3)
 
 
 def test_orthogonalization_flops_equal_the_count_of_torch(tmp_path):
     """Five iterations on every matrix of the layers, as Muon computes them."""
     config = read_config(make_tiny_model(tmp_path, "llama"))
-    index = TensorIndex(model_spec(config))
+    index = index_of(model_spec(config))
     matrices = [e.tensor.shape for e in index.entries.values() if e.layer is not None and len(e.tensor.shape) == 2]
     with FlopCounterMode(display=False) as counter, torch.device("meta"):
         for shape in matrices:

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from verl_mg.models.checkpoint_shapes import checkpoint_shapes
 from verl_mg.rollout.tracing.position_codes import PositionCodes, decode
-from verl_mg.rollout.tracing.tracer import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 
 
@@ -32,14 +32,16 @@ def trace_transformers(model_dir: str | Path) -> dict[str, Shard]:
 
 def _loaded_by_transformers(model_dir: Path, checkpoint: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters and the filled buffers of the module that `from_pretrained` makes of a checkpoint."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     with tempfile.TemporaryDirectory(prefix="trace-") as name:
         shutil.copy(model_dir / "config.json", name)
         save_file(checkpoint, Path(name) / "model.safetensors", {"format": "pt"})
-        model, info = AutoModelForCausalLM.from_pretrained(
+        takes_images = hasattr(AutoConfig.from_pretrained(name), "vision_config")
+        model, info = (AutoModelForImageTextToText if takes_images else AutoModelForCausalLM).from_pretrained(
             name, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
+    assert not info["mismatched_keys"]
     missing: set[str] = set(info["missing_keys"])
     parameters = dict(model.named_parameters())
     unfilled = sorted(missing & parameters.keys())

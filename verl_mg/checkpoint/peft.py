@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,8 @@ from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
-from verl_mg.models.hf_tensors import (
-    MLP,
-    Experts,
-    GroupedAttention,
-    LatentAttention,
-    LayerSpec,
-    TensorSpec,
-)
 from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
-from verl_mg.sharding.weight_table import SCORE, WeightTable
+from verl_mg.sharding.model_table import SCORE, ModelTable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -81,7 +73,7 @@ def base_tensor(name: str) -> str:
     return inner.replace(".lora_A.weight", ".weight").replace(".lora_B.weight", ".weight")
 
 
-def adapted_tensors(table: WeightTable, targets: Sequence[str] | None, experts: bool = False) -> tuple[str, ...]:
+def adapted_tensors(table: ModelTable, targets: Sequence[str] | None, experts: bool = False) -> tuple[str, ...]:
     """Returns the tensors with an adapter, in the order of the checkpoint.
 
     Args:
@@ -92,7 +84,7 @@ def adapted_tensors(table: WeightTable, targets: Sequence[str] | None, experts: 
     Raises:
         UserError: for a name without a layer that supports adapters, or experts of a model that has none.
     """
-    shared, routed = _linear(table, _dense_layers), _linear(table, _expert_layers)
+    shared, routed = table.linear_tensors(), table.linear_tensors(of_experts=True)
     if experts and not routed:
         raise UserError(f"lora.experts: a {table.config.architecture} model has no experts. Leave it out.")
     supported = {*shared, *(routed if experts else ())}
@@ -108,37 +100,6 @@ def adapted_tensors(table: WeightTable, targets: Sequence[str] | None, experts: 
             )
         raise UserError(f"lora.targets: the model has no linear layer {target!r}. Choose from {known}.")
     return tuple(name for name in supported_in_order if targets is None or module_name(name) in targets)
-
-
-def _linear(table: WeightTable, select: Callable[[LayerSpec], Iterator[TensorSpec]]) -> list[str]:
-    return [
-        tensor.name.format(layer=number, expert=expert)
-        for number, layer in enumerate(table.model.layers)
-        for tensor in select(layer)
-        for expert in range(layer.num_experts if tensor.per_expert else 1)
-    ]
-
-
-def _dense_layers(layer: LayerSpec) -> Iterator[TensorSpec]:
-    yield from _attention_layers(layer.attention)
-    mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
-    if mlp:
-        yield from (mlp.gate, mlp.up, mlp.down)
-
-
-def _attention_layers(attention: GroupedAttention | LatentAttention) -> Iterator[TensorSpec]:
-    if isinstance(attention, GroupedAttention):
-        yield from (attention.q, attention.k, attention.v, attention.out)
-        return
-    if attention.q_down:
-        yield attention.q_down
-    yield from (attention.q, attention.kv_down, attention.kv_up, attention.out)
-
-
-def _expert_layers(layer: LayerSpec) -> Iterator[TensorSpec]:
-    if isinstance(layer.mlp, Experts):
-        each: MLP = layer.mlp.each
-        yield from (each.gate, each.up, each.down)
 
 
 def adapter_shards(shard: Shard, shapes: Shapes) -> list[AdapterShard]:
@@ -212,7 +173,7 @@ def _names(tensor: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-def adapter_shapes(table: WeightTable, adapted: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(table: ModelTable, adapted: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
     """Returns names and shapes of the tensors in PEFT's file, including a value head.
 
     Args:

@@ -35,7 +35,7 @@ from verl_mg.rollout.sglang.arguments import check_on_cpu as check_sglang_on_cpu
 from verl_mg.rollout.sglang.engine import sglang_follower
 from verl_mg.rollout.vllm.arguments import check_on_cpu as check_vllm_on_cpu
 from verl_mg.rollout.vllm.engine import VLLMEngine, vllm_follower
-from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.sharding.model_table import ModelTable
 
 ENGINES: Mapping[str, type[SGLangEngine | VLLMEngine]] = {"sglang": SGLangEngine, "vllm": VLLMEngine}
 """Engines in processes of their own, by their names in `rollout.engine`."""
@@ -71,7 +71,7 @@ def num_training_ranks(config: Config, world_size: int) -> int:
     return world_size - num_ranks
 
 
-def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
+def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
     """Checks the section `rollout` before anything is built.
 
     Args:
@@ -150,7 +150,7 @@ def check_engines(config: Config, table: WeightTable, world_size: int) -> None:
         resolve_engine_layout(placement.layout, len(placement.ranks), experts.count if experts else 0, check)
 
 
-def _check_wire(config: Config, table: WeightTable) -> None:
+def _check_wire(config: Config, table: ModelTable) -> None:
     """Checks that the engines can have quantized weights."""
     rollout, layout = config.rollout, EngineLayout.parse(config.rollout.layout)
     key = f"rollout.wire={rollout.wire}"
@@ -247,7 +247,7 @@ def _placement(config: Config, world_size: int) -> EnginePlacement:
 
 
 def _settings(
-    config: Config, dtype: torch.dtype, placement: EnginePlacement, table: WeightTable, part: EnginePart
+    config: Config, dtype: torch.dtype, placement: EnginePlacement, table: ModelTable, part: EnginePart
 ) -> EngineSettings:
     return EngineSettings(
         layout=placement.layout,

@@ -10,10 +10,10 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.engine_adapters import FUSED, AdapterSettings, fused_targets
 from verl_mg.rollout.vllm.arguments import served_rank
-from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.sharding.model_table import ModelTable
 
 
-def adapter_settings(config: Config, table: WeightTable) -> AdapterSettings | None:
+def adapter_settings(config: Config, table: ModelTable) -> AdapterSettings | None:
     """Returns the adapters for which engines are started; None where adapters are merged.
 
     Args:
@@ -26,7 +26,7 @@ def adapter_settings(config: Config, table: WeightTable) -> AdapterSettings | No
     return AdapterSettings(lora.rank, fused_targets(_targets(table, lora)))
 
 
-def check_adapters(config: Config, table: WeightTable, ranks_per_node: int) -> None:
+def check_adapters(config: Config, table: ModelTable, ranks_per_node: int) -> None:
     """Checks that the engines can compute with adapters.
 
     Args:
@@ -75,7 +75,7 @@ def check_adapters(config: Config, table: WeightTable, ranks_per_node: int) -> N
             )
 
 
-def _check_targets(table: WeightTable, lora: LoraConfig) -> None:
+def _check_targets(table: ModelTable, lora: LoraConfig) -> None:
     feed_forward = {*FUSED[1], "down_proj"} & set(_targets(table, lora))
     if table.config.experts and feed_forward:
         names = ", ".join(sorted(feed_forward))
@@ -85,7 +85,7 @@ def _check_targets(table: WeightTable, lora: LoraConfig) -> None:
         )
 
 
-def _targets(table: WeightTable, lora: LoraConfig) -> list[str]:
+def _targets(table: ModelTable, lora: LoraConfig) -> list[str]:
     return list(dict.fromkeys(map(module_name, adapted_tensors(table, lora.targets, lora.experts))))
 
 

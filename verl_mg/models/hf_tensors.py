@@ -7,7 +7,7 @@ the modules of the architectures in `transformers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -170,6 +170,15 @@ class TensorEntry:
     """Index of the layer; None outside the layers."""
     expert: int | None = None
     """Index of the expert in its layer."""
+    stacked: bool = False
+    """Whether it stacks all experts of its layer."""
+    vision: bool = False
+    """Whether it belongs to the part of a model that only images pass through."""
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it belongs to routed experts, of which a token passes through a few."""
+        return self.expert is not None or self.stacked
 
     @property
     def is_layer_matrix(self) -> bool:
@@ -177,26 +186,14 @@ class TensorEntry:
         return self.layer is not None and len(self.tensor.shape) == 2
 
 
+@dataclass(frozen=True, eq=False)
 class TensorIndex:
-    """All tensors of a checkpoint by name, layer by layer, expert by expert."""
+    """All tensors of a checkpoint by name."""
 
-    def __init__(self, model: ModelSpec) -> None:
-        """Numbers the tensors of a model."""
-        self.tied = model.output is model.embedding
-        self.entries: dict[str, TensorEntry] = {}
-        self._add(model.embedding)
-        for number, layer in enumerate(model.layers):
-            tensors = list(tensors_of(layer))
-            for tensor in tensors:
-                if not tensor.per_expert:
-                    self._add(tensor, number)
-            for expert in range(layer.num_experts):
-                for tensor in tensors:
-                    if tensor.per_expert:
-                        self._add(tensor, number, expert)
-        self._add(model.final_norm)
-        if not self.tied:
-            self._add(model.output)
+    entries: Mapping[str, TensorEntry]
+    """{name: entry}, in the order in which tensors are stored and moved."""
+    tied: bool
+    """Whether the output layer is the embedding."""
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -206,9 +203,30 @@ class TensorIndex:
             for name, entry in self.entries.items()
         }
 
-    def _add(self, tensor: TensorSpec, layer: int | None = None, expert: int | None = None) -> None:
+
+def index_of(model: ModelSpec) -> TensorIndex:
+    """Returns the tensors of a model, layer by layer, expert by expert."""
+    entries: dict[str, TensorEntry] = {}
+
+    def add(tensor: TensorSpec, layer: int | None = None, expert: int | None = None) -> None:
         name = tensor.name.format(layer=layer, expert=expert)
-        self.entries[name] = TensorEntry(len(self.entries), tensor, layer, expert)
+        entries[name] = TensorEntry(len(entries), tensor, layer, expert)
+
+    add(model.embedding)
+    for number, layer in enumerate(model.layers):
+        tensors = list(tensors_of(layer))
+        for tensor in tensors:
+            if not tensor.per_expert:
+                add(tensor, number)
+        for expert in range(layer.num_experts):
+            for tensor in tensors:
+                if tensor.per_expert:
+                    add(tensor, number, expert)
+    add(model.final_norm)
+    tied = model.output is model.embedding
+    if not tied:
+        add(model.output)
+    return TensorIndex(entries, tied)
 
 
 ATTENTION, FEED_FORWARD = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
@@ -297,3 +315,24 @@ def _experts(c: HFConfig, experts: ExpertsConfig) -> Experts:
         each=_mlp(prefix + "experts.{expert}.", c.hidden, experts.ffn, (gate, up, down)),
         shared=_mlp(prefix + "shared_experts.", c.hidden, experts.shared_ffn) if experts.shared_ffn else None,
     )
+
+
+def linear_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
+    """Yields the weights of the linear layers outside of routed experts, without routers."""
+    attention = layer.attention
+    if isinstance(attention, GroupedAttention):
+        yield from (attention.q, attention.k, attention.v, attention.out)
+    else:
+        if attention.q_down:
+            yield attention.q_down
+        yield from (attention.q, attention.kv_down, attention.kv_up, attention.out)
+    mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
+    if mlp:
+        yield from (mlp.gate, mlp.up, mlp.down)
+
+
+def expert_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
+    """Yields the weights of the linear layers of routed experts."""
+    if isinstance(layer.mlp, Experts):
+        each = layer.mlp.each
+        yield from (each.gate, each.up, each.down)

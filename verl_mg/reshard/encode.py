@@ -24,8 +24,8 @@ from verl_mg.reshard.encoded_shard_map import EncodedPart, EncodedSource, Encode
 from verl_mg.reshard.encoding import Encoding, add_largest, encode_box
 from verl_mg.reshard.schedule import Schedule
 from verl_mg.sharding.boxes import BlockSize, Piece, box_shape, slices
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ShardMap
-from verl_mg.sharding.weight_table import WeightTable
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EncodedMaps:
         return [(name, self.target.scales_of(name)) for name in self.target.encoded]
 
 
-def encoded_maps(table: WeightTable, source: ShardMap, target: ShardMap, encoding: Encoding) -> EncodedMaps:
+def encoded_maps(table: ModelTable, source: ShardMap, target: ShardMap, encoding: Encoding) -> EncodedMaps:
     """Returns the shard maps of the weights that engines quantize.
 
     Args:
@@ -56,7 +56,7 @@ def encoded_maps(table: WeightTable, source: ShardMap, target: ShardMap, encodin
     return EncodedMaps(EncodedSource(source, encoding, names), EncodedTarget(target, encoding, names))
 
 
-def check_engine_blocks(table: WeightTable, target: ShardMap, encoding: Encoding, ranks: Iterable[int]) -> None:
+def check_engine_blocks(table: ModelTable, target: ShardMap, encoding: Encoding, ranks: Iterable[int]) -> None:
     """Checks that engines can have such weights, and that their shards consist of whole blocks and tiles.
 
     Args:

@@ -20,18 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_mg.errors import UserError
-from verl_mg.models.hf_tensors import Experts, TensorInfo
+from verl_mg.models.hf_tensors import TensorInfo
 from verl_mg.reshard.encoding import Encoding, check_packing
 from verl_mg.sharding.boxes import Box, Piece, Shard
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
-from verl_mg.sharding.weight_table import WeightTable
 
 
-def quantized_tensors(table: WeightTable) -> frozenset[str]:
+def quantized_tensors(table: ModelTable) -> frozenset[str]:
     """Returns the tensors that engines quantize: the matrices of the layers, but for routers."""
-    routers = {layer.mlp.router for layer in table.model.layers if isinstance(layer.mlp, Experts)}
     entries = table.tensor_index.entries.items()
-    return frozenset(name for name, entry in entries if entry.is_layer_matrix and entry.tensor not in routers)
+    return frozenset(name for name, entry in entries if entry.is_layer_matrix) - table.routers
 
 
 class EncodedShardMap(ABC):

@@ -18,8 +18,8 @@ from verl_mg.layout import EnginePlacement
 from verl_mg.reshard.epochs import Epochs, Flow, Pattern, Patterns, cut_into_epochs
 from verl_mg.reshard.routing import BoxRouting, Routes
 from verl_mg.sharding.boxes import Box, full_box, intersect, numel, translate_box, uncovered
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
-from verl_mg.sharding.weight_table import WeightTable
 
 FLOAT32_BYTES = 4
 
@@ -330,7 +330,7 @@ def plan(
 
 
 def best_stride(
-    source: ShardMap, table: WeightTable, placement: EnginePlacement, ranks_per_node: int
+    source: ShardMap, table: ModelTable, placement: EnginePlacement, ranks_per_node: int
 ) -> EnginePlacement:
     """Returns the engine placement whose stride moves the fewest bytes; the smallest stride of equally good ones.
 

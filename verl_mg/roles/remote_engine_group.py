@@ -29,7 +29,7 @@ from verl_mg.rollout.sglang.servers.paired_engine import check_addresses, connec
 from verl_mg.rollout.sglang.servers.pool import ServerPool
 from verl_mg.rollout.sglang.servers.pool_member import LOST_SECONDS
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
-from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.sharding.model_table import ModelTable
 
 MAX_LEADERS = 64
 """Ranks that lead servers of `rollout.urls_file`: all leaders read the counters of the work queue again and again."""
@@ -156,7 +156,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
             )
 
 
-def check_servers(config: Config, table: WeightTable) -> None:
+def check_servers(config: Config, table: ModelTable) -> None:
     """Checks the section `rollout` and this rank's servers before anything is built.
 
     Args:
@@ -202,7 +202,7 @@ def _check_folder(folder: Path | None) -> None:
 
 
 def build_remote_engines(
-    config: Config, table: WeightTable, context: JobContext, wrap: EngineWrapper
+    config: Config, table: ModelTable, context: JobContext, wrap: EngineWrapper
 ) -> RemoteEngineGroup:
     """Returns the servers of the configuration, without weights of this job until the first transfer.
 
@@ -239,7 +239,7 @@ def build_remote_engines(
     return group
 
 
-def _weight_sync(config: Config, table: WeightTable) -> RemoteWeightSync:
+def _weight_sync(config: Config, table: ModelTable) -> RemoteWeightSync:
     rollout = config.rollout
     if rollout.weight_transfer == "disk":
         folder = rollout.shared_folder or Path()
@@ -249,7 +249,7 @@ def _weight_sync(config: Config, table: WeightTable) -> RemoteWeightSync:
     return ProcessGroupSync(table, rollout.weight_transfer == "broadcast", rollout.wire, rollout.delta)
 
 
-def _requirements(config: Config, table: WeightTable) -> ServerRequirements:
+def _requirements(config: Config, table: ModelTable) -> ServerRequirements:
     rollout = config.rollout
     return ServerRequirements(
         table.config,

@@ -3,62 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
-from typing import Literal
 
-from verl_mg.layout import EngineLayout, EnginePlacement, Layout, ModelDims, Placement
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import Experts, ModelSpec, TensorIndex, TensorSpec, model_spec
+from verl_mg.models.hf_tensors import (
+    Experts,
+    ModelSpec,
+    TensorIndex,
+    TensorSpec,
+    expert_tensors_of,
+    index_of,
+    linear_tensors_of,
+    model_spec,
+)
 from verl_mg.sharding import engine_table, megatron, sglang, transformers, vllm
-from verl_mg.sharding.boxes import Piece, Shard, full_box
+from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.engine_table import EngineRules
 from verl_mg.sharding.megatron import Kernels
+from verl_mg.sharding.model_table import SCORE, Head, ModelTable
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
-from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex, ShardMap
-from verl_mg.sharding.traced_table import EngineName, TracedTable, read_traced_table
+from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex
+from verl_mg.sharding.traced_table import EngineName
 
-Head = Literal["language", "value"]
-"""Output layer of a model: the language model's, or the single row of a value or reward model."""
 ENGINE_RULES: Mapping[EngineName, EngineRules] = {"sglang": sglang.RULES, "vllm": vllm.RULES}
 """Differences of each engine from the common table."""
-SCORE = "score.weight"
-"""Name of the value head's tensor, as in `transformers`' models for token classification."""
 
 
 @dataclass(frozen=True)
-class WeightTable:
+class WeightTable(ModelTable):
     """All weights of one model, as pure functions of its configuration."""
-
-    config: HFConfig
-    """Configuration of the model."""
-    head: Head = "language"
-    """With "value" a single row replaces the language model's output layer."""
-    engine: EngineName = "sglang"
-    """Rollout engine whose shards `shard_map_engine` returns; see `for_engine`."""
-    traced: TracedTable | None = field(default=None, compare=False)
-    """Traced table of the rollout engine, which replaces the built-in table; see `with_traced_table`."""
-
-    def for_engine(self, engine: EngineName) -> WeightTable:
-        """Returns this table with the parameters of a rollout engine."""
-        return replace(self, engine=engine)
-
-    def with_traced_table(self, path: Path | None) -> WeightTable:
-        """Returns this table with the engine's part read from a file of `verl-mg trace`.
-
-        Args:
-            path: value of `rollout.sharding_table`; None keeps the built-in table.
-
-        Raises:
-            UserError: the file cannot be read, is damaged, or was traced for another engine or model.
-        """
-        if path is None:
-            return self
-        traced = read_traced_table(path)
-        traced.check_engine(path, self.engine)
-        traced.check_model(path, self.tensor_index.tensors)
-        return replace(self, traced=traced)
 
     @cached_property
     def model(self) -> ModelSpec:
@@ -71,13 +46,33 @@ class WeightTable:
     @cached_property
     def tensor_index(self) -> TensorIndex:
         """Tensors of the checkpoint by name, in order."""
-        return TensorIndex(self.model)
+        return index_of(self.model)
 
     @cached_property
     def router_biases(self) -> frozenset[str]:
         """Names of the biases of routers, which have no gradient and keep the values of the checkpoint."""
         biases = {layer.mlp.router_bias for layer in self.model.layers if isinstance(layer.mlp, Experts)}
         return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.tensor in biases)
+
+    @cached_property
+    def routers(self) -> frozenset[str]:
+        """Names of the weights of routers, which engines do not quantize."""
+        routers = {layer.mlp.router for layer in self.model.layers if isinstance(layer.mlp, Experts)}
+        return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.tensor in routers)
+
+    def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
+        """Returns the names of the weights of linear layers, which adapters can adapt; routers are not among them.
+
+        Args:
+            of_experts: return those of routed experts instead of the others.
+        """
+        select = expert_tensors_of if of_experts else linear_tensors_of
+        return tuple(
+            tensor.name.format(layer=number, expert=expert)
+            for number, layer in enumerate(self.model.layers)
+            for tensor in select(layer)
+            for expert in range(layer.num_experts if tensor.per_expert else 1)
+        )
 
     def megatron(self, layout: Layout, rank: int, kernels: Kernels = "torch") -> dict[str, Shard]:
         """Returns the parameters of one Megatron rank by their name in Megatron's state dict.
@@ -91,24 +86,6 @@ class WeightTable:
         """
         layout.coordinates(rank)  # IndexError beyond the layout
         return self.shard_map_megatron(Placement(layout, tuple(range(layout.ranks))), kernels).shards(rank)
-
-    def engine_shards(self, layout: EngineLayout, rank: int) -> Mapping[str, Shard]:
-        """Returns the parameters of one rank of an engine by their name in the engine's model class.
-
-        Args:
-            layout: engine layout.
-            rank: 0 <= rank < layout.ranks.
-        """
-        return self.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks)))).shards(rank)
-
-    def transformers(self) -> dict[str, Shard]:
-        """Returns the parameters of the module of `transformers` 5, unsharded."""
-        return self.shard_map_replicated((0,)).shards(0)
-
-    def huggingface(self) -> dict[str, Shard]:
-        """Returns the tensors of the checkpoint, unsharded; a tied output layer is not among them."""
-        shapes = {name: entry.tensor.shape for name, entry in self.tensor_index.entries.items()}
-        return {name: Shard(shape, (Piece(name, full_box(shape), full_box(shape)),)) for name, shape in shapes.items()}
 
     def shard_map_megatron(self, placement: Placement, kernels: Kernels = "torch") -> DerivedShardMap:
         """Returns the shards of Megatron's ranks.
@@ -147,19 +124,16 @@ class WeightTable:
             indices[rank] = ParallelIndex(at.pp, at.ep, axis_index)
         return self._derive(stages, sizes, layout.ep, indices)
 
-    def shard_map_engine(self, placement: EnginePlacement) -> ShardMap:
-        """Returns the shards of the ranks of engines, from the traced table where there is one.
+    @property
+    def has_engine_rules(self) -> bool:
+        """True: every architecture with a weight table is in the table of the engines."""
+        return True
 
-        Args:
-            placement: engine layout and its ranks.
+    def _check_rules(self, layout: EngineLayout) -> None:
+        ENGINE_RULES[self.engine].check_supported(self.config, layout)
 
-        Raises:
-            UserError: the engine cannot shard the model in this way, or the table was traced for another layout.
-        """
+    def _shard_map_by_rules(self, placement: EnginePlacement) -> DerivedShardMap:
         layout, config, rules = placement.layout, self.config, ENGINE_RULES[self.engine]
-        self.check_engine_layout(layout)
-        if self.traced:
-            return self.traced.shard_map(placement, self.tensor_index.tensors)
         layer_params = cache(lambda layer: engine_table.layer_params(layer, config, rules))
         embedding, (final_norm, output) = (
             engine_table.embedding_param(self.model),
@@ -225,32 +199,6 @@ class WeightTable:
         if self.config.latent and kernels == "torch":  # Transformer Engine replicates the down projections
             latent = self.config.latent
             layout.check_down_projections(latent.q_rank, latent.kv_rank + latent.rope_dim)
-
-    def check_engine_layout(self, layout: EngineLayout) -> None:
-        """Checks that the engine can shard the model in this way.
-
-        Raises:
-            UserError: the engine does not support it, or the traced table has another layout.
-        """
-        if self.traced:
-            self.traced.check_layout(layout)
-        else:
-            ENGINE_RULES[self.engine].check_supported(self.config, layout)
-        layout.check(self.model_dims)
-
-    @property
-    def model_dims(self) -> ModelDims:
-        """Dimensions that layouts divide."""
-        c, experts = self.config, self.config.experts
-        dense = ModelDims(attention_heads=c.heads, kv_heads=c.kv_heads, layers=c.layers, ffn=c.ffn)
-        if experts is None:
-            return dense
-        return replace(dense, experts=experts.count, expert_ffn=experts.ffn, shared_ffn=experts.shared_ffn)
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
-        return self.model.output is self.model.embedding
 
     def padded_vocab(self, tp: int) -> int:
         """Returns the rows of the vocabulary on all tensor-parallel ranks of Megatron, including padding."""

@@ -17,8 +17,8 @@ from tests.traces import (
     vllm_traces,
 )
 from verl_mg.layout import EngineLayout
+from verl_mg.models.checkpoint_shapes import checkpoint_shapes
 from verl_mg.models.hf_config import read_config
-from verl_mg.rollout.tracing.tracer import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import weight_table
 

@@ -27,8 +27,8 @@ from verl_mg.roles.weight_sync.engines import source_tensors, sources_of, transf
 from verl_mg.roles.weight_sync.remote import SENDER, ServerView, SyncResult
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ExplicitShardMap
-from verl_mg.sharding.weight_table import WeightTable
 
 CHUNK_BYTES = 2**29
 """Bytes of weights that the sender and every rank of a server have in addition to their own, or one larger tensor."""
@@ -198,7 +198,7 @@ def _to_chunk(chunk: TensorChunk, messages: Schedule, dtype: torch.dtype) -> _Ch
     return _Chunk(messages, {name: info.shape for name, info in infos}, dtypes)
 
 
-def _fused_tensors(table: WeightTable) -> Iterator[list[str]]:
+def _fused_tensors(table: ModelTable) -> Iterator[list[str]]:
     """Yields tensors that SGLang fuses into one parameter, for some loaders need all in one call; experts do not."""
     for shard in table.engine_shards(EngineLayout(), 0).values():
         names = [piece.tensor for piece in shard.pieces]

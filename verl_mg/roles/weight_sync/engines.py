@@ -28,7 +28,7 @@ from verl_mg.rollout.ipc_payload import Staging, staging_bytes
 from verl_mg.rollout.patch_payload import PatchStaging
 from verl_mg.rollout.process_engine import ProcessEngine
 from verl_mg.sharding.boxes import Shard
-from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.runner import Runner
 
 CHUNK_BYTES = 2**30
@@ -134,7 +134,7 @@ class ProcessEngineSync:
         placement: EnginePlacement,
         groups: Mapping[int, dist.ProcessGroup],
         engine: ProcessEngine | None,
-        table: WeightTable,
+        table: ModelTable,
         wire: Wire = "cast",
         delta: bool = False,
         merges: bool = True,

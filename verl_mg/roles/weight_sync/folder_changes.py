@@ -44,7 +44,7 @@ from verl_mg.rollout.sglang.folder_receiver import FolderReport, FolderRequest
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.boxes import Box, cut, intersect, numel, slices, translate_box
 from verl_mg.sharding.joined_map import JoinedShardMap
-from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.sharding.model_table import ModelTable
 
 CHUNK_BYTES = 2**30
 """Bytes of a member's weights of which the adapters are merged at a time."""
@@ -85,7 +85,7 @@ class _Written:
 class FolderChangesSync:
     """Transfer in which each rank writes what the last update has changed in its boxes."""
 
-    def __init__(self, folder: Path, model_dir: Path, table: WeightTable) -> None:
+    def __init__(self, folder: Path, model_dir: Path, table: ModelTable) -> None:
         """Creates the sync.
 
         Args:

@@ -19,7 +19,7 @@ from verl_mg.roles.weight_sync.shards import ShardSync
 from verl_mg.rollout.sglang.arguments import check_on_cpu
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
-from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.sharding.model_table import ModelTable
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class ProcessGroupSync:
     """Transfer over process groups, by the way that each server supports."""
 
     def __init__(
-        self, table: WeightTable, broadcast_to_all: bool = False, wire: Wire = "cast", delta: bool = False
+        self, table: ModelTable, broadcast_to_all: bool = False, wire: Wire = "cast", delta: bool = False
     ) -> None:
         """Creates the sync.
 
@@ -88,7 +88,7 @@ class ProcessGroupSync:
             )  # fmt: skip
 
 
-def table_obstacle(table: WeightTable, layout: EngineLayout, wire: Wire = "cast") -> str:
+def table_obstacle(table: ModelTable, layout: EngineLayout, wire: Wire = "cast") -> str:
     """Returns why the shards of a server are not known; empty where they are.
 
     Args:

@@ -57,8 +57,8 @@ from verl_mg.rollout.sglang.shard_receiver import (
 )
 from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.joined_map import JoinedShardMap
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ShardMap
-from verl_mg.sharding.weight_table import WeightTable
 
 CHUNK_BYTES = 2**30
 """Bytes that a rank of a server receives in one schedule: adapters are merged for one schedule at a time."""
@@ -129,7 +129,7 @@ class _Session:
 class ShardSync:
     """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it."""
 
-    def __init__(self, table: WeightTable, wire: Wire = "cast", delta: bool = False) -> None:
+    def __init__(self, table: ModelTable, wire: Wire = "cast", delta: bool = False) -> None:
         """Creates the sync; groups are created with the first transfer.
 
         Args:

@@ -13,26 +13,21 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-
 import verl_mg
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
+from verl_mg.models.checkpoint_shapes import checkpoint_shapes
 from verl_mg.rollout.engine_python import NAMES, engine_python
 from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU
 from verl_mg.rollout.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file, version_file
 from verl_mg.rollout.vllm.arguments import ON_CPU as VLLM_ON_CPU
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_shards, write_traced_table
-
-Shapes = dict[str, tuple[int, ...]]
 
 LOG_LINES = 8  # of a failed rank, in the error
 
@@ -100,35 +95,6 @@ def _trace(
         return version_file(folder).read_text(encoding="utf-8"), traces
 
 
-def checkpoint_shapes(model_dir: str | Path) -> Shapes:
-    """Returns names and shapes of the checkpoint's tensors, sorted by name.
-
-    They are read from the safetensors files; without any, from the model that transformers builds for config.json.
-    """
-    model_dir = Path(model_dir)
-    shapes: Shapes = {}
-    for path in sorted(model_dir.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: not a readable safetensors file ({error}). Download the model again.") from None
-    return dict(sorted((shapes or _shapes_by_transformers(model_dir)).items()))
-
-
-def _shapes_by_transformers(model_dir: Path) -> Shapes:
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-    with _as_user_error("transformers", model_dir), torch.device("meta"):
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # `save_pretrained` does the same between the state dict and the files.
-        kept = remove_tied_weights_from_state_dict(model.state_dict(), model)
-        return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, kept).items()}
-
-
 def _config(model_dir: Path) -> dict[str, Any]:
     path = model_dir / "config.json"
     try:
@@ -154,16 +120,6 @@ def _job(model_dir: Path, layout: EngineLayout) -> TraceJob:
         "adp": layout.adp,
         "shapes": {name: list(shape) for name, shape in checkpoint_shapes(model_dir).items()},
     }
-
-
-@contextmanager
-def _as_user_error(library: str, model_dir: Path) -> Iterator[None]:
-    """Turns the exceptions of a library that cannot load a model into UserErrors."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{model_dir}: {library} cannot load it: {type(error).__name__}: {reason}") from error
 
 
 def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: EngineName, python: str) -> None:

@@ -1,0 +1,227 @@
+"""The weight table of any model, against the project's own tables and against what `from_pretrained` loads."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.oracles.transformers_trace import trace_transformers
+from tests.random_models import assemble
+from tests.tiny_models import tiny_model
+from tests.traces import COMMON, FAMILIES, change_config, folder_of
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.models.flops import active_elements, row_flops
+from verl_mg.models.hf_config import read_config
+from verl_mg.sharding.boxes import Piece, Shard
+from verl_mg.sharding.module_table import module_table
+from verl_mg.sharding.weight_table import weight_table
+
+VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
+CLIP = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+MROPE = COMMON | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+UNKNOWN = {
+    "olmo2": {},
+    "phi3": {},  # the checkpoint has fused tensors
+    "phi": {},  # the output layer has a bias
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # the checkpoint has stacked experts
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_intermediate_size": 32, "moe_k": 2},
+    "hrm_text": {},  # tensors of the checkpoint are cut
+    "qwen2_5_vl": {"text_config": MROPE, "vision_config": VISION},
+    "gemma3": {"text_config": COMMON, "vision_config": CLIP | {"image_size": 28, "patch_size": 14},
+               "mm_tokens_per_image": 4},
+    "kimi_k25": {"text_config": {"model_type": "deepseek_v3", **COMMON, **LATENT, "n_routed_experts": 4, "n_group": 1,
+                                 "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+                 "vision_config": CLIP | {"patch_size": 14}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def unknown(tmp_path_factory):
+    """Folders with the config.json of models that the project has no table for."""
+    folders = {}
+    for kind, own in UNKNOWN.items():
+        folders[kind] = tmp_path_factory.mktemp(kind)
+        AutoConfig.for_model(kind, **(own if "text_config" in own else COMMON | own)).save_pretrained(folders[kind])
+    return folders
+
+
+@pytest.mark.parametrize("head", ["language", "value"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_module_table_of_known_family_equals_its_weight_table(family, head):
+    derived, known = module_table(folder_of(family), head), weight_table(read_config(folder_of(family)), head)
+    assert derived.parameter_shards() == known.shard_map_replicated((0,)).shards(0)
+    assert derived.config == known.config
+    assert list(derived.tensor_index.tensors.items()) == list(known.tensor_index.tensors.items())
+    assert (derived.tied, derived.router_biases, derived.routers) == (known.tied, known.router_biases, known.routers)
+    for experts in (False, True):
+        assert derived.linear_tensors(experts) == known.linear_tensors(experts)
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_parameter_shards_contain_the_elements_that_from_pretrained_loads(unknown, kind):
+    table = module_table(unknown[kind])
+    assert not table.has_engine_rules
+    derived, loaded = table.parameter_shards(), trace_transformers(unknown[kind])
+    assert derived.keys() == loaded.keys()
+    shapes, count, tensors = table.module.shapes, 0, {}
+    for name, shape in shapes.items():  # each element has a number of its own
+        size = torch.Size(shape).numel()
+        tensors[name] = torch.arange(count + 1, count + 1 + size).reshape(shape)
+        count += size
+    for name, shard in derived.items():
+        assert torch.equal(assemble(shard, tensors), assemble(loaded[name], tensors)), name
+    assert {n: s.shape for n, s in table.huggingface().items()} == shapes
+
+
+def test_tensors_of_unknown_mixture_have_layers_experts_and_float32(unknown):
+    table = module_table(unknown["ernie4_5_moe"])
+    entries, layer = table.tensor_index.entries, "model.layers.1.mlp."
+    expert = entries[layer + "experts.3.up_proj.weight"]
+    assert (expert.layer, expert.expert, expert.of_experts, expert.is_layer_matrix) == (1, 3, True, True)
+    assert expert.tensor.name == "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"
+    biases = {f"model.layers.{number}.mlp.moe_statics.e_score_correction_bias" for number in (1, 2)}
+    assert table.router_biases == biases
+    routers = {f"model.layers.{number}.mlp.gate.weight" for number in (1, 2)}
+    assert table.routers == routers
+    assert {name for name, entry in entries.items() if entry.tensor.float32} == biases | routers
+    assert table.config.experts is not None
+    assert (table.config.experts.count, table.config.experts.layers) == (4, {1, 2})
+
+
+def test_tensors_of_vision_tower_are_not_of_text(unknown):
+    table = module_table(unknown["qwen2_5_vl"])
+    vision = {name for name, entry in table.tensor_index.entries.items() if entry.vision}
+    assert vision == {name for name in table.huggingface() if name.startswith("visual.")}
+    assert table.vision_parameters == {name for name in table.parameter_shards() if name.startswith("model.visual.")}
+    assert "model.layers.0.self_attn.q_proj.weight" in table.linear_tensors()
+    assert not vision & set(table.linear_tensors())
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "phi3", "qwen2_5_vl"])
+def test_row_flops_of_unknown_model_equal_the_count_of_torch(unknown, kind):
+    """Without a causal mask, so twice the pairs."""
+    table, length = module_table(unknown[kind]), 48
+    predicted = row_flops(table.config, table.tensor_index)
+    config = AutoConfig.from_pretrained(unknown[kind])
+    kind_of_model = AutoModelForImageTextToText if "vl" in kind else AutoModelForCausalLM
+    model = kind_of_model.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.int64))
+    expected = predicted(length) + predicted.per_pair * length**2
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+
+
+def test_stacked_experts_count_by_the_share_that_a_token_uses(unknown):
+    table = module_table(unknown["granitemoe"])
+    assert sum(entry.stacked for entry in table.tensor_index.entries.values()) == 2 * 3
+    attention = 64 * 64 + 2 * 64 * 16 + 64 * 64
+    a_layer = attention + 4 * 64 + 2 * (3 * 64 * 96) + 2 * 64
+    by_hand = 3 * a_layer + 64 + 99 * 64
+    assert active_elements(table.config, table.tensor_index) == by_hand
+
+
+def test_value_head_replaces_an_output_layer_of_several_parameters(unknown):
+    table = module_table(unknown["phi"], "value")
+    assert table.parameter_shards()["score.weight"] == Shard(
+        (1, 64), (Piece("score.weight", ((0, 1), (0, 64)), ((0, 1), (0, 64))),)
+    )
+    assert table.tensor_index.tensors["score.weight"].shape == (1, 64)
+    assert not {"lm_head.weight", "lm_head.bias"} & (table.parameter_shards().keys() | table.huggingface().keys())
+    assert {"lm_head.weight", "lm_head.bias"} <= module_table(unknown["phi"]).parameter_shards().keys()
+
+
+# -- directories with weights ------------------------------------------------------------------------------------
+
+
+def change_tensors(folder, change):
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_tensors_that_the_module_does_not_use_are_left_out(tmp_path):
+    """Layers for multi-token prediction, the copy of a tied embedding, scales of quantized tensors."""
+    folder = tiny_model(tmp_path, "qwen2")
+    before = module_table(folder)
+    extra = ("model.layers.4.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale_inv", "lm_head.weight")
+    change_tensors(folder, lambda tensors: tensors | {name: torch.zeros(before.config.vocab, 32) for name in extra})
+    after = module_table(folder)
+    assert after.builtin is not None
+    assert (after.parameter_shards(), after.huggingface()) == (before.parameter_shards(), before.huggingface())
+
+
+def test_names_are_those_of_the_directory(unknown, tmp_path):
+    """Gemma 3 has been published under two sets of names."""
+    renamed = {"language_model.model.": "model.language_model.", "vision_tower.": "model.vision_tower."}
+
+    def name_of(name):
+        return next((name.replace(old, new) for old, new in renamed.items() if name.startswith(old)), name)
+
+    shapes = module_table(unknown["gemma3"]).module.shapes
+    change_config(unknown["gemma3"], tmp_path)
+    save_file({name_of(name): torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    table = module_table(tmp_path)
+    assert table.parameter_shards().keys() == module_table(unknown["gemma3"]).parameter_shards().keys()
+    assert list(table.huggingface()) == [name_of(name) for name in shapes]
+
+
+def test_directory_without_a_needed_tensor_names_the_parameter(tmp_path):
+    folder, name = tiny_model(tmp_path, "llama"), "model.layers.1.mlp.up_proj.weight"
+    change_tensors(folder, lambda tensors: {key: value for key, value in tensors.items() if key != name})
+    with pytest.raises(UserError, match=f"^{folder}: the checkpoint has no tensor for the parameter {name} of"):
+        module_table(folder)
+
+
+def test_reward_model_directory_needs_no_output_layer(tmp_path):
+    folder = tiny_model(tmp_path, "llama")
+    change_tensors(folder, lambda tensors: {key: value for key, value in tensors.items() if key != "lm_head.weight"})
+    assert "score.weight" in module_table(folder, "value").parameter_shards()
+    with pytest.raises(UserError, match=r"no tensor for the parameter lm_head\.weight"):
+        module_table(folder)
+
+
+def test_directory_of_other_sizes_names_the_parameter(tmp_path):
+    folder = tiny_model(tmp_path, "llama")
+    change_config(folder, folder, intermediate_size=40)
+    with pytest.raises(UserError, match=r"parameter model\.layers.* has shape \(40, 32\) by config\.json.* \(56, 32\)"):
+        module_table(folder)
+
+
+def test_transposed_tensors_are_refused_by_name(tmp_path):
+    """The published Qwen3-VL mixtures have the experts' matrices in the other order of dimensions."""
+    text = COMMON | {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(
+        "qwen3_vl_moe", text_config=text, vision_config=VISION | {"deepstack_visual_indexes": []}
+    )
+    config.save_pretrained(tmp_path)
+    shapes, name = dict(module_table(tmp_path).module.shapes), "model.language_model.layers.0.mlp.experts.down_proj"
+    shapes[name] = (4, 32, 64)
+    save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=rf"^{name}: transformers transposes or reshapes it"):
+        module_table(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "unheard_of"}, "transformers .* cannot load it .*unheard_of"),
+        ({"model_type": "vit"}, "transformers .* cannot load it"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "transformers .* cannot load it"),
+        ({"num_hidden_layers": "many"}, "transformers .* cannot load it"),
+    ],
+)
+def test_directory_that_transformers_cannot_load_is_one_line(tmp_path, fields, message):
+    change_config(folder_of("llama"), tmp_path, **fields)
+    with pytest.raises(UserError, match=message) as raised:
+        module_table(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_unknown_model_without_a_traced_table_names_the_remedy(unknown):
+    with pytest.raises(
+        UserError, match=r"^rollout\.engine=vllm: there is no built-in table for 'olmo2'\. .*verl-mg trace"
+    ):
+        module_table(unknown["olmo2"]).for_engine("vllm").shard_map_engine(EnginePlacement(EngineLayout(), (0,)))

@@ -1,0 +1,63 @@
+"""Names and shapes of the tensors of a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from verl_mg.errors import UserError
+from verl_mg.models.transformers_module import meta_module, read_module_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = None) -> Shapes:
+    """Returns names and shapes of the checkpoint's tensors, sorted by name.
+
+    They are read from the safetensors files; without any, from the module that `transformers` builds for config.json.
+
+    Args:
+        model_dir: Hugging Face directory.
+        module: the module of the directory, where it is already built, on the device "meta".
+
+    Raises:
+        UserError: a file cannot be read, or `transformers` cannot build the module.
+    """
+    model_dir = Path(model_dir)
+    shapes: Shapes = {}
+    for path in _files(model_dir):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: not a readable safetensors file ({error}). Download the model again.") from None
+    if not shapes:
+        shapes = _saved_shapes(module if module is not None else meta_module(read_module_config(model_dir), model_dir))
+    return dict(sorted(shapes.items()))
+
+
+def _files(model_dir: Path) -> list[Path]:
+    """Returns the files that the index names; without an index all."""
+    index = model_dir / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(model_dir.glob("*.safetensors"))
+    try:
+        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]).values()
+        return [model_dir / name for name in sorted(set(files))]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{index}: not a safetensors index ({error}). Download the model again.") from None
+
+
+def _saved_shapes(module: PreTrainedModel) -> Shapes:
+    """Returns the tensors that `save_pretrained` would write: it does the same to the state dict."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    kept = remove_tied_weights_from_state_dict(module.state_dict(), module)
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, kept).items()}

@@ -1,0 +1,73 @@
+"""Module of `transformers` for a model directory, without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl_mg.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def read_module_config(model: str | Path) -> PretrainedConfig:
+    """Reads the config.json of a Hugging Face directory by `transformers`; code in the directory is not run.
+
+    Raises:
+        UserError: it is missing, or this version of `transformers` cannot read it.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model) / "config.json"
+    if not path.exists():
+        raise UserError(f"{path}: missing. Set model.path or --model to a Hugging Face directory.")
+    with _as_user_error(path):
+        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+
+
+def has_images(config: PretrainedConfig) -> bool:
+    """Returns whether a model takes images besides text."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def module_class(config: PretrainedConfig) -> Any:
+    """Returns the class of `transformers` that builds the language model, with its vision tower where it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM
+
+
+def meta_module(config: PretrainedConfig, where: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Returns the module on the device "meta", where it has shapes but no memory.
+
+    Args:
+        config: configuration of the model.
+        where: its directory, for errors.
+        dtype: dtype of the parameters; those that stay float32 are so.
+
+    Raises:
+        UserError: `transformers` has no such model, or needs code that is not installed.
+    """
+    with _as_user_error(Path(where) / "config.json"), torch.device("meta"):
+        module: PreTrainedModel = module_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+    return module
+
+
+@contextmanager
+def _as_user_error(path: Path) -> Iterator[None]:
+    """Turns the exceptions of a library that cannot load a model into UserErrors of one line."""
+    import transformers
+
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{path}: transformers {transformers.__version__} cannot load it ({type(error).__name__}: "
+            f"{reason.removesuffix('.')}). Use a model that it supports without code of its own."
+        ) from error

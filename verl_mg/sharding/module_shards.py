@@ -1,0 +1,159 @@
+"""Which boxes of a checkpoint's tensors the parameters of a module of `transformers` consist of.
+
+`transformers` 5 renames, fuses and stacks tensors while it loads them (`core_model_loading`, `conversion_mapping`). Its
+own loader runs here on tensors without elements, see `symbolic_tensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_mg.errors import UserError
+from verl_mg.models.checkpoint_shapes import checkpoint_shapes
+from verl_mg.models.transformers_module import meta_module, read_module_config
+from verl_mg.sharding.boxes import Shard
+from verl_mg.sharding.symbolic_tensor import SymbolicTensor, shard_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ModuleShards:
+    """Parameters and persistent buffers of a whole module, in the module's order; tied ones once."""
+
+    config: PretrainedConfig
+    """Configuration of the module."""
+
+    shards: Mapping[str, Shard]
+    """{name in the module: shard}. A buffer that the checkpoint does not fill is not among them."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """{name: shape} of the checkpoint's tensors that the module uses, in the order of `shards`."""
+    embedding: str
+    """Name in the module of the input embedding."""
+    output: frozenset[str]
+    """Names in the module of the output layer's parameters that are its own; empty where they are the embedding's."""
+    text: frozenset[str]
+    """Those of the shards that text passes through: not those of a vision tower and of what connects it."""
+    linear: frozenset[str]
+    """Those of the shards that are weights of linear layers; the output layer is not among them."""
+    constant: frozenset[str]
+    """Those of the shards without a gradient."""
+    float32: frozenset[str]
+    """Those of the shards that are float32 in every runtime."""
+
+
+def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards:
+    """Derives the shards of a model directory's module.
+
+    Args:
+        model_dir: Hugging Face directory; without weights the names are those that `transformers` would save.
+        headless: leave the output layer out, which the directory then need not have.
+
+    Raises:
+        UserError: `transformers` cannot build the module, the directory does not have the tensors that fill it, or
+            they are not moved box by box.
+    """
+    model_dir = Path(model_dir)
+    config = read_module_config(model_dir)
+    module = meta_module(config, model_dir)
+    shapes = checkpoint_shapes(model_dir, module)
+    state, tied = module.state_dict(keep_vars=True), dict(module.all_tied_weights_keys)
+    own = [name for name in state if name not in tied]
+    embedding, output = _ends(module)
+    text = (*output, f"{_name_of(module, module.get_decoder())}.")
+    float32 = frozenset(_float32(module, own))
+    parts = module.named_modules()
+    linear = frozenset(f"{name}.weight" for name, part in parts if isinstance(part, torch.nn.Linear)) - output
+    constant = frozenset(name for name in own if not state[name].requires_grad)
+    _load(module, shapes, model_dir)
+    filled = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, SymbolicTensor)}
+    for name, source in tied.items():
+        if source not in filled and name in filled:  # the checkpoint has the tensor under its other name
+            filled[source] = filled[name]
+    left_out = output if headless else frozenset()
+    missing = [name for name in own if name not in filled and name not in left_out and name not in constant]
+    if missing:
+        raise UserError(
+            f"{model_dir}: the checkpoint has no tensor for the parameter {missing[0]} of transformers' module"
+            f"{f' and {len(missing) - 1} others' if missing[1:] else ''}. Use the config.json of these weights."
+        )
+    shards = {name: shard_of(name, filled[name]) for name in own if name in filled and name not in left_out}
+    used = dict.fromkeys(piece.tensor for shard in shards.values() for piece in shard.pieces)
+    return ModuleShards(
+        config,
+        shards,
+        {name: shapes[name] for name in used},
+        embedding,
+        frozenset(output - tied.keys()),
+        frozenset(name for name in shards if name.startswith(text)),
+        linear & shards.keys(),
+        constant & shards.keys(),
+        float32 & shards.keys(),
+    )
+
+
+def _ends(module: PreTrainedModel) -> tuple[str, frozenset[str]]:
+    """Returns the names of the input embedding's weight, and of all parameters of the output layer."""
+    output = module.get_output_embeddings()
+    name = _name_of(module, output)
+    return (
+        f"{_name_of(module, module.get_input_embeddings())}.weight",
+        frozenset(f"{name}.{parameter}" for parameter, _ in output.named_parameters()),
+    )
+
+
+def _name_of(module: PreTrainedModel, part: torch.nn.Module) -> str:
+    return next(name for name, other in module.named_modules() if other is part)
+
+
+def _float32(module: PreTrainedModel, names: list[str]) -> Iterator[str]:
+    """Yields the names that are float32 in a bfloat16 module, by themselves or because `transformers` keeps them so."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    state, kept = module.state_dict(keep_vars=True), list(module._get_dtype_plan(torch.bfloat16))
+    pattern = build_glob_alternation(kept)[0] if kept else None
+    for name in names:
+        if state[name].dtype == torch.float32 or (pattern and pattern.search(name)):
+            yield name
+
+
+def _load(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], model_dir: Path) -> None:
+    """Fills a module with symbolic tensors by the loader of `transformers`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    tensors = {name: SymbolicTensor.of(name, shape) for name, shape in shapes.items()}
+    options = LoadStateDictConfig(dtype=torch.float32, weight_mapping=get_model_conversion_mapping(module))
+    with _without_progress_bars():
+        info, _ = convert_and_load_state_dict_in_model(module, tensors, options)
+    for parameter, reason in info.conversion_errors.items():
+        raise UserError(
+            f"{model_dir}: the parameter {parameter} is more than boxes of the checkpoint's tensors that are moved "
+            f"({reason.splitlines()[-1].removeprefix('Error: ').removesuffix('.')}). Use another model."
+        )
+    for parameter, stored, expected in info.mismatched_keys:
+        raise UserError(
+            f"{model_dir}: the parameter {parameter} has shape {tuple(expected)} by config.json, but the checkpoint's "
+            f"tensors have {tuple(stored)}. Use the config.json of these weights."
+        )
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()

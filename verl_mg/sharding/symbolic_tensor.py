@@ -1,0 +1,235 @@
+"""Stand-in for a tensor of a checkpoint: it has no elements, but knows where each of its elements comes from.
+
+A weight loader that runs on such tensors takes no memory, whatever the size of the model. Its slices, views,
+concatenations and stacks are followed part by part; a part is a view of an empty tensor on the device "meta" that has
+the shape of the checkpoint's tensor, so offset and strides of the view tell which elements it consists of. Other
+operations are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.errors import UserError
+from verl_mg.sharding.boxes import Piece, Shard, box_shape, check_shard, contiguous_boxes
+
+MAX_BOXES = 2**16  # of one parameter; more result from a transposition, which boxes cannot describe
+
+Index = tuple[int, ...]
+_aten = torch.ops.aten
+_SAME_ELEMENTS = (_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default)
+_RESHAPES = (_aten.view.default, _aten._unsafe_view.default)
+
+
+class NotAMoveError(ValueError):
+    """An operation changes elements, or is not followed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Box of a symbolic tensor with elements of one tensor of the checkpoint."""
+
+    start: Index
+    """First corner of the box."""
+    tensor: str
+    """Name of the checkpoint's tensor."""
+    whole: tuple[int, ...]
+    """Shape of that tensor."""
+    elements: Tensor
+    """View of a meta tensor of shape `whole`, with the shape of the box."""
+
+    def moved(self, dim: int, distance: int) -> Part:
+        """Returns the part further along a dimension.
+
+        Args:
+            dim: the dimension, not negative.
+            distance: number of elements.
+        """
+        start = (*self.start[:dim], self.start[dim] + distance, *self.start[dim + 1 :])
+        return Part(start, self.tensor, self.whole, self.elements)
+
+
+class SymbolicTensor(Tensor):
+    """Tensor without elements, as a disjoint union of parts."""
+
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], parts: Sequence[Part]) -> SymbolicTensor:
+        """Returns a float32 tensor on the CPU, as far as its properties show.
+
+        Args:
+            shape: shape of the tensor.
+            parts: its parts.
+        """
+        made: SymbolicTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
+        made.parts = tuple(parts)
+        return made
+
+    def __init__(self, shape: Sequence[int], parts: Sequence[Part]) -> None:
+        """Does nothing: `__new__` has set the parts."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SymbolicTensor({tuple(self.shape)}, of {', '.join(part.tensor for part in self.parts)})"
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int]) -> SymbolicTensor:
+        """Returns the stand-in for a tensor of the checkpoint.
+
+        Args:
+            name: name of the tensor.
+            shape: its shape.
+        """
+        return cls(shape, (Part((0,) * len(shape), name, tuple(shape), torch.empty(tuple(shape), device="meta")),))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SAME_ELEMENTS:
+            return cls(args[0].shape, args[0].parts)
+        if func is _aten.cat.default:
+            return _cat(args[0], *args[1:], **kwargs)
+        if func is _aten.stack.default:
+            dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (args[0][0].dim() + 1)
+            return _cat([_unsqueezed(tensor, dim) for tensor in args[0]], dim)
+        if func in _RESHAPES:
+            return _reshape(args[0], args[1])
+        if not func.is_view or len(args[0].parts) != 1:
+            raise NotAMoveError(f"the operation {func} of {args[0]!r} cannot be followed")
+        (part,) = args[0].parts
+        views = func(part.elements, *args[1:], **kwargs)
+        return _of_view(part, views) if isinstance(views, Tensor) else [_of_view(part, view) for view in views]
+
+
+def _of_view(part: Part, view: Tensor) -> SymbolicTensor:
+    return SymbolicTensor(view.shape, (Part((0,) * view.dim(), part.tensor, part.whole, view),))
+
+
+def _unsqueezed(tensor: SymbolicTensor, dim: int) -> SymbolicTensor:
+    """Returns the tensor with a further dimension of length 1, of which `dim` is the index."""
+    parts = [
+        Part((*p.start[:dim], 0, *p.start[dim:]), p.tensor, p.whole, p.elements.unsqueeze(dim)) for p in tensor.parts
+    ]
+    return SymbolicTensor((*tensor.shape[:dim], 1, *tensor.shape[dim:]), parts)
+
+
+def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
+    dim %= tensors[0].dim()
+    shape, parts = list(tensors[0].shape), []
+    shape[dim] = 0
+    for tensor in tensors:
+        parts += [part.moved(dim, shape[dim]) for part in tensor.parts]
+        shape[dim] += tensor.shape[dim]
+    return SymbolicTensor(shape, parts)
+
+
+def _reshape(tensor: SymbolicTensor, sizes: Sequence[int]) -> SymbolicTensor:
+    shape = tuple(torch.empty(tensor.shape, device="meta").view(sizes).shape)  # resolves a size of -1
+    if shape == tuple(tensor.shape):
+        return SymbolicTensor(shape, tensor.parts)
+    if len(tensor.parts) != 1:
+        raise NotAMoveError(f"{tensor!r} is reshaped to {shape}, which cannot be followed")
+    (part,) = tensor.parts
+    boxes = _reshaped(part.elements, shape)
+    return SymbolicTensor(shape, [Part(start, part.tensor, part.whole, view) for start, view in boxes])
+
+
+def _reshaped(elements: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[Index, Tensor]]:
+    """Yields the boxes of a reshaped view as (first corner, view): several where strides do not allow a single one."""
+    try:
+        view = elements.view(shape)
+    except RuntimeError:
+        pass
+    else:
+        yield (0,) * len(shape), view
+        return
+    size = elements[0].numel()
+    for number, inner in enumerate(elements):
+        box, *more = contiguous_boxes(shape, number * size, (number + 1) * size)
+        if more:
+            raise NotAMoveError(f"a tensor of shape {tuple(elements.shape)} is reshaped to {shape}")
+        for start, view in _reshaped(inner, box_shape(box)):
+            yield tuple(first + offset for (first, _), offset in zip(box, start, strict=True)), view
+
+
+def shard_of(parameter: str, tensor: SymbolicTensor) -> Shard:
+    """Returns which boxes of which tensors a parameter consists of.
+
+    Args:
+        parameter: name of the parameter, for errors.
+        tensor: the parameter, as the weight loader made it.
+
+    Raises:
+        UserError: it does not consist of boxes, or an element has no source.
+    """
+    pieces: list[Piece] = []
+    for part in tensor.parts:
+        pieces += _pieces(parameter, part)
+        if len(pieces) > MAX_BOXES:
+            raise _not_boxes(parameter, part)
+    shard = Shard(tuple(tensor.shape), tuple(sorted(pieces, key=lambda piece: piece.target)))
+    check_shard(parameter, shard)
+    return shard
+
+
+def _pieces(parameter: str, part: Part) -> Iterator[Piece]:
+    """Yields the boxes of a part: one, or one for each index of a dimension in which its elements are not adjacent."""
+    view, strides = part.elements, torch.empty(part.whole, device="meta").stride()
+    origin = _unravel(int(view.storage_offset()), part.whole)
+    steps: list[int | None] = [None] * len(part.whole)  # distance of elements in the tensor; None: a single index
+    lengths = [1] * len(part.whole)
+    dims: list[int | None] = []  # dimension of the tensor that each dimension of the view runs along
+    for length, stride in zip(view.shape, view.stride(), strict=True):
+        if length == 1:
+            dims.append(None)
+            continue
+        dim = next((d for d, step in enumerate(strides) if stride and part.whole[d] > 1 and stride % step == 0), None)
+        if dim is None or steps[dim] or origin[dim] + stride // strides[dim] * (length - 1) >= part.whole[dim]:
+            raise _not_boxes(parameter, part)
+        steps[dim], lengths[dim] = stride // strides[dim], length
+        dims.append(dim)
+    target_dims = _aligned(parameter, part, dims)
+    separate = [range(n) if (step or 1) > 1 else range(1) for step, n in zip(steps, lengths, strict=True)]
+    for index in product(*separate):
+        source: list[tuple[int, int]] = []
+        target = [(first, first + size) for first, size in zip(part.start, view.shape, strict=True)]
+        for dim, (first, step, length, at) in enumerate(zip(origin, steps, lengths, index, strict=True)):
+            start = first + at * (step or 1)
+            if (step or 1) == 1:
+                source.append((start, start + length))
+                continue
+            source.append((start, start + 1))
+            low = part.start[target_dims[dim]]
+            target[target_dims[dim]] = (low + at, low + at + 1)
+        yield Piece(part.tensor, tuple(source), tuple(target))
+
+
+def _aligned(parameter: str, part: Part, dims: Sequence[int | None]) -> list[int]:
+    """Returns the dimension of the part for each dimension of the tensor: the last ones, in the same order."""
+    leading = len(dims) - len(part.whole)
+    if leading < 0 or any(dim is not None and dim != at - leading for at, dim in enumerate(dims)):
+        raise _not_boxes(parameter, part)
+    return [leading + dim for dim in range(len(part.whole))]
+
+
+def _unravel(number: int, shape: tuple[int, ...]) -> list[int]:
+    index = []
+    for size in reversed(shape):
+        number, at = divmod(number, size)
+        index.append(at)
+    return index[::-1]
+
+
+def _not_boxes(parameter: str, part: Part) -> UserError:
+    return UserError(
+        f"{part.tensor}: transformers transposes or reshapes it to fill the parameter {parameter}, and a weight table "
+        "describes only boxes that are moved. Use another model."
+    )
