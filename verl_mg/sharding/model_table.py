@@ -1,4 +1,4 @@
-"""What a table of a model's weights offers, whoever derives it: tensors by name, and their shards in engines."""
+"""Base of the tables of a model's weights: its tensors by name, and their shards in rollout engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which boxes of a checkpoint's tensors the parameters of a module of `transformers` consist of.
+"""Parameters of a module of `transformers` as boxes of the tensors of a checkpoint.
 
 `transformers` 5 renames, fuses and stacks tensors while it loads them (`core_model_loading`, `conversion_mapping`). Its
 own loader runs here on tensors without elements, see `symbolic_tensor`.
@@ -40,13 +40,13 @@ class ModuleShards:
     output: frozenset[str]
     """Names in the module of the output layer's parameters that are its own; empty where they are the embedding's."""
     text: frozenset[str]
-    """Those of the shards that text passes through: not those of a vision tower and of what connects it."""
+    """Names of the shards that text passes through: none of a vision tower and its projection."""
     linear: frozenset[str]
-    """Those of the shards that are weights of linear layers; the output layer is not among them."""
+    """Names of the shards that are weights of linear layers, without the output layer."""
     constant: frozenset[str]
-    """Those of the shards without a gradient."""
+    """Names of the shards without a gradient."""
     float32: frozenset[str]
-    """Those of the shards that are float32 in every runtime."""
+    """Names of the shards that are float32 in every runtime."""
 
 
 def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards:
@@ -65,26 +65,26 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
     module = meta_module(config, model_dir)
     shapes = checkpoint_shapes(model_dir, module)
     state, tied = module.state_dict(keep_vars=True), dict(module.all_tied_weights_keys)
-    own = [name for name in state if name not in tied]
+    untied = [name for name in state if name not in tied]
     embedding, output = _ends(module)
     text = (*output, f"{_name_of(module, module.get_decoder())}.")
-    float32 = frozenset(_float32(module, own))
+    float32 = frozenset(_float32(module, untied))
     parts = module.named_modules()
     linear = frozenset(f"{name}.weight" for name, part in parts if isinstance(part, torch.nn.Linear)) - output
-    constant = frozenset(name for name in own if not state[name].requires_grad)
+    constant = frozenset(name for name in untied if not state[name].requires_grad)
     _load(module, shapes, model_dir)
     filled = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, SymbolicTensor)}
     for name, source in tied.items():
         if source not in filled and name in filled:  # the checkpoint has the tensor under its other name
             filled[source] = filled[name]
     left_out = output if headless else frozenset()
-    missing = [name for name in own if name not in filled and name not in left_out and name not in constant]
+    missing = [name for name in untied if name not in filled and name not in left_out and name not in constant]
     if missing:
         raise UserError(
             f"{model_dir}: the checkpoint has no tensor for the parameter {missing[0]} of transformers' module"
             f"{f' and {len(missing) - 1} others' if missing[1:] else ''}. Use the config.json of these weights."
         )
-    shards = {name: shard_of(name, filled[name]) for name in own if name in filled and name not in left_out}
+    shards = {name: shard_of(name, filled[name]) for name in untied if name in filled and name not in left_out}
     used = dict.fromkeys(piece.tensor for shard in shards.values() for piece in shard.pieces)
     return ModuleShards(
         config,

@@ -36,7 +36,7 @@ class ModuleTable(ModelTable):
     def parameter_shards(self) -> dict[str, Shard]:
         """Returns the parameters and the filled persistent buffers of the whole module by name; tied parameters once.
 
-        With a value head `score.weight` stands in place of the output layer's parameters.
+        With a value head `score.weight` replaces the output layer's parameters.
         """
         if self.head == "language":
             return dict(self.module.shards)
@@ -138,8 +138,8 @@ def module_table(model_dir: str | Path, head: Head = "language") -> ModuleTable:
         head: output layer of the model.
 
     Raises:
-        UserError: `transformers` cannot build the model, the directory lacks tensors of it, or a parameter does not
-            consist of boxes of them.
+        UserError: `transformers` cannot build the model, the directory does not have its tensors, or a parameter does
+            not consist of boxes of them.
     """
     module = module_shards(model_dir, headless=head == "value")
     builtin = _builtin(Path(model_dir), head, module)

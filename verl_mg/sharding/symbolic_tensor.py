@@ -1,8 +1,8 @@
-"""Stand-in for a tensor of a checkpoint: it has no elements, but knows where each of its elements comes from.
+"""Tensors without elements, which know the place in a checkpoint that each element would come from.
 
 A weight loader that runs on such tensors takes no memory, whatever the size of the model. Its slices, views,
 concatenations and stacks are followed part by part; a part is a view of an empty tensor on the device "meta" that has
-the shape of the checkpoint's tensor, so offset and strides of the view tell which elements it consists of. Other
+the shape of the checkpoint's tensor, so its offset and strides are the places of its elements. Other
 operations are refused.
 """
 
@@ -80,7 +80,7 @@ class SymbolicTensor(Tensor):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> SymbolicTensor:
-        """Returns the stand-in for a tensor of the checkpoint.
+        """Returns a whole tensor of the checkpoint.
 
         Args:
             name: name of the tensor.

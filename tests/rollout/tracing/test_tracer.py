@@ -304,14 +304,18 @@ def test_trace_of_uneven_vocabulary_pads_the_last_rank(traces):
             {"mlp_only_layers": [0]},
             "SGLang at tp2: its loader does not fill 3 parameters: model.layers.0.mlp",
         ),
-        ("llama", {"num_attention_heads": 9, "num_key_value_heads": 9, "head_dim": 8}, "transformers cannot load it"),
+        (
+            "llama",
+            {"num_attention_heads": 9, "num_key_value_heads": 9, "head_dim": 8},
+            "transformers .* cannot load it",
+        ),
     ],
 )
 def test_trace_of_unloadable_model_raises_one_line(tmp_path, family, fields, complaint):
     folder = change_config(folder_of(family), tmp_path, **fields)
     with pytest.raises(UserError, match=complaint) as error:
         trace([(folder, TP2)], SGLANG)
-    assert str(error.value).startswith(f"{folder}: ")
+    assert str(error.value).startswith(f"{folder}")
     assert "\n" not in str(error.value)
 
 
