@@ -17,7 +17,7 @@ from verl_mg.megatron.kernels import resolve_kernels
 from verl_mg.megatron.model_runner import check_layout
 from verl_mg.megatron.optimizer_config import optimizer_config
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.transformer_config import check_recompute, transformer_config
+from verl_mg.megatron.transformer_config import check_balancing, check_recompute, transformer_config
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
@@ -91,6 +91,7 @@ class ModelRoleBuilder:
             except UserError as error:
                 raise UserError(f"{config_section_of(role)}.{error}") from None
             transformer_config(model, layout, dtype, section.recompute, kernels, megatron)
+            check_balancing(model, megatron, section.lora is not None)
             optimizer_config(section.optimizer, megatron, dtype)
         else:
             transformer_config(model, layout, dtype, False, kernels, megatron)

@@ -49,6 +49,8 @@ def make_micro_batch(
     if order.zigzag:
         packed.keep(copy_to(device, order.local))
     packed.experts = routed_experts(rows, order, shard, replayed, device)
+    occurrences = order.occurrences[order.local].chunk(shard.tp)[shard.tp_index]
+    packed.occurrences = copy_to(device, occurrences.float())
     packed.cp_group = shard.group
     return pack_rows(rows, order, packed, stage, hidden_offset, device)
 

@@ -18,11 +18,17 @@ from verl_mg.config import LoraConfig, MegatronConfig, Recompute
 from verl_mg.layout import Layout
 from verl_mg.megatron.lora import Adapters
 from verl_mg.megatron.microbatch import make_micro_batch
-from verl_mg.megatron.model import build_chunks, chunks_by_prefix, parameters_by_name, rotary_frequencies
+from verl_mg.megatron.model import (
+    ROUTER_BIAS,
+    build_chunks,
+    chunks_by_prefix,
+    parameters_by_name,
+    rotary_frequencies,
+)
 from verl_mg.megatron.parameter_gathers import ParameterGathers
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.routing import replayed_layers
-from verl_mg.megatron.transformer_config import exchanges_keys, token_multiple
+from verl_mg.megatron.transformer_config import bias_update_rate, exchanges_keys, token_multiple
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
@@ -43,6 +49,7 @@ class ModelRunner(Runner):
         megatron: fields of megatron-core's configurations.
         chunks: this rank's pipeline chunks.
         model_chunks: the same as megatron-core runs them, wrapped in its DDP where they are trained.
+        bias_update_rate: change of routers' biases in an update of the model, see `ExpertLoads`; 0: they are frozen.
         gathers: gathers in flight of weights that were updated.
     """
 
@@ -94,7 +101,8 @@ class ModelRunner(Runner):
             self.chunks = build_chunks(self.table, *options) if self.is_member else []
         self.model_chunks: list[torch.nn.Module] = list(self.chunks)
         self.gathers = ParameterGathers()
-        stored = _trained_tensors(self.table, lora) if from_checkpoint else frozenset()
+        self.bias_update_rate = bias_update_rate(self.megatron, self.table.config)
+        stored = _trained_tensors(self.table, lora, self.bias_update_rate > 0) if from_checkpoint else frozenset()
         read = {name: shard for name, shard in self.table.huggingface().items() if name not in stored}
         whole, head_values = self.shard_map(), fresh_head(SCORE, self.table.config.hidden) if SCORE in read else {}
         directory = (directories or ModelDirectories()).open(model_dir, read, frozenset(head_values))
@@ -135,10 +143,17 @@ class ModelRunner(Runner):
         return self.table.shard_map_megatron(self.placement, self._kernels)
 
     def trained(self) -> Mapping[str, Tensor]:
-        """Returns the trained parameters of this rank, or the adapters that are trained instead."""
+        """Returns the trained parameters of this rank, or the adapters that are trained instead.
+
+        Biases of routers are among them where updates change them, although they have no gradient.
+        """
         if self.lora:
             return self.adapters()
-        return {name: weight for name, weight in self.parameters().items() if weight.requires_grad}
+
+        def is_trained(name: str, weight: Tensor) -> bool:
+            return weight.requires_grad or (self.bias_update_rate > 0 and name.endswith(ROUTER_BIAS))
+
+        return {name: weight for name, weight in self.parameters().items() if is_trained(name, weight)}
 
     def trained_shards(self) -> Mapping[str, Shard]:
         """Returns the shards of `trained`, in tensors of the checkpoint or of PEFT's file."""
@@ -235,10 +250,18 @@ def _without_division(
     return loss, torch.zeros((), dtype=torch.int, device=output.device), report
 
 
-def _trained_tensors(table: WeightTable, lora: LoraConfig | None) -> frozenset[str]:
-    """Returns the tensors of the table that are trained, which checkpoints contain; adapters are not in the table."""
+def _trained_tensors(table: WeightTable, lora: LoraConfig | None, with_biases: bool) -> frozenset[str]:
+    """Returns the tensors of the table that are trained, which checkpoints contain; adapters are not in the table.
+
+    Args:
+        table: weight table of the model.
+        lora: adapters that are trained in place of the weights.
+        with_biases: whether updates change the biases of routers.
+    """
     tensors = table.tensor_index.tensors.keys()
-    return frozenset(tensors & {SCORE} if lora else tensors - table.router_biases)
+    if lora:
+        return frozenset(tensors & {SCORE})
+    return frozenset(tensors if with_biases else tensors - table.router_biases)
 
 
 def check_layout(

@@ -46,6 +46,8 @@ class PackedSequences(PackedSeqParams):
     """(K,) int64 on the device, index of each key among the T tokens; None where K = T and the keys are in order."""
     experts: Mapping[int, Tensor] | None = None
     """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
+    occurrences: Tensor | None = None
+    """(T / (cp * tp),) float32, number of rows that contain each of this rank's tokens; 0 for padding."""
     cp_group: dist.ProcessGroup | None = None
     """Ranks that share the micro-batch."""
     zigzag: bool = False

@@ -98,12 +98,16 @@ class Router(TopKRouter):
     Qwen3-MoE and Mixtral score by softmax. DeepSeek-V2 (arXiv:2405.04434, section 2.1.2) chooses experts from the
     groups of the highest scores; DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) scores by sigmoid and chooses by scores
     plus `expert_bias`, which does not enter the weights of the experts. That bias is a buffer in float32 without
-    gradient and keeps the checkpoint's values. megatron-core's router rounds its scores to the dtype of the model
-    before it compares them, and updates the bias.
+    gradient: it keeps the checkpoint's values, or `ExpertLoads` updates it. megatron-core's router rounds its scores to
+    the dtype of the model before it compares them.
     """
 
     given: Tensor | None = None
     """(t, k) prescribed experts of this micro-batch; a row with -1 leaves its token to the router."""
+    occurrences: Tensor | None = None
+    """(t,) float32, number of rows of this micro-batch that contain each token, see `PackedSequences`."""
+    load: Tensor | None = None
+    """(experts,) int64, tokens that chose each expert in the passes with gradients so far; None: not counted."""
 
     def __init__(self, *, experts: ExpertsConfig, **arguments: Any) -> None:
         """Creates the router.
@@ -154,6 +158,9 @@ class Router(TopKRouter):
             bias = self.expert_bias if self._experts.router_bias else None
             scores, ratings = _scores(logits, bias, self._experts.sigmoid)
             chosen = self._choose(ratings)
+        if self.load is not None and torch.is_grad_enabled():  # a pass that is recomputed counts once, the second time
+            assert self.occurrences is not None
+            self.load += _load(chosen, self.occurrences, self._experts.count)
         weights: Tensor = _Weights.apply(logits, scores, chosen, self._experts)
         return weights, chosen
 
@@ -217,6 +224,13 @@ def _gradient_of_logits(
 
 
 @fused
+def _load(chosen: Tensor, occurrences: Tensor, experts: int) -> Tensor:
+    """Counts the tokens of each expert: (t, k) -> (experts,) int64, exact below 2**24."""
+    counts = occurrences[:, None].expand(chosen.shape)
+    return occurrences.new_zeros(len(chosen), experts).scatter(1, chosen, counts).sum(0).long()
+
+
+@fused
 def _of_groups(by_group: Tensor, groups: Tensor) -> Tensor:
     """Excludes experts of other groups: (t, groups, n) ratings and (t, m) groups -> (t, groups * n)."""
     numbers = torch.arange(by_group.shape[1], device=groups.device)
@@ -267,16 +281,18 @@ class RoutedLayer(TransformerLayer):
         """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""
         given = packed_seq_params.experts
         self.mlp.router.given = None if given is None else given[self.layer_number - 1]
+        self.mlp.router.occurrences = packed_seq_params.occurrences
         output: tuple[Tensor, Any] = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
         self.mlp.token_dispatcher.probs = None  # it would keep the autograd graph of this pass alive
         return output
 
     def _recomputed(self, forward: Callable[..., Any], hidden: Tensor, *arguments: Any, **options: Any) -> Any:
         """Runs the experts without storing activations; the backward pass computes them again, equally routed."""
-        given, config = self.mlp.router.given, self.config
+        router, config = self.mlp.router, self.config
+        given, occurrences = router.given, router.occurrences
 
         def routed(hidden: Tensor) -> Any:
-            self.mlp.router.given = given
+            router.given, router.occurrences = given, occurrences
             output = forward(hidden, *arguments, **options)
             self.mlp.token_dispatcher.probs = None
             return output

@@ -18,7 +18,7 @@ from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.storages import inner_optimizers, parameter_buffers
 from verl_mg.megatron.streamed_adamw import MOMENTS, StreamedAdamW
-from verl_mg.sharding.boxes import box_shape, contiguous_boxes, numel
+from verl_mg.sharding.boxes import box_shape, contiguous_boxes, full_box, numel
 from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
 
 
@@ -26,7 +26,7 @@ def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
     """Yields this rank's share of the weights, in the optimizer's precision, and of the moments if there are any.
 
     Data-parallel ranks have different shares. Tensor-parallel ranks have the same share of tensors that are replicated
-    on them, such as norms.
+    on them, such as norms. Biases of routers, which the optimizer does not have, are whole on every rank.
 
     Args:
         runner: the trained model.
@@ -35,6 +35,8 @@ def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
     shards = runner.trained_shards()
     for name, parameter in runner.trained().items():
         shard = shards[name]
+        if not parameter.requires_grad:
+            yield from stored_boxes(WEIGHTS, shard, parameter, full_box(tuple(parameter.shape)))
         for namespace, values, start in _local_ranges(optimizer, parameter):
             for box in contiguous_boxes(tuple(parameter.shape), start, start + len(values)):
                 in_box, values = values[: numel(box)], values[numel(box) :]
@@ -57,7 +59,9 @@ def weights_from_optimizer(runner: ModelRunner, optimizer: Any) -> None:
         for chunk in runner.model_chunks:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
     gathered = {id(parameter) for buffer in parameter_buffers(runner) for parameter in buffer.params}
-    runner.unrestored -= {name for name, parameter in runner.trained().items() if id(parameter) in gathered}
+    runner.unrestored -= {
+        name for name, parameter in runner.trained().items() if id(parameter) in gathered or not parameter.requires_grad
+    }
 
 
 def make_moments(optimizer: Any, steps: float) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.megatron.expert_loads import ExpertLoads
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.muon import use_muon
 from verl_mg.megatron.optimizer_config import ddp_config, learning_rate_schedule, optimizer_config
@@ -76,6 +77,7 @@ class Trainer(BaseTrainer):
         else:
             use_fused_step(self.optimizer)
         self.scheduler = learning_rate_schedule(self.optimizer, config)
+        self._expert_loads = ExpertLoads(runner)
         for chunk in runner.chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_dividing
             chunk.config.grad_scale_func = self.optimizer.scale_loss
@@ -161,11 +163,13 @@ class Trainer(BaseTrainer):
             for chunk in self.runner.model_chunks:
                 chunk.zero_grad_buffer()  # type: ignore[operator]
             self.optimizer.zero_grad()
+            self._expert_loads.clear()
         reports = self.runner.run(micro_batches, temperature, loss_closure, forward_only=False, cp_sizes=cp_sizes)
         selected = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
         with self.runner.timer("optimizer"):
             non_finite = count_non_finite(gradient_buffers(self.runner))
-        return to_host([*selected, {NON_FINITE_BUFFERS: non_finite}])
+            loads = self._expert_loads.sum_over_ranks()
+        return to_host([*selected, {NON_FINITE_BUFFERS: non_finite} | loads])
 
     def _apply(self, verdict: Verdict) -> dict[str, float]:
         """Steps, skips or rolls back; the verdict is the same on all ranks."""
@@ -178,6 +182,7 @@ class Trainer(BaseTrainer):
             with self.runner.groups.active(), optimizer_calls(), self.runner.timer("optimizer"):
                 _, grad_norm, _ = self.optimizer.step()
                 self.runner.gathers.start()
+                self._expert_loads.update_biases()
         elif verdict == "rollback" and self._last_good is not None:
             self._last_good.restore()
             self.scheduler = learning_rate_schedule(self.optimizer, self._config)

@@ -42,6 +42,9 @@ ACTIVATIONS = {
 }
 """Activation functions by their names in config.json."""
 
+BIAS_UPDATE_RATE = "moe_router_bias_update_rate"
+"""Field of `TransformerConfig` whose default would update the biases of routers; here they are frozen by default."""
+
 
 def transformer_config(
     c: HFConfig,
@@ -115,6 +118,37 @@ def check_recompute(c: HFConfig, recompute: Recompute) -> None:
     for part in recompute if isinstance(recompute, list) else ():
         if not existing.get(part, True):
             raise UserError(f"recompute: the model has no {part}. Leave it out.")
+
+
+def bias_update_rate(megatron: MegatronConfig, c: HFConfig) -> float:
+    """Returns the change of a router's bias in an update, see `ExpertLoads`; 0 without such biases.
+
+    Args:
+        megatron: fields of megatron-core's configurations.
+        c: the model.
+    """
+    has_biases = c.experts is not None and c.experts.router_bias
+    return float(megatron.transformer.get(BIAS_UPDATE_RATE, 0.0)) if has_biases else 0.0
+
+
+def check_balancing(c: HFConfig, megatron: MegatronConfig, lora: bool) -> None:
+    """Checks that a trained model has what the fields of `megatron.transformer` for balanced experts change.
+
+    Args:
+        c: the model.
+        megatron: fields of megatron-core's configurations.
+        lora: whether adapters are trained and not the weights.
+
+    Raises:
+        UserError: names the field.
+    """
+    rate, key = float(megatron.transformer.get(BIAS_UPDATE_RATE, 0.0)), f"megatron.transformer.{BIAS_UPDATE_RATE}"
+    if rate < 0:
+        raise UserError(f"{key}: {rate} is below 0, which would raise the loads of busy experts. Write 0 or more.")
+    if rate and not bias_update_rate(megatron, c):
+        raise UserError(f"{key}: the routers of the model have no bias. Leave it out.")
+    if rate and lora:
+        raise UserError(f"{key}: with lora all weights are frozen, biases of routers too. Leave one of them out.")
 
 
 def _recomputation(recompute: Recompute) -> Fields:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -55,7 +56,7 @@ class Snapshot:
         self._updated, self._optimizers = updated, optimizers
         self._copies: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._numbers: list[Numbers] = []
-        self._had_moments: list[bool] = []
+        self._states: list[dict[Any, Any]] = []
 
     @property
     def taken(self) -> bool:
@@ -78,7 +79,7 @@ class Snapshot:
         buffers = {address: buffer for address, (_, buffer) in self._copies.items()}
         self._copies = {s.data_ptr(): (s, to_host(s, buffers.get(s.data_ptr()))) for s in self._updated()}
         self._numbers = [_numbers(inner) for inner in self._optimizers()]
-        self._had_moments = [bool(inner.state) for inner in self._optimizers()]
+        self._states = [dict(inner.state) for inner in self._optimizers()]
         _synchronize()
 
     def restore(self) -> None:
@@ -88,9 +89,9 @@ class Snapshot:
         for storage, values in self._copies.values():
             as_bytes(storage).copy_(values, non_blocking=True)
         inners = self._optimizers()
-        for inner, numbers, had_moments in zip(inners, self._numbers, self._had_moments, strict=True):
-            if not had_moments:  # an optimizer creates them in its first step
-                inner.state.clear()
+        for inner, numbers, state in zip(inners, self._numbers, self._states, strict=True):
+            inner.state.clear()  # an optimizer creates its moments in its first step
+            inner.state.update(state)
             for group, saved in zip(inner.param_groups, numbers, strict=True):
                 group.update(saved)
         _synchronize()

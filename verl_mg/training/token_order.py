@@ -61,6 +61,11 @@ class TokenOrder:
         """T, the number of packed tokens."""
         return int(self.lengths.sum())
 
+    @property
+    def occurrences(self) -> Tensor:
+        """Number of rows that contain each of the T packed tokens: (T,) int64, 0 for padding."""
+        return torch.bincount(self.places, minlength=self.total)
+
     def local_index(self, places: Tensor) -> Tensor:
         """Returns the indices of places among this rank's tokens, -1 for those of other ranks: (m,) -> (m,)."""
         index = torch.full((self.total,), -1)

@@ -96,7 +96,8 @@ class Trainer(ABC):
 
         Returns:
             The same metrics on every rank: `loss`; the loss's metrics and `entropy` as means over all scored tokens,
-            or over sequences where pairs are compared; `grad_norm`, `lr`, and those of `UpdateGuard`.
+            or over sequences where pairs are compared; `grad_norm`, `lr`, those of
+            `UpdateGuard` and of the backend.
 
         Raises:
             UserError: see `UpdateGuard.check`.
