@@ -18,7 +18,7 @@ from verl_mg.sharding.weight_table import weight_table
 
 RANKS = 8
 LATENT = ("deepseek_v2", "deepseek_v3")
-MIXTURES = ("qwen3_moe", "mixtral", *LATENT)
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", *LATENT)
 
 
 def fields(family: str, **changes: Any) -> dict[str, Any]:
@@ -48,11 +48,13 @@ def fields(family: str, **changes: Any) -> dict[str, Any]:
         "qk_rope_head_dim": 4,
         "v_head_dim": 3,
     }
+    glm = experts | {"n_routed_experts": 8, "first_k_dense_replace": 1, "partial_rotary_factor": 1.0}
     own = {
         "qwen3_moe": experts,
         "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
         "deepseek_v2": latent,
         "deepseek_v3": latent,
+        "glm4_moe": glm | {"attention_bias": True, "use_qk_norm": True},
         "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
     }
     return common | own.get(family, {}) | changes
@@ -73,7 +75,7 @@ def configs(draw: st.DrawFn) -> HFConfig:
         "hidden_size": draw(st.integers(3, 7)),
         "num_attention_heads": kv_heads * draw(st.integers(1, 2)),
         "num_key_value_heads": kv_heads,
-        "head_dim": draw(st.integers(1, 3)),
+        "head_dim": draw(st.integers(1, 3)) * (2 if family == "glm4_moe" else 1),  # elements with positions are even
         "intermediate_size": 8 * draw(st.integers(1, 2)),
         "vocab_size": draw(st.integers(5, 150)),
         "tie_word_embeddings": draw(st.booleans()),
@@ -109,7 +111,7 @@ def engines(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> EnginePlacement
     pp = draw(st.sampled_from([1, 2])) if tp * 2 <= ranks and c.architecture != "gemma2" else 1
     divisors = [size for size in (1, 2, 4, 8) if tp % size == 0]
     ep = draw(st.sampled_from(divisors)) if c.experts else 1
-    adp = draw(st.sampled_from(divisors)) if c.architecture in ("qwen3", "qwen3_moe", *LATENT) else 1
+    adp = draw(st.sampled_from(divisors)) if c.architecture in ("qwen3", "qwen3_moe", "glm4_moe", *LATENT) else 1
     stride = draw(st.sampled_from([size for size in (1, 2, 4) if ranks % (tp * pp * size) == 0]))
     return EnginePlacement(EngineLayout(tp=tp, pp=pp, ep=ep, adp=adp), tuple(range(ranks)), stride)
 

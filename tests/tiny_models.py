@@ -30,12 +30,14 @@ VARIANTS = {
                     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
                                      "original_max_position_embeddings": 16},
                     "fields": {"n_group": 4, "topk_group": 2}},
+    "glm4_moe": {"head_dim": 12, "shared_experts": 1, "dense_layers": 1, "experts": 8,
+                 "fields": {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.7}},
     "gemma2": {"tie_embeddings": True, "head_dim": 12, "fields": {"sliding_window": 5, "attn_logit_softcapping": 0.5,
                                                                "final_logit_softcapping": 3.0}},
 }  # fmt: skip
 TRAINED = ("llama", "qwen2", "qwen3", "gemma2")
 """The dense ones."""
-MIXTURES = ("qwen3_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
 """The mixtures of experts without latent attention."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Those with it."""

@@ -69,6 +69,14 @@ DEEPSEEK = EXPERTS | {
 }
 V2 = DEEPSEEK | {"topk_method": "greedy", "scoring_func": "softmax"}
 V3 = DEEPSEEK | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+GLM = EXPERTS | {
+    "num_hidden_layers": 4,  # vLLM's classes need experts on every stage
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -80,6 +88,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", V2),
     "deepseek_v2_lite": ("deepseek_v2", V2 | {"q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", V3),
+    "glm4_moe": ("glm4_moe", GLM | {"attention_bias": True, "use_qk_norm": True}),
     "uneven": ("llama", {"vocab_size": 200, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 32, "hidden_act": "gelu_pytorch_tanh"}),
 }
@@ -88,8 +97,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 WITHOUT_TABLE: dict[str, tuple[str, dict[str, Any]]] = {"olmo2": ("olmo2", {})}
 """The same for models that the weight tables do not know."""
 
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-ATTENTION_DP = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe")
+ATTENTION_DP = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe")
 
 
 def layouts_of(family: str) -> list[EngineLayout]:

@@ -23,6 +23,8 @@ MODELS: dict[str, dict[str, Any]] = {
         **VARIANTS["deepseek_v3"],
         "q_rank": 16,
     },
+    # Biases and norms of queries and keys, of which a half is rotated, beside a sigmoid router and shared experts.
+    "partly rotated": {"architecture": "glm4_moe", "layers": 5, "kv_heads": 4, "ffn": 48, **VARIANTS["glm4_moe"]},
     "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
 }
 

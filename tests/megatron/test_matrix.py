@@ -20,6 +20,7 @@ LAYOUTS = [
     ("dense", "cp8", False),
     ("dense", "tp2-cp2-pp2-vpp3", True),
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", EVERY_PART),
+    ("partly rotated", "tp2-cp2-pp2-ep4-etp1", False),
 ]
 NIGHTLY_RECOMPUTED = [
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
@@ -67,6 +68,10 @@ NIGHTLY_LAYOUTS = [
     ("latent", "cp2-pp2-vpp2", False),
     ("latent", "tp2-pp2-vpp2-ep2", False),
     ("capped", "tp2-pp2-vpp2", True),
+    ("partly rotated", "tp4-ep2-etp2", False),
+    ("partly rotated", "ep8", True),
+    ("partly rotated", "pp4-ep2", False),
+    ("partly rotated", "cp4", False),
 ]
 # Values of tokens, and of whole rows at their last token.
 HEADS = {"critic": 1, "reward model": 0}

@@ -285,6 +285,7 @@ def test_sglang_table_unsupported_layout_is_user_error(family, changes, layout, 
         ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 12}, "tp3", "128 rows, which tp3 does not divide"),
         ("qwen2", {"head_dim": 3}, "tp2", "heads of size hidden_size / num_attention_heads, but this model of size 3"),
         ("gemma2", {"tie_word_embeddings": False}, "tp2", "no output layer besides the embedding"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "pp2", "stage 0 would have dense layers only"),
     ],
 )
 def test_vllm_table_unsupported_layout_is_user_error(family, changes, layout, message):
@@ -330,6 +331,8 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
             fields("deepseek_v3", n_group=8),
             "n_group=8 and topk_group=2 are not possible: 8 experts must form groups of at",
         ),
+        (fields("glm4_moe", scoring_func="softmax"), "scoring_func='softmax' .* Write 'sigmoid', or leave it out"),
+        (fields("glm4_moe", partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not possible: of the 2 elements"),
         (fields("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         (fields("gemma2", layer_types=["full_attention"]), "layer_types=.* for each of the 4 layers"),
     ],

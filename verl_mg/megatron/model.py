@@ -216,11 +216,15 @@ def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:
     return named
 
 
-def rotary_frequencies(model_dir: Path) -> tuple[Tensor, float]:
+def rotary_frequencies(model_dir: Path, rotary_dim: int) -> tuple[Tensor, float]:
     """Computes rotary frequencies as `transformers` does.
 
+    Args:
+        model_dir: Hugging Face directory of the model.
+        rotary_dim: number of elements of a head with rotary embedding.
+
     Returns:
-        (head_dim / 2,) float32 inverse frequencies, and the factor of cosines and sines.
+        (rotary_dim / 2,) float32 inverse frequencies, and the factor of cosines and sines.
 
     Raises:
         UserError: `transformers` cannot read config.json.
@@ -237,5 +241,4 @@ def rotary_frequencies(model_dir: Path) -> tuple[Tensor, float]:
             f"{model_dir / 'config.json'}: transformers cannot read it ({type(error).__name__}: {reason}). "
             "Correct rope_parameters or the field that it names."
         ) from error
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
+    return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim), 1.0

@@ -94,7 +94,7 @@ class ModelRunner(Runner):
         self.groups, self._kernels = groups, kernels
         self.megatron = megatron or MegatronConfig()
         check_layout(self.table.config, groups.layout, kernels, self.megatron)
-        frequencies, self._attention_scaling = rotary_frequencies(model_dir)
+        frequencies, self._attention_scaling = rotary_frequencies(model_dir, self.table.config.rotary_dim)
         self._frequencies = frequencies.to(device.current_device())
         with groups.active():
             options = (groups, dtype, recompute, kernels, self.megatron)

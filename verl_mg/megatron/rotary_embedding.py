@@ -15,15 +15,15 @@ from verl_mg.megatron.core_version import fused
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs that are one half apart.
+    """Rotates the first elements of each head, whose pairs are one half of them apart, and copies those behind them.
 
     Args:
-        x: (T, heads, d).
+        x: (T, heads, d + n).
         cos: (T, 1, d) float32.
         sin: (T, 1, d) float32; both halves are equal.
 
     Returns:
-        (T, heads, d) in the dtype of `x`.
+        (T, heads, d + n) in the dtype of `x`.
     """
     rotated: Tensor = _Rotation.apply(x, cos, sin)
     return rotated
@@ -104,12 +104,14 @@ class _Join(torch.autograd.Function):
 
 @fused
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    half = x.shape[-1] // 2
-    wide = x.float()
+    width = cos.shape[-1]
+    half = width // 2
+    wide = x[..., :width].float()
     rotated = wide * cos
     rotated[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-direction)
     rotated[..., half:].addcmul_(wide[..., :half], sin[..., half:], value=direction)
-    return rotated.to(x.dtype)
+    rotated = rotated.to(x.dtype)
+    return rotated if width == x.shape[-1] else torch.cat([rotated, x[..., width:]], dim=-1)
 
 
 @fused

@@ -104,7 +104,10 @@ class FusedAttention(PackedAttention):
 
     def rotated(self, x: Tensor, packed: PackedSequences) -> Tensor:
         """Applies the rotary embedding to queries or keys in one kernel, in float32: (T, heads, d) -> (T, heads, d)."""
-        if packed.keys is not None:  # its kernel begins each sequence at position 0
+        assert packed.cos is not None
+        scaled_in_part = packed.attention_scaling != 1 and packed.cos.shape[-1] < x.shape[-1]
+        # Its kernel begins each sequence at position 0, and has no factor for the rotated elements of a head alone.
+        if packed.keys is not None or scaled_in_part:
             return super().rotated(x, packed)
         cp, rank = (packed.cp_group.size(), packed.cp_group.rank()) if packed.zigzag else (1, 0)  # type: ignore[union-attr]
         rotated: Tensor = apply_rotary_pos_emb(

@@ -87,6 +87,8 @@ class HFConfig:
     """Key-value heads."""
     head_dim: int
     """Width of a head."""
+    rotary_dim: int
+    """Number of elements of a head with rotary embedding: its first ones, or with latent attention its last ones."""
     ffn: int
     """Width of a dense feed-forward layer."""
     vocab: int
@@ -185,23 +187,43 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
             heads=heads,
             kv_heads=heads if latent else int(raw.get("num_key_value_heads") or heads),
             head_dim=head_dim,
+            rotary_dim=latent.rope_dim if latent else _rotary_dim(raw, head_dim, family, where),
             ffn=int(raw["intermediate_size"]),
             vocab=int(raw["vocab_size"]),
             tied=bool(raw.get("tie_word_embeddings", family.tied)),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
+            qkv_bias=_switch(raw, family.qkv_bias),
+            qk_norm=_switch(raw, family.qk_norm),
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             max_positions=int(raw.get("max_position_embeddings", 2048)),
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
             attention_scale=_attention_scale(raw, head_dim, family),
             latent=latent,
-            experts=_experts(raw, layers, where) if family.experts else None,
+            experts=_experts(raw, layers, family, where) if family.experts else None,
             **(_gemma(raw, layers, where) if family.gemma else {}),
         )
     except KeyError as error:
         raise UserError(f"{where}: the field {error.args[0]!r} is missing. Use the model's own config.json.") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{where}: a size is not a number ({error}). Use the model's own config.json.") from None
+
+
+def _switch(raw: Fields, value: bool | str) -> bool:
+    """Returns a property of a family, or the value of the field of config.json that decides on it."""
+    return bool(raw.get(value)) if isinstance(value, str) else value
+
+
+def _rotary_dim(raw: Fields, head_dim: int, family: Family, where: str) -> int:
+    """Returns the number of elements of a head with rotary embedding, as `transformers` computes it."""
+    if not family.partial_rotary:
+        return head_dim
+    share = rope_fields(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    width = int(head_dim * float(share))
+    if width % 2 or not 0 < width <= head_dim:
+        raise UserError(
+            f"{where}: partial_rotary_factor={share} is not possible: of the {head_dim} elements of a head an even "
+            "number must have rotary embedding. Use the model's own config.json."
+        )
+    return width
 
 
 def _latent(raw: Fields) -> LatentConfig:
@@ -253,7 +275,7 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _experts(raw: Fields, layers: int, where: str) -> ExpertsConfig | None:
+def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsConfig | None:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     count = raw[next((name for name in names if name in raw), names[0])]
     width = int(raw.get("moe_intermediate_size") or raw["intermediate_size"])  # Mixtral has no dense layers
@@ -267,7 +289,7 @@ def _experts(raw: Fields, layers: int, where: str) -> ExpertsConfig | None:
     )
     if not int(count) or not with_experts:
         return None
-    with_bias = raw["model_type"] == "deepseek_v3"
+    with_bias = family.sigmoid_router
     grouped = with_bias or raw.get("topk_method") == "group_limited_greedy"
     experts = ExpertsConfig(
         count=int(count),

@@ -16,13 +16,19 @@ Fields = dict[str, Any]
 class Family:
     """Properties of a `model_type` that config.json has no field for."""
 
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool | str = False
+    """Whether q, k and v have biases, or the field of config.json that says so."""
+    qk_norm: bool | str = False
+    """Whether queries and keys are normalized, or the field of config.json that says so."""
+    partial_rotary: bool = False
+    """Whether only a part of a head may have rotary embedding."""
     gemma: bool = False
     tied: bool = False
     activations: tuple[str, ...] = ("silu",)
     latent: bool = False
     experts: bool = False
+    sigmoid_router: bool = False
+    """Whether the router scores by sigmoid in float32, with a bias for the choice of experts, as DeepSeek-V3's does."""
 
 
 FAMILIES = {
@@ -32,7 +38,10 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm=True, experts=True),
     "mixtral": Family(experts=True),
     "deepseek_v2": Family(latent=True, experts=True),
-    "deepseek_v3": Family(latent=True, experts=True),
+    "deepseek_v3": Family(latent=True, experts=True, sigmoid_router=True),
+    "glm4_moe": Family(
+        qkv_bias="attention_bias", qk_norm="use_qk_norm", partial_rotary=True, experts=True, sigmoid_router=True
+    ),
     "gemma2": Family(gemma=True, tied=True, activations=("gelu_pytorch_tanh",)),
 }
 
@@ -51,6 +60,14 @@ DEFAULTS: Mapping[str, Fields] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
+    "glm4_moe": {
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
     "gemma2": {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
@@ -68,6 +85,7 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "norm_topk_prob": (False,),
     },
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+    "glm4_moe": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
     "gemma2": {"use_bidirectional_attention": (False,)},
 }
 
@@ -84,7 +102,7 @@ def check_supported(raw: Fields, family: Family, where: str) -> None:
         UserError: one is not implemented and would change the numbers.
     """
     for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if raw.get(field):
+        if raw.get(field) and field != family.qkv_bias:
             raise UserError(
                 f"{where}: {field}={raw[field]} is not supported for model_type {raw['model_type']!r}. "
                 "Use another model."

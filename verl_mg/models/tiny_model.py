@@ -34,11 +34,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "deepseek_v2": {"attention_bias": False, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"attention_bias": False, "n_group": 1, "topk_group": 1},
+    "glm4_moe": {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     "gemma2": {},
 }
 LATENT = ("deepseek_v2", "deepseek_v3")
+WITH_SHARED_EXPERTS = (*LATENT, "glm4_moe")
 COUNT_OF_EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"} | dict.fromkeys(
-    LATENT, "n_routed_experts"
+    WITH_SHARED_EXPERTS, "n_routed_experts"
 )
 
 
@@ -131,8 +133,8 @@ def make_tiny_model(
         ffn: width of a dense feed-forward layer.
         experts: experts of a layer, of which 2 process a token, where the architecture has any. They are half as wide
             as `ffn`, those of Mixtral as wide.
-        shared_experts: shared experts of a layer (DeepSeek).
-        dense_layers: number of first layers without experts (DeepSeek).
+        shared_experts: shared experts of a layer (DeepSeek, GLM).
+        dense_layers: number of first layers without experts (DeepSeek, GLM).
         q_rank: width to which queries are compressed (DeepSeek); 0: they are not.
         tie_embeddings: use the embedding as output layer.
         rope_scaling: `rope_type` and its factors with Hugging Face's names, for example of "llama3".
@@ -205,7 +207,7 @@ def _mixture(architecture: str, experts: int, width: int, shared: int, dense_lay
     fields = {COUNT_OF_EXPERTS[architecture]: experts, "num_experts_per_tok": 2}
     if architecture != "mixtral":
         fields["moe_intermediate_size"] = width
-    if architecture in LATENT:
+    if architecture in WITH_SHARED_EXPERTS:
         fields |= {"n_shared_experts": shared, "first_k_dense_replace": dense_layers}
     return fields
 

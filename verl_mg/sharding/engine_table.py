@@ -27,7 +27,7 @@ from verl_mg.sharding.param_spec import (
 
 VOCABULARY = VocabularyRows(64, on_each_rank=False)
 ATTENTION, FEED_FORWARD = "self_attn.", "mlp."
-DATA_PARALLEL_ATTENTION = frozenset({"qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
+DATA_PARALLEL_ATTENTION = frozenset({"qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"})
 """Architectures whose attention SGLang can shard on a separate axis (data-parallel attention)."""
 EXPERT_BLOCK = {"mixtral": "block_sparse_moe."}
 """Prefix of the experts where it differs from `mlp.`."""

@@ -7,7 +7,7 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.engine_table import DATA_PARALLEL_ATTENTION, EngineRules, PipelineEnds
 
-OUTPUT_ON_EVERY_STAGE = frozenset({"llama", "mixtral", "qwen3_moe"})
+OUTPUT_ON_EVERY_STAGE = frozenset({"llama", "mixtral", "qwen3_moe", "glm4_moe"})
 """Architectures whose model class builds an output layer on every pipeline stage, and uses the last one."""
 WITHOUT_PIPELINE = frozenset({"gemma2"})
 """Architectures without pipeline parallelism in SGLang."""

@@ -9,6 +9,8 @@ from verl_mg.sharding.engine_table import VOCABULARY, EngineRules, PipelineEnds
 
 ENDS_ON_EVERY_STAGE = frozenset({"gemma2", "mixtral", "qwen3_moe"})
 """Architectures whose model class builds embedding, final norm and output layer on every pipeline stage."""
+EXPERTS_ON_EVERY_STAGE = frozenset({"glm4_moe"})
+"""Architectures whose model class refuses a pipeline stage without experts."""
 
 
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:
@@ -35,6 +37,13 @@ def check_supported(config: HFConfig, layout: EngineLayout) -> None:
             f"rollout.layout={layout}: vLLM pads the vocabulary to {rows} rows, which tp{layout.tp} does not divide. "
             "Choose another tp, or write rollout.engine=sglang."
         )
+    if config.architecture in EXPERTS_ON_EVERY_STAGE and config.experts:
+        for stage in range(layout.pp):
+            if config.experts.layers.isdisjoint(layout.layers(config.layers, stage)):
+                raise UserError(
+                    f"rollout.layout={layout}: vLLM's model class of {config.architecture} has no pipeline stage "
+                    f"without experts, and stage {stage} would have dense layers only. Choose a smaller pp."
+                )
     if config.architecture == "qwen2" and config.head_dim * config.heads != config.hidden:
         raise UserError(
             "rollout.engine=vllm: vLLM's model class of qwen2 has heads of size hidden_size / num_attention_heads, but "
