@@ -26,12 +26,12 @@ from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron import trainer as trainer_module
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.megatron.transformer_config import block_spec
 from verl_mg.models.hf_config import read_config
+from verl_mg.training import trainer as trainer_module
 from verl_mg.training.loss_inputs import LossInputs
 
 Waits = Counter[tuple[str, str]]

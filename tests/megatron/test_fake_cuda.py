@@ -31,10 +31,11 @@ KERNELS = {
     "mixtral": 26,
     "deepseek_v2": 39,
     "deepseek_v3": 41,
+    "glm4_moe": 33,
 }
 """Kernels of the forward pass of a layer; docs/benchmarks.md has the same numbers."""
 COPIES_OF_HEADS = {"repeat_interleave", "repeat", "expand_copy", "constant_pad_nd"}
-EVERY_UPDATE = ("_to_copy", "verl_mg/megatron/trainer.py:_to_host")
+EVERY_UPDATE = ("_to_copy", "verl_mg/training/trainer.py:to_host")
 EXCHANGED_SIZES = ("_to_copy", "verl_mg/megatron/experts.py:_exchange_sizes")
 """A wait of each pass over a layer whose experts are on several ranks."""
 LAYOUTS = ("tp2", "cp2", "pp2", "tp2-cp2", "tp2-pp2")

@@ -216,8 +216,8 @@ def _rotary_dim(raw: Fields, head_dim: int, family: Family, where: str) -> int:
     """Returns the number of elements of a head with rotary embedding, as `transformers` computes it."""
     if not family.partial_rotary:
         return head_dim
-    share = rope_fields(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    width = int(head_dim * float(share))
+    share = float((raw | rope_fields(raw)).get("partial_rotary_factor", 1.0))
+    width = int(head_dim * share)
     if width % 2 or not 0 < width <= head_dim:
         raise UserError(
             f"{where}: partial_rotary_factor={share} is not possible: of the {head_dim} elements of a head an even "
