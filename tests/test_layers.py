@@ -18,6 +18,7 @@ LAYERS = {
         (
             "errors",
             "device",
+            "images",
             "batch",
             "phase_timer",
             "config",
@@ -41,6 +42,7 @@ LAYERS = {
     **dict.fromkeys(("cli", "api", "launch", "view", "quickstart", "doctor", "__main__"), 9),
 }
 SAME_LAYER = {
+    ("batch", "images"),
     ("config", "layout"),
     ("config", "renamed"),
     ("run", "monitor"),

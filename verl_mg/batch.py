@@ -29,6 +29,9 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | truncated | sequence, bool | the response was cut at the length limit |
 | pair, chosen | sequence, int64 and bool | two rows of one prompt to be compared, and which of them is preferred |
 
+`images` is beside the columns: for each row of a vision-language model the tuple of its encoded images, in the order of
+their placeholders in `tokens`; None where no row has any. The rows of a prompt share them, see `verl_mg.images`.
+
 The rows of a trajectory are on one rank and have the same reward; whatever counts samples counts a trajectory once.
 Without agents a trajectory is a row. A batch without the column has as many trajectories as rows.
 
@@ -44,6 +47,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from verl_mg.images import RowImages
 
 
 class ColumnKind(IntEnum):
@@ -138,6 +143,7 @@ class Batch:
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
         self._columns: dict[str, Tensor] = {}
         self._kinds: dict[str, ColumnKind] = {}
+        self._images: Sequence[RowImages] | None = None
         for name, values in (columns or {}).items():
             self[name] = values
 
@@ -207,6 +213,19 @@ class Batch:
     def names(self) -> list[str]:
         """The columns' names, sorted: the same order on every rank."""
         return sorted(self._columns)
+
+    # -- images
+
+    @property
+    def images(self) -> Sequence[RowImages] | None:
+        """The images of each row; None where no row has any. The batch keeps the sequence itself."""
+        return self._images
+
+    @images.setter
+    def images(self, images: Sequence[RowImages] | None) -> None:
+        if images is not None and len(images) != len(self):
+            raise ValueError(f"images of {len(images)} rows: the batch has {len(self)}")
+        self._images = images
 
     # -- positions of tokens
 
@@ -330,6 +349,8 @@ class Batch:
         for name, kind in self._kinds.items():
             values = self[name]
             chosen.put(name, values[entries if kind is ColumnKind.TOKEN else index], kind)
+        if self._images is not None:
+            chosen.images = [self._images[row] for row in index.tolist()]
         return chosen
 
     def entries(self, rows: Tensor) -> Tensor:
@@ -347,8 +368,9 @@ class Batch:
         return torch.repeat_interleave(starts, lengths) + within
 
     def select_columns(self, names: Iterable[str]) -> Batch:
-        """The same rows with those of the named columns that are there."""
+        """The same rows and images with those of the named columns that are there."""
         rows = Batch(self.lengths)
+        rows.images = self._images
         for name in names:
             if name in self:
                 rows.put(name, self[name], self._kinds[name])
@@ -375,6 +397,8 @@ class Batch:
         for name in names:
             kind = max(batch.kind(name) for batch in batches)
             whole.put(name, torch.cat([batch[name] for batch in batches]), kind)
+        if any(batch.images is not None for batch in batches):
+            whole.images = [images for batch in batches for images in batch.images or [()] * len(batch)]
         return whole
 
 

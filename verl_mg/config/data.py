@@ -88,6 +88,14 @@ class DataConfig(ConfigSection):
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """Treatment of longer prompts: stop with an error, or leave them out. Prompts are never truncated."""
+    image_field: str = "images"
+    """Field of the images of a prompt, for models that read images: one or a list of paths relative to the data file,
+    bytes of image files, {"bytes": ...} as Hugging Face datasets write them into Parquet, or data:image/png;base64,...
+    The prompt has <image> in its text, or a part {"type": "image"}, where each belongs."""
+    max_image_pixels: PositiveInt = 1 << 24
+    """Largest width times height of an image. A larger one is an error; the model's processor may reduce smaller ones."""
+    max_images: PositiveInt = 8
+    """Largest number of images of a prompt."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Selection of training prompts by their pass rate. Off by default."""
 

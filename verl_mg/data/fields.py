@@ -20,7 +20,9 @@ GROUND_TRUTH = "reward_model.ground_truth"
 """Field of the answer in Parquet files for verl."""
 LABEL = "label"
 """Field of the answer in JSONL files for slime."""
-MEDIA = ("images", "videos", "audios")
+IMAGES = "images"
+"""Field of verl's and TRL's records with the images that its prompt refers to."""
+MEDIA = (IMAGES, "videos", "audios")
 """Fields of verl's records with what its prompts refer to by `<image>` and the like."""
 
 
@@ -57,7 +59,9 @@ class RecordFields:
         answer = f"the last assistant message of '{MESSAGES}'" if self.answer == MESSAGES else f"'{self.answer}'"
         return f"prompts from '{self.prompt}', answers from {answer}"
 
-    def prompt_of(self, record: Record, chosen: str, rejected: str, place: str) -> Any:
+    def prompt_of(
+        self, record: Record, chosen: str, rejected: str, place: str, media: Sequence[str] = ()
+    ) -> Any:
         """Returns the prompt of a record: a string or messages, not yet validated.
 
         If the record has no such field but `chosen` and `rejected` are whole conversations, or if the prompt's field is
@@ -69,10 +73,12 @@ class RecordFields:
             chosen: field of the preferred answer.
             rejected: field of the other answer.
             place: `file:line`, for errors.
+            media: fields with what the model reads in addition to text.
         """
-        if media := next((name for name in MEDIA if isinstance(record.get(name), list) and record[name]), None):
+        unread = (name for name in MEDIA if name not in media and isinstance(record.get(name), list) and record[name])
+        if field := next(unread, None):
             raise UserError(
-                f"{place}: the record has '{media}', and models here read text alone. Leave out such records, or the "
+                f"{place}: the record has '{field}', which the model does not read. Leave out such records, or the "
                 "field if their prompts are complete without it."
             )
         value = value_of(record, self.prompt)

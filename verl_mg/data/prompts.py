@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 
-from verl_mg.data.fields import ANSWER, PROMPT, RecordFields, field_names
+from verl_mg.data.fields import ANSWER, IMAGES, PROMPT, RecordFields, field_names
+from verl_mg.data.images import ImageLimits, ImageSource, images_of
 from verl_mg.data.records import Record, located_records
-from verl_mg.data.rendering import render, tokenize
+from verl_mg.data.rendering import has_image_parts, render, render_with_images, tokenize
 from verl_mg.errors import UserError
+from verl_mg.images import RowImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl_mg.data.image_processor import ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,12 @@ class Prompt:
     """Place of the record, `file:line`, for errors."""
     messages: Sequence[dict[str, Any]] = ()
     """The prompt as messages, for agents; a string is one of the user, instruction included."""
+    images: Sequence[ImageSource] = ()
+    """Images of the prompt, in the order of their placeholders in the tokens; not loaded yet."""
+
+    def load_images(self) -> RowImages:
+        """Returns the images of the prompt; UserError where one of them cannot be read or decoded."""
+        return tuple(image.load() for image in self.images)
 
     @property
     def where(self) -> str:
@@ -115,11 +125,16 @@ class PromptSet:
         source: str = "",
         first_id: int = 0,
         report: Callable[[str], None] | None = None,
+        processor: "ImageProcessor | None" = None,
+        image_field: str = IMAGES,
+        max_image_pixels: int = 1 << 24,
+        max_images: int = 8,
     ) -> Self:
         """Reads and tokenizes the prompts of a file or folder.
 
         A list of messages is rendered by the tokenizer's chat template; with `chat_template` a string is too, as one
-        user message. Any other string is tokenized unchanged, with the special tokens that the tokenizer adds.
+        user message, and so is any prompt with images. Any other string is tokenized unchanged, with the special tokens
+        that the tokenizer adds.
 
         Args:
             path: file or folder as in `read_records`.
@@ -138,6 +153,10 @@ class PromptSet:
             source: name of the source.
             first_id: id of the first row.
             report: receives one line about fields that were found and not configured, unless they are the usual ones.
+            processor: processor of a model that reads images; None for others.
+            image_field: field of the images.
+            max_image_pixels: largest width times height of an image.
+            max_images: largest number of images of a prompt.
 
         Raises:
             UserError: names `file:line` and the remedy.
@@ -153,18 +172,23 @@ class PromptSet:
                 f"{place}: no field '{answer_field}', here and in all lines below. Set data.answer_field to one of: "
                 f"{', '.join(sorted(field_names(record)))}."
             )
-        values = [fields.prompt_of(record, chosen_field, rejected_field, place) for place, record in located]
+        media = (image_field,) if processor else ()
+        values = [fields.prompt_of(record, chosen_field, rejected_field, place, media) for place, record in located]
+        limits = ImageLimits(max_image_pixels, max_images)
+        images = [images_of(record, image_field, place, limits) if processor else () for place, record in located]
         rendered = [
-            render(value, tokenizer, chat_template, instruction, place, tools)
-            for value, (place, _) in zip(values, located, strict=True)
+            render_with_images(value, of_prompt, processor, instruction, place, tools)
+            if processor and (of_prompt or has_image_parts(value))
+            else render(value, tokenizer, chat_template, instruction, place, tools)
+            for value, of_prompt, (place, _) in zip(values, images, located, strict=True)
         ]
         rows = tokenize(rendered, tokenizer)
         for (place, _), row in zip(located, rows, strict=True):
             _check_length(len(row), max_prompt_tokens, overlong_prompts, place)
-        columns = zip(rows, rendered, answers, located, strict=True)
+        columns = zip(rows, rendered, answers, images, located, strict=True)
         prompts = [
-            Prompt(i, tuple(row), text.text, answer, record, source, place, text.messages)
-            for i, (row, text, answer, (place, record)) in enumerate(columns, start=first_id)
+            Prompt(i, tuple(row), text.text, answer, record, source, place, text.messages, of_prompt)
+            for i, (row, text, answer, of_prompt, (place, record)) in enumerate(columns, start=first_id)
             if len(row) <= max_prompt_tokens
         ]
         if not prompts:

@@ -12,6 +12,8 @@ from verl_mg.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl_mg.data.image_processor import ImageProcessor
+
 
 def read_prompts(
     data: DataConfig,
@@ -21,6 +23,7 @@ def read_prompts(
     seed: int = 0,
     tools: Sequence[dict[str, Any]] = (),
     report: Callable[[str], None] | None = None,
+    processor: "ImageProcessor | None" = None,
 ) -> Prompts:
     """Reads the prompts of `data.train` or `data.test`.
 
@@ -31,6 +34,7 @@ def read_prompts(
         seed: random seed of the order.
         tools: schemas that a chat template describes to the model.
         report: receives one line for each source whose fields were found and not configured.
+        processor: processor of a model that reads images; None for others.
 
     Returns:
         A `PromptSet` for a path, a `Mixture` for sources by name; for training a `Curriculum` around either if
@@ -43,9 +47,9 @@ def read_prompts(
     if where is None:
         raise UserError("data.test: not set. Write data.test=FILE.")
     if not isinstance(where, dict):
-        prompts: PromptSet | Mixture = _read_set(data, "", SourceConfig(path=where), 0, tokenizer, seed, tools, report)
+        prompts: PromptSet | Mixture = _read_set(data, "", SourceConfig(path=where), 0, tokenizer, seed, tools, report, processor)
     else:
-        prompts = _read_mixture(data, where, tokenizer, seed, tools, report)
+        prompts = _read_mixture(data, where, tokenizer, seed, tools, report, processor)
     band = data.curriculum
     if which == "test" or (band.low <= 0 and band.high >= 1):
         return prompts
@@ -59,11 +63,12 @@ def _read_mixture(
     seed: int,
     tools: Sequence[dict[str, Any]],
     report: Callable[[str], None] | None,
+    processor: "ImageProcessor | None",
 ) -> Mixture:
     sets: dict[str, PromptSet] = {}
     rows = 0
     for name, source in sources.items():
-        sets[name] = _read_set(data, name, source, rows, tokenizer, seed, tools, report)
+        sets[name] = _read_set(data, name, source, rows, tokenizer, seed, tools, report, processor)
         rows += len(sets[name]) + sets[name].dropped
     return Mixture(sets, {name: source.weight for name, source in sources.items()})
 
@@ -77,10 +82,19 @@ def _read_set(
     seed: int,
     tools: Sequence[dict[str, Any]],
     report: Callable[[str], None] | None,
+    processor: "ImageProcessor | None",
 ) -> PromptSet:
     source_fields = source.model_dump(include={"prompt_field", "answer_field", "instruction"}, exclude_none=True)
     common = data.model_dump(exclude={"train", "test", "curriculum"})
     options = common | source_fields
     return PromptSet.from_file(
-        source.path, tokenizer, **options, seed=seed, tools=tools, source=name, first_id=first_id, report=report
+        source.path,
+        tokenizer,
+        **options,
+        seed=seed,
+        tools=tools,
+        source=name,
+        first_id=first_id,
+        report=report,
+        processor=processor,
     )

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from verl_mg.data.images import MARKER, ImageSource, check_markers
 from verl_mg.data.records import Record
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
+    from verl_mg.data.image_processor import ImageProcessor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -23,6 +25,8 @@ class RenderedPrompt(NamedTuple):
     """Whether a chat template wrote it, special tokens included."""
     messages: list[dict[str, Any]]
     """The prompt as messages without null fields; a string is one of the user."""
+    expanded: str | None = None
+    """Text that is tokenized where it has images: with as many placeholders of each as it has features."""
 
 
 def choice_of(record: Record, name: str, field: str, place: str) -> str:
@@ -95,12 +99,50 @@ def render(
     if isinstance(value, str) and not chat_template:
         return RenderedPrompt(value + instruction, False, messages)
     if not is_conversation(messages):
-        raise UserError(
-            f"{place}: {messages!r:.60} is not a prompt. Write a string or a list of messages "
-            '[{"role": "user", "content": "..."}].'
-        )
+        raise _not_a_prompt(messages, place)
     plain = _plain_messages(messages, place)
     return RenderedPrompt(_render_conversation(plain, tokenizer, place, tools), True, plain)
+
+
+def render_with_images(
+    value: Any,
+    images: Sequence[ImageSource],
+    processor: "ImageProcessor",
+    instruction: str,
+    place: str,
+    tools: Sequence[dict[str, Any]] = (),
+) -> RenderedPrompt:
+    """Returns the text of a prompt with images, which the processor's chat template renders.
+
+    Args:
+        value: a string with `<image>` where images belong, or messages whose contents are such strings or parts.
+        images: images of the record.
+        processor: processor of the model.
+        instruction: text appended to a string.
+        place: `file:line`, for errors.
+        tools: schemas of the tools that the template describes.
+
+    Raises:
+        UserError: the value is neither, has another number of places for images, or the template rejects it.
+    """
+    messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
+    if not is_conversation(messages):
+        raise _not_a_prompt(messages, place)
+    plain = [_without_nulls(message) | {"content": _parts_of(message, place)} for message in messages]
+    parts = [part for message in plain for part in message["content"] or ()]
+    check_markers(images, sum(part["type"] == "image" for part in parts), place)
+    try:
+        text = processor.render(plain, tools)
+    except Exception as error:  # a template is a program, which may raise anything
+        raise _rejected(error, place) from error
+    return RenderedPrompt(text, True, plain, processor.expand(text, [image.size for image in images]))
+
+
+def has_image_parts(value: Any) -> bool:
+    """Returns whether a prompt is messages with a part of type image."""
+    contents = [message.get("content") for message in value] if is_conversation(value) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
 def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
@@ -116,7 +158,8 @@ def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizer
         for start in range(0, len(chosen), ROWS):
             part = chosen[start : start + ROWS]
             # A template writes the special tokens itself; the tokenizer would add them a second time.
-            ids = tokenizer([rendered[i].text for i in part], add_special_tokens=not templated)["input_ids"]
+            texts = [rendered[i].expanded or rendered[i].text for i in part]
+            ids = tokenizer(texts, add_special_tokens=not templated)["input_ids"]
             for i, row in zip(part, ids, strict=True):
                 rows[i] = row
     return rows
@@ -177,6 +220,29 @@ def _render_conversation(
         described = {"tools": list(tools)} if tools else {}
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **described))
     except Exception as error:  # a template is a program, which may raise anything
-        raise UserError(
-            f"{place}: the tokenizer's chat template rejects the prompt ({error}). Fix its roles or contents."
-        ) from error
+        raise _rejected(error, place) from error
+
+
+def _not_a_prompt(value: Any, place: str) -> UserError:
+    return UserError(
+        f"{place}: {value!r:.60} is not a prompt. Write a string or a list of messages "
+        '[{"role": "user", "content": "..."}].'
+    )
+
+
+def _rejected(error: Exception, place: str) -> UserError:
+    return UserError(f"{place}: the tokenizer's chat template rejects the prompt ({error}). Fix its roles or contents.")
+
+
+def _parts_of(message: dict[str, Any], place: str) -> list[dict[str, str]] | None:
+    """Returns the content of a message as parts of the types text and image; None without content."""
+    content = message.get("content")
+    if content is None:
+        return None
+    if isinstance(content, str):
+        texts = content.split(MARKER)
+        parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+        return [part for part in parts if part["type"] == "image" or part["text"]]
+    images = [part for part in content if isinstance(part, dict) and part.get("type") == "image"]
+    content_of({"content": [part for part in content if part not in images]}, place)  # all others are text
+    return [{"type": "image"} if part in images else {"type": "text", "text": part["text"]} for part in content]

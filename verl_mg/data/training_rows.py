@@ -82,24 +82,26 @@ def demonstrations_batch(
     """
     mine = range(rank, len(prompts), ranks)
     rows = [demonstration(prompts[i], tokenizer, max_tokens) for i in mine]
-    return imitation_batch(rows, [prompts[i].id for i in mine], [first_id + i for i in mine])
+    return imitation_batch(rows, [prompts[i] for i in mine], [first_id + i for i in mine])
 
 
 def imitation_batch(
-    rows: Sequence[tuple[list[int], int]], prompt_ids: Sequence[int], sample_ids: Sequence[int]
+    rows: Sequence[tuple[list[int], int]], prompts: Sequence[Prompt], sample_ids: Sequence[int]
 ) -> Batch:
     """Returns a batch whose loss is computed on the tokens after each prompt.
 
     Args:
         rows: token ids of each row and its number of prompt tokens.
-        prompt_ids: prompt of each row.
+        prompts: prompt of each row.
         sample_ids: id of each row.
     """
     batch = Batch.from_rows(tokens for tokens, _ in rows)
     batch["prompt_length"] = torch.tensor([length for _, length in rows], dtype=torch.int64)
     batch["loss_mask"] = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
-    batch["prompt_id"] = torch.tensor(prompt_ids, dtype=torch.int64)
+    batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)
     batch["sample_id"] = torch.tensor(sample_ids, dtype=torch.int64)
+    if any(prompt.images for prompt in prompts):
+        batch.images = [prompt.load_images() for prompt in prompts]
     return batch
 
 
@@ -167,7 +169,7 @@ def pairs_batch(
     rows = [(tokens, length) for *both, length in pairs for tokens in both]
     numbers = [first_pair + i for i in mine for _ in range(2)]
     samples = [2 * (first_pair + i) + side for i in mine for side in range(2)]
-    batch = imitation_batch(rows, [prompts[i].id for i in mine for _ in range(2)], samples)
+    batch = imitation_batch(rows, [prompts[i] for i in mine for _ in range(2)], samples)
     batch["group"] = torch.tensor(numbers, dtype=torch.int64)
     # A rank without rows needs the kinds of the columns too.
     batch.put("pair", batch["group"].clone(), ColumnKind.SEQUENCE)

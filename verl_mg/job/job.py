@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import Prompt, PromptFeed, Prompts, demonstrations_batch, pairs_batch, read_prompts
+from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper, check_agents
@@ -98,13 +99,12 @@ class Job:
         self._tools = load_tools(config.rollout.tools)
         schemas, seed = [tool.schema for tool in self._tools], config.job.seed
         report = print if config.job.console and dist.get_rank() == 0 else None
-        train = read_prompts(config.data, "train", self.tokenizer, seed=seed, tools=schemas, report=report)
-        self.prompts = PromptFeed(train)
+        self.processor = ImageProcessor.read(config.model.path)
+        options: dict[str, Any] = {"seed": seed, "tools": schemas, "report": report, "processor": self.processor}
+        self.prompts = PromptFeed(read_prompts(config.data, "train", self.tokenizer, **options))
         self.test_prompts: Prompts | None = None
         if config.data.test is not None:
-            self.test_prompts = read_prompts(
-                config.data, "test", self.tokenizer, seed=seed, tools=schemas, report=report
-            )
+            self.test_prompts = read_prompts(config.data, "test", self.tokenizer, **options)
         self.roles: Mapping[str, Role] = {name: builder.build(name) for name in MODEL_ROLES if name in roles}
         records = RolloutRecords()
         self._reward = self._build_reward(records) if "reward" in roles else None

@@ -45,7 +45,10 @@ COUNT_OF_EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"} 
 
 
 def character_tokenizer(
-    characters: str, words: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE
+    characters: str,
+    words: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+    named: Mapping[str, str] | None = None,
 ) -> "PreTrainedTokenizerFast":
     """Returns a tokenizer with one token for each character, and a chat template; decoding restores the text exactly.
 
@@ -57,6 +60,7 @@ def character_tokenizer(
         characters: characters of the vocabulary.
         words: texts that are one token each, behind the characters.
         chat_template: Jinja template of conversations.
+        named: words that the tokenizer has as attributes, such as `image_token`, by their names.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -82,6 +86,7 @@ def character_tokenizer(
         extra_special_tokens=markers,
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
+        model_specific_special_tokens=dict(named or {}),
     )
     fast.add_tokens(list(words))
     return fast
@@ -184,7 +189,7 @@ def make_tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if perturb:
-            _perturb(model)
+            perturb_vectors(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
@@ -226,7 +231,13 @@ def _config(architecture: str, tokenizer: "PreTrainedTokenizerFast", **fields: A
 
 
 @torch.no_grad()
-def _perturb(model: torch.nn.Module, std: float = 0.05) -> None:
+def perturb_vectors(model: torch.nn.Module, std: float = 0.05) -> None:
+    """Adds noise to norms and biases, which start at one or zero, so that a comparison of two models covers them.
+
+    Args:
+        model: the model to change.
+        std: standard deviation of the noise.
+    """
     for tensor in model.state_dict().values():  # a router's bias is a buffer
         if tensor.dim() == 1:
             tensor.add_(torch.randn_like(tensor), alpha=std)

@@ -206,7 +206,7 @@ class AsyncRollout(RolloutSource):
 
     def _request(self, sample: int, partial: Sample | None) -> Request:
         prompt = self._prompt_of[sample]
-        return Request(sample, prompt.tokens, sample_seed(self._seed, sample), partial, prompt)
+        return Request(sample, prompt.tokens, sample_seed(self._seed, sample), partial, prompt, prompt.load_images())
 
     def _on_sample(self, sample: Sample) -> None:
         self._context.timer.progress += 1  # the watchdog sees that a long call progresses

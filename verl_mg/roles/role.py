@@ -240,7 +240,8 @@ class Role:
         places = [self.runner.placement.coordinates(rank) for rank in range(dist.get_world_size())]
         wanted = [by_slot[at.dp * self.runner.layout.cp + at.cp] if at else [] for at in places]
         needed = [by_stage[at.pp] if at else [] for at in places]
-        rows = gather_rows(batch, index, wanted, needed)
+        embeds = [at is not None and at.pp == 0 for at in places]  # the first stage alone embeds images
+        rows = gather_rows(batch, index, wanted, needed, embeds)
         numbers = [self._rows_of_rank(dist.get_rank(), plan) for plan in plans]
         micro_batches = iter(rows.split([len(micro) for steps in numbers for micro in steps]))
         return [

@@ -267,7 +267,7 @@ class Rollout(RolloutSource):
 
         def request_of(sample: int) -> Request:
             prompt, seed = prompt_of[sample], sample_seed(self._seed, sample)
-            return Request(sample, prompt.tokens, seed, partial.pop(sample, None), prompt)
+            return Request(sample, prompt.tokens, seed, partial.pop(sample, None), prompt, prompt.load_images())
 
         def on_sample(sample: Sample) -> None:
             self._context.timer.progress += 1  # the watchdog sees that a long call progresses

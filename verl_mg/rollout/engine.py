@@ -19,6 +19,7 @@ from torch import Tensor
 
 from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
+from verl_mg.images import RowImages
 from verl_mg.rollout.engine_counts import Counts
 from verl_mg.rollout.trajectory import NOT_GENERATED, Trajectory
 
@@ -70,11 +71,18 @@ class Request:
     """Tokens generated before the sample was aborted; the response begins with them."""
     origin: Prompt | None = None
     """Prompt of the data, for agents and tools, which need more than its tokens."""
+    images: RowImages = ()
+    """Images whose placeholders the prompt has, in their order; each has one placeholder for each feature."""
 
     @property
     def context(self) -> tuple[int, ...]:
         """Returns all tokens in front of the next one: the prompt and the partial sample."""
         return self.prompt + self.partial.tokens if self.partial else self.prompt
+
+    @property
+    def context_images(self) -> RowImages:
+        """Returns the images of the prompt and of the partial sample."""
+        return self.images + self.partial.images if self.partial else self.images
 
     def remaining_tokens(self, sampling: Sampling) -> int:
         """Returns how many tokens may still be generated."""
@@ -105,6 +113,8 @@ class Sample:
     layers, top_k). None if the engine does not report them."""
     trajectory: Trajectory | None = None
     """The work of an agent on the prompt; the sample has no tokens of its own then. None without an agent."""
+    images: RowImages = ()
+    """Images of observations, whose placeholders are among the tokens, in their order."""
 
     def extended_by(self, continuation: Sample) -> Sample:
         """Returns this sample followed by its continuation, whose finish reason and id are kept.
@@ -124,6 +134,7 @@ class Sample:
             logprobs=self.logprobs + continuation.logprobs,
             policy_versions=self.policy_versions + continuation.policy_versions,
             routed_experts=routed,
+            images=self.images + continuation.images,
         )
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from verl_mg.images import RowImages
 from verl_mg.rewards.reward import Reward
 
 NOT_GENERATED = -1
@@ -36,6 +37,8 @@ class Segment:
     """Number of leading tokens that are the same in the segment `prefix_of`."""
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of the tokens, as in `Sample`: int16, (tokens fed to the model, layers, top_k)."""
+    images: RowImages = ()
+    """Images whose placeholders the tokens have, in their order."""
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ from verl_mg.config import ConfigSection, Count
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.distributed.watchdog import is_peer_failure
 from verl_mg.errors import UserError
+from verl_mg.images import Image, distinct_images
 from verl_mg.job.job import Job
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.pending_groups import RolloutState
 from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState
 from verl_mg.roles.trainable import RoleCounters
 from verl_mg.rollout.engine import Sample
-from verl_mg.run.sample_state import SampleState, experts_of
+from verl_mg.run.sample_state import SampleState, experts_of, images_of
 
 JOB = "job.json"
 """File with the `JobState`."""
@@ -39,6 +40,8 @@ RANK_STATE = "state"
 """Name of the tensor with the JSON text of a `RankState`."""
 LENGTHS = "lengths"
 """Name of the tensor with a batch's lengths."""
+IMAGES = "images/"
+"""Prefix of the names of the tensors with the bytes of images, by key."""
 
 S = TypeVar("S", bound=ConfigSection)
 
@@ -94,6 +97,8 @@ class RankState(ConfigSection):
     """Conversations of the rows that were generated in advance, by trajectory."""
     kinds: dict[str, dict[str, ColumnKind]]
     """Kind of each column, by batch and column."""
+    images: dict[str, list[tuple[str, ...]]] = Field(default_factory=dict)
+    """Keys of the images of each row, by batch; of those that have images."""
     python: tuple[int, list[int], float | None]
     """State of the generator of `random`."""
     numpy: NumpyState
@@ -258,6 +263,11 @@ def _rank_state(batches: Mapping[str, Batch], local: LocalRolloutState) -> RankS
         partial=[SampleState.of(sample) for sample in local.partial.values()],
         conversations=dict(local.ready.conversations) if local.ready else {},
         kinds={name: {column: batch.kind(column) for column in batch.names()} for name, batch in batches.items()},
+        images={
+            name: [tuple(image.key for image in row) for row in batch.images]
+            for name, batch in batches.items()
+            if batch.images is not None
+        },
         python=(version, list(numbers), gauss),
         numpy=NumpyState(
             bit_generator=numpy_state["bit_generator"],
@@ -277,21 +287,35 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
     for which, samples in (("completed", local.completed), ("partial", local.partial)):
         for sample in samples.values():
             yield from ((_routing_key(which, name), experts) for name, experts in experts_of(sample).items())
+    yield from ((IMAGES + key, torch.frombuffer(bytearray(image.data), dtype=torch.uint8)) for key, image in _images(batches, local).items())
     yield "random/torch", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "random/cuda", torch.cuda.get_rng_state()
         yield from ((f"random/megatron/{name}", state) for name, state in get_cuda_rng_tracker().get_states().items())
 
 
+def _images(batches: Mapping[str, Batch], local: LocalRolloutState) -> dict[str, Image]:
+    """Returns the images of all rows and samples by key."""
+    images = distinct_images(row for batch in batches.values() for row in batch.images or ())
+    for sample in (*local.completed.values(), *local.partial.values()):
+        images |= images_of(sample)
+    return images
+
+
+def _load_images(stored: RankFile) -> dict[str, Image]:
+    """Returns the images of a rank's file by key."""
+    return {key.removeprefix(IMAGES): Image(stored.tensor(key).numpy().tobytes()) for key in stored.keys(IMAGES)}
+
+
 def _load_samples(which: str, states: Sequence[SampleState], stored: RankFile, vocab_size: int) -> dict[int, Sample]:
     """Returns samples by id; `which` is "completed" or "partial". ValueError for a token beyond the vocabulary."""
     prefix = _routing_key(which, "")
     experts = {key.removeprefix(prefix): stored.tensor(key) for key in stored.keys(prefix)}
-    samples = {}
+    images, samples = _load_images(stored), {}
     for state in states:
         if state.highest_token >= vocab_size:
             raise ValueError(f"sample {state.id} contains the token {state.highest_token}, the model has {vocab_size}")
-        samples[state.id] = state.to_sample(experts)
+        samples[state.id] = state.to_sample(experts, images)
     return samples
 
 
@@ -299,6 +323,9 @@ def _load_batch(name: str, state: RankState, stored: RankFile) -> Batch:
     batch = Batch(stored.tensor(f"batch/{name}/{LENGTHS}"))
     for column, kind in state.kinds[name].items():
         batch.put(column, stored.tensor(_column_key(name, column)), kind)
+    if name in state.images:
+        images = _load_images(stored)
+        batch.images = [tuple(images[key] for key in row) for row in state.images[name]]
     return batch
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 from torch import Tensor
 
 from verl_mg.config import ConfigSection, Count
+from verl_mg.images import Image, distinct_images
 from verl_mg.roles.rows.conversations import conversation_of, from_text, to_text, trajectory_of
 from verl_mg.rollout.engine import Finish, Sample
 from verl_mg.rollout.trajectory import Segment, Trajectory
@@ -23,6 +24,13 @@ class _Tokens(ConfigSection):
     """Log-probability of each token."""
     policy_versions: tuple[int, ...]
     """Version of the weights that generated each token."""
+    images: tuple[str, ...] = ()
+    """Keys of the images of the observations, or of the segment."""
+
+    @field_validator("images", mode="before")
+    @classmethod
+    def _keys(cls, images: Sequence[Any]) -> Sequence[Any]:
+        return [image.key if isinstance(image, Image) else image for image in images]
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -82,14 +90,16 @@ class SampleState(_Tokens):
             logprobs=sample.logprobs,
             policy_versions=sample.policy_versions,
             finish=sample.finish,
+            images=[image.key for image in sample.images],
             trajectory=TrajectoryState.of(sample.trajectory) if sample.trajectory else None,
         )
 
-    def to_sample(self, experts: Mapping[str, Tensor]) -> Sample:
-        """Returns the sample with its experts.
+    def to_sample(self, experts: Mapping[str, Tensor], images: Mapping[str, Image]) -> Sample:
+        """Returns the sample with its experts and images.
 
         Args:
             experts: tensors of `experts_of` by name.
+            images: images of `images_of` by key.
         """
         return Sample(
             id=self.id,
@@ -98,7 +108,8 @@ class SampleState(_Tokens):
             policy_versions=self.policy_versions,
             finish=self.finish,
             routed_experts=experts.get(_name(self.id)),
-            trajectory=_to_trajectory(self.id, self.trajectory, experts) if self.trajectory else None,
+            trajectory=_to_trajectory(self.id, self.trajectory, experts, images) if self.trajectory else None,
+            images=tuple(images[key] for key in self.images),
         )
 
 
@@ -110,9 +121,21 @@ def experts_of(sample: Sample) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _to_trajectory(sample: int, state: TrajectoryState, experts: Mapping[str, Tensor]) -> Trajectory:
+def images_of(sample: Sample) -> dict[str, Image]:
+    """Returns the images of a sample's observations and of its segments by key; those of its prompt are in the data."""
+    segments = sample.trajectory.segments if sample.trajectory else ()
+    return distinct_images([sample.images, *(segment.images for segment in segments)])
+
+
+def _to_trajectory(
+    sample: int, state: TrajectoryState, experts: Mapping[str, Tensor], images: Mapping[str, Image]
+) -> Trajectory:
     segments = [
-        Segment(**segment.model_dump(), routed_experts=experts.get(_name(sample, number)))
+        Segment(
+            **segment.model_dump(exclude={"images"}),
+            routed_experts=experts.get(_name(sample, number)),
+            images=tuple(images[key] for key in segment.images),
+        )
         for number, segment in enumerate(state.segments)
     ]
     return trajectory_of(segments, from_text(state.conversation))

@@ -23,6 +23,7 @@ from torch import Tensor
 from verl_mg import device
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.distributed.collectives import ByteSender, request_bytes
+from verl_mg.roles.rows.images import gather_images
 from verl_mg.roles.rows.index import RowIndex
 from verl_mg.roles.rows.plan import ColumnPart, Delivery, plan_deliveries, plan_returns, whole_columns
 
@@ -41,6 +42,7 @@ def gather_rows(
     index: RowIndex,
     wanted: Sequence[Sequence[int]],
     needed: Sequence[Sequence[ColumnPart]] | None = None,
+    needs_images: Sequence[bool] | None = None,
 ) -> Batch:
     """Transfers rows to the ranks that want them; all ranks call it together.
 
@@ -49,9 +51,10 @@ def gather_rows(
         index: the index of the batch.
         wanted: row numbers of the index that each rank receives, without repetition, by rank; the same on every rank.
         needed: parts of the columns that each rank receives, by rank; all columns by default.
+        needs_images: whether each rank receives the images of its rows, by rank; all ranks by default.
 
     Returns:
-        The rows `wanted[this rank]`, in that order, with the columns `needed[this rank]`.
+        The rows `wanted[this rank]`, in that order, with the columns `needed[this rank]` and their images.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     needed = needed or [whole_columns(index.schema)] * ranks
@@ -73,6 +76,7 @@ def gather_rows(
             sender.send(data, piece.receivers, PASSED_ON)
         result.unpack(piece, data)
     sender.wait()
+    result.batch.images = gather_images(batch, index, wanted, needs_images)
     return result.batch
 
 

@@ -54,6 +54,8 @@ class RowIndex:
     """Columns that are transferred, by name."""
     trajectories: tuple[int, ...] = ()
     """Trajectory of each row; its sample id where the batch has no trajectories."""
+    has_images: bool = False
+    """Whether rows have images, on some rank."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -81,7 +83,7 @@ class RowIndex:
 
 
 class Fingerprint:
-    """Columns of a batch as they are now; another one is equal as long as none is set or edited in place."""
+    """Columns and images of a batch as they are now; another one is equal as long as none is set or edited in place."""
 
     def __init__(self, batch: Batch, names: Iterable[str]) -> None:
         """Notes the columns.
@@ -93,9 +95,12 @@ class Fingerprint:
         # The tensors themselves: another one could get the address of one that is gone.
         columns = {"": batch.lengths} | {name: batch[name] for name in names if name in batch}
         self._columns = {name: (tensor, tensor._version) for name, tensor in columns.items()}
+        self._images = batch.images
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Fingerprint) or self._columns.keys() != other._columns.keys():
+            return False
+        if self._images is not other._images:
             return False
         pairs = ((column, other._columns[name]) for name, column in self._columns.items())
         return all(tensor is latest and version == now for (tensor, version), (latest, now) in pairs)
@@ -117,21 +122,23 @@ class _Report:
     """(n, 5) int64, see `_FIELDS`; None where the rank has kept the index."""
     schema: bytes
     """Columns of the rank as JSON."""
+    has_images: bool
+    """Whether rows of the rank have images."""
 
     def encode(self) -> Tensor:
-        """Returns the report as uint8: the number of rows or -1, the rows, and the schema."""
+        """Returns the report as uint8: the number of rows or -1, whether there are images, the rows, and the schema."""
         rows = torch.empty(0, _FIELDS, dtype=torch.int64) if self.rows is None else self.rows
-        count = torch.tensor([-1 if self.rows is None else len(rows)])
+        head = torch.tensor([-1 if self.rows is None else len(rows), self.has_images])
         schema = torch.frombuffer(bytearray(self.schema), dtype=torch.uint8)
-        return torch.cat([count.view(torch.uint8), rows.reshape(-1).view(torch.uint8), schema])
+        return torch.cat([head.view(torch.uint8), rows.reshape(-1).view(torch.uint8), schema])
 
     @classmethod
     def decode(cls, data: Tensor) -> _Report:
         """Returns the report that `encode` encoded."""
-        count = int(data[:8].clone().view(torch.int64))
-        end = 8 * (1 + _FIELDS * max(count, 0))
-        rows = None if count < 0 else data[8:end].clone().view(torch.int64).view(count, _FIELDS)
-        return cls(rows, data[end:].numpy().tobytes())
+        count, has_images = data[:16].clone().view(torch.int64).tolist()
+        end = 8 * (2 + _FIELDS * max(count, 0))
+        rows = None if count < 0 else data[16:end].clone().view(torch.int64).view(count, _FIELDS)
+        return cls(rows, data[end:].numpy().tobytes(), bool(has_images))
 
 
 class RowIndexer:
@@ -158,18 +165,19 @@ class RowIndexer:
             ValueError: two rows have the same sample id, or ranks have different columns.
         """
         cached = self._cached(batch)
-        schema = _describe(batch if transferred is None else transferred)
-        reports = _gather(_Report(None if cached else _local_rows(batch), schema))
+        schema, has_images = _describe(batch if transferred is None else transferred), bool(batch.images)
+        reports = _gather(_Report(None if cached else _local_rows(batch), schema, has_images))
         if cached is None or any(report.rows is not None for report in reports):
             if any(report.rows is None for report in reports):  # the batch has changed on some ranks only
-                reports = _gather(_Report(_local_rows(batch), schema))
+                reports = _gather(_Report(_local_rows(batch), schema, has_images))
             cached = _merge([report.rows for report in reports if report.rows is not None])
             self._indices[batch] = (cached, Fingerprint(batch, INDEXED_COLUMNS))
+        has_images = any(report.has_images for report in reports)
         nonempty = sorted(set(cached.owner_rank))
         schemas = sorted({reports[rank].schema for rank in nonempty}) or [schema]
         if len(schemas) > 1:
             raise ValueError(f"ranks have different columns: {schemas[0].decode()} and {schemas[1].decode()}")
-        return replace(cached, schema=_parse(json.loads(schemas[0])))
+        return replace(cached, schema=_parse(json.loads(schemas[0])), has_images=has_images)
 
     def put(self, batch: Batch, index: RowIndex, rows_of: Sequence[Sequence[int]]) -> None:
         """Sets the index of a batch whose rows were moved; all ranks call it together.

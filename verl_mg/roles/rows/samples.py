@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
+from verl_mg.images import RowImages
 from verl_mg.rollout.engine import Sample
 from verl_mg.rollout.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment
 
@@ -38,6 +39,8 @@ class _Row:
     """Row whose first tokens this one repeats; its own id where there is none."""
     prefix_length: int = 0
     """Number of these tokens."""
+    images: RowImages = ()
+    """Images whose placeholders the tokens have, in their order."""
 
 
 def samples_to_batch(
@@ -80,6 +83,8 @@ def samples_to_batch(
     if any(sample.trajectory for sample in samples):
         prefixes = torch.tensor([(row.prefix_of, row.prefix_length) for row in rows], dtype=torch.int64)
         batch["prefix_of"], batch["prefix_length"] = prefixes.unbind(1)
+    if any(row.images for row in rows):
+        batch.images = [row.images for row in rows]
     if routed_shape is not None:
         none = torch.empty(0, *routed_shape, dtype=torch.int16)
         batch["routed_experts"] = torch.cat([none, *(_routed(row, none) for row in rows)])
@@ -115,6 +120,7 @@ def _rows_of(i: int, prompt: Prompt, sample: Sample) -> list[_Row]:
             truncated=truncated,
             routed_experts=sample.routed_experts,
             prefix_of=number,
+            images=(*prompt.load_images(), *sample.images),
         )
     ]
 
@@ -133,6 +139,7 @@ def _row_of(i: int, trajectory: int, number: int, segment: Segment, truncated: b
         routed_experts=segment.routed_experts,
         prefix_of=row if segment.prefix_of is None else row_id(trajectory, segment.prefix_of),
         prefix_length=segment.prefix_length,
+        images=segment.images,
     )
 
 

@@ -1,0 +1,158 @@
+"""The processor of a vision-language model: tokens of prompts with images, and the model's inputs for images.
+
+What training needs for a micro-batch, whatever the model:
+
+    processor = ImageProcessor.read(model_dir)      None for a model without images
+    batch.images                                    images of each row, in the order of their placeholders in its tokens
+    processor.model_inputs(batch.images)            {"pixel_values": (patches, d), "image_grid_thw": (images, 3)}: the
+                                                    images of all rows, one after another; {} where there are none
+    processor.image_mask(tokens)                    true on the placeholders, where features of images stand
+
+A row's tokens already have one placeholder for each feature. Policies cannot write placeholders: engines exclude
+`placeholder_ids`, so that all of them in a row belong to its images.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.errors import UserError
+from verl_mg.images import Image, RowImages
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+CACHED_BYTES = 1 << 30
+"""Bytes of the inputs that a processor keeps: samples of a prompt, and the passes over a batch, have the same images."""
+
+
+class ImageProcessor:
+    """Processor of a model directory, as transformers reads it."""
+
+    def __init__(self, processor: ProcessorMixin, where: Path) -> None:
+        """Wraps a processor.
+
+        Args:
+            processor: processor of transformers with a tokenizer and an image processor.
+            where: its directory, for errors.
+        """
+        self._processor: Any = processor
+        self._where = where
+        defaults = processor.valid_processor_kwargs._defaults
+        self._options = dict(defaults.get("images_kwargs", {})) | {"return_tensors": "pt"}
+        self._cached: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._cached_bytes = 0
+        self._replacement = cache(self._replacement_of_size)
+
+    @classmethod
+    def read(cls, model_dir: str | Path) -> ImageProcessor | None:
+        """Returns the processor of a Hugging Face directory; None where its config.json describes no vision tower.
+
+        Raises:
+            UserError: the directory has no readable processor.
+        """
+        folder = Path(model_dir)
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None  # whoever reads the model reports it
+        if not isinstance(config, dict) or "vision_config" not in config:
+            return None
+        from transformers import AutoProcessor
+
+        try:
+            processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers raises many kinds for a broken folder
+            raise _unreadable(folder, error) from error
+        if not hasattr(processor, "image_processor"):
+            raise UserError(f"{folder}: no processor of images. Add preprocessor_config.json and chat_template.jinja.")
+        return cls(processor, folder)
+
+    # -- tokens
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that stand for images, videos and sounds."""
+        processor = self._processor
+        ids = {*processor.image_token_ids, *processor.video_token_ids, *processor.audio_token_ids} - {None}
+        return tuple(sorted(ids))
+
+    def image_mask(self, tokens: Tensor) -> Tensor:
+        """Returns where features of images stand, bool of the tokens' shape; `tokens`: token ids of rows."""
+        return torch.isin(tokens, torch.tensor(self._processor.image_token_ids, device=tokens.device))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = (), **options: Any) -> str:
+        """Returns the text of a conversation, with one placeholder for each image.
+
+        Args:
+            messages: messages, whose contents are text or parts of the types text and image.
+            tools: schemas of the tools that the template describes.
+            options: further variables of the template.
+        """
+        described = {"tools": list(tools)} if tools else {}
+        options = {"tokenize": False, "add_generation_prompt": True} | options
+        return str(self._processor.apply_chat_template(list(messages), **described, **options))
+
+    def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
+        """Returns a text with each placeholder replaced by those of its image, one for each feature.
+
+        Args:
+            text: text of a conversation.
+            sizes: width and height of each image, in the order of the placeholders.
+        """
+        replacements = [self._replacement(size) for size in sizes]
+        return str(self._processor.get_text_with_replacements([text], replacements)[0][0])
+
+    def _replacement_of_size(self, size: tuple[int, int]) -> str:
+        """Returns the text in place of an image, which depends on its size alone."""
+        from PIL import Image as pillow
+
+        inputs = self._processor.image_processor([pillow.new("RGB", size)], **self._options)
+        return str(self._processor.replace_image_token(inputs, 0, **self._options))
+
+    # -- inputs of the model
+
+    def model_inputs(self, rows: Iterable[RowImages]) -> dict[str, Tensor]:
+        """Returns the model's inputs for the images of rows, by the names that its `forward` has.
+
+        Args:
+            rows: images of each row, in the order of the rows.
+
+        Returns:
+            Tensors by name, each with the entries of all images one after another; {} without images.
+        """
+        images = [self._inputs(image) for row in rows for image in row]
+        return {name: torch.cat([image[name] for image in images]) for name in (images[0] if images else ())}
+
+    def _inputs(self, image: Image) -> dict[str, Tensor]:
+        if image.key in self._cached:
+            self._cached.move_to_end(image.key)
+            return self._cached[image.key]
+        outputs = self._processor.image_processor([image.pixels()], **self._options)
+        unused = self._processor.unused_input_names
+        inputs = {name: tensor for name, tensor in outputs.items() if name not in unused and torch.is_tensor(tensor)}
+        self._cached[image.key] = inputs
+        self._cached_bytes += _num_bytes(inputs)
+        while self._cached_bytes > CACHED_BYTES and len(self._cached) > 1:
+            self._cached_bytes -= _num_bytes(self._cached.popitem(last=False)[1])
+        return inputs
+
+
+def _num_bytes(inputs: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in inputs.values())
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UserError(
+        f"{folder}: no readable processor of images ({reason}). Add the model's preprocessor_config.json, and install "
+        "torchvision where it is required."
+    )

@@ -1,0 +1,50 @@
+"""Images of prompts and rows: encoded files, as small as they were read; pixels are made where a model needs them.
+
+A row of a `Batch` has a tuple of images, in the order of their placeholders in its tokens. All rows of a prompt share
+the same `Image` objects, whatever is selected, joined or sent: a rank holds an image once. The pixel values of a
+micro-batch come from `data.image_processor.ImageProcessor.model_inputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Pixels
+
+
+@dataclass(frozen=True)
+class Image:
+    """An encoded image, such as a PNG or JPEG file. Images with the same bytes are equal."""
+
+    data: bytes
+    """Bytes of the file."""
+
+    @cached_property
+    def key(self) -> str:
+        """Hash of the bytes, 32 hexadecimal digits: the same on every rank and in every run."""
+        return blake2b(self.data, digest_size=16).hexdigest()
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def pixels(self) -> Pixels:
+        """Returns the decoded image in RGB; OSError or ValueError where the file is corrupt."""
+        from PIL import Image as pillow
+
+        with pillow.open(BytesIO(self.data)) as file:
+            return file.convert("RGB")
+
+
+RowImages = tuple[Image, ...]
+"""The images of a row, in the order of their placeholders."""
+
+
+def distinct_images(rows: Iterable[RowImages]) -> dict[str, Image]:
+    """Returns the images of rows by their keys, each once."""
+    return {image.key: image for row in rows for image in row}
