@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.images import Image
 
 rows_of_tokens = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=0, max_size=6)
 
@@ -80,6 +81,18 @@ def test_an_empty_batch_joins_any_other():
     whole = Batch.concat([batch_of([]), batch_of([[1, 2]])])
     assert as_rows(whole) == [[1, 2]]
     assert whole.kind("values") is ColumnKind.TOKEN
+
+
+def test_images_stay_with_their_rows_and_are_never_copied():
+    batch, picture, other = batch_of([[1], [2, 3], [4]]), Image(b"a"), Image(b"b")
+    batch.images = [(picture,), (), (picture, other)]
+    assert batch.select([2, 0]).images == [(picture, other), (picture,)] and batch.split([1, 2])[1].images[0] == ()
+    assert batch.select_columns(["tokens"]).images is batch.images
+    assert batch.repeat(2).images[4][0] is batch.repeat(2).images[1][0] is picture
+    assert Batch.concat([batch_of([[5]]), batch]).images == [(), *batch.images]
+    assert batch_of([[1]]).select([0]).images is Batch.concat([batch_of([[1]])]).images is None
+    with pytest.raises(ValueError, match="images of 2 rows: the batch has 3"):
+        batch.images = [(), ()]
 
 
 def test_batches_with_different_columns_are_not_joined():

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from io import BytesIO
 from pathlib import Path
+from tempfile import mkdtemp
 
+import PIL.Image
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from verl_mg.batch import Batch
+from verl_mg.images import Image
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.models.tiny_vision_model import make_tiny_vision_model
 
 CHARACTERS = "0123456789+-*=() abcdefg"
 
@@ -105,3 +110,19 @@ def oracle_outputs(model: torch.nn.Module, batch: Batch, temperature: float) -> 
         logprobs.append(torch.cat([torch.zeros(1), log_p.gather(1, tokens[1:, None]).squeeze(1)]))
         entropies.append(torch.cat([torch.zeros(1), -(log_p.exp() * log_p).sum(-1)]))
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+@cache
+def vision_model(architecture: str) -> Path:
+    """A directory of a tiny vision-language model with its processor, made once a session."""
+    folder = Path(mkdtemp(prefix="verl_mg_vision_")) / architecture
+    # An odd vocabulary, and weights large enough that images show in the output.
+    return make_tiny_vision_model(folder, architecture, characters=CHARACTERS, init_std=0.2, perturb=True, seed=3)
+
+
+def noise_image(width: int, height: int, seed: int) -> Image:
+    """A PNG file of random pixels."""
+    pixels = torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    file = BytesIO()
+    PIL.Image.fromarray(pixels.numpy()).save(file, "PNG")
+    return Image(file.getvalue())

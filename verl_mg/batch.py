@@ -29,7 +29,7 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | truncated | sequence, bool | the response was cut at the length limit |
 | pair, chosen | sequence, int64 and bool | two rows of one prompt to be compared, and which of them is preferred |
 
-`images` is beside the columns: for each row of a vision-language model the tuple of its encoded images, in the order of
+`images` is no column: for each row of a vision-language model the tuple of its encoded images, in the order of
 their placeholders in `tokens`; None where no row has any. The rows of a prompt share them, see `verl_mg.images`.
 
 The rows of a trajectory are on one rank and have the same reward; whatever counts samples counts a trajectory once.

@@ -35,9 +35,9 @@ class Image:
 
     def pixels(self) -> Pixels:
         """Returns the decoded image in RGB; OSError or ValueError where the file is corrupt."""
-        from PIL import Image as pillow
+        import PIL.Image
 
-        with pillow.open(BytesIO(self.data)) as file:
+        with PIL.Image.open(BytesIO(self.data)) as file:
             return file.convert("RGB")
 
 

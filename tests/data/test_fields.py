@@ -151,7 +151,7 @@ def test_from_file_configured_fields_are_never_replaced(tmp_path: Path, tokenize
         ({"messages": [ASSISTANT]}, {}, r"\[\] is not a prompt"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {}, "part of type 'image_url'"),
         ({"messages": [{"role": "user", "content": ["text"]}]}, {}, "part of type 'str'"),
-        (VERL | {"images": [{"bytes": "a"}]}, {}, "the record has 'images', and models here read text alone"),
+        (VERL | {"images": [{"bytes": "a"}]}, {}, "the record has 'images', which the model does not read"),
     ],
 )
 def test_from_file_other_layout_is_named(

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from tests.run.recorded_runs import job, lines_of, make_inputs, samples_of
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data import PromptFeed, PromptSet
+from verl_mg.images import Image
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import ROWS_PER_TABLE, SampleWriter, other_columns
@@ -139,10 +140,14 @@ def with_tools(inputs: Path, folder: Path) -> None:
     batch["reward.form"] = torch.where(torch.arange(count) % 3 == 0, torch.nan, torch.randn(count))
     batch["answer"] = torch.randint(0, 2**62, (count,))
     batch.put("scores", torch.randn(count, 2), ColumnKind.SEQUENCE)
+    small, large = Image(b"s"), Image(b"l" * 100)
+    batch.images = [(small, large) if i % 5 == 0 else (large,) if i % 2 else () for i in range(count)]
     writer = SampleWriter(folder / "samples", 0, FileMetadata("own", "m", 1), PromptFeed(prompts), tokenizer)
     writer.write(1, [RolloutRecord.of(GeneratedRows(rows)) for rows in (batch, batch.select([]))], [])
     back, empty = (rows.batch for rows in SampleReader(folder).batches(1))
     assert back.names() == batch.names() == empty.names() and len(empty) == 0
+    assert back.images == batch.images and len({id(image) for row in back.images for image in row}) == 2
+    assert sorted(file.name for file in (folder / "samples" / "images").iterdir()) == sorted([small.key, large.key])
     for name in batch.names():
         assert back.kind(name) == batch.kind(name) and back[name].dtype == batch[name].dtype
         assert torch.equal(back[name].nan_to_num(), batch[name].nan_to_num()), name

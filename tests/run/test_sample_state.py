@@ -6,11 +6,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from verl_mg.images import Image
 from verl_mg.rewards import Reward
 from verl_mg.rollout.engine import Sample
 from verl_mg.rollout.engine_stream import oldest_version
 from verl_mg.rollout.trajectory import ConversationTurn, Segment, Trajectory
-from verl_mg.run.sample_state import SampleState, experts_of
+from verl_mg.run.sample_state import SampleState, experts_of, images_of
 
 
 def agent_sample() -> Sample:
@@ -21,7 +22,7 @@ def agent_sample() -> Sample:
 
     segments = (
         Segment((5, 6, 7), (0.0, -1 / 3, -math.pi), (-1, 4, 5), False, routed_experts=experts(2)),
-        Segment((5, 6, 900, 8), (0.0, 0.0, 0.0, -1e-30), (-1, -1, -1, 3), True, 0, 2, experts(3)),
+        Segment((5, 6, 900, 8), (0.0, 0.0, 0.0, -1e-30), (-1, -1, -1, 3), True, 0, 2, experts(3), (Image(b"a"),)),
     )
     call = {"id": "a", "type": "function", "function": {"name": "run", "arguments": '{"x": "\\ud800"}'}}
     question = {"role": "user", "content": "ü"}
@@ -35,13 +36,15 @@ def agent_sample() -> Sample:
 
 
 def plain_sample() -> Sample:
-    return Sample(3, (1, 2), (-0.1, -0.2), (0, 1), "length", torch.ones(4, 2, 1, dtype=torch.int16))
+    images = (Image(b"a"), Image(b"b"), Image(b"a"))
+    return Sample(3, (1, 2), (-0.1, -0.2), (0, 1), "length", torch.ones(4, 2, 1, dtype=torch.int16), images=images)
 
 
 @pytest.mark.parametrize("sample", [agent_sample(), plain_sample()], ids=["agent", "plain"])
 def test_sample_state_in_json_gives_the_same_sample(sample):
     text, experts = SampleState.of(sample).model_dump_json(), experts_of(sample)
-    again = SampleState.model_validate_json(text).to_sample(experts)
+    again = SampleState.model_validate_json(text).to_sample(experts, images_of(sample))
+    assert len(images_of(sample)) == (1 if sample.trajectory else 2)
     assert again == sample  # without the experts, which are compared by name
     assert experts.keys() == experts_of(again).keys() and len(experts) == (2 if sample.trajectory else 1)
     assert all(torch.equal(experts[name], tensor) for name, tensor in experts_of(again).items())

@@ -93,7 +93,8 @@ class DataConfig(ConfigSection):
     bytes of image files, {"bytes": ...} as Hugging Face datasets write them into Parquet, or data:image/png;base64,...
     The prompt has <image> in its text, or a part {"type": "image"}, where each belongs."""
     max_image_pixels: PositiveInt = 1 << 24
-    """Largest width times height of an image. A larger one is an error; the model's processor may reduce smaller ones."""
+    """Largest width times height of an image. A larger one is an error; the model's
+    processor may reduce smaller ones."""
     max_images: PositiveInt = 8
     """Largest number of images of a prompt."""
     curriculum: CurriculumConfig = CurriculumConfig()

@@ -59,9 +59,7 @@ class RecordFields:
         answer = f"the last assistant message of '{MESSAGES}'" if self.answer == MESSAGES else f"'{self.answer}'"
         return f"prompts from '{self.prompt}', answers from {answer}"
 
-    def prompt_of(
-        self, record: Record, chosen: str, rejected: str, place: str, media: Sequence[str] = ()
-    ) -> Any:
+    def prompt_of(self, record: Record, chosen: str, rejected: str, place: str, media: Sequence[str] = ()) -> Any:
         """Returns the prompt of a record: a string or messages, not yet validated.
 
         If the record has no such field but `chosen` and `rejected` are whole conversations, or if the prompt's field is

@@ -6,7 +6,7 @@ What training needs for a micro-batch, whatever the model:
     batch.images                                    images of each row, in the order of their placeholders in its tokens
     processor.model_inputs(batch.images)            {"pixel_values": (patches, d), "image_grid_thw": (images, 3)}: the
                                                     images of all rows, one after another; {} where there are none
-    processor.image_mask(tokens)                    true on the placeholders, where features of images stand
+    processor.image_mask(tokens)                    true on the placeholders, which features of images replace
 
 A row's tokens already have one placeholder for each feature. Policies cannot write placeholders: engines exclude
 `placeholder_ids`, so that all of them in a row belong to its images.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 CACHED_BYTES = 1 << 30
-"""Bytes of the inputs that a processor keeps: samples of a prompt, and the passes over a batch, have the same images."""
+"""Bytes of inputs that a processor keeps: samples of a prompt, and the passes over a batch, have the same images."""
 
 
 class ImageProcessor:
@@ -80,16 +80,18 @@ class ImageProcessor:
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that stand for images, videos and sounds."""
+        """Ids of the tokens that features of images, videos and sounds replace."""
         processor = self._processor
         ids = {*processor.image_token_ids, *processor.video_token_ids, *processor.audio_token_ids} - {None}
         return tuple(sorted(ids))
 
     def image_mask(self, tokens: Tensor) -> Tensor:
-        """Returns where features of images stand, bool of the tokens' shape; `tokens`: token ids of rows."""
+        """Returns which tokens the features of images replace, bool of the tokens' shape; `tokens`: token ids of rows."""
         return torch.isin(tokens, torch.tensor(self._processor.image_token_ids, device=tokens.device))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = (), **options: Any) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = (), **options: Any
+    ) -> str:
         """Returns the text of a conversation, with one placeholder for each image.
 
         Args:
@@ -113,9 +115,9 @@ class ImageProcessor:
 
     def _replacement_of_size(self, size: tuple[int, int]) -> str:
         """Returns the text in place of an image, which depends on its size alone."""
-        from PIL import Image as pillow
+        import PIL.Image
 
-        inputs = self._processor.image_processor([pillow.new("RGB", size)], **self._options)
+        inputs = self._processor.image_processor([PIL.Image.new("RGB", size)], **self._options)
         return str(self._processor.replace_image_token(inputs, 0, **self._options))
 
     # -- inputs of the model

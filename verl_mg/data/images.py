@@ -103,8 +103,8 @@ def check_markers(images: Sequence[ImageSource], markers: int, place: str) -> No
     """
     if len(images) != markers:
         raise UserError(
-            f"{place}: the prompt has places for {markers} images, the record has {len(images)}. Write {MARKER} or a part "
-            '{"type": "image"} where each image belongs.'
+            f"{place}: the prompt has places for {markers} images, the record has {len(images)}. Write {MARKER} or a "
+            'part {"type": "image"} where each image belongs.'
         )
 
 
@@ -156,13 +156,13 @@ def decode_data_url(text: str, place: str) -> bytes:
 
 def _size(file: BytesIO | Path, place: str) -> tuple[int, int]:
     """Returns width and height; reads the header alone."""
-    from PIL import Image as pillow
+    import PIL.Image
 
     try:
-        with warnings.catch_warnings(), pillow.open(file) as image:
-            warnings.simplefilter("ignore", pillow.DecompressionBombWarning)  # data.max_image_pixels is the limit
+        with warnings.catch_warnings(), PIL.Image.open(file) as image:
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # data.max_image_pixels is the limit
             return image.size
-    except pillow.DecompressionBombError as error:
+    except PIL.Image.DecompressionBombError as error:
         raise UserError(f"{place}: too large ({error}). Reduce the image.") from None
     except (OSError, ValueError, SyntaxError) as error:
         raise _corrupt(place, error) from None

@@ -47,7 +47,9 @@ def read_prompts(
     if where is None:
         raise UserError("data.test: not set. Write data.test=FILE.")
     if not isinstance(where, dict):
-        prompts: PromptSet | Mixture = _read_set(data, "", SourceConfig(path=where), 0, tokenizer, seed, tools, report, processor)
+        prompts: PromptSet | Mixture = _read_set(
+            data, "", SourceConfig(path=where), 0, tokenizer, seed, tools, report, processor
+        )
     else:
         prompts = _read_mixture(data, where, tokenizer, seed, tools, report, processor)
     band = data.curriculum

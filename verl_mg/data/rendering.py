@@ -8,8 +8,9 @@ from verl_mg.data.records import Record
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
-    from verl_mg.data.image_processor import ImageProcessor
     from transformers import PreTrainedTokenizerBase
+
+    from verl_mg.data.image_processor import ImageProcessor
 
 
 ROWS = 1000

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.errors import UserError
+from verl_mg.monitor.image_files import COLUMN as IMAGES
+from verl_mg.monitor.image_files import ImageFiles
 from verl_mg.monitor.sample_schema import (
     COLUMN_RENAMES,
     CONVERSATION,
@@ -35,6 +37,7 @@ class SampleReader:
 
     def __init__(self, run: Path) -> None:
         self._folder = run / SAMPLES
+        self._images = ImageFiles(self._folder)
 
     def check(self, iterations: range, recipe: str, model: str) -> None:
         """Checks that iterations can be replayed.
@@ -68,10 +71,29 @@ class SampleReader:
         columns = [max((file.calls[call] for file in files), key=_num_known) for call in calls]
         if len(files) == dist.get_world_size():
             table = self._table(iteration, dist.get_rank())
-            return [_to_rows(_of_call(table, call), columns[call]) for call in calls]
+            return [self._to_rows(_of_call(table, call), columns[call]) for call in calls]
         groups = [self._local_groups(iteration, len(files), call) for call in calls]
         tables = [self._table(iteration, rank, groups) for rank in range(len(files))]
-        return [_concat([_of_call(table, call) for table in tables], columns[call]) for call in calls]
+        return [self._concat([_of_call(table, call) for table in tables], columns[call]) for call in calls]
+
+    def _concat(self, tables: Sequence[pa.Table], columns: Columns) -> GeneratedRows:
+        """Returns the rows of several ranks in the order of their sample ids."""
+        parts = [self._to_rows(table, columns) for table in tables]
+        batch = Batch.concat([part.batch for part in parts])
+        conversations = {i: text for part in parts for i, text in part.conversations.items()}
+        return GeneratedRows(batch.select(batch["sample_id"].argsort()), conversations)
+
+    def _to_rows(self, table: pa.Table, columns: Columns) -> GeneratedRows:
+        """Returns rows as they were received."""
+        batch, conversations = _to_batch(table, columns), {}
+        if IMAGES in table.column_names:
+            batch.images = self._images.read(keys or () for keys in table[IMAGES].to_pylist())
+        if "trajectory" not in columns:  # recorded before there were trajectories
+            batch["trajectory"] = batch["sample_id"]
+        elif CONVERSATION in table.column_names:
+            texts = table.filter(compute.is_valid(table[CONVERSATION]))
+            conversations = dict(zip(texts["trajectory"].to_pylist(), texts[CONVERSATION].to_pylist(), strict=True))
+        return GeneratedRows(batch, conversations)
 
     def _metadata_of_ranks(self, iteration: int) -> list[FileMetadata]:
         """Returns the metadata of each file of an iteration; UserError where something is missing."""
@@ -141,25 +163,6 @@ def _num_known(columns: Columns) -> int:
 
 def _of_call(table: pa.Table, call: int) -> pa.Table:
     return table.filter(compute.equal(table["call"], call))
-
-
-def _concat(tables: Sequence[pa.Table], columns: Columns) -> GeneratedRows:
-    """Returns the rows of several ranks in the order of their sample ids."""
-    parts = [_to_rows(table, columns) for table in tables]
-    batch = Batch.concat([part.batch for part in parts])
-    conversations = {i: text for part in parts for i, text in part.conversations.items()}
-    return GeneratedRows(batch.select(batch["sample_id"].argsort()), conversations)
-
-
-def _to_rows(table: pa.Table, columns: Columns) -> GeneratedRows:
-    """Returns rows as they were received."""
-    batch, conversations = _to_batch(table, columns), {}
-    if "trajectory" not in columns:  # recorded before there were trajectories
-        batch["trajectory"] = batch["sample_id"]
-    elif CONVERSATION in table.column_names:
-        with_text = table.filter(compute.is_valid(table[CONVERSATION]))
-        conversations = dict(zip(with_text["trajectory"].to_pylist(), with_text[CONVERSATION].to_pylist(), strict=True))
-    return GeneratedRows(batch, conversations)
 
 
 def _to_batch(table: pa.Table, columns: Columns) -> Batch:

@@ -1,6 +1,7 @@
 """Format of recorded samples: a Parquet file per iteration and rank, for people and for a replay.
 
     samples/000012/rank-3.parquet      iteration 12, the rows that were on rank 3
+    samples/images/KEY                 an image; rows that have images give their keys in the column `images`
 
 A row has `iteration`, `call` (number of the batch among those that the recipe received), the columns of `schema`, and
 all other columns of the batch under their own names: the recipe has added some of them, to this batch or to a batch of

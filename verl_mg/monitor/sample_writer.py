@@ -19,6 +19,8 @@ from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data import PromptFeed
+from verl_mg.monitor.image_files import COLUMN as IMAGES
+from verl_mg.monitor.image_files import ImageFiles
 from verl_mg.monitor.sample_schema import (
     COLUMN_RENAMES,
     CONVERSATION,
@@ -75,6 +77,7 @@ class SampleWriter:
             limit: samples of an iteration at most; None: all.
         """
         self._folder, self._rank, self._metadata, self._limit = folder, rank, metadata, limit
+        self._images = ImageFiles(folder)
         self._prompts, self._tokenizer = prompts, tokenizer
         self._pieces: dict[int, str] = {}
         self._warned = False
@@ -118,6 +121,8 @@ class SampleWriter:
             for name, column in others.items()
             if len(record.batch)
         }
+        if any(record.batch.images for record in records):
+            types[IMAGES] = pa.list_(pa.string())
         file_schema = schema(types, replace(self._metadata, rows=num_rows, calls=calls))
         remaining = num_rows if self._limit is None else self._limit
         with parquet.ParquetWriter(file, file_schema, compression="zstd") as writer:
@@ -147,6 +152,9 @@ class SampleWriter:
         columns |= {name: _array(rows, name, kind) for name, kind in NUMBERS.items() if name in rows}
         columns |= {name: _array(rows, name, pa.list_(kind)) for name, kind in TOKENS.items()}
         columns |= self._texts(rows) | {CONVERSATION: pa.array(_conversations(record, index), pa.string())}
+        if rows.images is not None:
+            self._images.write(rows.images)
+            columns[IMAGES] = pa.array([[image.key for image in row] for row in rows.images], pa.list_(pa.string()))
         columns["turns"] = pa.array([_turns(mask) for mask in _response_masks(rows)], TURNS)
         for name, column in others.items():
             absent = None if column.present is None else ~column.present[index].numpy()

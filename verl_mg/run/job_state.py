@@ -287,7 +287,8 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
     for which, samples in (("completed", local.completed), ("partial", local.partial)):
         for sample in samples.values():
             yield from ((_routing_key(which, name), experts) for name, experts in experts_of(sample).items())
-    yield from ((IMAGES + key, torch.frombuffer(bytearray(image.data), dtype=torch.uint8)) for key, image in _images(batches, local).items())
+    for key, image in _images(batches, local).items():
+        yield IMAGES + key, torch.frombuffer(bytearray(image.data), dtype=torch.uint8)
     yield "random/torch", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "random/cuda", torch.cuda.get_rng_state()

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_bytes
+from verl_mg.images import Image
 from verl_mg.roles.group_rows import distribute_rows
 from verl_mg.roles.pending_groups import PendingGroup
 from verl_mg.roles.rollout_source import GeneratedRows
 from verl_mg.roles.rows import dispatch as row_dispatch
+from verl_mg.roles.rows import images as row_images
 from verl_mg.roles.rows import index as row_index
 from verl_mg.roles.rows.dispatch import gather_rows, scatter_column
 from verl_mg.roles.rows.index import RowIndexer
@@ -142,6 +144,36 @@ def test_gather_rows_owner_holds_few_pieces_in_addition_to_its_rows(ranks):
     assert 16384 < peak <= 6 * 16384
     for _, _, fetched in others:
         assert fetched["tokens"].tolist() == list(range(64 * 500))
+
+
+def gathered_with_images(takes):
+    """Images of the rows that this rank receives, bytes that it sends, and whether equal images are one object."""
+    rank = dist.get_rank()
+    batch = rows_held_by(rank)
+    small, large = Image(b"s" * 10), Image(b"l" * 1000)
+    if rank != 0:  # the rows of rank 0 have none, and it does not know of images
+        batch.images = [(large, small) if i == 7 else (large,) for i in batch["sample_id"].tolist()]
+    index, sent, exchange = RowIndexer().index(batch), [], row_images.all_to_all_bytes
+
+    def counting(outgoing, sizes):
+        sent.append([part.numel() for part in outgoing])
+        return exchange(outgoing, sizes)
+
+    with mock.patch.object(row_images, "all_to_all_bytes", counting):
+        fetched = gather_rows(batch, index, [[4, 2, 1], [3], [0, 4]], needs_images=takes)
+    images = None if fetched.images is None else [[image.data[:1] for image in row] for row in fetched.images]
+    same = fetched.images is None or len({id(i) for row in fetched.images for i in row if i.data == large.data}) <= 1
+    return images, sent[1], same
+
+
+def test_gather_rows_sends_an_image_once_to_each_rank_that_takes_them(ranks):
+    # Rows 0, 1 and 4 are those of rank 2, of samples 0, 2 and 7.
+    (first, to_others, same), (second, *_), (third, sent, _) = ranks.run(3, gathered_with_images, [True, False, True])
+    assert first == [[b"l", b"s"], [], [b"l"]] and same
+    assert second is None and third == [[b"l"], [b"l", b"s"]]
+    assert 1010 < sent[0] < 1300 and sent[1:] == [0, 0] and to_others == [0, 0, 0]
+    for images, _, _ in ranks.run(3, gathered_with_images, None):
+        assert images is not None
 
 
 def with_equal_ids():

@@ -1,0 +1,150 @@
+"""Images of records in all their forms become the tokens and inputs that the model's own processor makes of them."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+from transformers import AutoProcessor, AutoTokenizer
+
+from tests.tiny_models import noise_image, vision_model
+from verl_mg.data import PromptSet, demonstrations_batch
+from verl_mg.data.image_processor import ImageProcessor
+from verl_mg.errors import UserError
+
+WIDE, TALL = noise_image(24, 16, 0), noise_image(9, 33, 1)
+QUESTION = "a <image>b<image> c"
+PARTS = [{"type": "text", "text": "a "}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def as_lines(folder: Path, *records: dict[str, Any]) -> Path:
+    file = folder / "data.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def paths(folder: Path) -> Path:
+    (folder / "pictures").mkdir()
+    for name, image in (("wide", WIDE), ("tall", TALL)):
+        (folder / "pictures" / name).write_bytes(image.data)
+    return as_lines(folder, {"prompt": QUESTION, "images": ["pictures/wide", "pictures/tall"]})
+
+
+def urls(folder: Path) -> Path:
+    messages = [{"role": "user", "content": [*PARTS, {"type": "text", "text": " c"}]}]
+    return as_lines(folder, {"prompt": messages, "images": [data_url(WIDE.data), data_url(TALL.data)]})
+
+
+def parquet_bytes(folder: Path) -> Path:
+    messages = [{"role": "user", "content": QUESTION}]
+    table = pa.table({"prompt": [messages], "images": [[WIDE.data, TALL.data]]})
+    parquet.write_table(table, folder / "data.parquet")
+    return folder / "data.parquet"
+
+
+def datasets_parquet(folder: Path) -> Path:
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    rows = {"prompt": [QUESTION], "images": [[WIDE.pixels(), TALL.pixels()]]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / "data.parquet")
+    return folder / "data.parquet"
+
+
+def read(file: Path, family: str = "qwen2_5_vl", **options: Any) -> PromptSet:
+    folder = vision_model(family)
+    tokenizer, processor = AutoTokenizer.from_pretrained(folder), ImageProcessor.read(folder)
+    return PromptSet.from_file(file, tokenizer, processor=processor, **{"max_prompt_tokens": 100} | options)
+
+
+@pytest.mark.parametrize("form", [paths, urls, parquet_bytes, datasets_parquet])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_with_images_has_tokens_and_inputs_of_the_processor(
+    tmp_path: Path, family: str, form: Callable[[Path], Path]
+) -> None:
+    (prompt,) = read(form(tmp_path), family)
+    oracle = AutoProcessor.from_pretrained(vision_model(family))
+    parts = [*PARTS, {"type": "text", "text": " c"}]
+    text = oracle.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+    pixels = [WIDE.pixels(), TALL.pixels()]
+    wanted = oracle(text=[text], images=[pixels], return_tensors="pt")
+    assert prompt.tokens == tuple(wanted["input_ids"][0].tolist()) and prompt.text == text
+    processor = ImageProcessor.read(vision_model(family))
+    assert processor is not None
+    inputs = processor.model_inputs([prompt.load_images()])
+    per_token = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+    assert inputs.keys() == wanted.keys() - per_token and "pixel_values" in inputs
+    assert all(torch.equal(inputs[name], wanted[name]) for name in inputs)
+    kinds = wanted["token_type_ids" if family == "gemma3" else "mm_token_type_ids"][0]
+    assert processor.image_mask(torch.tensor(prompt.tokens)).tolist() == (kinds == 1).tolist()
+
+
+def test_images_are_loaded_once_for_all_samples_and_released(tmp_path: Path) -> None:
+    (prompt,) = read(paths(tmp_path))
+    first = prompt.load_images()
+    assert prompt.load_images()[1] is first[1] and first == (WIDE, TALL)
+    del first
+    (tmp_path / "pictures" / "tall").unlink()
+    with pytest.raises(UserError, match=r"data\.jsonl:1: image 2 of 'images': .*tall cannot be read \(No such file"):
+        prompt.load_images()
+
+
+def test_text_prompts_of_a_vision_model_are_as_before(tmp_path: Path) -> None:
+    first, second = read(as_lines(tmp_path, {"prompt": "1 <image>"}, {"prompt": "2", "images": []}))
+    tokenizer = AutoTokenizer.from_pretrained(vision_model("qwen2_5_vl"))
+    assert [list(prompt.tokens) for prompt in (first, second)] == tokenizer(["1 <image>", "2"])["input_ids"]
+    assert not first.images and not second.images
+
+
+def test_demonstrations_with_images_give_their_rows_the_images(tmp_path: Path) -> None:
+    file = as_lines(
+        tmp_path, {"prompt": "<image>", "image": data_url(WIDE.data), "answer": "1"}, {"prompt": "2", "answer": "3"}
+    )
+    prompts, tokenizer = read(file, image_field="image"), AutoTokenizer.from_pretrained(vision_model("qwen2_5_vl"))
+    batch = demonstrations_batch([*prompts], tokenizer, 50, 0)
+    assert batch.images == [(WIDE,), ()]
+
+
+GOOD = data_url(WIDE.data)
+
+
+@pytest.mark.parametrize(("record", "options", "message"), [
+    ({"images": ["none.png"]}, {}, r"1: image 1 of 'images': there is no file .*none\.png\. Write its path"),
+    ({"images": [GOOD, GOOD]}, {}, r"1: the prompt has places for 1 images, the record has 2\. Write <image>"),
+    ({"images": []}, {"prompt": [{"role": "user", "content": PARTS[1:2]}]}, r"places for 1 images, the record has 0"),
+    ({"images": [GOOD]}, {"max_image_pixels": 383}, r"of 'images': it has 24 x 16 pixels, data\.max_image_pixels is 383"),
+    ({"images": [GOOD] * 3}, {"max_images": 2}, r"1: 3 images, data\.max_images is 2\. Raise it"),
+    ({"images": [data_url(b"text")]}, {}, r"image 1 of 'images': not a readable image \(cannot identify"),
+    ({"images": ["data:image/png;base64,?"]}, {}, r"image 1 of 'images': not an image in base64"),
+    ({"images": [7]}, {}, r"image 1 of 'images': 7 is not an image\. Write a path"),
+])  # fmt: skip
+def test_images_that_cannot_be_used_are_one_line_with_the_row(
+    tmp_path: Path, record: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    prompt = options.pop("prompt", "<image>")
+    file = as_lines(tmp_path, {"prompt": prompt} | record)
+    with pytest.raises(UserError, match=message) as error:
+        read(file, **options)
+    assert "\n" not in str(error.value) and "data.jsonl:1: " in str(error.value)
+
+
+def test_image_that_is_cut_short_is_found_when_it_is_loaded(tmp_path: Path) -> None:
+    (prompt,) = read(as_lines(tmp_path, {"prompt": "<image>", "images": data_url(WIDE.data[: len(WIDE.data) // 2])}))
+    with pytest.raises(UserError, match=r"^\S*data\.jsonl:1: image 1 of 'images': not a readable image"):
+        prompt.load_images()
+
+
+def test_images_of_a_text_model_are_refused(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(vision_model("qwen2_5_vl"))
+    with pytest.raises(UserError, match=r"data\.jsonl:1: the record has 'images', which the model does not read"):
+        PromptSet.from_file(as_lines(tmp_path, {"prompt": "1", "images": [GOOD]}), tokenizer, max_prompt_tokens=9)
