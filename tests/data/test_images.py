@@ -122,7 +122,7 @@ GOOD = data_url(WIDE.data)
     ({"images": ["none.png"]}, {}, r"1: image 1 of 'images': there is no file .*none\.png\. Write its path"),
     ({"images": [GOOD, GOOD]}, {}, r"1: the prompt has places for 1 images, the record has 2\. Write <image>"),
     ({"images": []}, {"prompt": [{"role": "user", "content": PARTS[1:2]}]}, r"places for 1 images, the record has 0"),
-    ({"images": [GOOD]}, {"max_image_pixels": 383}, r"of 'images': it has 24 x 16 pixels, data\.max_image_pixels is 383"),
+    ({"images": [GOOD]}, {"max_image_pixels": 383}, r"it has 24 x 16 pixels, data\.max_image_pixels is 383"),
     ({"images": [GOOD] * 3}, {"max_images": 2}, r"1: 3 images, data\.max_images is 2\. Raise it"),
     ({"images": [data_url(b"text")]}, {}, r"image 1 of 'images': not a readable image \(cannot identify"),
     ({"images": ["data:image/png;base64,?"]}, {}, r"image 1 of 'images': not an image in base64"),

@@ -86,7 +86,7 @@ class ImageProcessor:
         return tuple(sorted(ids))
 
     def image_mask(self, tokens: Tensor) -> Tensor:
-        """Returns which tokens the features of images replace, bool of the tokens' shape; `tokens`: token ids of rows."""
+        """Returns which tokens features of images replace, bool of the tokens' shape; `tokens`: token ids of rows."""
         return torch.isin(tokens, torch.tensor(self._processor.image_token_ids, device=tokens.device))
 
     def render(
