@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import re
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -9,16 +12,19 @@ import torch.distributed as dist
 
 from tests.rank_pool import job_context
 from tests.tiny_models import tiny_model
-from verl_mg.config import Config, OptimizerConfig
+from tests.traces import folder_of, needs_sglang, sglang_traces
+from verl_mg.config import Config, JobConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.job import build_engines
 from verl_mg.job.build_engines import check_engines
+from verl_mg.job.engine_tables import with_engine_table
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.from_config import plan_request
 from verl_mg.roles.models import Actor
 from verl_mg.roles.weight_sync.engines import ProcessEngineSync, engine_groups
+from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.traced_table import TracedTable, write_traced_table
 from verl_mg.sharding.weight_table import weight_table
 
@@ -106,3 +112,31 @@ def test_check_engines_table_without_engines_in_the_job_is_user_error(model, tab
 
 def test_plan_request_contains_the_sharding_table(model, table_file):
     assert plan_request(config(model, sharding_table=table_file), {"actor", "rollout"}).sharding_table == table_file
+
+
+# -- without a file ----------------------------------------------------------------------------------------------
+
+
+def traced_by_the_job(folder, output):
+    """The table's shards of each engine rank, what the console shows, and whether a second call traces again."""
+    job = config(folder, layout="tp2").model_copy(update={"job": JobConfig(output=output)})
+    with redirect_stdout(StringIO()) as console:
+        table = with_engine_table(job, module_table(folder))
+        again = with_engine_table(job, module_table(folder))
+    assert again.traced == table.traced
+    return [dict(table.engine_shards(TP2, rank)) for rank in range(2)], console.getvalue()
+
+
+@needs_sglang
+@pytest.mark.nightly
+def test_job_traces_an_engine_without_a_built_in_table_once(ranks, tmp_path):
+    folder = folder_of("olmo2")
+    (shards, console), (others, silence) = ranks.run(2, traced_by_the_job, folder, tmp_path / "run")
+    assert shards == others == sglang_traces([("olmo2", TP2)])["olmo2", TP2]
+    assert silence == ""
+    (path,) = (tmp_path / "run" / "sharding_tables").iterdir()
+    assert re.fullmatch(
+        rf"rollout\.engine=sglang: there is no built-in table for 'olmo2', so the engine's loader was traced in \d+ s: "
+        rf"{path}\n",
+        console,
+    )

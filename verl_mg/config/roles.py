@@ -265,7 +265,8 @@ class RolloutConfig(ConfigSection):
     attention and, in models without experts, of feed-forward layers; not with latent attention."""
     sharding_table: Path | None = None
     """File of `verl-mg trace` with the parameters of an engine, instead of the built-in table. It must be traced
-    from this engine and model, and for `layout`. None: the built-in table of the architecture."""
+    from this engine and model, and for `layout`. None: the built-in table of the architecture; without one the job
+    traces the engine as it begins."""
     num_ranks: int = Field(0, ge=0)
     """Ranks for engines alone, the last ones of the job. 0: engines share all ranks with the actor."""
     memory_fraction: float = Field(0.6, gt=0, lt=1)

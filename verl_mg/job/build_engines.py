@@ -14,6 +14,7 @@ from verl_mg.config import Config
 from verl_mg.errors import UserError
 from verl_mg.job.engine_adapters import adapter_settings, check_adapters
 from verl_mg.job.engine_parts import EnginePart, engine_part
+from verl_mg.job.engine_tables import with_engine_table
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard import best_stride
@@ -138,7 +139,7 @@ def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
         engine_python(rollout.engine, rollout.python)
         placement, experts = _placement(config, world_size), table.config.experts
         placement.check_nodes(device.ranks_of_a_node(world_size))
-        table = table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
+        table = with_engine_table(config, table)
 
         def check(layout: EngineLayout) -> None:
             table.check_engine_layout(layout)
@@ -172,7 +173,7 @@ def _check_wire(config: Config, table: ModelTable) -> None:
         return  # their layouts are checked when they are connected
     encoding, engine = encoding_of(rollout.wire), EnginePlacement(layout, tuple(range(layout.ranks)))
     assert encoding
-    whole = table.with_traced_table(rollout.sharding_table).shard_map_engine(engine)
+    whole = with_engine_table(config, table).shard_map_engine(engine)
     check_engine_blocks(table, whole, encoding, whole.ranks)
 
 
@@ -191,9 +192,9 @@ def build_engine_group(config: Config, actor: Actor, context: JobContext, wrap: 
             config.model.path, device.current_device(), dtype, rollout.max_running_requests, load_weights=False
         )
         return HFEngineGroup(engine, context, wrap)
-    table = actor.runner.table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
     if rollout.has_servers:
-        return build_remote_engines(config, table, context, wrap)
+        return build_remote_engines(config, actor.runner.table.for_engine(rollout.engine), context, wrap)
+    table = with_engine_table(config, actor.runner.table)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = device.ranks_of_a_node(world_size)
     placement = best_stride(actor.runner.shard_map(), table, _placement(config, world_size), node)

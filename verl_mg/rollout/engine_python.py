@@ -48,3 +48,15 @@ def engine_python(engine: EngineName, python: Path | None) -> str:
     if done.returncode:
         raise UserError(f"rollout.python={python}: it has no {NAMES[engine]}. {INSTALLATION[engine]}.")
     return str(python.absolute())
+
+
+def engine_version(engine: EngineName, python: Path | None) -> str:
+    """Returns the version of an engine that is installed in a Python; raises UserError as `engine_python`.
+
+    Args:
+        engine: the engine.
+        python: value of `rollout.python`.
+    """
+    code = f"import importlib.metadata; print(importlib.metadata.version({engine!r}))"
+    done = subprocess.run([engine_python(engine, python), "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

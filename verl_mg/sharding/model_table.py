@@ -47,9 +47,18 @@ class ModelTable(ABC):
         Raises:
             UserError: the file cannot be read, is damaged, or was traced for another engine or model.
         """
-        if path is None:
-            return self
-        traced = read_traced_table(path)
+        return self if path is None else self.with_traced(read_traced_table(path), path)
+
+    def with_traced(self, traced: TracedTable, path: Path) -> Self:
+        """Returns this table with the engine's part from a traced table.
+
+        Args:
+            traced: the traced table.
+            path: its file, for errors.
+
+        Raises:
+            UserError: it was traced for another engine or model.
+        """
         traced.check_engine(path, self.engine)
         traced.check_model(path, self.tensor_index.tensors)
         return replace(self, traced=traced)

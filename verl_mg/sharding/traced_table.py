@@ -7,7 +7,7 @@
 
 A piece is the name of a Hugging Face tensor, a box of the tensor, and the box of the parameter with these elements.
 `verl-mg trace` writes such a file. Jobs and `verl-mg plan` use it instead of the built-in table of the engine with
-`rollout.sharding_table=FILE` (`WeightTable.with_traced_table`).
+`rollout.sharding_table=FILE` (`ModelTable.with_traced_table`).
 """
 
 from __future__ import annotations
@@ -188,8 +188,21 @@ def read_traced_table(path: str | Path) -> TracedTable:
     Raises:
         UserError: with the file and the key that is wrong.
     """
+    return parse_traced_table(_content(Path(path)), path)
+
+
+def parse_traced_table(content: bytes, path: str | Path) -> TracedTable:
+    """Returns the table in a file of `write_traced_table`.
+
+    Args:
+        content: content of the file.
+        path: its path, for errors.
+
+    Raises:
+        UserError: with the file and the key that is wrong.
+    """
     path = Path(path)
-    file = _read(path, _File)
+    file = _parse(path, content, _File)
     try:
         layout = EngineLayout(file.layout.tp, file.layout.pp, file.layout.ep, file.layout.attention_dp)
     except UserError as error:
@@ -212,7 +225,7 @@ def write_rank_shards(path: str | Path, shards: Mapping[str, Shard]) -> None:
 
 def read_rank_shards(path: str | Path) -> dict[str, Shard]:
     """Reads a file of `write_rank_shards`; raises UserError with the file and the key that is wrong."""
-    return _shards(Path(path), "parameters", _read(Path(path), _Rank).parameters)
+    return _shards(Path(path), "parameters", _parse(Path(path), _content(Path(path)), _Rank).parameters)
 
 
 def _parameters(shards: Mapping[str, Shard]) -> dict[str, _Parameter]:
@@ -246,11 +259,16 @@ def _write(path: Path, content: BaseModel) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another path.") from None
 
 
-def _read(path: Path, kind: type[Content]) -> Content:
+def _content(path: Path) -> bytes:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}). Write it with verl-mg trace.") from None
+
+
+def _parse(path: Path, content: bytes, kind: type[Content]) -> Content:
+    try:
+        return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"

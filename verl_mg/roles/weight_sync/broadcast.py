@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -199,7 +200,17 @@ def _to_chunk(chunk: TensorChunk, messages: Schedule, dtype: torch.dtype) -> _Ch
 
 
 def _fused_tensors(table: ModelTable) -> Iterator[list[str]]:
-    """Yields tensors that SGLang fuses into one parameter, for some loaders need all in one call; experts do not."""
+    """Yields tensors that SGLang fuses into one parameter, for some loaders need all in one call; experts do not.
+
+    Where it is not known which ones it fuses, all of a layer are together.
+    """
+    if not table.has_engine_rules:
+        layers: dict[int | None, list[str]] = defaultdict(list)
+        for name, entry in table.tensor_index.entries.items():
+            if entry.layer is not None and not entry.of_experts:
+                layers[entry.layer].append(name)
+        yield from layers.values()
+        return
     for shard in table.engine_shards(EngineLayout(), 0).values():
         names = [piece.tensor for piece in shard.pieces]
         if all(table.tensor_index.entries[name].expert is None for name in names):

@@ -13,7 +13,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,17 @@ def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine)
         UserError: the engine is not installed, it cannot build or load a model, a parameter is not filled, or values
             are changed while loading. The first job that fails ends all.
     """
-    return _trace(jobs, engine)[1]
+    described = [_job(Path(model_dir), layout, checkpoint_shapes(model_dir)) for model_dir, layout in jobs]
+    return _trace(described, engine)[1]
 
 
-def write_trace(model_dir: str | Path, output: str | Path, layout: EngineLayout, engine: TracedEngine) -> None:
+def write_trace(
+    model_dir: str | Path,
+    output: str | Path,
+    layout: EngineLayout,
+    engine: TracedEngine,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
     """Traces an engine and writes the table as a JSON file; raises UserError as `trace`.
 
     Args:
@@ -72,25 +79,25 @@ def write_trace(model_dir: str | Path, output: str | Path, layout: EngineLayout,
         output: file to write.
         layout: layout of the engine.
         engine: the engine.
+        shapes: the tensors to load; None: all of the directory.
     """
     architecture = _architecture(Path(model_dir))
-    version, (ranks,) = _trace([(model_dir, layout)], engine)
+    job = _job(Path(model_dir), layout, shapes or checkpoint_shapes(model_dir))
+    version, (ranks,) = _trace([job], engine)
     write_traced_table(output, TracedTable(architecture, engine.name, version, layout, tuple(ranks)))
 
 
-def _trace(
-    jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine
-) -> tuple[str, list[list[dict[str, Shard]]]]:
+def _trace(jobs: Sequence[TraceJob], engine: TracedEngine) -> tuple[str, list[list[dict[str, Shard]]]]:
     """Returns the version of the engine, and the traces."""
     python = engine_python(engine.name, engine.python)
-    described = [_job(Path(model_dir), layout) for model_dir, layout in jobs]
+    sizes = [_layout(job).ranks for job in jobs]
     with tempfile.TemporaryDirectory(prefix="trace-") as name:
         folder = Path(name)
-        jobs_file(folder).write_text(json.dumps(described), encoding="utf-8")
-        _run_ranks(folder, described, max((layout.ranks for _, layout in jobs), default=0), engine.name, python)
+        jobs_file(folder).write_text(json.dumps(jobs), encoding="utf-8")
+        _run_ranks(folder, jobs, max(sizes, default=0), engine.name, python)
         traces = [
-            [read_rank_shards(result_file(folder, number, rank)) for rank in range(layout.ranks)]
-            for number, (_, layout) in enumerate(jobs)
+            [read_rank_shards(result_file(folder, number, rank)) for rank in range(size)]
+            for number, size in enumerate(sizes)
         ]
         return version_file(folder).read_text(encoding="utf-8"), traces
 
@@ -110,7 +117,7 @@ def _architecture(model_dir: Path) -> str:
     raise UserError(f"{model_dir / 'config.json'}: architectures is missing. Add the name of the model's class.")
 
 
-def _job(model_dir: Path, layout: EngineLayout) -> TraceJob:
+def _job(model_dir: Path, layout: EngineLayout, shapes: Mapping[str, tuple[int, ...]]) -> TraceJob:
     _architecture(model_dir)
     return {
         "model": str(model_dir.absolute()),
@@ -118,8 +125,12 @@ def _job(model_dir: Path, layout: EngineLayout) -> TraceJob:
         "pp": layout.pp,
         "ep": layout.ep,
         "adp": layout.adp,
-        "shapes": {name: list(shape) for name, shape in checkpoint_shapes(model_dir).items()},
+        "shapes": {name: list(shape) for name, shape in shapes.items()},
     }
+
+
+def _layout(job: TraceJob) -> EngineLayout:
+    return EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
 
 
 def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: EngineName, python: str) -> None:
@@ -162,8 +173,7 @@ def _raise_failure(
     if reasons:
         _, number, path = min(reasons)  # the others may have failed because this rank ended
         job = jobs[number]
-        layout = EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
-        raise UserError(f"{job['model']}: {NAMES[engine]} at {layout}: {path.read_text(encoding='utf-8')}")
+        raise UserError(f"{job['model']}: {NAMES[engine]} at {_layout(job)}: {path.read_text(encoding='utf-8')}")
     log = _log(folder, failed[0]).read_text(encoding="utf-8", errors="replace").splitlines()
     raise UserError(
         f"verl-mg trace: rank {failed[0]} ended with exit code {ranks[failed[0]].returncode}. Its last lines: "

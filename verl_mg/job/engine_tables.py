@@ -1,0 +1,63 @@
+"""Weight table of the rollout engines: built in, from a file, or traced from the engine's loader as the job begins."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from verl_mg.config import Config
+from verl_mg.distributed.collectives import broadcast_bytes
+from verl_mg.layout import EngineLayout
+from verl_mg.rollout.engine_python import engine_version
+from verl_mg.rollout.tracing.tracer import TracedEngine, write_trace
+from verl_mg.sharding.model_table import ModelTable
+from verl_mg.sharding.traced_table import EngineName, parse_traced_table
+
+FOLDER = "sharding_tables"
+"""Folder of a run with the tables that were traced for it."""
+
+
+def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
+    """Returns a table with the shards of the engines of a job; all ranks call it together.
+
+    An architecture without a built-in table is traced by rank 0, once for each run, version of the engine and layout.
+
+    Args:
+        config: of the job, with engines in processes of their own and inside the job.
+        table: weights of the actor.
+
+    Raises:
+        UserError: the file of `rollout.sharding_table` does not fit, or the engine cannot load the model.
+    """
+    rollout = config.rollout
+    assert rollout.engine != "hf"
+    table = table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
+    if table.traced or table.has_engine_rules:
+        return table
+    path = _traced_file(config, rollout.engine)
+    if dist.get_rank() == 0 and not path.exists():
+        _trace(config, table, path)
+    content = broadcast_bytes(path.read_bytes() if dist.get_rank() == 0 else b"")
+    return table.with_traced(parse_traced_table(content, path), path)
+
+
+def _traced_file(config: Config, engine: EngineName) -> Path:
+    """Returns the file in the run's folder; its name has all that the table depends on."""
+    content = (config.model.path / "config.json").read_bytes()
+    version, digest = engine_version(engine, config.rollout.python), hashlib.sha256(content).hexdigest()[:12]
+    return config.job.output / FOLDER / f"{engine}-{version}-{config.rollout.layout}-{digest}.json"
+
+
+def _trace(config: Config, table: ModelTable, path: Path) -> None:
+    rollout, begin = config.rollout, time.monotonic()
+    shapes = {name: shard.shape for name, shard in table.huggingface().items()}
+    engine = TracedEngine(table.engine, rollout.python)
+    write_trace(config.model.path, path, EngineLayout.parse(rollout.layout), engine, shapes)
+    if config.job.console:
+        print(
+            f"rollout.engine={table.engine}: there is no built-in table for {table.config.architecture!r}, so the "
+            f"engine's loader was traced in {time.monotonic() - begin:.0f} s: {path}"
+        )
