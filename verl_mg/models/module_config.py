@@ -52,6 +52,7 @@ def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtu
         heads=heads,
         kv_heads=kv_heads if isinstance(kv_heads, int) else heads,
         head_dim=head_dim,
+        rotary_dim=int(head_dim * (getattr(text, "partial_rotary_factor", None) or 1.0)),
         ffn=_first(text, ("intermediate_size", "ffn_dim", "n_inner")) or 4 * hidden,
         vocab=size("vocab_size"),
         tied=tied,
