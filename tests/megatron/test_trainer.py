@@ -14,13 +14,12 @@ from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.optimizer_config import learning_rate_schedule
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.sharded_state import steps_taken
 from verl_mg.megatron.storages import gradient_buffers
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.hf_config import read_config
-from verl_mg.training.trainer import check_schedule
+from verl_mg.training.learning_rate import LearningRateSchedule, check_schedule
 from verl_mg.training.update_guard import count_non_finite
 
 ROWS = 16
@@ -54,7 +53,7 @@ class Groups:
 
 def rates(steps, **config):
     optimizer = Groups()
-    schedule = learning_rate_schedule(optimizer, OptimizerConfig(lr=1.0, **config))
+    schedule = LearningRateSchedule(optimizer, OptimizerConfig(lr=1.0, **config))
     seen = []
     for _ in range(steps):
         schedule.step(1)

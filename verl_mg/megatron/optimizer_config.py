@@ -1,13 +1,10 @@
-"""megatron-core's configurations of gradients and of the optimizer, and its learning-rate schedule."""
+"""megatron-core's configurations of gradients and of the optimizer."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.megatron.config_fields import build_config, given_fields
@@ -58,27 +55,3 @@ def optimizer_config(config: OptimizerConfig, megatron: MegatronConfig, dtype: t
     if megatron.transformer.get("fp8"):
         fields["fp8_recipe"] = megatron.transformer.get("fp8_recipe", "delayed")
     return build_config("optimizer", MegatronOptimizerConfig, fields, given)
-
-
-def learning_rate_schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """Creates megatron-core's learning-rate schedule, to be stepped before each optimizer step.
-
-    Step k of the warm-up, counted from 1, has the learning rate lr * k / warmup_steps.
-
-    Args:
-        optimizer: an optimizer of megatron-core.
-        config: optimizer settings.
-    """
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr if config.schedule != "constant" else 0.0,
-        lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=config.decay_steps or config.warmup_steps + 1,
-        lr_decay_style=config.schedule,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )

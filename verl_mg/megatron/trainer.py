@@ -19,19 +19,17 @@ from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.megatron.expert_loads import ExpertLoads
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.muon import use_muon
-from verl_mg.megatron.optimizer_config import ddp_config, learning_rate_schedule, optimizer_config
+from verl_mg.megatron.optimizer_config import ddp_config, optimizer_config
 from verl_mg.megatron.parameter_gathers import ParameterGathers
 from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights_from_optimizer
 from verl_mg.megatron.storages import gradient_buffers, inner_optimizers, optimizer_storages, snapshot, use_fused_step
 from verl_mg.megatron.streamed_adamw import stream_weights
+from verl_mg.training.learning_rate import LearningRateSchedule
 from verl_mg.training.runner import LossClosure
 from verl_mg.training.storages import storages
 from verl_mg.training.trainer import Trainer as BaseTrainer
-from verl_mg.training.trainer import TrainerCounters, to_host
+from verl_mg.training.trainer import LAST_GOOD, TrainerCounters, to_host
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, Verdict, count_non_finite
-
-LAST_GOOD = "last_good/"
-"""Prefix of the namespaces of the state that a rollback restores."""
 
 
 class Trainer(BaseTrainer):
@@ -76,7 +74,7 @@ class Trainer(BaseTrainer):
             stream_weights(self.optimizer, config.cpu_offload, dtype, config.nvme_folder, self._name)
         else:
             use_fused_step(self.optimizer)
-        self.scheduler = learning_rate_schedule(self.optimizer, config)
+        self.scheduler = LearningRateSchedule(self.optimizer, config)
         self._expert_loads = ExpertLoads(runner)
         for chunk in runner.chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_dividing
@@ -127,7 +125,7 @@ class Trainer(BaseTrainer):
             self._fill(fill, LAST_GOOD, *counters.last_good)
             self._last_good.take()
         self._fill(fill, "", counters.moments)
-        self.scheduler = learning_rate_schedule(self.optimizer, self._config)
+        self.scheduler = LearningRateSchedule(self.optimizer, self._config)
         self.scheduler.step(counters.schedule)
         self._guard.bad_in_a_row = counters.bad_in_a_row
 
@@ -185,7 +183,7 @@ class Trainer(BaseTrainer):
                 self._expert_loads.update_biases()
         elif verdict == "rollback" and self._last_good is not None:
             self._last_good.restore()
-            self.scheduler = learning_rate_schedule(self.optimizer, self._config)
+            self.scheduler = LearningRateSchedule(self.optimizer, self._config)
         return {"grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
 
 

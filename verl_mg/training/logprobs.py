@@ -30,12 +30,14 @@ class OutputLayer:
     """Token id of the shard's first row."""
     real_rows: int
     """Number of rows of the shard that are tokens; the others are padding."""
-    group: dist.ProcessGroup
-    """Tensor-parallel ranks."""
+    group: dist.ProcessGroup | None
+    """Tensor-parallel ranks; None for this rank alone."""
     softcap: float | None = None
     """Bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
     fused_gradient: bool = False
     """Add the gradient of the weight to its gradient buffer in the product, see `weight_gradients`."""
+    scale: float = 1.0
+    """Factor of the products of hidden states and weights."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes the float32 logits (n, real_rows) of hidden states (n, h)."""
@@ -44,6 +46,8 @@ class OutputLayer:
             products = torch.mm(hidden, weight.T, out_dtype=torch.float32)  # sums are not rounded
         else:
             products = (hidden @ weight.T).float()
+        if self.scale != 1:
+            products *= self.scale
         if self.softcap is None:
             return products
         return products.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -158,6 +162,8 @@ class _LogProbs(torch.autograd.Function):
                 grad_logits.scatter_add_(1, local[:, None], (grad_logprobs[chunk] * is_local)[:, None])
             if slope is not None:
                 grad_logits *= slope
+            if layer.scale != 1:
+                grad_logits *= layer.scale
             grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight[: layer.real_rows], out=grad_hidden[chunk])
             if buffer is not None:
@@ -183,15 +189,15 @@ def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
     return logits.gather(1, local[:, None]).squeeze(1) * is_local
 
 
-def _row_max(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _row_max(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     # A shard that is all padding has no maximum.
     highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
-    if group.size() > 1:
+    if group is not None and group.size() > 1:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     return highest
 
 
-def _sum_over(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if group.size() > 1:
+def _sum_over(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
     return sums

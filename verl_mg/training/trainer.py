@@ -15,7 +15,7 @@ from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
-from verl_mg.errors import UserError
+from verl_mg.training.learning_rate import check_schedule
 from verl_mg.training.loss_inputs import LossInputs, loss_tokens
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report, Runner
@@ -23,6 +23,9 @@ from verl_mg.training.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdi
 
 TRAJECTORY_TOKENS = "trajectory_tokens"
 """Sequence column with the number of scored tokens of a row's trajectory, in all micro-batches."""
+LAST_GOOD = "last_good/"
+"""Prefix of the namespaces of the state that a rollback restores."""
+
 Steps = Annotated[float, Field(ge=0, lt=2**53)]
 """Number of optimizer steps, in the moments' floating-point type."""
 
@@ -173,23 +176,6 @@ class Trainer(ABC):
     @abstractmethod
     def _apply(self, verdict: Verdict) -> dict[str, float]:
         """Steps, skips or rolls back; the verdict is the same on all ranks."""
-
-
-def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
-    """Checks that a decaying schedule has a number of steps.
-
-    Args:
-        config: optimizer settings.
-        name: section of the role in the configuration.
-
-    Raises:
-        UserError: `decay_steps` is missing.
-    """
-    if config.schedule != "constant" and config.decay_steps is None:
-        raise UserError(
-            f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set "
-            f"{name}.optimizer.decay_steps, the optimizer steps over which the learning rate falls to min_lr."
-        )
 
 
 def to_host(reports: Sequence[Report]) -> list[dict[str, float]]:

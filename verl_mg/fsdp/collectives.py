@@ -1,0 +1,83 @@
+"""Collectives with gradients, as models use them between ranks that share tokens or tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(values, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, values.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(gradients[0], ctx.group), None
+
+
+def sum_values(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sums values over the ranks of a group; each rank's gradient is that of the sum.
+
+    Args:
+        values: of this rank.
+        group: the ranks; None for this one alone.
+    """
+    total: Tensor = _SumForward.apply(values, group) if group is not None else values
+    return total
+
+
+def sum_gradients(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns values as they are; the gradients of all ranks are summed in the backward pass.
+
+    Args:
+        values: the same on every rank.
+        group: the ranks; None for this one alone.
+    """
+    same: Tensor = _SumBackward.apply(values, group) if group is not None else values
+    return same
+
+
+def all_to_all(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sends slice i of the first dimension to rank i, and receives its slice for this rank in place i.
+
+    Args:
+        values: (ranks, ...).
+        group: the ranks.
+
+    Returns:
+        A tensor of the same shape.
+    """
+    received: Tensor = _AllToAll.apply(values, group)
+    return received

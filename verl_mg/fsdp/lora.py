@@ -1,0 +1,190 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of a module of `transformers`, which every rank has whole.
+
+Adapters are small: they are not sharded, and their gradients are summed over the ranks once for each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verl_mg import device
+from verl_mg.checkpoint.peft import (
+    adapted_tensors,
+    adapter_shapes,
+    adapter_shards,
+    head_shard,
+    initial_adapters,
+    read_adapters,
+)
+from verl_mg.config import LoraConfig
+from verl_mg.errors import UserError
+from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.sharding.boxes import Box, Shard, slices
+from verl_mg.sharding.model_table import ModelTable
+from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
+
+ADAPTER = "adapter"
+"""Attribute name of the adapter in its layer."""
+
+
+class Adapter(nn.Module):
+    """A and B of each tensor of a linear layer; the layer's output becomes x W + scale * (x A) B."""
+
+    def __init__(self, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], rows: list[list[int]], scale: float):
+        """Allocates the parameters, whose values are undefined.
+
+        Args:
+            shapes: shapes of A (r, in) and B (rows, r) of each tensor.
+            rows: rows of the layer's weight that each tensor has.
+            scale: factor alpha / r.
+        """
+        super().__init__()
+        place = device.current_device()
+        self.a = nn.ParameterList(torch.empty(a, device=place) for a, _ in shapes)
+        self.b = nn.ParameterList(torch.empty(b, device=place) for _, b in shapes)
+        self.rows, self.scale, self.enabled = rows, scale, True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns what is added to the layer's output: (..., in) -> (..., out)."""
+        pairs = zip(self.a, self.b, strict=True)
+        parts = [F.linear(F.linear(inputs, a.to(inputs.dtype)), b.to(inputs.dtype)) for a, b in pairs]
+        return self.scale * torch.cat(parts, dim=-1)
+
+    def product(self, rows: slice) -> Tensor:
+        """Returns the float32 rows of scale * B A that belong to rows of the layer's weight."""
+        products = [b.detach() @ a.detach() for a, b in zip(self.a, self.b, strict=True)]
+        return self.scale * torch.cat(products)[rows]
+
+
+class ModuleAdapters:
+    """Adapters of a module, installed in its layers; all other weights but a value head are frozen.
+
+    Attributes:
+        config: LoRA settings.
+        parameters: trained parameters by name.
+        shards: for each trained parameter, its boxes of the tensors of PEFT's file.
+        shapes: shapes of the tensors of PEFT's file by name.
+        adapted: names of the checkpoint's tensors that have an adapter.
+        module_parameters: names of the trained parameters in the module, which are not sharded.
+    """
+
+    def __init__(
+        self, table: ModelTable, module: Any, whole: Mapping[str, Shard], lora: LoraConfig, trains: bool
+    ) -> None:
+        """Installs the adapters.
+
+        Args:
+            table: weight table of the model.
+            module: the module, whose parameters have no memory yet.
+            whole: the whole parameters of the module, as pieces of the checkpoint's tensors.
+            lora: LoRA settings.
+            trains: whether this rank has the model; otherwise nothing is allocated.
+
+        Raises:
+            UserError: a target that has no adapters, or routed experts.
+        """
+        self.config = lora
+        if lora.experts:
+            raise UserError("lora.experts: not with backend: fsdp. Write lora.experts=false, or backend: megatron.")
+        self.adapted = adapted_tensors(table, lora.targets, False)
+        self.shapes = adapter_shapes(table, self.adapted, lora.rank)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.shards: dict[str, Shard] = {}
+        self._by_weight: dict[str, Adapter] = {}
+        modules = dict(module.named_modules())
+        module.requires_grad_(False)
+        module.enable_input_require_grads()  # a layer is recomputed only where its input requires a gradient
+        for name, shard in whole.items():
+            layer = name.rpartition(".")[0]
+            if head := head_shard(shard):
+                self.shards[name] = head
+                if trains:
+                    weight = nn.Parameter(torch.empty(shard.shape, device=device.current_device()))
+                    modules[layer].weight = self.parameters[name] = weight
+            if local := adapter_shards(shard, self.shapes):
+                names = [f"{layer}.{ADAPTER}.{kind}.{number}" for kind in "ab" for number in range(len(local))]
+                self.shards |= dict(zip(names, [s.a for s in local] + [s.b for s in local], strict=True))
+                if trains:
+                    self._install(modules[layer], name, local)
+                    adapter = self._by_weight[name]
+                    self.parameters |= dict(zip(names, [*adapter.a, *adapter.b], strict=True))
+        self.module_parameters = frozenset(self.shards)
+
+    def _install(self, layer: Any, name: str, local: list[Any]) -> None:
+        if sorted(row for shard in local for row in shard.rows) != [row for shard in local for row in shard.rows]:
+            raise UserError(f"lora.targets: {name} has the rows of its tensors interleaved. Use backend: megatron.")
+        shapes = [(shard.a.shape, shard.b.shape) for shard in local]
+        adapter = Adapter(shapes, [list(shard.rows) for shard in local], self.config.alpha / self.config.rank)
+        layer.add_module(ADAPTER, adapter)
+        layer.register_forward_hook(_add_adapter)
+        self._by_weight[name] = adapter
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draws the values of the adapters, or reads them from `lora.path`.
+
+        Raises:
+            UserError: a folder with other adapters.
+        """
+        path = self.config.path
+        read = (
+            initial_adapters(self.shapes, self.config.seed) if path is None else read_adapters(path, self.shapes, self.config)
+        )
+        for name, parameter in self.parameters.items():
+            if path is None and ADAPTER not in name.split("."):
+                continue  # a head is loaded with the model
+            for piece in self.shards[name].pieces:
+                parameter[slices(piece.target)] = read(piece.tensor, piece.source)
+
+    @property
+    def adapted_parameters(self) -> frozenset[str]:
+        """Names of the parameters of the module that have adapters on this rank."""
+        return frozenset(self._by_weight)
+
+    def merged(self, name: str, weight: Tensor, rows: slice) -> Tensor:
+        """Returns a part of a parameter with its adapters merged into it.
+
+        Args:
+            name: name of the parameter.
+            weight: this rank's rows of it.
+            rows: the rows.
+        """
+        if name not in self._by_weight:
+            return weight
+        return (weight.float() + self._by_weight[name].product(rows)).to(weight.dtype)
+
+    def shard_map(self, weights: ShardMap) -> ExplicitShardMap:
+        """Returns the shards of the adapters of every rank, all of them whole.
+
+        Args:
+            weights: shards of the weights of every rank.
+        """
+        infos = {name: TensorInfo(number, shape) for number, (name, shape) in enumerate(self.shapes.items())}
+        return ExplicitShardMap(dict.fromkeys(weights.ranks, self.shards), infos)
+
+    def boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
+        """Yields (tensor of PEFT's file, box in it, values) of all adapters."""
+        for name, shard in self.shards.items():
+            for piece in shard.pieces:
+                yield piece.tensor, piece.source, self.parameters[name].detach()[slices(piece.target)]
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Returns a block in which the model is the one that the adapters are trained on."""
+        for adapter in self._by_weight.values():
+            adapter.enabled = False
+        try:
+            yield
+        finally:
+            for adapter in self._by_weight.values():
+                adapter.enabled = True
+
+
+def _add_adapter(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output + layer.adapter(inputs[0]) if layer.adapter.enabled else output

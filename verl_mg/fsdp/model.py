@@ -1,0 +1,272 @@
+"""Module of `transformers` over packed rows, with its parameters sharded over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from verl_mg import device
+from verl_mg.config import FsdpConfig
+from verl_mg.errors import UserError
+from verl_mg.fsdp.attention import NAME as ATTENTION
+from verl_mg.fsdp.collectives import sum_gradients, sum_values
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.output import LogitScale, read_logit_scale
+from verl_mg.fsdp.packed_rows import PackedRows
+from verl_mg.fsdp.shard_map import ParameterSplit
+from verl_mg.sharding.weight_table import Head
+from verl_mg.training.logprobs import OutputLayer, vocab_parallel_logprobs
+from verl_mg.training.microbatch import MicroBatch
+
+HEAD = "score"
+"""Name of the value head's module."""
+PARTIAL = "replicated_with_grad_allreduce"
+"""Style of `transformers`' plans for parameters whose gradient on a rank is that of its heads alone."""
+
+
+class PackedModule(nn.Module):
+    """Model that returns log-probabilities or values of packed rows; logits are never materialized whole."""
+
+    def __init__(self, module: Any, groups: MeshGroups, logit_scale: LogitScale | None) -> None:
+        """Wraps a module.
+
+        Args:
+            module: causal language model of `transformers`; with a value head, its output layer is `HEAD`.
+            groups: process groups of the placement.
+            logit_scale: what the model does with its logits; None for a value head.
+        """
+        super().__init__()
+        self.module, self._groups, self._logit_scale = module, groups, logit_scale
+
+    def forward(self, micro: MicroBatch[PackedRows], temperature: float, with_entropy: bool = True) -> Tensor:
+        """Runs the model over a micro-batch.
+
+        Args:
+            micro: packed rows.
+            temperature: sampling temperature, above 0.
+            with_entropy: return entropies.
+
+        Returns:
+            (2, n) float32 log-probabilities and entropies (nats) of the n scored tokens, (1, n) log-probabilities
+            alone, or (1, n) values, the same on every context-parallel and tensor-parallel rank.
+        """
+        packed = micro.packed
+        body = self.module.base_model(
+            input_ids=micro.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
+        )
+        states = body.last_hidden_state[0][micro.hidden_index]
+        if self._logit_scale is None:
+            local = (states.float() @ getattr(self.module, HEAD).weight.float().T).T
+        else:
+            local = self._logprobs(states, micro.targets, temperature, self._logit_scale, with_entropy)
+        outputs = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
+        # Each rank has the gradients of all n tokens and uses those of its own, so that each is counted once.
+        return sum_values(outputs, packed.cp_group)
+
+    def _logprobs(
+        self, states: Tensor, targets: Tensor, temperature: float, scale: LogitScale, with_entropy: bool
+    ) -> Tensor:
+        """Computes log-probs and entropies; each tensor-parallel rank computes the logits of a part of the vocabulary."""
+        group, at = self._groups.tensor_group, self._groups.coordinates
+        assert at is not None
+        weight = sum_gradients(self.module.get_output_embeddings().weight, group)
+        vocab, tp = len(weight), self._groups.layout.tp
+        rows = -(-vocab // tp)
+        part = weight[at.tp * rows : (at.tp + 1) * rows]
+        layer = OutputLayer(part, at.tp * rows, len(part), group, scale.softcap, scale=scale.scale)
+        states = sum_gradients(states, group)
+        logprobs, entropy = vocab_parallel_logprobs(states, targets, layer, temperature, with_entropy)
+        return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
+
+
+def build_module(config: Any, model_class: Any, head: Head, dtype: torch.dtype, model_dir: Path) -> Any:
+    """Builds the module without memory for its parameters.
+
+    Args:
+        config: configuration of the model, of `transformers`.
+        model_class: auto class of `transformers` for it.
+        head: output of the model; a value head takes the place of the output layer.
+        dtype: dtype of the parameters.
+        model_dir: directory of the model, for errors.
+
+    Raises:
+        UserError: `transformers` cannot build it over packed rows.
+    """
+    where = str(model_dir / "config.json")
+    implementation: Any = {"": "sdpa", "text_config": ATTENTION} if hasattr(config, "text_config") else ATTENTION
+    try:
+        with torch.device("meta"):
+            module = model_class.from_config(config, dtype=dtype, attn_implementation=implementation)
+    except Exception as error:  # transformers raises many kinds for what it does not support
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise UserError(
+            f"{where}: transformers cannot build it with packed rows ({type(error).__name__}: {reason}). Use "
+            "backend: megatron, or another model."
+        ) from error
+    if head == "value":
+        output = module.get_output_embeddings()
+        for name, child in list(module.named_children()):
+            if child is output:
+                module._modules[name] = None
+        hidden = module.config.get_text_config().hidden_size
+        setattr(module, HEAD, nn.Linear(hidden, 1, bias=False, dtype=dtype, device="meta"))
+    _fill_buffers(module)
+    return module.train()
+
+
+def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | None:
+    """Returns what a module does with its logits; None with a value head.
+
+    Args:
+        module: result of `build_module`.
+        head: output of the model.
+        model_dir: directory of the model, for errors.
+    """
+    return read_logit_scale(module, str(model_dir / "config.json")) if head == "language" else None
+
+
+def _fill_buffers(module: Any) -> None:
+    """Computes the buffers that are not in checkpoints, such as rotary frequencies, on the device."""
+    place = device.current_device()
+    for child in module.modules():
+        if child._non_persistent_buffers_set:
+            for name, buffer in child._buffers.items():
+                child._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=place)
+            module._init_weights(child)  # parameters have no memory yet
+        elif any(buffer is not None for buffer in child._buffers.values()):
+            child._buffers |= {name: torch.empty_like(buffer, device=place) for name, buffer in child._buffers.items()}
+
+
+def shard_tensors(module: Any, groups: MeshGroups, where: str) -> frozenset[str]:
+    """Divides a module among tensor-parallel ranks by its own plan.
+
+    Args:
+        module: the module.
+        groups: process groups of the placement.
+        where: file of the configuration, for errors.
+
+    Returns:
+        Names of the parameters whose gradients are those of this rank's heads, to be summed over the ranks.
+
+    Raises:
+        UserError: the model has no plan.
+    """
+    if groups.tensor_mesh is None:
+        return frozenset()
+    plan = dict(module.tp_plan or {})
+    if not plan:
+        raise UserError(f"{where}: transformers has no plan of tensor parallelism for this model. Leave out tp.")
+    output = module.get_output_embeddings()
+    plan = {name: style for name, style in plan.items() if "gather_output" not in style}  # logits stay divided
+    names = {name for name, child in module.named_modules() if child is output}
+    plan = {name: style for name, style in plan.items() if name not in names}
+    summed = {name for name, style in plan.items() if style == PARTIAL}
+    apply_tensor_parallelism(module, groups.tensor_mesh, {n: s for n, s in plan.items() if s != PARTIAL})
+    return frozenset(
+        name
+        for name, _ in module.named_parameters()
+        if (generic := ".".join("*" if part.isdigit() else part for part in name.split("."))) in summed
+        or generic.rpartition(".")[0] in summed
+    )
+
+
+def shard_over_data(
+    packed: PackedModule, groups: MeshGroups, options: FsdpConfig, dtype: torch.dtype, whole: frozenset[str]
+) -> None:
+    """Shards the parameters of a model over the data-parallel ranks and allocates this rank's part.
+
+    Args:
+        packed: the model, without memory for its parameters.
+        groups: process groups of the placement.
+        options: options of the backend.
+        dtype: dtype in which the model computes; parameters of another are cast when they are gathered.
+        whole: names of parameters of the module that every rank has whole.
+    """
+    module, place = packed.module, device.current_device()
+    stored = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    mixed = stored != {dtype}
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype if mixed else None,
+        reduce_dtype=torch.float32 if dtype is not torch.float32 else None,
+        cast_forward_inputs=False,
+    )
+    kept = {parameter for name, parameter in module.named_parameters() if name in whole}
+    shared: dict[str, Any] = {
+        "mesh": groups.data_mesh,
+        "mp_policy": precision,
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload and place.type == "cuda" else OffloadPolicy(),
+        "shard_placement_fn": lambda parameter: None if (d := shard_dim(parameter, groups)) == 0 else _split(d),
+        "ignored_params": kept,
+    }
+    for block in _blocks(module):
+        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **shared)
+    fully_shard(packed, reshard_after_forward=False, **shared)
+    for child in packed.modules():
+        if isinstance(child, FSDPModule):  # losses are divided by their global normalizers already
+            child.set_gradient_divide_factor(1.0)
+            child.set_force_sum_reduction_for_comms(True)
+    host = options.cpu_offload and place.type == "cuda"
+    where = torch.device("cpu") if host else place
+    packed._apply(lambda tensor: torch.empty_like(tensor, device=where) if tensor.is_meta else tensor)
+
+
+def shard_dim(parameter: Tensor, groups: MeshGroups) -> int:
+    """Returns the dimension that the sharding ranks divide: the first, or the second where the first is too short."""
+    ranks = groups.ranks.shape[1]
+    shape = tuple(parameter.shape)
+    is_whole = not isinstance(parameter, DTensor)
+    return int(is_whole and len(shape) > 2 and shape[0] < ranks and shape[1] % ranks == 0)
+
+
+def parameter_splits(module: Any, groups: MeshGroups, whole: frozenset[str]) -> dict[str, ParameterSplit]:
+    """Returns how each parameter and persistent buffer is divided, before `shard_over_data`.
+
+    Args:
+        module: the module, after `shard_tensors`.
+        groups: process groups of the placement.
+        whole: names of parameters that every rank has whole.
+    """
+    splits = {name: ParameterSplit() for name, _ in module.named_buffers()}
+    for name, parameter in module.named_parameters():
+        dim = None if name in whole else shard_dim(parameter, groups)
+        splits[name] = ParameterSplit.of(parameter, dim)
+    return splits
+
+
+def local_tensors(module: Any) -> dict[str, Tensor]:
+    """Returns this rank's part of each parameter, and the persistent buffers, by name."""
+    local = {name: local_part(parameter) for name, parameter in module.named_parameters()}
+    persistent = module.state_dict(keep_vars=True).keys()
+    return local | {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Returns this rank's part of a parameter, which shares its memory."""
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def recompute_layers(module: Any) -> None:
+    """Makes layers recompute their activations in the backward pass."""
+    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _split(dim: int) -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(dim)
+
+
+def _blocks(module: Any) -> Iterator[nn.Module]:
+    """Yields the layers, whose parameters are gathered together."""
+    names = set(module._no_split_modules or ())
+    for child in module.modules():
+        if type(child).__name__ in names and any(True for _ in child.parameters()):
+            yield child

@@ -1,0 +1,297 @@
+"""Model of one role on this rank, as a sharded module of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+from transformers import AutoConfig
+
+from verl_mg import device
+from verl_mg.batch import Batch
+from verl_mg.checkpoint.model_directory import ModelDirectories
+from verl_mg.config import FsdpConfig, LoraConfig
+from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.errors import UserError
+from verl_mg.fsdp.lora import ModuleAdapters
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.model import (
+    PackedModule,
+    build_module,
+    local_tensors,
+    logit_scale_of,
+    parameter_splits,
+    recompute_layers,
+    shard_over_data,
+    shard_tensors,
+)
+from verl_mg.fsdp.packed_rows import make_micro_batch
+from verl_mg.fsdp.shard_map import ParameterSplit, fsdp_shard_map
+from verl_mg.phase_timer import PhaseTimer
+from verl_mg.sharding.boxes import Box, Shard
+from verl_mg.sharding.module_table import auto_class, module_table
+from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.weight_table import SCORE, Head
+from verl_mg.training.runner import LossClosure, Report, Runner, fresh_head
+from verl_mg.training.storages import storages
+from verl_mg.training.weight_loading import load_weights
+
+
+class ModuleRunner(Runner):
+    """Model of the FSDP backend, see `Runner`.
+
+    Trained weights are float32, of which gathered copies in `dtype` compute; those that are frozen are in `dtype`.
+
+    Attributes:
+        groups: process groups of the placement.
+        packed: the sharded module; None outside the placement.
+        summed_gradients: names of parameters whose gradients are summed over the tensor-parallel ranks.
+    """
+
+    lora: ModuleAdapters | None
+
+    def __init__(
+        self,
+        model_dir: Path,
+        groups: MeshGroups,
+        dtype: torch.dtype,
+        recompute: bool = False,
+        head: Head = "language",
+        hidden_offset: int = 1,
+        lora: LoraConfig | None = None,
+        timer: PhaseTimer | None = None,
+        directories: ModelDirectories | None = None,
+        from_checkpoint: bool = False,
+        trained: bool = True,
+        options: FsdpConfig | None = None,
+    ) -> None:
+        """Builds the module and loads its shards; a collective of all ranks of the job.
+
+        Args:
+            model_dir: Hugging Face model directory.
+            groups: process groups of the placement.
+            dtype: dtype in which the model computes.
+            recompute: recompute all activations of a layer in the backward pass.
+            head: output of the model: log-probabilities of a language model, or values. A value head that the
+                directory does not contain is initialized small and random.
+            hidden_offset: offset from a token to the hidden state that scores it, see `pack_rows`.
+            lora: adapters to train; all other weights but a value head are frozen.
+            timer: timer of the phases of this rank; None for a new one.
+            directories: the model directories that the job has read; None for new ones.
+            from_checkpoint: leave what is trained uninitialized, for a checkpoint restores it before the first pass.
+            trained: whether the weights, or adapters to them, are trained.
+            options: options of the backend; None for the defaults.
+
+        Raises:
+            UserError: the model cannot be read, or does not fit the layout.
+        """
+        super().__init__(groups.placement, groups.host_group, groups.dynamic_cp, dtype, timer)
+        self.groups, self._hidden_offset = groups, hidden_offset
+        self.table = module_table(model_dir, head)
+        self._stored_dtype = torch.float32 if trained and lora is None else dtype
+        where = str(model_dir / "config.json")
+        # Ranks outside the placement build it too, without memory: they know the shards of all others.
+        module = build_module(
+            AutoConfig.from_pretrained(model_dir), auto_class(model_dir), head, self._stored_dtype, model_dir
+        )
+        scale = logit_scale_of(module, head, model_dir)
+        whole = self.table.parameter_shards()
+        self.lora = None
+        if lora:
+            if groups.layout.tp > 1:
+                raise UserError(f"layout {groups.layout}: no tp with lora and backend: fsdp. Leave out tp.")
+            self.lora = ModuleAdapters(self.table, module, whole, lora, trains=self.is_member)
+        apart = self.lora.module_parameters if self.lora else frozenset()
+        self.packed: PackedModule | None = None
+        self.summed_gradients: frozenset[str] = frozenset()
+        self._check_layout(module, where)
+        if self.is_member:
+            self.summed_gradients = shard_tensors(module, groups, where)
+        splits = parameter_splits(module, groups, apart)
+        if groups.layout.tp > 1:  # ranks outside the placement do not know the plan
+            fields = {name: (s.tensor_dim, s.parts, s.dim) for name, s in splits.items()}
+            first = all_gather_json(fields if dist.get_rank() == self.placement.ranks[0] else None)
+            splits = {name: ParameterSplit(*s) for name, s in first[self.placement.ranks[0]].items()}
+        self._shard_map = fsdp_shard_map(whole, splits, groups, self.table.tensor_index.tensors)
+        if self.is_member:
+            if recompute:
+                recompute_layers(module)
+            self.packed = PackedModule(module, groups, scale)
+            shard_over_data(self.packed, groups, options or FsdpConfig(), dtype, apart)
+        self._load(model_dir, directories or ModelDirectories(), lora, from_checkpoint)
+
+    def _load(
+        self, model_dir: Path, directories: ModelDirectories, lora: LoraConfig | None, from_checkpoint: bool
+    ) -> None:
+        stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
+        read = {name: shard for name, shard in self.table.huggingface().items() if name not in stored}
+        head_values = fresh_head(SCORE, self.table.config.hidden) if SCORE in read else {}
+        directory = directories.open(model_dir, read, frozenset(head_values))
+        load_weights(directory, self._shard_map, self.parameters(), self._stored_dtype, head_values, stored)
+        shards = self._shard_map.shards(dist.get_rank())
+        self.unrestored = {name for name, shard in shards.items() if any(p.tensor in stored for p in shard.pieces)}
+        if self.lora and not from_checkpoint:
+            self.lora.initialize()
+        self.unrestored.update(self.adapters() if from_checkpoint else ())
+
+    def _trained_tensors(self, lora: LoraConfig | None) -> frozenset[str]:
+        tensors = self.table.tensor_index.tensors.keys()
+        return frozenset(tensors & {SCORE} if lora else tensors - self.table.router_biases)
+
+    def _run(
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        loss_closure: LossClosure,
+        forward_only: bool,
+        cp_sizes: Sequence[int] | None,
+        with_entropy: bool,
+    ) -> list[Report]:
+        packed: Any = self.packed
+        reports, place = [], device.current_device()
+        cp_sizes = cp_sizes or [self.layout.cp] * len(micro_batches)
+        prepared = [
+            make_micro_batch(rows, self.groups.token_shard(cp_size), self._hidden_offset, place)
+            for rows, cp_size in zip(micro_batches, cp_sizes, strict=True)
+        ]
+        for number, micro in enumerate(prepared):
+            packed.set_is_last_backward(number == len(prepared) - 1)
+            output = packed(micro, temperature, with_entropy)
+            loss, report = loss_closure(micro, output)
+            if not forward_only:
+                loss.backward()
+            reports.append(report)
+        if forward_only:
+            packed.reshard()
+        return reports
+
+    @property
+    def can_share_prefixes(self) -> bool:
+        """False: the module computes every row whole."""
+        return False
+
+    # -- weights
+
+    def parameters(self, complete: bool = True) -> dict[str, Tensor]:
+        """Returns this rank's parts of the parameters, see `Runner.parameters`; they are always complete."""
+        if self.packed is None:
+            return {}
+        named, known = local_tensors(self.packed.module), self._shard_map.shards(dist.get_rank())
+        return {name: named[name] for name in known}
+
+    def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Returns at once: parameters are complete."""
+
+    @property
+    def computed_parameters(self) -> frozenset[str]:
+        """Names of the parameters that are cast to `dtype`, or into which adapters are merged."""
+        if self._stored_dtype is not self.dtype:
+            return frozenset(name for name, tensor in self.parameters().items() if self._is_cast(name, tensor))
+        return self.lora.adapted_parameters if self.lora else frozenset()
+
+    def served_parameters(self) -> Mapping[str, Tensor]:
+        """Returns the parameters in `dtype` with adapters merged into them, each computed on access."""
+        return _ServedParameters(self.parameters(), self._served)
+
+    def _served(self, name: str, weight: Tensor) -> Tensor:
+        merged = self.lora.merged(name, weight, self._rows(name)) if self.lora else weight
+        return merged.to(self.dtype) if self._is_cast(name, merged) else merged
+
+    def _is_cast(self, name: str, tensor: Tensor) -> bool:
+        """Returns whether a parameter is sent in `dtype`: all but those that are float32 in every runtime."""
+        pieces = self._shard_map.shards(dist.get_rank())[name].pieces
+        tensors = self.table.tensor_index.tensors
+        return tensor.dtype is not self.dtype and not any(tensors[piece.tensor].float32 for piece in pieces)
+
+    def _rows(self, name: str) -> slice:
+        """Returns the rows of a matrix of the module that this rank has."""
+        pieces = self._shard_map.shards(dist.get_rank())[name].pieces
+        return slice(*pieces[0].source[0]) if pieces else slice(0, 0)
+
+    def shard_map(self) -> ShardMap:
+        """Returns the shards of every rank, by the names of the module's parameters."""
+        return self._shard_map
+
+    def adapters(self) -> Mapping[str, Tensor]:
+        """Returns what is trained in place of the weights: adapters and a value head; {} without LoRA."""
+        return self.lora.parameters if self.lora and self.is_member else {}
+
+    def written_adapters(self) -> Iterator[tuple[str, Box, Tensor]]:
+        """Yields the adapters on the first rank of the placement: every rank has them whole."""
+        if self.lora and dist.get_rank() == self.placement.ranks[0]:
+            yield from self.lora.boxes()
+
+    def unadapted(self) -> AbstractContextManager[None]:
+        """Returns a block in which the model is the one that the adapters are trained on."""
+        assert self.lora is not None
+        return self.lora.disabled()
+
+    def trained(self) -> Mapping[str, Tensor]:
+        """Returns this rank's parts of the trained parameters, or the adapters that are trained instead."""
+        if self.lora or self.packed is None:
+            return self.adapters()
+        trained = {name for name, parameter in self.packed.module.named_parameters() if parameter.requires_grad}
+        return {name: tensor for name, tensor in self.parameters().items() if name in trained}
+
+    def trained_shards(self) -> Mapping[str, Shard]:
+        """Returns the shards of `trained`, in tensors of the checkpoint or of PEFT's file."""
+        return self.lora.shards if self.lora else self._shard_map.shards(dist.get_rank())
+
+    # -- memory
+
+    @property
+    def entry_modules(self) -> Sequence[torch.nn.Module]:
+        """The module itself."""
+        return [self.packed] if self.packed is not None else []
+
+    def weight_storages(self) -> list[UntypedStorage]:
+        """Returns the storages of this rank's parts of the parameters, of adapters and of buffers."""
+        if self.packed is None:
+            return []
+        place = device.current_device().type
+        tensors = [*local_tensors(self.packed.module).values(), *self.packed.buffers(), *self.adapters().values()]
+        return storages(tensor for tensor in tensors if tensor.device.type == place)
+
+    def drop_caches(self) -> None:
+        """Frees gathered parameters."""
+        if self.packed is not None:
+            self.packed.reshard()  # type: ignore[operator]
+
+    def _check_layout(self, module: Any, where: str) -> None:
+        config, layout = module.config.get_text_config(), self.layout
+        heads = config.num_attention_heads
+        if heads % (layout.tp * layout.cp):
+            raise UserError(
+                f"layout {layout}: tp{layout.tp} * cp{layout.cp} does not divide the {heads} attention heads of {where}. "
+                "Choose divisors."
+            )
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if kv_heads % layout.tp:
+            raise UserError(
+                f"layout {layout}: tp{layout.tp} does not divide the {kv_heads} key-value heads of {where}. "
+                "Choose a divisor."
+            )
+        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if layout.cp > 1 and others:
+            raise UserError(f"layout {layout}: no cp with layers of the kind {min(others)} of {where}. Leave out cp.")
+
+
+class _ServedParameters(Mapping[str, Tensor]):
+    """Parameters as engines receive them, each computed on access and not cached."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], served: Callable[[str, Tensor], Tensor]) -> None:
+        self._parameters, self._served = parameters, served
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._served(name, self._parameters[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

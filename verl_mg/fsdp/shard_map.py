@@ -1,0 +1,115 @@
+"""Shard map of the FSDP backend: what each rank has of each parameter of the module, from its DTensor placements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as SplitDim
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.sharding.boxes import Box, Piece, Shard, intersect, translate_box
+from verl_mg.sharding.shard_map import ExplicitShardMap
+
+
+@dataclass(frozen=True)
+class ParameterSplit:
+    """How a parameter of the module is divided: among tensor-parallel ranks, and each part among the sharding ranks."""
+
+    tensor_dim: int | None = None
+    """Dimension that the tensor-parallel ranks divide; None where each has the whole parameter."""
+    parts: int = 1
+    """Parts that are packed together along it, of each of which a tensor-parallel rank has a chunk."""
+    dim: int | None = None
+    """Dimension that the sharding ranks divide into chunks, as `torch.chunk`; None where each has the whole part."""
+
+    @classmethod
+    def of(cls, parameter: Tensor, dim: int | None) -> ParameterSplit:
+        """Returns the split of a parameter of the module.
+
+        Args:
+            parameter: a DTensor where tensor-parallel ranks divide it.
+            dim: dimension that the sharding ranks divide.
+        """
+        placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
+        if not isinstance(placement, SplitDim | _StridedShard):
+            return cls(dim=dim)
+        parts = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        return cls(placement.dim % parameter.dim(), parts, dim)
+
+
+def fsdp_shard_map(
+    whole: Mapping[str, Shard],
+    splits: Mapping[str, ParameterSplit],
+    groups: MeshGroups,
+    tensors: Mapping[str, TensorInfo],
+) -> ExplicitShardMap:
+    """Returns the shards of all ranks of a placement.
+
+    Args:
+        whole: the whole parameters of the module, as pieces of the checkpoint's tensors.
+        splits: how each parameter is divided.
+        groups: the placement.
+        tensors: the tensors of the model.
+    """
+    shards: dict[int, Mapping[str, Shard]] = {}
+    _, sharding, tp = groups.ranks.shape
+    for index, tp_index in product(range(sharding), range(tp)):
+        # Ranks of different copies share one object.
+        local = {
+            name: _local_shard(shard, splits[name], (tp_index, tp), (index, sharding)) for name, shard in whole.items()
+        }
+        shards |= dict.fromkeys(groups.ranks[:, index, tp_index].tolist(), local)
+    return ExplicitShardMap(shards, tensors)
+
+
+def _local_shard(shard: Shard, split: ParameterSplit, tensor: tuple[int, int], data: tuple[int, int]) -> Shard:
+    """Returns the part of a whole parameter on a rank, given (index, size) on both dimensions of the mesh."""
+    runs = []
+    for dim, size in enumerate(shard.shape):
+        indices = torch.arange(size)
+        if split.tensor_dim == dim:  # a chunk of all, or one of each of the parts packed together
+            indices = torch.cat([part.chunk(tensor[1])[tensor[0]] for part in indices.chunk(split.parts)])
+        if split.dim == dim:
+            chunks = indices.chunk(data[1])  # fewer than ranks, if there is less than one index for each
+            indices = chunks[data[0]] if data[0] < len(chunks) else indices[:0]
+        runs.append(_runs(indices))
+    shape = tuple(sum(stop - start for start, stop in of_dim) for of_dim in runs)
+    pieces = []
+    for ranges in product(*map(_with_targets, runs)):
+        source: Box = tuple(each for each, _ in ranges)
+        target: Box = tuple(each for _, each in ranges)
+        pieces += [_moved(piece, source, target) for piece in shard.pieces if intersect(piece.target, source)]
+    return Shard(shape, tuple(pieces))
+
+
+def _runs(indices: Tensor) -> list[tuple[int, int]]:
+    """Returns the ranges of consecutive indices."""
+    if not len(indices):
+        return []
+    breaks = (indices.diff() != 1).nonzero().flatten().add(1).tolist()
+    return [(int(part[0]), int(part[-1]) + 1) for part in indices.tensor_split(breaks)]
+
+
+def _with_targets(runs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Returns each range of a whole dimension with its place in the local one."""
+    placed, at = [], 0
+    for start, stop in runs:
+        placed.append(((start, stop), (at, at + stop - start)))
+        at += stop - start
+    return placed
+
+
+def _moved(piece: Piece, source: Box, target: Box) -> Piece:
+    """Returns the part of a piece of the whole parameter in a box, which is at `target` in the local one."""
+    common = intersect(piece.target, source)
+    assert common is not None
+    stacked = len(piece.target) - len(piece.source)
+    in_tensor = translate_box(common[stacked:], piece.target[stacked:], piece.source)
+    return Piece(piece.tensor, in_tensor, translate_box(common, source, target))

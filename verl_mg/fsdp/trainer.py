@@ -1,0 +1,283 @@
+"""Optimizer steps on a sharded module of `transformers`: AdamW on this rank's parts of the parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage, nn
+from torch.distributed.tensor import DTensor
+
+from verl_mg.batch import Batch
+from verl_mg.checkpoint.sharded_safetensors import StoredBox
+from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.errors import UserError
+from verl_mg.fsdp.model import local_part
+from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.sharding.boxes import full_box
+from verl_mg.training.learning_rate import LearningRateSchedule
+from verl_mg.training.runner import LossClosure
+from verl_mg.training.storages import Snapshot, storages
+from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
+from verl_mg.training.trainer import LAST_GOOD, Trainer, TrainerCounters, to_host
+from verl_mg.training.update_guard import NON_FINITE_BUFFERS, Verdict, count_non_finite
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's moments by their names in the optimizer's state, and in checkpoints."""
+
+
+class ModuleTrainer(Trainer):
+    """Trainer of the FSDP backend.
+
+    Adam computes each element by itself, so every rank steps on plain tensors that share the memory of its parts.
+    """
+
+    optimizer: torch.optim.AdamW
+
+    def __init__(
+        self, runner: ModuleRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
+    ) -> None:
+        """Builds the optimizer.
+
+        Args:
+            runner: the model.
+            config: optimizer settings.
+            guard: rules for bad updates; None for the defaults.
+            name: name of the role, for messages.
+
+        Raises:
+            UserError: see `check_optimizer`, or the schedule needs `decay_steps`.
+        """
+        super().__init__(runner, config, guard, name)
+        check_optimizer(config, name)
+        self._module = runner
+        self._last_good: Snapshot | None = None
+        if runner.is_member:
+            self._build()
+            if self._guard.rolls_back:
+                self._last_good = Snapshot(self._updated_storages, lambda: [self.optimizer])
+
+    def _build(self) -> None:
+        trained, whole = self._module.trained(), self._parameters_by_name()
+        self._parameters = {name: whole[name] for name in trained}
+        # Empty parts are left out: a rank has none of a parameter with fewer rows than ranks.
+        self._weights = {name: nn.Parameter(local_part(p)) for name, p in self._parameters.items()}
+        filled = {name: weight for name, weight in self._weights.items() if weight.numel()}
+        # As megatron-core: neither vectors nor biases decay.
+        kinds = {1.0: [], 0.0: []}  # type: dict[float, list[nn.Parameter]]
+        for name, weight in filled.items():
+            kinds[0.0 if self._parameters[name].dim() == 1 or name.endswith(".bias") else 1.0].append(weight)
+        groups = [{"params": weights, "wd_mult": factor} for factor, weights in kinds.items() if weights]
+        c = self._config
+        self.optimizer = torch.optim.AdamW(
+            groups or [{"params": [nn.Parameter(torch.zeros(0))]}], lr=c.lr, betas=c.betas, eps=c.eps, fused=True
+        )
+        self.scheduler = LearningRateSchedule(self.optimizer, c)
+
+    def _parameters_by_name(self) -> dict[str, Tensor]:
+        assert self._module.packed is not None
+        named: dict[str, Tensor] = dict(self._module.packed.module.named_parameters())
+        return named | dict(self._module.adapters())
+
+    def allocate_moments(self) -> None:
+        """Creates the optimizer's moments if there are none yet: zeros, as the first step would create them."""
+        if self._steps_taken() is None:
+            self._make_moments(0.0)
+
+    def _make_moments(self, steps: float) -> None:
+        for weight in self._weights.values():
+            if weight.numel():
+                moments = {name: torch.zeros_like(weight) for name in MOMENTS}
+                self.optimizer.state[weight] = {"step": torch.tensor(steps, device=weight.device), **moments}
+
+    def _steps_taken(self) -> float | None:
+        """Returns the number of steps in the moments; None before the first."""
+        for state in self.optimizer.state.values():
+            return float(state["step"])
+        return None
+
+    def stored_boxes(self) -> Iterator[StoredBox]:
+        """Yields this rank's shards of weights and optimizer state for a checkpoint, see `Trainer.stored_boxes`."""
+        yield from self._state()
+        if self._last_good is not None and self._last_good.taken:
+            with self._last_good.in_place():
+                for box in self._state():
+                    yield replace(box, namespace=LAST_GOOD + box.namespace)
+
+    def _state(self) -> Iterator[StoredBox]:
+        shards = self._module.trained_shards()
+        for name, weight in self._weights.items():
+            kinds = {WEIGHTS: weight.detach(), **{k: self.optimizer.state.get(weight, {}).get(k) for k in MOMENTS}}
+            for namespace, values in kinds.items():
+                if values is not None:
+                    yield from stored_boxes(namespace, shards[name], values, full_box(tuple(weight.shape)))
+
+    def counters(self) -> TrainerCounters:
+        """Returns the counters that belong to `stored_boxes`."""
+        last_good = None
+        if self._last_good is not None and self._last_good.taken:
+            with self._last_good.in_place():
+                last_good = (self._steps_taken(),)
+        return TrainerCounters(
+            schedule=self.scheduler.num_steps,
+            moments=self._steps_taken(),
+            last_good=last_good,
+            bad_in_a_row=self._guard.bad_in_a_row,
+        )
+
+    def load(self, fill: Callable[[StoredBox], None], counters: TrainerCounters) -> None:
+        """Restores a state that was written under any layout, by any backend, see `Trainer.load`."""
+        if self._last_good is not None and counters.last_good is not None:
+            self._fill(fill, LAST_GOOD, *counters.last_good)
+            self._last_good.take()
+        self._fill(fill, "", counters.moments)
+        self.scheduler = LearningRateSchedule(self.optimizer, self._config)
+        self.scheduler.step(counters.schedule)
+        self._guard.bad_in_a_row = counters.bad_in_a_row
+
+    def _fill(self, fill: Callable[[StoredBox], None], prefix: str, moments: float | None) -> None:
+        had_moments = self._steps_taken() is not None
+        self.optimizer.state.clear()
+        if moments is not None:
+            self._make_moments(moments)
+        for box in self._state():
+            fill(replace(box, namespace=prefix + box.namespace))
+        self._module.unrestored -= self._weights.keys()
+        if had_moments:
+            self.allocate_moments()
+
+    def state_storages(self) -> list[UntypedStorage]:
+        """Returns the storages of the moments on the model's device."""
+        place = {weight.device for weight in self._weights.values()}
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        return storages(value for value in states if isinstance(value, Tensor) and value.dim() and value.device in place)
+
+    def gradient_storages(self) -> list[UntypedStorage]:
+        """Returns the storages of the gradients."""
+        return storages(local_part(grad) for grad in self._gradients())
+
+    def _updated_storages(self) -> list[UntypedStorage]:
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        return storages([*self._weights.values(), *(value for value in states if isinstance(value, Tensor))])
+
+    def _gradients(self) -> Iterator[Tensor]:
+        yield from (p.grad for p in self._parameters.values() if p.grad is not None)
+
+    def _compute_gradients(
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        loss_closure: LossClosure,
+        cp_sizes: Sequence[int] | None,
+    ) -> list[dict[str, float]]:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        reports = self._module.run(micro_batches, temperature, loss_closure, forward_only=False, cp_sizes=cp_sizes)
+        selected = [report for report in self._module.select_outputs(reports, cp_sizes) if report is not None]
+        with self._module.timer("optimizer"):
+            self._sum_gradients()
+            non_finite = count_non_finite(local_part(grad) for grad in self._gradients())
+        return to_host([*selected, {NON_FINITE_BUFFERS: non_finite}])
+
+    def _sum_gradients(self) -> None:
+        """Sums the gradients that the backward pass has not summed: of tensor-parallel parts, and of adapters."""
+        groups = self._module.groups
+        for names, group in (
+            (self._module.summed_gradients, groups.tensor_group),
+            (self._module.lora.module_parameters if self._module.lora else frozenset(), groups.group),
+        ):
+            grads = [local_part(self._with_gradient(self._parameters[n])) for n in sorted(names & self._weights.keys())]
+            if grads and group is not None and group.size() > 1:
+                flat = torch.cat([grad.flatten() for grad in grads])
+                dist.all_reduce(flat, group=group)
+                parts = flat.split([grad.numel() for grad in grads])
+                for grad, part in zip(grads, parts, strict=True):
+                    grad.copy_(part.view_as(grad))
+
+    def _with_gradient(self, parameter: Tensor) -> Tensor:
+        """Returns the gradient of a parameter; zeros where no token has reached it."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def _apply(self, verdict: Verdict) -> dict[str, float]:
+        grad_norm = 0.0
+        if verdict == "step":
+            if self._last_good is not None:
+                self._last_good.take()
+            self.scheduler.step(1)
+            with self._module.timer("optimizer"):
+                grad_norm = self._step()
+        elif verdict == "rollback" and self._last_good is not None:
+            self._last_good.restore()
+            self.scheduler = LearningRateSchedule(self.optimizer, self._config)
+        return {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    @torch.no_grad()
+    def _step(self) -> float:
+        """Clips the gradients, steps, and returns their norm."""
+        for name, weight in self._weights.items():
+            weight.grad = local_part(self._with_gradient(self._parameters[name]))
+        norm = self._gradient_norm()
+        limit = self._config.clip_grad
+        if limit and norm > limit:
+            factor = limit / (norm + 1e-6)  # as megatron-core
+            torch._foreach_mul_([w.grad for w in self._weights.values() if w.numel()], factor)
+        self.optimizer.step()
+        return norm
+
+    def _gradient_norm(self) -> float:
+        """Returns the norm of the gradients of all parameters, each element counted once."""
+        total = torch.zeros((), dtype=torch.float64)
+        for share, grads in self._by_share():
+            norms = torch._foreach_norm(grads, dtype=torch.float32) if grads else []
+            if norms:
+                total += torch.stack(list(norms)).double().square().sum().cpu() * share
+        group = self._module.host_group
+        dist.all_reduce(total, group=group)
+        return math.sqrt(float(total))
+
+    def _by_share(self) -> Iterable[tuple[float, list[Tensor]]]:
+        """Returns gradients with the share of them that this rank counts: ranks with the same part divide it."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for name, weight in self._weights.items():
+            if weight.numel() and weight.grad is not None:
+                by_copies.setdefault(self._copies(self._parameters[name]), []).append(weight.grad)
+        return [(1 / copies, grads) for copies, grads in by_copies.items()]
+
+    def _copies(self, parameter: Tensor) -> int:
+        """Returns the number of ranks that have the same part of a parameter."""
+        ranks = len(self._module.placement.ranks)
+        if not isinstance(parameter, DTensor):
+            return ranks
+        return ranks // math.prod(
+            size
+            for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            if not placement.is_replicate()
+        )
+
+
+def check_optimizer(config: OptimizerConfig, name: str) -> None:
+    """Checks that the backend has an optimizer.
+
+    Args:
+        config: optimizer settings.
+        name: section of the role in the configuration.
+
+    Raises:
+        UserError: it has not.
+    """
+    for key, given, value in (
+        ("kind", config.kind, "adamw"),
+        ("moments_dtype", config.moments_dtype, "float32"),
+        ("cpu_offload", config.cpu_offload, False),
+    ):
+        if given != value:
+            hint = " Write fsdp.cpu_offload=true, which keeps the weights in host memory too." if key == "cpu_offload" else ""
+            raise UserError(
+                f"{name}.optimizer.{key}: {given} is not possible with backend: fsdp. Write {value}, or "
+                f"backend: megatron.{hint}"
+            )
