@@ -14,6 +14,7 @@ from verl_mg.config.data import (
     SourceConfig,
     WeightedRewardConfig,
 )
+from verl_mg.config.fsdp import FsdpConfig
 from verl_mg.config.megatron import MegatronConfig
 from verl_mg.config.reading import dump_config, load_config, validate_config
 from verl_mg.config.roles import (
@@ -49,6 +50,7 @@ __all__ = [
     "CurriculumConfig",
     "DataConfig",
     "EvaluationConfig",
+    "FsdpConfig",
     "GuardConfig",
     "JobConfig",
     "LoraConfig",

@@ -120,6 +120,9 @@ class RoleSection(ConfigSection):
     dtype: Dtype | None = None
     """Type of this model's weights in training and inference, such as float32 for a critic or reward model of an
     actor in bfloat16. Engines and the exported policy have that of the actor. null: `model.dtype`."""
+    backend: Literal["megatron", "fsdp"] = "megatron"
+    """Training backend. megatron: megatron-core, for the families of `verl-mg models`. fsdp: the module of
+    `transformers`, sharded over the data-parallel ranks, for any architecture that it has; in the layout tp and cp."""
     layout: str = "tp1"
     """Parallel sizes such as tp4-pp2-cp2-ep8: tensor (tp), pipeline (pp), virtual pipeline (vpp), context (cp), expert
     (ep) and expert tensor (etp) parallelism. The remaining factor of the ranks is data parallelism."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, create_model, field_validator
 
 from verl_mg.config.data import DataConfig, EvaluationConfig, RewardConfig
+from verl_mg.config.fsdp import FsdpConfig
 from verl_mg.config.megatron import MegatronConfig
 from verl_mg.config.roles import CriticConfig, Dtype, ReferenceConfig, RoleSection, RolloutConfig, TrainableConfig
 from verl_mg.config.section import ConfigSection, RecipeConfig
@@ -125,6 +126,8 @@ class Config(ConfigSection):
     """Reward of a sample."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on `data.test`."""
+    fsdp: FsdpConfig = FsdpConfig()
+    """Options of the roles with `backend: fsdp`."""
     megatron: MegatronConfig = MegatronConfig()
     """Fields of megatron-core's configurations by their own names."""
     job: JobConfig = JobConfig()
@@ -149,7 +152,10 @@ class Config(ConfigSection):
     def reference_is_unadapted_actor(self) -> bool:
         """Whether the reference is the actor without its adapters, and has no weights of its own."""
         actor, reference = self.actor, self.reference
-        same = all(getattr(actor, name) == getattr(reference, name) for name in ("layout", "ranks", "dynamic_context"))
+        same = all(
+            getattr(actor, name) == getattr(reference, name)
+            for name in ("backend", "layout", "ranks", "dynamic_context")
+        )
         same = same and self.dtype_of("actor") == self.dtype_of("reference")
         return actor.lora is not None and same and reference.path in (None, self.model.path)
 

@@ -134,7 +134,9 @@ class ModuleAdapters:
         """
         path = self.config.path
         read = (
-            initial_adapters(self.shapes, self.config.seed) if path is None else read_adapters(path, self.shapes, self.config)
+            initial_adapters(self.shapes, self.config.seed)
+            if path is None
+            else read_adapters(path, self.shapes, self.config)
         )
         for name, parameter in self.parameters.items():
             if path is None and ADAPTER not in name.split("."):

@@ -1,9 +1,9 @@
 """Process groups of a placement of the FSDP backend, and the device mesh of its parameters.
 
-    rank = tp + TP * (cp + CP * dp)        as in Megatron's dense grid, without pipeline stages
-    mesh    replicate   copies of the model, each on its part of the data-parallel ranks (HSDP)
-            shard       ranks that divide a copy's parameters: the data-parallel ranks of a copy, and their cp ranks
-            tp          tensor-parallel ranks
+rank = tp + TP * (cp + CP * dp)        as in Megatron's dense grid, without pipeline stages
+mesh    replicate   copies of the model, each on its part of the data-parallel ranks (HSDP)
+        shard       ranks that divide a copy's parameters: the data-parallel ranks of a copy, and their cp ranks
+        tp          tensor-parallel ranks
 """
 
 from __future__ import annotations

@@ -153,7 +153,9 @@ class ModuleTrainer(Trainer):
         """Returns the storages of the moments on the model's device."""
         place = {weight.device for weight in self._weights.values()}
         states = (value for state in self.optimizer.state.values() for value in state.values())
-        return storages(value for value in states if isinstance(value, Tensor) and value.dim() and value.device in place)
+        return storages(
+            value for value in states if isinstance(value, Tensor) and value.dim() and value.device in place
+        )
 
     def gradient_storages(self) -> list[UntypedStorage]:
         """Returns the storages of the gradients."""
@@ -276,7 +278,11 @@ def check_optimizer(config: OptimizerConfig, name: str) -> None:
         ("cpu_offload", config.cpu_offload, False),
     ):
         if given != value:
-            hint = " Write fsdp.cpu_offload=true, which keeps the weights in host memory too." if key == "cpu_offload" else ""
+            hint = (
+                " Write fsdp.cpu_offload=true, which keeps the weights in host memory too."
+                if key == "cpu_offload"
+                else ""
+            )
             raise UserError(
                 f"{name}.optimizer.{key}: {given} is not possible with backend: fsdp. Write {value}, or "
                 f"backend: megatron.{hint}"

@@ -11,6 +11,8 @@ import torch
 from verl_mg.checkpoint.peft import adapted_tensors
 from verl_mg.config import Config, ReferenceConfig, TrainableConfig
 from verl_mg.errors import UserError
+from verl_mg.fsdp.mesh import MeshGroups, check_mesh
+from verl_mg.fsdp.trainer import check_optimizer
 from verl_mg.layout import Layout, Placement, parse_ranks
 from verl_mg.layout.suggest import resolve_layout
 from verl_mg.megatron.kernels import resolve_kernels
@@ -19,6 +21,7 @@ from verl_mg.megatron.optimizer_config import optimizer_config
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import check_balancing, check_recompute, transformer_config
 from verl_mg.models.hf_config import HFConfig, read_config
+from verl_mg.roles.backends import Groups
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
 from verl_mg.roles.role import Role
@@ -53,7 +56,7 @@ class ModelRoleBuilder:
         self, config: Config, ranks: int, context: JobContext, learns: bool = True, from_checkpoint: bool = False
     ) -> None:
         self._config, self._ranks, self._learns, self._from_checkpoint = config, ranks, learns, from_checkpoint
-        self._groups: dict[tuple[Placement, bool], ParallelGroups] = {}
+        self._groups: dict[tuple[Placement, bool, str], Groups] = {}
         self._built: dict[str, Any] = {}
         self._context = context
 
@@ -69,7 +72,11 @@ class ModelRoleBuilder:
                 targets do not fit the model.
         """
         for role in sorted(roles & MODEL_ROLES.keys()):
-            section, model = self._section(role), read_config(self._path(role))
+            section = self._section(role)
+            if section.backend == "fsdp":
+                self._check_fsdp(role, remark)
+                continue
+            model = read_config(self._path(role))
             where = f" on {config_section_of(role)}.ranks={section.ranks}" if section.ranks else remark
             try:
                 experts = model.experts.count if model.experts else 0
@@ -80,6 +87,21 @@ class ModelRoleBuilder:
                 raise UserError(f"{config_section_of(role)}.layout={section.layout}{where}: {error}") from None
             self._check_megatron(role, model, resolved)
             self._check_lora(role)
+
+    def _check_fsdp(self, role: str, remark: str) -> None:
+        """Checks layout and options of a role with the FSDP backend; the module itself is checked when it is built."""
+        section, name = self._section(role), config_section_of(role)
+        where = f" on {name}.ranks={section.ranks}" if section.ranks else remark
+        try:
+            check_mesh(Layout.parse(section.layout).fit(len(self._ranks_of(role))), self._config.fsdp.replicas)
+        except UserError as error:
+            raise UserError(f"{name}.layout={section.layout}{where}: {error}") from None
+        if isinstance(section, TrainableConfig):
+            check_optimizer(section.optimizer, name)
+            if isinstance(section.recompute, list):
+                raise UserError(f"{name}.recompute: no parts of layers with backend: fsdp. Write true or false.")
+        if role == "actor" and self._config.rollout.replay_routing:
+            raise UserError("rollout.replay_routing: not with actor.backend=fsdp. Leave it out.")
 
     def _check_megatron(self, role: str, model: HFConfig, layout: Layout) -> None:
         """Checks the section `megatron` and the keys of a role that become fields of megatron-core."""
@@ -129,13 +151,14 @@ class ModelRoleBuilder:
             }
         built = kind(
             self._path(role),
-            self._groups_of(self._placement(role), section.dynamic_context),
+            self._groups_of(self._placement(role), section.dynamic_context, section.backend),
             self._context,
             dtype=self._dtype(role),
             kernels=self._kernels(role),
             temperature=self._config.rollout.temperature,
             tokens_per_micro_batch=section.tokens_per_micro_batch,
             megatron=self._config.megatron,
+            fsdp=self._config.fsdp,
             name=role,
             **options,
         )
@@ -174,11 +197,15 @@ class ModelRoleBuilder:
             )
         return ranks
 
-    def _groups_of(self, placement: Placement, dynamic: bool) -> ParallelGroups:
-        key = (placement, dynamic)
+    def _groups_of(self, placement: Placement, dynamic: bool, backend: str) -> Groups:
+        key = (placement, dynamic, backend)
         if key not in self._groups:
             shared = self._context.process_groups
-            self._groups[key] = ParallelGroups(placement, self._config.job.seed, dynamic, shared)
+            self._groups[key] = (
+                MeshGroups(placement, self._config.fsdp.replicas, dynamic, shared)
+                if backend == "fsdp"
+                else ParallelGroups(placement, self._config.job.seed, dynamic, shared)
+            )
         return self._groups[key]
 
 

@@ -27,8 +27,8 @@ from verl_mg.megatron.streamed_adamw import stream_weights
 from verl_mg.training.learning_rate import LearningRateSchedule
 from verl_mg.training.runner import LossClosure
 from verl_mg.training.storages import storages
-from verl_mg.training.trainer import Trainer as BaseTrainer
 from verl_mg.training.trainer import LAST_GOOD, TrainerCounters, to_host
+from verl_mg.training.trainer import Trainer as BaseTrainer
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, Verdict, count_non_finite
 
 

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch
-from verl_mg.config import LoraConfig, MegatronConfig, Recompute
+from verl_mg.config import FsdpConfig, LoraConfig, MegatronConfig, Recompute
 from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.layout.shared_prefixes import PrefixLinks, Shared, SharingRows, Unit, join_groups
-from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.routing import check_routed_experts, replayed_layers
 from verl_mg.models.flops import key_share, row_flops
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.roles.backends import Groups, build_runner
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.prefixes import PREFIX_COLUMNS, can_share_prefixes, gather_links, mark_shared
 from verl_mg.roles.rows.dispatch import gather_rows, scatter_column
@@ -50,7 +49,7 @@ class Role:
     def __init__(
         self,
         model_dir: Path,
-        groups: ParallelGroups,
+        groups: Groups,
         context: JobContext,
         *,
         dtype: torch.dtype,
@@ -61,13 +60,15 @@ class Role:
         from_checkpoint: bool = False,
         kernels: Kernels = "torch",
         megatron: MegatronConfig | None = None,
+        fsdp: FsdpConfig | None = None,
+        trained: bool = False,
         name: str = "actor",
     ) -> None:
         """Loads the model on the ranks of the placement.
 
         Args:
             model_dir: Hugging Face directory of the model.
-            groups: placement and process groups of the role.
+            groups: placement and process groups of the role, which decide its backend.
             context: services that the roles of the job share.
             dtype: data type of the weights.
             temperature: sampling temperature; logits are divided by it.
@@ -77,22 +78,26 @@ class Role:
             from_checkpoint: leave what is trained uninitialized until a checkpoint restores it.
             kernels: kernels of the layers.
             megatron: fields of megatron-core's configurations; None for no others.
+            fsdp: options of the FSDP backend; None for the defaults.
+            trained: whether the weights, or adapters to them, are trained.
             name: the role's name in metrics and messages.
         """
         self.model_dir, self.name = model_dir, name
-        self.runner = ModelRunner(
+        self.runner = build_runner(
             model_dir,
             groups,
-            dtype,
-            recompute,
-            self.head,
-            self.hidden_offset,
-            lora,
-            context.timer,
-            context.directories,
-            from_checkpoint,
-            kernels,
-            megatron,
+            trained=trained,
+            kernels=kernels,
+            megatron=megatron,
+            fsdp=fsdp,
+            dtype=dtype,
+            recompute=recompute,
+            head=self.head,
+            hidden_offset=self.hidden_offset,
+            lora=lora,
+            timer=context.timer,
+            directories=context.directories,
+            from_checkpoint=from_checkpoint,
         )
         self._context = context
         self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch

@@ -22,7 +22,7 @@ from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.layout.packing import MicroBatchPlan
-from verl_mg.megatron.trainer import Trainer as MegatronTrainer
+from verl_mg.roles.backends import build_trainer
 from verl_mg.roles.role import Role
 from verl_mg.roles.rows.index import RowIndex
 from verl_mg.training.offload import CpuOffload
@@ -84,10 +84,10 @@ class TrainableRole(Role):
             learns: build an optimizer; without it `update` raises NoOptimizerError.
             options: keyword arguments of `Role`.
         """
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, trained=learns, **options)
         self._learns = learns
         if learns:
-            self.trainer = MegatronTrainer(self.runner, optimizer, guard or GuardConfig(), self.name)
+            self.trainer = build_trainer(self.runner, optimizer, guard, self.name)
             self.cpu_offload = CpuOffload(self.runner, self.trainer if self.runner.is_member else None)
         self.num_updates = 0
         """Optimizer steps so far."""

@@ -38,7 +38,7 @@ class LearningRateSchedule:
 
     def _rate(self) -> float:
         c, step = self._config, self.num_steps
-        if 0 < c.warmup_steps and step <= c.warmup_steps:
+        if c.warmup_steps > 0 and step <= c.warmup_steps:
             return c.lr * step / c.warmup_steps
         if c.schedule == "constant" or c.decay_steps is None:
             return c.lr

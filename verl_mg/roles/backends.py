@@ -1,0 +1,67 @@
+"""Which backend builds the model of a role and its trainer: that of the role's process groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from verl_mg.config import FsdpConfig, GuardConfig, MegatronConfig, OptimizerConfig
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.fsdp.trainer import ModuleTrainer
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.trainer import Trainer as MegatronTrainer
+from verl_mg.sharding.megatron import Kernels
+from verl_mg.training.runner import Runner
+from verl_mg.training.trainer import Trainer
+
+Groups = ParallelGroups | MeshGroups
+"""Process groups of a placement, of one of the backends."""
+
+
+def build_runner(
+    model_dir: Path,
+    groups: Groups,
+    *,
+    trained: bool,
+    kernels: Kernels = "torch",
+    megatron: MegatronConfig | None = None,
+    fsdp: FsdpConfig | None = None,
+    **options: Any,
+) -> Runner:
+    """Builds the model of a role and loads its weights; a collective of all ranks of the job.
+
+    Args:
+        model_dir: Hugging Face directory of the model.
+        groups: process groups of the placement.
+        trained: whether the weights, or adapters to them, are trained.
+        kernels: kernels of the layers of the Megatron backend.
+        megatron: fields of megatron-core's configurations; None for no others.
+        fsdp: options of the FSDP backend; None for the defaults.
+        options: further arguments of both backends.
+
+    Raises:
+        UserError: the model cannot be read, or does not fit the layout.
+    """
+    if isinstance(groups, MeshGroups):
+        return ModuleRunner(model_dir, groups, trained=trained, options=fsdp, **options)
+    return ModelRunner(model_dir, groups, kernels=kernels, megatron=megatron, **options)
+
+
+def build_trainer(runner: Runner, optimizer: OptimizerConfig, guard: GuardConfig | None, name: str) -> Trainer:
+    """Builds the trainer of a model.
+
+    Args:
+        runner: the model.
+        optimizer: optimizer settings.
+        guard: rules for bad updates; None for the defaults.
+        name: name of the role, for messages.
+
+    Raises:
+        UserError: the backend does not have such an optimizer.
+    """
+    if isinstance(runner, ModuleRunner):
+        return ModuleTrainer(runner, optimizer, guard, name)
+    assert isinstance(runner, ModelRunner)
+    return MegatronTrainer(runner, optimizer, guard, name)
