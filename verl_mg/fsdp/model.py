@@ -21,7 +21,8 @@ from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.output import LogitScale, read_logit_scale
 from verl_mg.fsdp.packed_rows import PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
-from verl_mg.sharding.weight_table import Head
+from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
+from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import OutputLayer, vocab_parallel_logprobs
 from verl_mg.training.microbatch import MicroBatch
 
@@ -86,30 +87,21 @@ class PackedModule(nn.Module):
         return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
 
 
-def build_module(config: Any, model_class: Any, head: Head, dtype: torch.dtype, model_dir: Path) -> Any:
+def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
     """Builds the module without memory for its parameters.
 
     Args:
-        config: configuration of the model, of `transformers`.
-        model_class: auto class of `transformers` for it.
+        model_dir: Hugging Face directory.
         head: output of the model; a value head takes the place of the output layer.
         dtype: dtype of the parameters.
-        model_dir: directory of the model, for errors.
 
     Raises:
-        UserError: `transformers` cannot build it over packed rows.
+        UserError: `transformers` cannot build it with attention over packed rows.
     """
-    where = str(model_dir / "config.json")
-    implementation: Any = {"": "sdpa", "text_config": ATTENTION} if hasattr(config, "text_config") else ATTENTION
-    try:
-        with torch.device("meta"):
-            module = model_class.from_config(config, dtype=dtype, attn_implementation=implementation)
-    except Exception as error:  # transformers raises many kinds for what it does not support
-        reason = str(error).splitlines()[0] if str(error) else ""
-        raise UserError(
-            f"{where}: transformers cannot build it with packed rows ({type(error).__name__}: {reason}). Use "
-            "backend: megatron, or another model."
-        ) from error
+    config = read_module_config(model_dir)
+    config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
+    module: Any = meta_module(config, model_dir, dtype)
+    module.get_input_embeddings().padding_idx = None  # nothing is padded: every token's embedding has a gradient
     if head == "value":
         output = module.get_output_embeddings()
         for name, child in list(module.named_children()):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
-from transformers import AutoConfig
 
 from verl_mg import device
 from verl_mg.batch import Batch
@@ -34,9 +33,9 @@ from verl_mg.fsdp.packed_rows import make_micro_batch
 from verl_mg.fsdp.shard_map import ParameterSplit, fsdp_shard_map
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
-from verl_mg.sharding.module_table import auto_class, module_table
+from verl_mg.sharding.model_table import SCORE, Head
+from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.shard_map import ShardMap
-from verl_mg.sharding.weight_table import SCORE, Head
 from verl_mg.training.runner import LossClosure, Report, Runner, fresh_head
 from verl_mg.training.storages import storages
 from verl_mg.training.weight_loading import load_weights
@@ -96,9 +95,7 @@ class ModuleRunner(Runner):
         self._stored_dtype = torch.float32 if trained and lora is None else dtype
         where = str(model_dir / "config.json")
         # Ranks outside the placement build it too, without memory: they know the shards of all others.
-        module = build_module(
-            AutoConfig.from_pretrained(model_dir), auto_class(model_dir), head, self._stored_dtype, model_dir
-        )
+        module = build_module(model_dir, head, self._stored_dtype)
         scale = logit_scale_of(module, head, model_dir)
         whole = self.table.parameter_shards()
         self.lora = None

@@ -1,0 +1,60 @@
+"""Training on sharded modules of `transformers`, against the same modules whole, row by row, in plain torch."""
+
+from functools import cache
+
+import pytest
+
+from tests.fsdp.training import train
+from tests.megatron.layout_models import make_model
+from tests.megatron.training import assert_equal, train_in_plain_torch
+from tests.tiny_models import oracle, random_rows
+from verl_mg.models.hf_config import read_config
+
+LAYOUTS = [
+    ("dense", "dp2", 1, False),
+    ("dense", "tp2-dp2", 1, False),
+    ("dense", "cp2-dp2", 1, True),
+    ("mixture", "dp4", 2, False),
+    ("mixture", "tp2-dp2", 1, False),
+    ("capped", "cp2-dp2", 1, False),
+]
+NIGHTLY_LAYOUTS = [
+    ("dense", "dp4", 1, True),
+    ("dense", "dp4", 2, False),
+    ("dense", "tp2-cp2", 1, False),
+    ("mixture", "dp2", 1, False),
+    ("mixture", "dp4", 1, True),
+    ("mixture", "cp2-dp2", 1, False),
+    ("capped", "dp2", 1, False),
+    ("capped", "dp4", 2, True),
+    ("capped", "tp2-dp2", 1, False),
+    ("tied", "tp2-dp2", 1, True),
+    ("latent", "dp4", 1, False),
+    ("latent", "cp2-dp2", 1, False),
+]
+
+
+def cases():
+    yield from LAYOUTS
+    yield from (pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY_LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    @cache
+    def of(name):
+        folder = tmp_path_factory.mktemp(name)
+        model = make_model(folder / "model", name)
+        rows = random_rows(12, read_config(model).vocab)
+        return model, rows, train_in_plain_torch(oracle(model), rows, folder)
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "layout", "replicas", "recompute"), cases())
+def test_update_on_any_mesh_equals_plain_torch(ranks, expected, name, layout, replicas, recompute):
+    model, rows, plain = expected(name)
+    count = 2 if layout == "dp2" else 4
+    results = ranks.run(count, train, model, layout, replicas, rows, recompute)
+    assert plain.idle() <= {"model.embed_tokens.weight"}
+    assert_equal(results, plain, 1e-5)

@@ -1,0 +1,57 @@
+"""Two optimizer steps of the FSDP backend on this rank, in the form in which those of Megatron are compared."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.megatron.training import OPTIMIZER, STEPS, TEMPERATURE, Trained, parts_of, token_loss
+from verl_mg.batch import Batch
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.model import local_part
+from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.fsdp.trainer import ModuleTrainer
+from verl_mg.layout import Layout, Placement
+
+
+def train(model: Path, layout: str, replicas: int, rows: Batch, recompute: bool = False, head: str = "language"):
+    """Every rank is given all rows."""
+    groups = MeshGroups(Placement.on(Layout.parse(layout), dist.get_world_size()), replicas)
+    runner = ModuleRunner(model, groups, torch.float32, recompute, head)
+    at = groups.coordinates
+    assert at is not None
+    own = list(range(at.dp, len(rows), groups.layout.dp))
+    last = at.dp == groups.layout.dp - 1 > 0
+    share = [own, [], []] if last else [own[:-2], own[-2:-1], own[-1:]]  # uneven, and empty ones
+    micro_batches = [rows.select(numbers) for numbers in share]
+    outputs = _outputs(runner, micro_batches, share)
+    trainer, gradients = ModuleTrainer(runner, OPTIMIZER), []
+    step = trainer._step
+
+    def seen() -> float:
+        named = {n: local_part(trainer._with_gradient(p)) for n, p in trainer._parameters.items()}
+        gradients.extend([] if gradients else parts_of(runner, named))
+        return step()
+
+    trainer._step = seen  # type: ignore[method-assign]
+    scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
+    metrics = [
+        trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored) for _ in range(STEPS)
+    ]
+    norms, losses = ([of_step[name] for of_step in metrics] for name in ("grad_norm", "loss"))
+    return Trained(outputs, gradients, parts_of(runner, runner.parameters()), norms, losses)
+
+
+def _outputs(runner: ModuleRunner, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:
+    def report(_: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return output.sum(), {"output": output.detach().clone()}
+
+    with torch.no_grad():
+        reports = runner.run(micro_batches, TEMPERATURE, report, forward_only=True)
+    found: dict[int, Tensor] = {}
+    for of_micro, rows, numbers in zip(reports, micro_batches, share, strict=True):
+        counts = [int(rows.row("loss_mask", i)[1:].sum()) for i in range(len(rows))]
+        found |= dict(zip(numbers, of_micro["output"].split(counts, dim=1), strict=True))
+    return found
