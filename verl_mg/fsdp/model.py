@@ -155,9 +155,11 @@ def shard_tensors(module: Any, groups: MeshGroups, where: str) -> frozenset[str]
     plan = dict(module.tp_plan or {})
     if not plan:
         raise UserError(f"{where}: transformers has no plan of tensor parallelism for this model. Leave out tp.")
-    output = module.get_output_embeddings()
-    plan = {name: style for name, style in plan.items() if "gather_output" not in style}  # logits stay divided
-    names = {name for name, child in module.named_modules() if child is output}
+    # The output layer is whole on every rank, which computes a part of its rows, and so is an embedding tied to it.
+    output, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    tied = output is not None and output.weight is embedding.weight
+    ends = [output, embedding] if tied else [output]
+    names = {name for name, child in module.named_modules() if any(child is end for end in ends)}
     plan = {name: style for name, style in plan.items() if name not in names}
     summed = {name for name, style in plan.items() if style == PARTIAL}
     apply_tensor_parallelism(module, groups.tensor_mesh, {n: s for n, s in plan.items() if s != PARTIAL})
