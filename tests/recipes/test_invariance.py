@@ -74,6 +74,25 @@ def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task,
 
 
 @pytest.mark.parametrize(
+    ("name", "count", "overrides"),
+    [
+        ("ppo", 2, ["actor.backend=fsdp", "critic.backend=megatron", "reference.backend=fsdp"]),
+        ("ppo", 2, ["critic.backend=fsdp"]),
+        ("grpo", 4, ["actor.backend=fsdp", "actor.layout=cp2", "reference.backend=fsdp", "reference.layout=tp2"]),
+        *(
+            pytest.param(
+                name, 4, [f"{role}.backend=fsdp" for role in (*TRAINED, "reference")], marks=pytest.mark.nightly
+            )
+            for name in NAMES
+        ),
+    ],
+)
+def test_iteration_with_roles_on_fsdp_is_unchanged(ranks, task, tmp_path, name, count, overrides):
+    alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, [])
+    compare(first_iteration(ranks, name, task, tmp_path / "fsdp", count, [*SMALL, *overrides]), alone)
+
+
+@pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SPLIT_DAILY else [pytest.mark.nightly]) for name in SPLIT]
 )
 def test_iteration_with_responses_cut_into_segments_is_unchanged(ranks, task, tmp_path, name):

@@ -12,6 +12,7 @@ from math import gcd
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -49,13 +50,16 @@ def packed_attention(
         sliding_window: number of tokens that a token attends to at most, itself included; None for all.
         softcap: bound c of attention scores z, as c * tanh(z / c); None for none.
         packed: description of the sequences.
+        _: not read.
 
     Returns:
         (1, T / cp, heads, d_v), and None in place of attention weights.
     """
     assert packed is not None and attention_mask is None and query.shape[0] == 1
     heads, tokens = query.shape[1], query.shape[2]
-    q, k, v = _to_heads(*(x[0].transpose(0, 1) for x in (query, key, value)), packed)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed.cp_group is not None:
+        q, k, v = _to_heads(q, k, v, packed.cp_group)
     if not (q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)):
         context = _run_by_run(q, k, v, packed, scaling, sliding_window, softcap)
     elif softcap is None:
@@ -71,16 +75,14 @@ def packed_attention(
 AttentionInterface.register(NAME, packed_attention)
 
 
-def _to_heads(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+def _to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Exchanges tokens for heads: (T / cp, heads, d) -> (T, heads / cp, d), of each tensor."""
-    if packed.cp_group is None:
-        return query, key, value
-    size = packed.cp_group.size()
+    size = group.size()
     # Key-value heads that cp does not divide are repeated until it does.
     parts = [part.repeat_interleave(size // gcd(part.shape[1], size), dim=1) for part in (query, key, value)]
     by_rank = [part.unflatten(1, (size, -1)) for part in parts]  # (T / cp, cp, n, d)
     sent = torch.cat([part.flatten(2) for part in by_rank], dim=2).transpose(0, 1)
-    local = all_to_all(sent, packed.cp_group).flatten(0, 1)
+    local = all_to_all(sent, group).flatten(0, 1)
     split = local.split([part.shape[2] * part.shape[3] for part in by_rank], dim=1)
     query, key, value = (part.unflatten(1, like.shape[2:]) for part, like in zip(split, by_rank, strict=True))
     return query, key, value

@@ -74,7 +74,7 @@ class PackedModule(nn.Module):
     def _logprobs(
         self, states: Tensor, targets: Tensor, temperature: float, scale: LogitScale, with_entropy: bool
     ) -> Tensor:
-        """Computes log-probs and entropies; each tensor-parallel rank computes the logits of a part of the vocabulary."""
+        """Computes log-probs and entropies; each tensor-parallel rank has the logits of a part of the vocabulary."""
         group, at = self._groups.tensor_group, self._groups.coordinates
         assert at is not None
         weight = sum_gradients(self.module.get_output_embeddings().weight, group)
@@ -212,7 +212,12 @@ def shard_over_data(
 
 
 def shard_dim(parameter: Tensor, groups: MeshGroups) -> int:
-    """Returns the dimension that the sharding ranks divide: the first, or the second where the first is too short."""
+    """Returns the dimension that the sharding ranks divide: the first, or the second where the first is too short.
+
+    Args:
+        parameter: parameter of the module.
+        groups: process groups of the placement.
+    """
     ranks = groups.ranks.shape[1]
     shape = tuple(parameter.shape)
     is_whole = not isinstance(parameter, DTensor)
@@ -243,7 +248,8 @@ def local_tensors(module: Any) -> dict[str, Tensor]:
 
 def local_part(parameter: Tensor) -> Tensor:
     """Returns this rank's part of a parameter, which shares its memory."""
-    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.detach()
 
 
 def recompute_layers(module: Any) -> None:

@@ -243,7 +243,7 @@ class ModuleRunner(Runner):
 
     @property
     def entry_modules(self) -> Sequence[torch.nn.Module]:
-        """The module itself."""
+        """The whole sharded module of this rank."""
         return [self.packed] if self.packed is not None else []
 
     def weight_storages(self) -> list[UntypedStorage]:
@@ -264,8 +264,8 @@ class ModuleRunner(Runner):
         heads = config.num_attention_heads
         if heads % (layout.tp * layout.cp):
             raise UserError(
-                f"layout {layout}: tp{layout.tp} * cp{layout.cp} does not divide the {heads} attention heads of {where}. "
-                "Choose divisors."
+                f"layout {layout}: tp{layout.tp} * cp{layout.cp} does not divide the {heads} attention heads of "
+                f"{where}. Choose divisors."
             )
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         if kv_heads % layout.tp:

@@ -19,7 +19,7 @@ PROBES = (-60.0, -7.0, -0.5, 0.0, 0.25, 3.0, 40.0)
 
 @dataclass(frozen=True)
 class LogitScale:
-    """What a model does with the products z of hidden states and output weights: c * tanh(scale * z / c)."""
+    """Function of a model from products z of hidden states and output weights to logits: c * tanh(scale * z / c)."""
 
     scale: float = 1.0
     """Factor of the products."""
@@ -33,7 +33,7 @@ class LogitScale:
 
 
 def read_logit_scale(model: Any, where: str) -> LogitScale:
-    """Returns what a causal language model does with its products, after asking its own code.
+    """Returns the function from products to logits of a causal language model, compared with its own code.
 
     Args:
         model: module of `transformers`, on any device.
@@ -50,17 +50,17 @@ def read_logit_scale(model: Any, where: str) -> LogitScale:
         if getattr(config, name, None):
             factor *= float(getattr(config, name)) ** exponent
     cap = getattr(config, "final_logit_softcapping", None)
-    found = LogitScale(factor, float(cap) if cap else None)
+    known = LogitScale(factor, float(cap) if cap else None)
     products = torch.tensor(PROBES)
-    if not torch.allclose(_own_logits(model, products), found.apply(products), rtol=1e-5, atol=1e-5):
+    if not torch.allclose(_module_logits(model, products), known.apply(products), rtol=1e-5, atol=1e-5):
         raise UserError(
             f"{where}: {type(model).__name__} computes logits in a way that is not known. Use backend: megatron, or "
             "another model."
         )
-    return found
+    return known
 
 
-def _own_logits(model: Any, products: Tensor) -> Tensor:
+def _module_logits(model: Any, products: Tensor) -> Tensor:
     """Returns the logits that the model's own `forward` makes of products, with its body and head left out."""
     body, head = model.base_model_prefix, _name_of(model, model.get_output_embeddings())
     kept = {name: model._modules[name] for name in (body, head)}

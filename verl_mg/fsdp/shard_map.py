@@ -1,4 +1,4 @@
-"""Shard map of the FSDP backend: what each rank has of each parameter of the module, from its DTensor placements."""
+"""Shard map of the FSDP backend: the boxes of each parameter of the module on every rank, from DTensor placements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl_mg.sharding.shard_map import ExplicitShardMap
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How a parameter of the module is divided: among tensor-parallel ranks, and each part among the sharding ranks."""
+    """Division of a parameter of the module among tensor-parallel ranks, and of each part among the sharding ranks."""
 
     tensor_dim: int | None = None
     """Dimension that the tensor-parallel ranks divide; None where each has the whole parameter."""
@@ -40,7 +40,7 @@ class ParameterSplit:
         placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
         if not isinstance(placement, SplitDim | _StridedShard):
             return cls(dim=dim)
-        parts = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         return cls(placement.dim % parameter.dim(), parts, dim)
 
 

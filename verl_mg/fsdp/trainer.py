@@ -227,7 +227,7 @@ class ModuleTrainer(Trainer):
         limit = self._config.clip_grad
         if limit and norm > limit:
             factor = limit / (norm + 1e-6)  # as megatron-core
-            torch._foreach_mul_([w.grad for w in self._weights.values() if w.numel()], factor)
+            torch._foreach_mul_([grad for _, grads in self._by_share() for grad in grads], factor)
         self.optimizer.step()
         return norm
 

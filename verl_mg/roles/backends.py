@@ -1,4 +1,4 @@
-"""Which backend builds the model of a role and its trainer: that of the role's process groups."""
+"""Construction of a role's model and its trainer by the backend of the role's process groups."""
 
 from __future__ import annotations
 
