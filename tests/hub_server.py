@@ -7,7 +7,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -23,16 +23,31 @@ class HubServer(NamedTuple):
     """Its address, for HF_ENDPOINT."""
     downloads: Counter[str]
     """How often each file was sent."""
+    held: threading.Semaphore
+    """Counts the answers that have stopped in the middle of a held file."""
+    release: threading.Event
+    """Once set, held files are sent whole."""
 
 
 @contextmanager
 def serving(
-    models: Mapping[str, Mapping[str, bytes]], datasets: Mapping[str, Mapping[str, bytes]]
+    models: Mapping[str, Mapping[str, bytes]],
+    datasets: Mapping[str, Mapping[str, bytes]],
+    held: str | None = None,
+    gated: str | None = None,
 ) -> Iterator[HubServer]:
-    """Serves repositories by name, each with its files by path."""
+    """Serves repositories by name, each with its files by path.
+
+    Args:
+        models: repositories of models.
+        datasets: repositories of data sets.
+        held: path of a file of which half is sent until `release` is set.
+        gated: repository whose files are restricted.
+    """
     repositories = {f"models/{name}": files for name, files in models.items()}
     repositories |= {f"datasets/{name}": files for name, files in datasets.items()}
     downloads: Counter[str] = Counter()
+    held_answers, release = threading.Semaphore(0), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -42,7 +57,10 @@ def serving(
             else:
                 kind = () if parts[0] == "datasets" else ("models",)
                 repository, (_, _, *file) = "/".join((*kind, *parts[: 3 - len(kind)])), parts[3 - len(kind) :]
-                self._answer_file(repositories[repository]["/".join(file)], "/".join(file))
+                if repository == f"models/{gated}":
+                    self._send(b'{"error": "restricted"}', 403, {"X-Error-Code": "GatedRepo"})
+                else:
+                    self._answer_file(repositories[repository]["/".join(file)], "/".join(file))
 
         def do_HEAD(self) -> None:
             self.do_GET()
@@ -66,18 +84,26 @@ def serving(
         def _answer_file(self, data: bytes, path: str) -> None:
             if self.command == "GET":
                 downloads[path] += 1
-            self._send(data, 200, {"ETag": f'"{_etag(data)}"', "X-Repo-Commit": COMMIT})
+            stop = path == held and self.command == "GET"
+            self._send(data, 200, {"ETag": f'"{_etag(data)}"', "X-Repo-Commit": COMMIT}, stop)
 
         def _send_json(self, value: Any) -> None:
             self._send(json.dumps(value).encode(), 200, {"Content-Type": "application/json"})
 
-        def _send(self, data: bytes, status: int, headers: Mapping[str, str]) -> None:
+        def _send(self, data: bytes, status: int, headers: Mapping[str, str], stop: bool = False) -> None:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
+            half = len(data) // 2 if stop else 0
+            if half:
+                self.wfile.write(data[:half])
+                self.wfile.flush()
+                held_answers.release()
+                release.wait()
             if self.command == "GET":
-                self.wfile.write(data)
+                with suppress(ConnectionError):  # the client was killed
+                    self.wfile.write(data[half:])
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -87,8 +113,9 @@ def serving(
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield HubServer(f"http://127.0.0.1:{server.server_port}", downloads)
+        yield HubServer(f"http://127.0.0.1:{server.server_port}", downloads, held_answers, release)
     finally:
+        release.set()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -124,6 +125,23 @@ def test_fetch_from_a_hub_that_does_not_answer_uses_the_cache(tmp_path: Path) ->
         models, _ = result(started(endpoint, tmp_path, ["a/model", "b/model"], [], limit))
     assert models[0] == folder
     assert "cannot be reached (ReadTimeout: timed out) and its cache" in models[1]
+
+
+def test_fetch_of_a_gated_model_and_of_a_commit_in_the_cache_of_an_older_client(tmp_path: Path) -> None:
+    """Older clients wrote no lists of files, which newer ones need for a commit."""
+    commit = f"a/model@{COMMIT}"
+    with serving(
+        {"a/model": MODEL | {"metal/model.safetensors": b"again"}, "a/gated": MODEL}, {}, gated="a/gated"
+    ) as hub:
+        models, _ = result(started(hub.url, tmp_path, ["a/model", commit, "a/gated"], []))
+    assert models[0] == models[1] and not (Path(models[0]) / "metal").exists()
+    assert models[2] == (
+        "error: model.path: a/gated: access to this model is restricted. Accept its terms on its page of the Hugging "
+        "Face hub and set HF_TOKEN."
+    )
+    shutil.rmtree(tmp_path / "hub" / "models--a--model" / "trees")
+    for offline in "01":
+        assert result(started(hub.url, tmp_path, [commit], [], HF_HUB_OFFLINE=offline))[0] == models[:1]
 
 
 def test_files_of_a_cache_without_lists_are_those_of_the_folder_unless_some_are_missing(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Models and data sets by their names on the Hugging Face hub or on ModelScope, as folders of the local cache.
 
-All ranks call these functions. `huggingface_hub` locks each file of its cache, so that one rank of a node downloads it
-and the others wait; nodes that share the cache folder share the download.
+Any number of processes may call these functions at once. `huggingface_hub` locks each file of its cache, so that one
+process downloads it and the others wait; nodes that share the cache folder share the download.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +26,8 @@ WORDS: dict[Kind, tuple[str, str]] = {
     "dataset": ("data set", "data file or folder"),
 }
 """Kinds of repositories, and what their names would be as paths, for messages."""
-IGNORED = ("consolidated*", "original/*", "onnx/*", "openvino/*")
-"""Second copies of a model's weights in other formats."""
+IGNORED = ("consolidated*", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
+"""Second copies of a model in other formats, such as original/, onnx/ and metal/."""
 ANSWER_SECONDS = 30.0
 """Time limit for connecting to the Hugging Face hub and for each part of its answer."""
 
@@ -88,19 +89,27 @@ def fetch(name: HubName, kind: Kind, patterns: Sequence[str], key: str = "") -> 
     with _errors_named(name, kind, key):
         if name.site == "modelscope":
             return _fetch_from_modelscope(name, kind, patterns)
-        from huggingface_hub import get_session, snapshot_download
+        import httpx
+        from huggingface_hub import errors, get_session, snapshot_download
 
         hooks = get_session().event_hooks["request"]
         if _limit_waiting not in hooks:
             hooks.append(_limit_waiting)
-        folder = snapshot_download(
+        download = partial(
+            snapshot_download,
             name.repository,
             repo_type=kind,
             revision=name.revision,
             allow_patterns=list(patterns),
             ignore_patterns=list(IGNORED) if kind == "model" else None,
         )
-        return Path(folder)
+        try:
+            return Path(download())
+        except (httpx.TransportError, errors.OfflineModeIsEnabled):
+            # Caches of older versions of the client have no lists of files, and the site is asked for that of a commit.
+            with suppress(errors.LocalEntryNotFoundError):
+                return Path(download(local_files_only=True))
+            raise
 
 
 def _limit_waiting(request: Any) -> None:

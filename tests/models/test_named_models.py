@@ -20,8 +20,7 @@ def test_with_local_models_names_become_folders(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(named_models, "fetch", fetch)
     sections = {"critic": {"path": "hf:a/critic"}, "reference": {"path": "/a/path"}}
     config = Config.model_validate({"model": {"path": "a/model"}, "data": {"train": "x"}, **sections})
-    lines: list[str] = []
-    local = with_local_models(config, CONFIG_FILES, lines.append)
+    local = with_local_models(config, CONFIG_FILES)
     assert [str(section.path) for section in (local.model, local.critic, local.reference)] == [
         "/cache/model.path",
         "/cache/critic.path",
@@ -29,7 +28,6 @@ def test_with_local_models_names_become_folders(monkeypatch: pytest.MonkeyPatch)
     ]
     assert (local.reward_model.path, str(config.model.path)) == (None, "a/model")
     assert requested[0] == ("a/model", "model", CONFIG_FILES, "model.path")
-    assert lines == ["model.path: a/model is /cache/model.path", "critic.path: hf:a/critic is /cache/critic.path"]
 
 
 def test_local_model_with_a_part_raises() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from verl_mg.config import Config
@@ -28,34 +28,53 @@ def local_model(path: Path, key: str, files: Sequence[str] = MODEL_FILES) -> Pat
     Raises:
         UserError: the model cannot be fetched.
     """
+    name = _name_of(path, key)
+    return fetch(name, "model", files, key) if name else path
+
+
+def _name_of(path: Path, key: str) -> HubName | None:
     name = HubName.parse(path)
-    if name is None:
-        return path
-    if name.part:
+    if name and name.part:
         raise UserError(
             f"{key}: {name.text}: a model has no part ':{name.part}'. Write OWNER/NAME or OWNER/NAME@REVISION."
         )
-    return fetch(name, "model", files, key)
+    return name
 
 
-def with_local_models(
-    config: Config, files: Sequence[str] = MODEL_FILES, report: Callable[[str], None] | None = None
-) -> Config:
+def hub_models(config: Config) -> dict[str, HubName]:
+    """Returns the models of a configuration that are names on a hub, by section.
+
+    Raises:
+        UserError: a name is that of a part, which only data sets have.
+    """
+    paths = {section: getattr(config, section).path for section in SECTIONS}
+    names = {section: _name_of(path, f"{section}.path") for section, path in paths.items() if path is not None}
+    return {section: name for section, name in names.items() if name}
+
+
+def with_folders(config: Config, folders: Mapping[str, Path]) -> Config:
+    """Returns the configuration with these folders as models.
+
+    Args:
+        config: the configuration of a job.
+        folders: folder by section.
+    """
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update={"path": folder}) for section, folder in folders.items()
+        }
+    )
+
+
+def with_local_models(config: Config, files: Sequence[str] = MODEL_FILES) -> Config:
     """Returns the configuration with a folder on this machine in place of each model's name.
 
     Args:
         config: the configuration of a job.
         files: names of the files to download.
-        report: receives one line for each name.
 
     Raises:
         UserError: a model cannot be fetched.
     """
-    sections = {}
-    for section in SECTIONS:
-        value = getattr(config, section)
-        if value.path is not None and (folder := local_model(value.path, f"{section}.path", files)) != value.path:
-            if report:
-                report(f"{section}.path: {value.path} is {folder}")
-            sections[section] = value.model_copy(update={"path": folder})
-    return config.model_copy(update=sections)
+    names = hub_models(config)
+    return with_folders(config, {key: fetch(name, "model", files, f"{key}.path") for key, name in names.items()})

@@ -21,14 +21,14 @@ def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, r
         replayed: RUN@ITERATION to train on; see `RunMode`.
     """
     from verl_mg.distributed.world import World
-    from verl_mg.models.named_models import with_local_models
+    from verl_mg.run.fetch_models import with_fetched_models
 
     world = World.join()
     with world.signals.handled():
         try:
             recipe, config = load()
             world.set_timeouts(config.job)
-            config = with_local_models(config, report=print if config.job.console and world.rank == 0 else None)
+            config = with_fetched_models(config, world)
             from verl_mg.run.loop import train
             from verl_mg.run.mode import RunMode
 

@@ -1,0 +1,89 @@
+"""Models by their names on a hub, fetched by real ranks from a real server: once for a node, and again after a kill."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+
+from tests.hub_server import COMMIT, HubServer, serving
+from tests.launched import ROOT, ended, error_lines, started, torchrun, train_command
+from tests.tiny_jobs import logged, write_sums
+from tests.tiny_models import tiny_model
+from verl_mg.errors import EXIT_CODE
+
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+MODEL = {"config.json": b"{}", FIRST: b"first" * 1000, SECOND: b"second" * 1000, "model.gguf": b"not wanted"}
+CRITIC = {"config.json": b'{"of": "critic"}'}
+
+
+@contextmanager
+def fetching(hub: HubServer, home: Path, names: dict[str, str], **more: str) -> Iterator[Popen[str]]:
+    """Two ranks. The client reads its variables when it is imported, so the start is a cold one."""
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", **more}
+    program = [str(ROOT / "tests" / "run" / "fetching.py"), "2", json.dumps(names)]
+    with started(program, warm=False, **variables) as process:
+        yield process
+
+
+def folders(process: Popen[str]) -> list[dict[str, str]]:
+    """What each rank found."""
+    code, out, err = ended(process)
+    assert code == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_model_whose_download_was_killed_is_completed_by_the_next_start(tmp_path):
+    names = {"model": "a/model", "critic": "a/critic@v1"}
+    with serving({"a/model": MODEL, "a/critic": CRITIC}, {}, held=SECOND) as hub:
+        with fetching(hub, tmp_path, names):
+            assert hub.held.acquire(timeout=60)
+        snapshot = tmp_path / "hub" / "models--a--model" / "snapshots" / COMMIT
+        assert not (snapshot / SECOND).exists()
+        hub.release.set()
+        with fetching(hub, tmp_path, names) as process:
+            first, second = folders(process)
+        assert first == second == {"model": str(snapshot), "critic": str(snapshot).replace("--model", "--critic")}
+        assert {file.name: file.read_bytes() for file in snapshot.iterdir()} == {
+            name: data for name, data in MODEL.items() if name != "model.gguf"
+        }
+        # One rank of both; what was complete is not sent again. Both repositories have a config.json.
+        assert hub.downloads[SECOND] == 2 and hub.downloads[FIRST] <= 2 and hub.downloads["config.json"] == 2
+
+
+@pytest.mark.nightly
+def test_ranks_that_cannot_fetch_a_model_end_with_one_line(tmp_path):
+    with serving({"a/model": MODEL, "a/gated": MODEL}, {}, gated="a/gated") as hub:
+        with fetching(hub, tmp_path, {"model": "a/model"}) as process:
+            known = folders(process)
+        for name, words in (("a/none", "shows no model of this name"), ("a/gated", "is restricted. Accept its terms")):
+            with fetching(hub, tmp_path, {"model": "a/model", "reward_model": name}) as process:
+                code, _, err = ended(process)
+            (line,) = error_lines(err)
+            assert code == EXIT_CODE and line.startswith(f"error: reward_model.path: {name}: ") and words in line
+    with fetching(hub, tmp_path, {"model": "a/model"}, HF_HUB_OFFLINE="1") as process:
+        assert folders(process) == known
+    with fetching(hub, tmp_path, {"model": "b/model"}) as process:
+        code, _, err = ended(process)
+    assert code == EXIT_CODE and "cannot be reached (ConnectError" in error_lines(err)[0]
+
+
+@pytest.mark.nightly
+def test_job_trains_a_model_of_a_hub(tmp_path):
+    model = tiny_model(tmp_path / "model", "qwen3")
+    write_sums(tmp_path)
+    files = {file.name: file.read_bytes() for file in model.iterdir()}
+    overrides = ["model.path=a/model@v1", "job.iterations=1", "job.console=true"]
+    with serving({"a/model": files}, {}) as hub:
+        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        variables["HF_HUB_OFFLINE"] = "0"
+        with started(
+            [*torchrun(2), *train_command(tmp_path, tmp_path / "run", *overrides)], warm=False, **variables
+        ) as process:
+            code, out, err = ended(process)
+    assert code == 0, err
+    assert f"model.path: fetching a/model@v1, commit {COMMIT}\n" in out
+    assert logged(tmp_path / "run")[0]["actor/grad_norm"] > 0
+    assert set(hub.downloads.values()) == {1}
