@@ -106,7 +106,7 @@ def fetch(name: HubName, kind: Kind, patterns: Sequence[str], key: str = "") -> 
         try:
             return Path(download())
         except (httpx.TransportError, errors.OfflineModeIsEnabled):
-            # Caches of older versions of the client have no lists of files, and the site is asked for that of a commit.
+            # The client wants the list of a commit's files, which caches of its older versions do not have.
             with suppress(errors.LocalEntryNotFoundError):
                 return Path(download(local_files_only=True))
             raise
