@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import PIL.Image
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -66,6 +69,24 @@ def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56) 
         **VARIANTS[architecture],
     )
     return folder
+
+
+def tiny_model_with_multi_token_layer(folder: Path, layers: int = 2, **options: Any) -> Path:
+    """A DeepSeek-V3 with a layer of multi-token prediction: the last layer of one with a layer more."""
+    whole = tiny_model(folder / "whole", "deepseek_v3", layers + 1, **options)
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1})
+    )
+    tensors, hidden = load_file(whole / "model.safetensors"), config["hidden_size"]
+    generator, prefix = torch.Generator().manual_seed(1), f"model.layers.{layers}."
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=generator)
+    tensors[prefix + "eh_proj.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)
+    tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, whole / "model.safetensors", {"format": "pt"})
+    return whole
 
 
 @contextmanager

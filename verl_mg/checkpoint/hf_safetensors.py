@@ -116,7 +116,12 @@ class CheckpointWriter:
     """Writer of a model directory by many processes; the layout of the files is the same on each."""
 
     def __init__(
-        self, folder: str | Path, shapes: Mapping[str, Shard], dtype: torch.dtype, file_bytes: int = 5 * 10**9
+        self,
+        folder: str | Path,
+        shapes: Mapping[str, Shard],
+        dtype: torch.dtype,
+        file_bytes: int = 5 * 10**9,
+        copies: Mapping[str, str] | None = None,
     ) -> None:
         """Lays the files out, without writing.
 
@@ -125,9 +130,11 @@ class CheckpointWriter:
             shapes: the tensors of the model, `WeightTable.huggingface()`.
             dtype: dtype of all tensors in the files.
             file_bytes: size from which a new file begins.
+            copies: {further tensor: the tensor whose values it has}, which is written with it.
         """
-        self.folder, self._dtype = Path(folder), dtype
+        self.folder, self._dtype, self._copies = Path(folder), dtype, dict(copies or {})
         self._shapes = {name: shard.shape for name, shard in shapes.items()}
+        self._shapes |= {name: self._shapes[original] for name, original in self._copies.items()}
         groups = split_by_size(self._shapes, dtype.itemsize, file_bytes)
         many = len(groups) > 1
         self._headers: dict[str, bytes] = {}
@@ -159,6 +166,9 @@ class CheckpointWriter:
             box: box in the tensor.
             values: values of the box, on any device and of any dtype.
         """
+        for copy, original in self._copies.items():
+            if original == tensor:
+                self.write(copy, box, values)
         name, offset = self._offsets[tensor]
         shape = self._shapes[tensor]
         data = values.detach().to(self._dtype).contiguous().cpu().reshape(box_shape(box))

@@ -17,10 +17,12 @@ from verl_mg.layout import Layout, Placement, parse_ranks
 from verl_mg.layout.suggest import resolve_layout
 from verl_mg.megatron.kernels import resolve_kernels
 from verl_mg.megatron.model_runner import check_layout
+from verl_mg.megatron.multi_token import check_multi_token
 from verl_mg.megatron.optimizer_config import optimizer_config
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import check_balancing, check_recompute, transformer_config
 from verl_mg.models.hf_config import HFConfig, read_config
+from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.roles.backends import Groups
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
@@ -114,6 +116,8 @@ class ModelRoleBuilder:
                 raise UserError(f"{config_section_of(role)}.{error}") from None
             transformer_config(model, layout, dtype, section.recompute, kernels, megatron)
             check_balancing(model, megatron, section.lora is not None)
+            if MODEL_ROLES[role].keeps_multi_token:
+                check_multi_token(with_multi_token_layer(model, self._path(role)), megatron, section.lora is not None)
             optimizer_config(section.optimizer, megatron, dtype)
         else:
             transformer_config(model, layout, dtype, False, kernels, megatron)

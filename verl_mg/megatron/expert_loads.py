@@ -37,7 +37,7 @@ class ExpertLoads:
         at = runner.groups.coordinates
         self._reports = at.tp == at.cp == at.dp == 0
         experts = runner.table.config.experts
-        self._layers = len(experts.layers) if experts else 0
+        self._layers = len(experts.layers) + (runner.multi_token_factor > 0) if experts else 0
         self._loads = torch.empty(0)
 
     def clear(self) -> None:

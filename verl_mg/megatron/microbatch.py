@@ -10,6 +10,7 @@ from torch import Tensor
 from verl_mg.batch import Batch
 from verl_mg.device import copy_to
 from verl_mg.layout import Stage
+from verl_mg.megatron.multi_token import next_tokens
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.megatron.routing import routed_experts
 from verl_mg.renamed import renamed_attribute
@@ -27,6 +28,7 @@ def make_micro_batch(
     replayed: Sequence[int] = (),
     multiple: int = 1,
     zigzag: bool = False,
+    multi_token: bool = False,
 ) -> MicroBatch[PackedSequences]:
     """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
 
@@ -41,6 +43,7 @@ def make_micro_batch(
         replayed: layers of the column `routed_experts`.
         multiple: number that divides the tokens of each rank outside attention, see `token_multiple`.
         zigzag: a rank has two chunks of each sequence, see `token_order`.
+        multi_token: multi-token prediction is trained; the last stage has it.
     """
     device = inverse_frequencies.device
     shared = SharedTokens(rows[SHARED_WITH], rows[SHARED_TOKENS]) if SHARED_TOKENS in rows and len(rows) else None
@@ -52,6 +55,8 @@ def make_micro_batch(
     occurrences = order.occurrences[order.local].chunk(shard.tp)[shard.tp_index]
     packed.occurrences = copy_to(device, occurrences.float())
     packed.cp_group = shard.group
+    if multi_token and stage.is_last:
+        packed.next_tokens = next_tokens(rows, order, device)
     return pack_rows(rows, order, packed, stage, hidden_offset, device)
 
 

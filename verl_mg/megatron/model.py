@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -20,6 +21,7 @@ from verl_mg.config import MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.megatron.core_version import sharded_linear_weights
 from verl_mg.megatron.lora import ADAPTER
+from verl_mg.megatron.multi_token import MultiTokenPrediction, NextTokens, loss_factor
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import block_spec, transformer_config
@@ -53,6 +55,21 @@ class PackedModel(GPTModel):
         self.first_token = groups.coordinates.tp * self.vocab_size // groups.layout.tp
         rows = self.vocab_size // groups.layout.tp
         self.real_rows = max(0, min(rows, weights.config.vocab - self.first_token))
+        self.detaches_heads = False
+
+    def add_multi_token_layer(self, spec: ModuleSpec, groups: ParallelGroups, megatron: MegatronConfig) -> None:
+        """Adds the layer of multi-token prediction to the last chunk; it is frozen where its loss has no factor.
+
+        Args:
+            spec: specification of its transformer layer.
+            groups: process groups of the placement.
+            megatron: fields of megatron-core's configurations.
+        """
+        is_trained = loss_factor(megatron) > 0
+        rows = self.vocab_size // groups.layout.tp if is_trained and not self.pre_process else 0
+        self.multi_token = MultiTokenPrediction(self.config, spec, groups, self.vp_stage, rows)
+        self.multi_token.requires_grad_(is_trained)
+        self.detaches_heads = bool(megatron.transformer.get("mtp_detach_heads"))
 
     def forward(  # type: ignore[override]
         self, micro: MicroBatch[PackedSequences], temperature: float, with_entropy: bool = True
@@ -66,8 +83,9 @@ class PackedModel(GPTModel):
 
         Returns:
             On the last stage (2, n) float32 log-probabilities and entropies (nats) of the n scored tokens, (1, n)
-            log-probabilities alone, or (1, n) values, the same on every context-parallel rank; on other stages the
-            hidden states.
+            log-probabilities alone, or (1, n) values, the same on every context-parallel rank; a further line with the
+            log-probabilities of multi-token prediction where it is trained, 0 for tokens that it does not predict. On
+            other stages the hidden states.
         """
         hidden = super().forward(micro.input_ids, None, None, packed_seq_params=micro.packed)
         if not self.post_process:
@@ -77,6 +95,8 @@ class PackedModel(GPTModel):
         else:
             local = self._logprobs(hidden, micro, temperature, with_entropy)
         outputs = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
+        if micro.packed.next_tokens is not None:
+            outputs = torch.cat([outputs, self._predictions(hidden, micro, micro.packed.next_tokens)])
         # The backward pass of the sum gives each rank the gradients of all n tokens; it uses those of its m tokens, so
         # that each is counted once.
         return reduce_from_tensor_model_parallel_region(outputs, group=micro.packed.cp_group)
@@ -95,6 +115,15 @@ class PackedModel(GPTModel):
         states = self.gather_sequence(hidden)[micro.hidden_index]
         logprobs, entropy = vocab_parallel_logprobs(states, micro.targets, layer, temperature, with_entropy)
         return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
+
+    def _predictions(self, hidden: Tensor, micro: MicroBatch[PackedSequences], following: NextTokens) -> Tensor:
+        layer = OutputLayer(self.output_weight().detach(), self.first_token, self.real_rows, self.pg_collection.tp)
+        weight = self.embedding.word_embeddings.weight if self.pre_process else self.multi_token.embedding
+        embedded = self.multi_token.embed(following.ids, weight)
+        states = self.multi_token(hidden.detach() if self.detaches_heads else hidden, embedded, micro.packed)
+        predicting = self.gather_sequence(states)[following.hidden_index]
+        logprobs, _ = vocab_parallel_logprobs(predicting, following.targets, layer, 1.0, with_entropy=False)
+        return logprobs.new_zeros(1, len(micro.token_index)).index_copy(1, following.scored_index, logprobs[None])
 
     def _values(self, hidden: Tensor, micro: MicroBatch[PackedSequences]) -> Tensor:
         # Every tensor-parallel rank has the whole head, and therefore the whole gradient.
@@ -170,6 +199,9 @@ def build_chunks(
             share_embeddings_and_output_weights=weights.tied,
             vp_stage=stage,
         )
+        if last and weights.model.multi_token:
+            behind = block_spec(weights.config, range(weights.config.layers, weights.config.layers + 1), kernels)
+            model.add_multi_token_layer(behind.layer_specs[0], groups, megatron or MegatronConfig())
         _mark_experts(model)
         _accumulate_gradients(model)
         chunks.append(model.to(device.current_device()))

@@ -25,16 +25,18 @@ from verl_mg.megatron.model import (
     parameters_by_name,
     rotary_frequencies,
 )
+from verl_mg.megatron.multi_token import loss_factor
 from verl_mg.megatron.parameter_gathers import ParameterGathers
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.routing import replayed_layers
 from verl_mg.megatron.transformer_config import bias_update_rate, exchanges_keys, token_multiple
 from verl_mg.models.hf_config import HFConfig, read_config
+from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.shard_map import ShardMap
-from verl_mg.sharding.weight_table import SCORE, Head, WeightTable, weight_table
+from verl_mg.sharding.weight_table import SCORE, Head, weight_table
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report, Runner, fresh_head
 from verl_mg.training.storages import storages
@@ -50,6 +52,7 @@ class ModelRunner(Runner):
         chunks: this rank's pipeline chunks.
         model_chunks: the same as megatron-core runs them, wrapped in its DDP where they are trained.
         bias_update_rate: change of routers' biases in an update of the model, see `ExpertLoads`; 0: they are frozen.
+        multi_token_factor: factor of the loss of multi-token prediction; 0: its layer is frozen, or there is none.
         gathers: gathers in flight of weights that were updated.
     """
 
@@ -67,6 +70,7 @@ class ModelRunner(Runner):
         from_checkpoint: bool = False,
         kernels: Kernels = "torch",
         megatron: MegatronConfig | None = None,
+        keeps_multi_token: bool = False,
     ) -> None:
         """Builds the model and loads its shards; a collective of all ranks of the job.
 
@@ -84,11 +88,13 @@ class ModelRunner(Runner):
             from_checkpoint: leave what is trained uninitialized, for a checkpoint restores it before the first pass.
             kernels: kernels of the layers, see `resolve_kernels`.
             megatron: fields of megatron-core's configurations; None for no others.
+            keeps_multi_token: load the layer of multi-token prediction too, where the directory has it.
 
         Raises:
             UserError: the model cannot be read, or does not fit the layout.
         """
-        self.table = weight_table(read_config(model_dir), head)
+        config = read_config(model_dir)
+        self.table = weight_table(with_multi_token_layer(config, model_dir) if keeps_multi_token else config, head)
         super().__init__(groups.placement, groups.host_group, groups.dynamic_cp, dtype, timer)
         self._hidden_offset = hidden_offset
         self.groups, self._kernels = groups, kernels
@@ -102,7 +108,8 @@ class ModelRunner(Runner):
         self.model_chunks: list[torch.nn.Module] = list(self.chunks)
         self.gathers = ParameterGathers()
         self.bias_update_rate = bias_update_rate(self.megatron, self.table.config)
-        stored = _trained_tensors(self.table, lora, self.bias_update_rate > 0) if from_checkpoint else frozenset()
+        self.multi_token_factor = loss_factor(self.megatron) if self.table.model.multi_token else 0.0
+        stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
         read = {name: shard for name, shard in self.table.huggingface().items() if name not in stored}
         whole, head_values = self.shard_map(), fresh_head(SCORE, self.table.config.hidden) if SCORE in read else {}
         directory = (directories or ModelDirectories()).open(model_dir, read, frozenset(head_values))
@@ -114,6 +121,22 @@ class ModelRunner(Runner):
             self.lora = Adapters(self.table, chunks, shards, lora, expert_group, not from_checkpoint)
         self.unrestored = {name for name, shard in shards.items() if any(p.tensor in stored for p in shard.pieces)}
         self.unrestored.update(self.adapters() if from_checkpoint else ())
+
+    def _trained_tensors(self, lora: LoraConfig | None) -> frozenset[str]:
+        """Returns the tensors of the table that are trained, which checkpoints contain; adapters are not in the table.
+
+        Args:
+            lora: adapters that are trained in place of the weights.
+        """
+        tensors = self.table.tensor_index.tensors.keys()
+        if lora:
+            return frozenset(tensors & {SCORE})
+        frozen: set[str] = set()
+        if not self.bias_update_rate:
+            frozen |= self.table.router_biases
+        if not self.multi_token_factor:
+            frozen |= self.table.multi_token_tensors - self.table.router_biases
+        return frozenset(tensors - frozen)
 
     def parameters(self, complete: bool = True) -> dict[str, Tensor]:
         """Returns this rank's parameters by their names in the weight table, see `Runner.parameters`."""
@@ -166,8 +189,13 @@ class ModelRunner(Runner):
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Whether shared prefixes can be computed once: not where a rank has two chunks of each sequence."""
-        return not self.dynamic_cp and not (self.layout.cp > 1 and exchanges_keys(self.megatron))
+        """Whether shared prefixes can be computed once.
+
+        Not where a rank has two chunks of each sequence, nor where a token's next one is embedded with it: rows that
+        share a prefix differ in the token behind it.
+        """
+        exchanged = self.layout.cp > 1 and exchanges_keys(self.megatron)
+        return not (self.multi_token_factor or self.dynamic_cp or exchanged)
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Waits until the gathers of parameters are complete; None for all."""
@@ -213,9 +241,9 @@ class ModelRunner(Runner):
         description = (self._frequencies, self._attention_scaling)
         stage = self.stage(self.groups.coordinates.pp)
         replayed, multiple = replayed_layers(self.table.config, stage), token_multiple(self.chunks[0].config)
-        zigzag = exchanges_keys(self.megatron)
+        options = (replayed, multiple, exchanges_keys(self.megatron), self.multi_token_factor > 0 and not forward_only)
         prepared = [
-            make_micro_batch(rows, *description, token_shard, stage, self._hidden_offset, replayed, multiple, zigzag)
+            make_micro_batch(rows, *description, token_shard, stage, self._hidden_offset, *options)
             for rows, token_shard in zip(filled, token_shards, strict=True)
         ]
 
@@ -248,20 +276,6 @@ def _without_division(
     loss, report = loss_closure(micro, output)
     # megatron-core divides by this number of tokens where it is not 0; the loss is already normalized, see Trainer.
     return loss, torch.zeros((), dtype=torch.int, device=output.device), report
-
-
-def _trained_tensors(table: WeightTable, lora: LoraConfig | None, with_biases: bool) -> frozenset[str]:
-    """Returns the tensors of the table that are trained, which checkpoints contain; adapters are not in the table.
-
-    Args:
-        table: weight table of the model.
-        lora: adapters that are trained in place of the weights.
-        with_biases: whether updates change the biases of routers.
-    """
-    tensors = table.tensor_index.tensors.keys()
-    if lora:
-        return frozenset(tensors & {SCORE})
-    return frozenset(tensors if with_biases else tensors - table.router_biases)
 
 
 def check_layout(

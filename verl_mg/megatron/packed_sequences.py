@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verl_mg.device import copy_to
 from verl_mg.megatron.gathered_attention import order_of_gathered
+from verl_mg.megatron.multi_token import NextTokens
 from verl_mg.training.flex_attention import BlockMask, block_mask
 from verl_mg.training.token_order import zigzag_tokens
 
@@ -48,6 +49,8 @@ class PackedSequences(PackedSeqParams):
     """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
     occurrences: Tensor | None = None
     """(T / (cp * tp),) float32, number of rows that contain each of this rank's tokens; 0 for padding."""
+    next_tokens: NextTokens | None = None
+    """What multi-token prediction reads; None where it is not trained."""
     cp_group: dist.ProcessGroup | None = None
     """Ranks that share the micro-batch."""
     zigzag: bool = False

@@ -74,7 +74,8 @@ class ParameterGathers:
         def after(decoder: Module, *_: Any) -> None:
             self.wait(chunk.parameters())  # the head's, which no module of its own reads
 
-        for module in (getattr(chunk, "embedding", None), *chunk.decoder.layers, chunk.decoder.final_layernorm):
+        ends = (getattr(chunk, "embedding", None), chunk.decoder.final_layernorm, getattr(chunk, "multi_token", None))
+        for module in (*ends, *chunk.decoder.layers):
             if module is not None:
                 module.register_forward_pre_hook(before)
         chunk.decoder.register_forward_hook(after)

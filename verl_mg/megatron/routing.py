@@ -280,7 +280,7 @@ class RoutedLayer(TransformerLayer):
     def forward(self, *arguments: Any, packed_seq_params: PackedSequences, **options: Any) -> tuple[Tensor, Any]:
         """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""
         given = packed_seq_params.experts
-        self.mlp.router.given = None if given is None else given[self.layer_number - 1]
+        self.mlp.router.given = None if given is None else given.get(self.layer_number - 1)
         self.mlp.router.occurrences = packed_seq_params.occurrences
         output: tuple[Tensor, Any] = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
         self.mlp.token_dispatcher.probs = None  # it would keep the autograd graph of this pass alive

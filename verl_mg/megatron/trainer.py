@@ -16,8 +16,10 @@ from torch import Tensor, UntypedStorage
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.megatron.expert_loads import ExpertLoads
 from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.multi_token import copy_embedding, count_predicted
 from verl_mg.megatron.muon import use_muon
 from verl_mg.megatron.optimizer_config import ddp_config, optimizer_config
 from verl_mg.megatron.parameter_gathers import ParameterGathers
@@ -25,11 +27,15 @@ from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_
 from verl_mg.megatron.storages import gradient_buffers, inner_optimizers, optimizer_storages, snapshot, use_fused_step
 from verl_mg.megatron.streamed_adamw import stream_weights
 from verl_mg.training.learning_rate import LearningRateSchedule
-from verl_mg.training.runner import LossClosure
+from verl_mg.training.microbatch import MicroBatch
+from verl_mg.training.runner import LossClosure, Report
 from verl_mg.training.storages import storages
 from verl_mg.training.trainer import LAST_GOOD, TrainerCounters, to_host
 from verl_mg.training.trainer import Trainer as BaseTrainer
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, Verdict, count_non_finite
+
+MULTI_TOKEN_LOSS = "mtp_loss"
+"""Metric: the loss of multi-token prediction in nats, without its factor; it is not a part of `loss`."""
 
 
 class Trainer(BaseTrainer):
@@ -162,12 +168,32 @@ class Trainer(BaseTrainer):
                 chunk.zero_grad_buffer()  # type: ignore[operator]
             self.optimizer.zero_grad()
             self._expert_loads.clear()
+            if self.runner.multi_token_factor:
+                loss_closure = self._with_multi_token_loss(loss_closure, micro_batches, cp_sizes)
         reports = self.runner.run(micro_batches, temperature, loss_closure, forward_only=False, cp_sizes=cp_sizes)
         selected = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
         with self.runner.timer("optimizer"):
             non_finite = count_non_finite(gradient_buffers(self.runner))
             loads = self._expert_loads.sum_over_ranks()
         return to_host([*selected, {NON_FINITE_BUFFERS: non_finite} | loads])
+
+    def _with_multi_token_loss(
+        self, loss_closure: LossClosure, micro_batches: Sequence[Batch], cp_sizes: Sequence[int] | None
+    ) -> LossClosure:
+        """Adds the loss of multi-token prediction: the mean over the tokens that it predicts in the mini-batch."""
+        runner = self.runner
+        copy_embedding(runner.chunks, runner.groups)
+        selected = runner.select_outputs(micro_batches, cp_sizes)
+        counts = [{"": count_predicted(rows)} for rows in selected if rows is not None]
+        total = max(sum_over_ranks(counts, runner.host_group).get("", 0.0), 1.0)
+
+        def with_loss(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, Report]:
+            loss, report = loss_closure(micro, output[:-1])
+            predicted = -output[-1].sum() / total
+            report[MULTI_TOKEN_LOSS] = predicted.detach().double()
+            return loss + runner.multi_token_factor * predicted, report
+
+        return with_loss
 
     def _apply(self, verdict: Verdict) -> dict[str, float]:
         """Steps, skips or rolls back; the verdict is the same on all ranks."""

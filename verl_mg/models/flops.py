@@ -53,14 +53,14 @@ def active_elements(config: HFConfig, tensor_index: TensorIndex) -> float:
     """Returns the number of weight elements that a token is multiplied with.
 
     The embedding is a lookup and does not count unless it is the output layer too, nor does what only images pass
-    through; of the experts top_k / count do.
+    through, nor multi-token prediction; of the experts top_k / count do.
 
     Args:
         config: configuration of the model.
         tensor_index: tensors of the model.
     """
     share = config.experts.top_k / config.experts.count if config.experts else 1.0
-    entries = [entry for entry in tensor_index.entries.values() if not entry.vision]
+    entries = [entry for entry in tensor_index.entries.values() if not entry.vision and not entry.multi_token]
     active = sum(math.prod(e.tensor.shape) * (share if e.of_experts else 1.0) for e in entries)
     return active if tensor_index.tied else active - config.vocab * config.hidden
 

@@ -72,6 +72,14 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class MultiTokenConfig:
+    """Layer of multi-token prediction behind the others (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+
+    has_copies: bool
+    """Whether the checkpoint repeats embedding and output layer among its tensors."""
+
+
+@dataclass(frozen=True)
 class HFConfig:
     """Configuration of a model, as the weight table and the Megatron model need it. Sizes are in elements."""
 
@@ -125,9 +133,17 @@ class HFConfig:
     """Latent attention; None for grouped-query attention."""
     experts: ExpertsConfig | None = None
     """Mixture of experts; None for a dense model."""
+    multi_token: MultiTokenConfig | None = None
+    """Layer of multi-token prediction; None without, and where it is left out, see `multi_token`."""
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether layer number `layer` (from 0) is a mixture of experts."""
+        """Returns whether a layer is a mixture of experts; that of multi-token prediction is one.
+
+        Args:
+            layer: its number from 0.
+        """
+        if layer == self.layers:
+            return self.multi_token is not None
         return self.experts is not None and layer in self.experts.layers
 
     def window(self, layer: int) -> int | None:

@@ -123,6 +123,22 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class MultiTokenSpec:
+    """Tensors of a layer of multi-token prediction, without those that it shares with the model."""
+
+    embedding_norm: TensorSpec
+    """Norm of the embedding of the next token."""
+    hidden_norm: TensorSpec
+    """Norm of the hidden state of the model."""
+    projection: TensorSpec
+    """Projection (hidden, 2 hidden) of both side by side, the embedding first."""
+    layer: LayerSpec
+    """Transformer layer behind the projection."""
+    final_norm: TensorSpec
+    """Norm before the output layer."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Tensors of a decoder model."""
 
@@ -134,6 +150,13 @@ class ModelSpec:
     """Norm behind the layers."""
     output: TensorSpec
     """Output layer; the same object as `embedding` where the two are tied."""
+    multi_token: MultiTokenSpec | None = None
+    """Layer of multi-token prediction, which the checkpoint numbers behind `layers`."""
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """Transformer layers in order, that of multi-token prediction included."""
+        return self.layers if self.multi_token is None else (*self.layers, self.multi_token.layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +197,8 @@ class TensorEntry:
     """Whether it stacks all experts of its layer."""
     vision: bool = False
     """Whether it belongs to the part of a model that only images pass through."""
+    multi_token: bool = False
+    """Whether it belongs to the layer of multi-token prediction, which log-probs do not depend on."""
 
     @property
     def of_experts(self) -> bool:
@@ -210,15 +235,17 @@ def index_of(model: ModelSpec) -> TensorIndex:
 
     def add(tensor: TensorSpec, layer: int | None = None, expert: int | None = None) -> None:
         name = tensor.name.format(layer=layer, expert=expert)
-        entries[name] = TensorEntry(len(entries), tensor, layer, expert)
+        behind = layer is not None and layer >= len(model.layers)
+        entries[name] = TensorEntry(len(entries), tensor, layer, expert, multi_token=behind)
 
     add(model.embedding)
-    for number, layer in enumerate(model.layers):
+    for number, layer in enumerate((*model.layers, *([model.multi_token] if model.multi_token else []))):
         tensors = list(tensors_of(layer))
         for tensor in tensors:
             if not tensor.per_expert:
                 add(tensor, number)
-        for expert in range(layer.num_experts):
+        of_layer = layer.layer if isinstance(layer, MultiTokenSpec) else layer
+        for expert in range(of_layer.num_experts):
             for tensor in tensors:
                 if tensor.per_expert:
                     add(tensor, number, expert)
@@ -243,6 +270,20 @@ def model_spec(c: HFConfig) -> ModelSpec:
         tuple(layers[c.has_experts(layer)] for layer in range(c.layers)),
         TensorSpec("model.norm.weight", (c.hidden,)),
         embedding if c.tied else TensorSpec("lm_head.weight", (c.vocab, c.hidden)),
+        _multi_token(c, layers[True]) if c.multi_token else None,
+    )
+
+
+def _multi_token(c: HFConfig, layer: LayerSpec) -> MultiTokenSpec:
+    def tensor(name: str, *shape: int) -> TensorSpec:
+        return TensorSpec("model.layers.{layer}." + name + ".weight", shape)
+
+    return MultiTokenSpec(
+        embedding_norm=tensor("enorm", c.hidden),
+        hidden_norm=tensor("hnorm", c.hidden),
+        projection=tensor("eh_proj", c.hidden, 2 * c.hidden),
+        layer=layer,
+        final_norm=tensor("shared_head.norm", c.hidden),
     )
 
 

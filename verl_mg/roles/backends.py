@@ -28,6 +28,7 @@ def build_runner(
     kernels: Kernels = "torch",
     megatron: MegatronConfig | None = None,
     fsdp: FsdpConfig | None = None,
+    keeps_multi_token: bool = False,
     **options: Any,
 ) -> Runner:
     """Builds the model of a role and loads its weights; a collective of all ranks of the job.
@@ -39,6 +40,7 @@ def build_runner(
         kernels: kernels of the layers of the Megatron backend.
         megatron: fields of megatron-core's configurations; None for no others.
         fsdp: options of the FSDP backend; None for the defaults.
+        keeps_multi_token: load the layer of multi-token prediction too, which modules of `transformers` do not have.
         options: further arguments of both backends.
 
     Raises:
@@ -46,7 +48,9 @@ def build_runner(
     """
     if isinstance(groups, MeshGroups):
         return ModuleRunner(model_dir, groups, trained=trained, options=fsdp, **options)
-    return ModelRunner(model_dir, groups, kernels=kernels, megatron=megatron, **options)
+    return ModelRunner(
+        model_dir, groups, kernels=kernels, megatron=megatron, keeps_multi_token=keeps_multi_token, **options
+    )
 
 
 def build_trainer(runner: Runner, optimizer: OptimizerConfig, guard: GuardConfig | None, name: str) -> Trainer:

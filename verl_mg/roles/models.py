@@ -24,6 +24,8 @@ class Policy(Role):
 class Actor(TrainableRole, Policy):
     """Policy with an optimizer."""
 
+    keeps_multi_token = True
+
 
 class UnadaptedPolicy(Policy):
     """Actor without its adapters (LoRA): the policy that training began with, in no memory of its own."""

@@ -43,6 +43,8 @@ class Role:
 
     head: ClassVar[Head] = "language"
     """Output layer of the model: logits over the vocabulary, or a value head."""
+    keeps_multi_token: ClassVar[bool] = False
+    """Whether the model has the layer of multi-token prediction of its directory, which engines and exports need."""
     hidden_offset: ClassVar[int] = 1
     """Offset from a token to the hidden state that scores it: 1 for language-model heads, 0 for reward heads."""
 
@@ -89,6 +91,7 @@ class Role:
             trained=trained,
             kernels=kernels,
             megatron=megatron,
+            keeps_multi_token=self.keeps_multi_token,
             fsdp=fsdp,
             dtype=dtype,
             recompute=recompute,

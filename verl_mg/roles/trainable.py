@@ -22,6 +22,7 @@ from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.layout.packing import MicroBatchPlan
+from verl_mg.models.multi_token import copied_tensors
 from verl_mg.roles.backends import build_trainer
 from verl_mg.roles.role import Role
 from verl_mg.roles.rows.index import RowIndex
@@ -250,7 +251,8 @@ class TrainableRole(Role):
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
         partial = folder.with_name(folder.name + ".partial")
         lora, dtype = self.runner.lora, self.runner.dtype
-        writer = CheckpointWriter(partial, self.runner.table.huggingface(), dtype)
+        copies = copied_tensors(self.runner.table.config)
+        writer = CheckpointWriter(partial, self.runner.table.huggingface(), dtype, copies=copies)
         adapter_writer = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)

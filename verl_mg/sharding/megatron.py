@@ -14,7 +14,16 @@ from __future__ import annotations
 from typing import Literal
 
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import MLP, Experts, GroupedAttention, LatentAttention, LayerSpec, ModelSpec, TensorSpec
+from verl_mg.models.hf_tensors import (
+    MLP,
+    Experts,
+    GroupedAttention,
+    LatentAttention,
+    LayerSpec,
+    ModelSpec,
+    MultiTokenSpec,
+    TensorSpec,
+)
 from verl_mg.sharding.param_spec import (
     FusedRows,
     ParamSpec,
@@ -26,6 +35,8 @@ from verl_mg.sharding.param_spec import (
 
 Kernels = Literal["torch", "transformer_engine"]
 """Kernels of the layers, which decide on their modules and the names of the parameters; `model.kernels` resolved."""
+MULTI_TOKEN = "multi_token."
+"""Prefix of the parameters of the layer of multi-token prediction in the last chunk."""
 VOCABULARY = VocabularyRows(8)  # a multiple of 8 rows for each shard, which suits the matrix units of GPUs
 
 
@@ -39,6 +50,19 @@ def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
     return (
         ParamSpec("decoder.final_layernorm.weight", (model.final_norm,)),
         ParamSpec("output_layer.weight", (model.output,), VOCABULARY, "vocabulary"),
+    )
+
+
+def multi_token_params(m: MultiTokenSpec) -> tuple[ParamSpec, ...]:
+    """Returns what a layer of multi-token prediction has besides a transformer layer; it is on the last stage.
+
+    Its projection is whole on every rank, which multiplies its own tokens.
+    """
+    return (
+        ParamSpec("enorm.weight", (m.embedding_norm,)),
+        ParamSpec("hnorm.weight", (m.hidden_norm,)),
+        ParamSpec("eh_proj.weight", (m.projection,)),
+        ParamSpec("final_layernorm.weight", (m.final_norm,)),
     )
 
 

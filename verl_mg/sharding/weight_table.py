@@ -41,7 +41,7 @@ class WeightTable(ModelTable):
         model = model_spec(self.config)
         if self.head == "language":
             return model
-        return replace(model, output=TensorSpec(SCORE, (1, self.config.hidden)))
+        return replace(model, output=TensorSpec(SCORE, (1, self.config.hidden)), multi_token=None)
 
     @cached_property
     def tensor_index(self) -> TensorIndex:
@@ -51,13 +51,18 @@ class WeightTable(ModelTable):
     @cached_property
     def router_biases(self) -> frozenset[str]:
         """Names of the biases of routers, which have no gradient and keep the values of the checkpoint."""
-        biases = {layer.mlp.router_bias for layer in self.model.layers if isinstance(layer.mlp, Experts)}
+        biases = {layer.mlp.router_bias for layer in self.model.all_layers if isinstance(layer.mlp, Experts)}
         return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.tensor in biases)
+
+    @cached_property
+    def multi_token_tensors(self) -> frozenset[str]:
+        """Names of the tensors of the layer of multi-token prediction, those that it shares with the model left out."""
+        return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.multi_token)
 
     @cached_property
     def routers(self) -> frozenset[str]:
         """Names of the weights of routers, which engines do not quantize."""
-        routers = {layer.mlp.router for layer in self.model.layers if isinstance(layer.mlp, Experts)}
+        routers = {layer.mlp.router for layer in self.model.all_layers if isinstance(layer.mlp, Experts)}
         return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.tensor in routers)
 
     def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
@@ -115,6 +120,14 @@ class WeightTable(ModelTable):
                 if stage == layout.pp - 1 and chunk == layout.vpp - 1:
                     # A tied output layer is a parameter only where the embedding is on another stage.
                     blocks.append(ParamBlock(prefix, output[:1] if self.tied and first else output))
+                    if self.model.multi_token:
+                        params, of_layer = (
+                            megatron.multi_token_params(self.model.multi_token),
+                            self.model.all_layers[-1],
+                        )
+                        blocks.append(ParamBlock(prefix + megatron.MULTI_TOKEN, params, config.layers))
+                        inner = f"{prefix}{megatron.MULTI_TOKEN}transformer_layer."
+                        blocks.append(ParamBlock(inner, layer_params(of_layer), config.layers))
             stages.append(blocks)
         sizes: dict[Axis, int] = {"replicated": 1, "tensor": layout.tp, "vocabulary": layout.tp, "expert": layout.etp}
         indices = {}

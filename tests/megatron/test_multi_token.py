@@ -1,0 +1,293 @@
+"""Multi-token prediction against plain torch over layers of `transformers`, as SGLang's model class computes it."""
+
+import dataclasses
+import json
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
+from tests.rank_pool import job_context
+from tests.tiny_models import random_rows, tiny_model, tiny_model_with_multi_token_layer
+from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.multi_token import check_multi_token
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.trainer import Trainer
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.roles.models import Actor
+
+LAYERS, FACTOR = 2, 0.3
+PREFIX = f"model.layers.{LAYERS}."
+OWN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}
+COPIES = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+OPTIMIZER = OptimizerConfig(lr=0.02, eps=0.1, clip_grad=0.0)
+TRAINED = {"mtp_loss_scaling_factor": FACTOR}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model_with_multi_token_layer(tmp_path_factory.mktemp("models"), LAYERS)
+
+
+def rows(model):
+    batch = random_rows(9, read_config(model).vocab)
+    batch["loss_mask"] &= batch["noise"] < 0.4  # with gaps
+    return batch
+
+
+class Reference(torch.nn.Module):
+    """The model of `transformers` with one layer more, through which only the prediction passes."""
+
+    def __init__(self, folder):
+        super().__init__()
+        config = AutoConfig.from_pretrained(folder)
+        config.num_hidden_layers = LAYERS + 1
+        self.net = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, attn_implementation="eager"
+        )
+        config.num_hidden_layers = self.net.model.config.num_hidden_layers = LAYERS  # of a forward pass
+        tensors = load_file(folder / "model.safetensors")
+        for name, attribute in OWN.items():
+            setattr(self, attribute, torch.nn.Parameter(tensors[f"{PREFIX}{name}.weight"].clone()))
+
+    def forward(self, tokens, detach):
+        """Log-probs of the tokens from the third on: (length - 2,)."""
+        trunk = self.net.model
+        hidden = trunk(tokens[None]).last_hidden_state[0]
+        hidden = hidden.detach() if detach else hidden
+        following = trunk.embed_tokens.weight.detach()[tokens[1:]]
+        joined = torch.cat([self.scaled(following, self.enorm), self.scaled(hidden[:-1], self.hnorm)], dim=-1)
+        states = (joined @ self.eh_proj.T)[None]
+        length = states.shape[1]
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        positions = trunk.rotary_emb(states, torch.arange(length)[None])
+        output = trunk.layers[LAYERS](states, attention_mask=mask, position_embeddings=positions)
+        output = output[0] if isinstance(output, tuple) else output
+        logits = self.scaled(output[0], self.norm) @ self.net.lm_head.weight.detach().T
+        return logits.log_softmax(-1)[:-1].gather(1, tokens[2:, None]).squeeze(1)
+
+    def scaled(self, x, weight):
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.net.config.rms_norm_eps).rsqrt() * weight
+
+    def loss(self, batch, detach):
+        """Mean over the predicted tokens under the loss mask."""
+        parts = []
+        for row in range(len(batch)):
+            logprobs, mask = self(batch.row("tokens", row), detach), batch.row("loss_mask", row)
+            parts.append(-logprobs[mask[2:]])
+        return torch.cat(parts).mean()
+
+    def gradients(self, folder):
+        """By the names of the checkpoint."""
+        found = {f"{PREFIX}{name}.weight": getattr(self, attribute).grad for name, attribute in OWN.items()}
+        with torch.no_grad():
+            for weight in self.net.parameters():
+                weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        self.net.config.num_hidden_layers = LAYERS + 1
+        self.net.save_pretrained(folder)
+        return found | load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def expected(model, tmp_path_factory):
+    """(loss of the prediction, gradients of the factor's part alone), with and without gradients of the model."""
+
+    @cache
+    def of(detach):
+        reference = Reference(model)
+        loss = reference.loss(rows(model), detach)
+        (FACTOR * loss).backward()
+        return loss.item(), reference.gradients(tmp_path_factory.mktemp("gradients"))
+
+    return of
+
+
+def runner_on(model, layout, fields=TRAINED, recompute=False, **options):
+    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
+    megatron = MegatronConfig(transformer=fields)
+    return ModelRunner(model, groups, torch.float32, recompute, megatron=megatron, keeps_multi_token=True, **options)
+
+
+def zero_loss(tokens):
+    return tokens.logprobs * 0, {}
+
+
+def train(model, layout, fields, recompute, loss=zero_loss):
+    """Metrics of two updates, and the gradients of the first."""
+    runner, batch, gradients = runner_on(model, layout, fields, recompute), rows(model), []
+    trainer = Trainer(runner, OPTIMIZER)
+    step = trainer.optimizer.step
+
+    def seen():
+        gradients.extend([] if gradients else gradients_here(runner))
+        return step()
+
+    trainer.optimizer.step = seen
+    dp, at = runner.layout.dp, runner.groups.coordinates.dp
+    own = list(range(at, len(batch), dp))
+    micro_batches = [batch.select(own[:-2]), batch.select(own[-2:]), batch.select([])]
+    scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
+    metrics = [trainer.update(micro_batches, TEMPERATURE, loss, "token-mean", scored, scored) for _ in range(2)]
+    return metrics, gradients
+
+
+LAYOUTS = [
+    ("tp1", 1, False, False),
+    ("tp2-pp2-ep2-etp1", 4, False, False),
+    ("tp2-cp2-ep2", 4, True, True),
+    *(
+        pytest.param(layout, 2, detach, recompute, marks=pytest.mark.nightly)
+        for layout in ("tp2", "cp2", "pp2", "ep2", "tp1")
+        for detach in (False, True)
+        for recompute in (False, True, ["moe"])
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "count", "detach", "recompute"), LAYOUTS)
+def test_update_loss_and_gradients_equal_plain_torch(ranks, model, expected, layout, count, detach, recompute):
+    loss, gradients = expected(detach)
+    results = ranks.run(count, train, model, layout, TRAINED | {"mtp_detach_heads": detach}, recompute)
+    found = assembled([part for _, parts in results for part in parts])
+    for metrics, parts in results:
+        assert metrics[0]["mtp_loss"] == pytest.approx(loss, rel=1e-5)
+        assert metrics[1]["mtp_loss"] < loss
+        for name, box, values in parts:
+            wanted = gradients[name][tuple(slice(*side) for side in box)].reshape(values.shape)
+            assert (values - wanted).abs().max() <= 2e-5 * gradients[name].abs().max() + 1e-9, name
+    moved = {name for name, values in found.items() if values.any()}
+    assert {f"{PREFIX}{name}.weight" for name in OWN} < moved
+    assert any(name.startswith("model.layers.0.") for name in moved) != detach
+    assert not {"model.embed_tokens.weight", "lm_head.weight"} & moved or not detach
+    assert not gradients["lm_head.weight"].any() and not found["lm_head.weight"].any()
+
+
+def test_update_adds_the_prediction_to_the_loss_of_the_recipe(ranks, model):
+    ((alone, parts),) = ranks.run(1, train, model, "tp1", {}, False, token_loss)
+    ((_, predicted),) = ranks.run(1, train, model, "tp1", TRAINED, False)
+    ((both, sums),) = ranks.run(1, train, model, "tp1", TRAINED, False, token_loss)
+    assert both[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-6) and "mtp_loss" not in alone[0]
+    alone, predicted, sums = assembled(parts), assembled(predicted), assembled(sums)
+    assert not any(name.startswith(PREFIX) for name in alone)
+    for name, values in sums.items():
+        wanted = alone.get(name, torch.zeros(())) + predicted[name]
+        assert torch.allclose(values, wanted, atol=1e-5 * float(wanted.abs().max())), name
+
+
+def test_update_with_exchanged_keys_equals_plain_torch(ranks, model, expected):
+    loss, gradients = expected(False)
+    results = ranks.run(2, train, model, "cp2", TRAINED | {"cp_comm_type": "all_gather"}, False)
+    found = assembled([part for _, parts in results for part in parts])
+    assert results[0][0][0]["mtp_loss"] == pytest.approx(loss, rel=1e-5)
+    for name, values in found.items():
+        assert torch.allclose(values, gradients[name], atol=2e-5 * float(gradients[name].abs().max()) + 1e-9), name
+
+
+def actor_on(model, layout, fields, **options):
+    return Actor(
+        model,
+        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
+        job_context(),
+        dtype=torch.float32,
+        temperature=1.0,
+        tokens_per_micro_batch=40,
+        optimizer=OPTIMIZER,
+        megatron=MegatronConfig(transformer=fields),
+        **options,
+    )
+
+
+def own(batch):
+    return batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
+
+
+def updated(model, layout, fields, folder, lora=None):
+    """Saves an actor before and after an update."""
+    actor = actor_on(model, layout, fields, lora=lora)
+    actor.save(folder / "before", model)
+    metrics = actor.update(own(rows(model)), token_loss, "token-mean")
+    actor.save(folder / "after", model)
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "lora"),
+    [
+        ("tp2-pp2-ep2-etp1", {}, None),
+        ("tp2-pp2", TRAINED, None),
+        pytest.param("tp2", {}, LoraConfig(rank=2), marks=pytest.mark.nightly),
+    ],
+)
+def test_save_keeps_the_layer_bitwise_and_after_updates(ranks, model, tmp_path, layout, fields, lora):
+    ranks.run(4, updated, model, layout, fields, tmp_path, lora)
+    given, before, after = (load_file(folder / "model.safetensors") for folder in (model, *_saved(tmp_path)))
+    assert given.keys() == before.keys() == after.keys()
+    assert all(torch.equal(given[name], before[name]) for name in given)
+    copies = {
+        f"{PREFIX}embed_tokens.weight": "model.embed_tokens.weight",
+        f"{PREFIX}shared_head.head.weight": "lm_head.weight",
+    }
+    for name, original in copies.items():
+        assert torch.equal(after[name], after[original])
+        assert lora or not torch.equal(after[name], given[name])
+    behind = {name for name in given if name.startswith(PREFIX)} - copies.keys()
+    moved = {name for name in behind if not torch.equal(given[name], after[name])}
+    assert moved == ({n for n in behind if not n.endswith("e_score_correction_bias")} if fields else set())
+    assert json.loads((tmp_path / "after" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def _saved(folder):
+    return folder / "before", folder / "after"
+
+
+def resumed(model, layout, fields):
+    """Parameters after two updates, and after one update, a checkpoint, and another one."""
+    batch, found = own(rows(model)), []
+    whole, stopped = actor_on(model, layout, fields), actor_on(model, layout, fields)
+    for _ in range(2):
+        whole.update(batch, token_loss, "token-mean")
+    stopped.update(batch, token_loss, "token-mean")
+    stored = {part.key: part.values.clone() for part in stopped.parts()}
+    other = actor_on(model, layout, fields, from_checkpoint=True)
+    other.load(lambda part: part.values.copy_(stored[part.key]), stopped.counts())
+    assert not other.runner.unrestored
+    other.update(batch, token_loss, "token-mean")
+    for actor in (whole, other):
+        found.append({name: values.detach().clone() for name, values in actor.runner.parameters().items()})
+    return found, len(stored)
+
+
+@pytest.mark.parametrize("fields", [{}, TRAINED, TRAINED | {"moe_router_bias_update_rate": 0.01}])
+def test_restored_role_continues_bitwise(ranks, model, fields):
+    for (whole, other), _ in ranks.run(2, resumed, model, "pp2", fields):
+        assert all(torch.equal(values, other[name]) for name, values in whole.items())
+
+
+def test_layer_is_left_out_where_the_directory_does_not_have_it(model, tmp_path):
+    plain = tiny_model(tmp_path / "plain", "deepseek_v3", layers=2)
+    assert with_multi_token_layer(read_config(plain), plain).multi_token is None
+    config = with_multi_token_layer(read_config(model), model)
+    assert config.multi_token is not None and config.multi_token.has_copies
+    assert dataclasses.replace(config, multi_token=None) == read_config(model)
+
+
+@pytest.mark.parametrize(
+    ("has_layer", "factor", "lora", "message"),
+    [
+        (False, 0.1, False, r"no layer of multi-token prediction \(model\.layers\.2\.eh_proj\.weight\)"),
+        (True, 0.1, True, "with lora all weights are frozen"),
+        (True, -0.1, False, "is below 0"),
+    ],
+)
+def test_check_multi_token_refuses_what_cannot_be_trained(model, has_layer, factor, lora, message):
+    config = with_multi_token_layer(read_config(model), model) if has_layer else read_config(model)
+    with pytest.raises(UserError, match=rf"megatron\.transformer\.mtp_loss_scaling_factor: .*{message}"):
+        check_multi_token(config, MegatronConfig(transformer={"mtp_loss_scaling_factor": factor}), lora)
