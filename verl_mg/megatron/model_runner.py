@@ -241,9 +241,11 @@ class ModelRunner(Runner):
         description = (self._frequencies, self._attention_scaling)
         stage = self.stage(self.groups.coordinates.pp)
         replayed, multiple = replayed_layers(self.table.config, stage), token_multiple(self.chunks[0].config)
-        options = (replayed, multiple, exchanges_keys(self.megatron), self.multi_token_factor > 0 and not forward_only)
+        zigzag, predicts = exchanges_keys(self.megatron), self.multi_token_factor > 0 and not forward_only
         prepared = [
-            make_micro_batch(rows, *description, token_shard, stage, self._hidden_offset, *options)
+            make_micro_batch(
+                rows, *description, token_shard, stage, self._hidden_offset, replayed, multiple, zigzag, predicts
+            )
             for rows, token_shard in zip(filled, token_shards, strict=True)
         ]
 

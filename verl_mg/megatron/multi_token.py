@@ -35,7 +35,7 @@ from verl_mg.training.token_order import TokenOrder
 
 @dataclass(frozen=True)
 class NextTokens:
-    """What the layer reads of a micro-batch, and what it predicts, on the device of a rank of the last stage."""
+    """Inputs of the layer and tokens that it predicts in a micro-batch, on the device of a rank of the last stage."""
 
     ids: Tensor
     """(T / cp,) int64, the token behind each of this rank's tokens in its row; 0 behind the last one."""

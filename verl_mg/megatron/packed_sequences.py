@@ -50,7 +50,7 @@ class PackedSequences(PackedSeqParams):
     occurrences: Tensor | None = None
     """(T / (cp * tp),) float32, number of rows that contain each of this rank's tokens; 0 for padding."""
     next_tokens: NextTokens | None = None
-    """What multi-token prediction reads; None where it is not trained."""
+    """Inputs of multi-token prediction; None where it is not trained."""
     cp_group: dist.ProcessGroup | None = None
     """Ranks that share the micro-batch."""
     zigzag: bool = False

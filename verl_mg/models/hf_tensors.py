@@ -235,17 +235,17 @@ def index_of(model: ModelSpec) -> TensorIndex:
 
     def add(tensor: TensorSpec, layer: int | None = None, expert: int | None = None) -> None:
         name = tensor.name.format(layer=layer, expert=expert)
-        behind = layer is not None and layer >= len(model.layers)
-        entries[name] = TensorEntry(len(entries), tensor, layer, expert, multi_token=behind)
+        multi_token = layer is not None and layer >= len(model.layers)
+        entries[name] = TensorEntry(len(entries), tensor, layer, expert, multi_token=multi_token)
 
     add(model.embedding)
-    for number, layer in enumerate((*model.layers, *([model.multi_token] if model.multi_token else []))):
-        tensors = list(tensors_of(layer))
+    for number, layer in enumerate(model.all_layers):
+        behind = number == len(model.layers)
+        tensors = list(tensors_of(model.multi_token if behind else layer))
         for tensor in tensors:
             if not tensor.per_expert:
                 add(tensor, number)
-        of_layer = layer.layer if isinstance(layer, MultiTokenSpec) else layer
-        for expert in range(of_layer.num_experts):
+        for expert in range(layer.num_experts):
             for tensor in tensors:
                 if tensor.per_expert:
                     add(tensor, number, expert)
