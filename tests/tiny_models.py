@@ -71,9 +71,9 @@ def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56) 
     return folder
 
 
-def tiny_model_with_multi_token_layer(folder: Path, layers: int = 2, **options: Any) -> Path:
-    """A DeepSeek-V3 with a layer of multi-token prediction: the last layer of one with a layer more."""
-    whole = tiny_model(folder / "whole", "deepseek_v3", layers + 1, **options)
+def tiny_model_with_multi_token_layer(folder: Path, architecture: str, layers: int = 2, **options: Any) -> Path:
+    """A model with a layer of multi-token prediction: the last layer of one with a layer more."""
+    whole = tiny_model(folder / "whole", architecture, layers + 1, **options)
     config = json.loads((whole / "config.json").read_text())
     (whole / "config.json").write_text(
         json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1})

@@ -32,9 +32,9 @@ OPTIMIZER = OptimizerConfig(lr=0.02, eps=0.1, clip_grad=0.0)
 TRAINED = {"mtp_loss_scaling_factor": FACTOR}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model_with_multi_token_layer(tmp_path_factory.mktemp("models"), LAYERS)
+@pytest.fixture(scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.nightly)])
+def model(request, tmp_path_factory):
+    return tiny_model_with_multi_token_layer(tmp_path_factory.mktemp("models"), request.param, LAYERS)
 
 
 def rows(model):

@@ -17,7 +17,8 @@ class MegatronConfig(ConfigSection):
     transformer: dict[str, Any] = {}
     """Fields of TransformerConfig for every model of the job, such as {fp8: hybrid, fp8_recipe: blockwise}. Updates
     change the biases of DeepSeek-V3's routers by moe_router_bias_update_rate, which is 0 unless it is set: 0.001 as in
-    its pre-training balances the loads of experts."""
+    its pre-training balances the loads of experts. mtp_loss_scaling_factor trains the actor's layer of multi-token
+    prediction, and with mtp_detach_heads nothing but the layer."""
     optimizer: dict[str, Any] = {}
     """Fields of OptimizerConfig for every trained model."""
     ddp: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from verl_mg.models.hf_config import HFConfig, MultiTokenConfig
 
-ARCHITECTURES = frozenset({"deepseek_v3"})
+ARCHITECTURES = frozenset({"deepseek_v3", "glm4_moe"})
 """Architectures whose checkpoints can have such a layer behind the others."""
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """{tensor of the layer: the tensor of the model that it repeats}. The layer shares them with the model
