@@ -1,4 +1,4 @@
-"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, status, doctor, view, plan, trace, quickstart."""
+"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, view, plan, models, trace, ..."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_view(commands)
     _add_plan(commands)
     _add_trace(commands)
+    _add_models(commands)
     return parser
 
 
@@ -153,6 +154,14 @@ def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--output", metavar="FILE", default="sharding_table.json", help="file to write (default: %(default)s)"
     )
     trace.set_defaults(run=_trace)
+
+
+def _add_models(commands: argparse._SubParsersAction[_Parser]) -> None:
+    models = commands.add_parser("models", help="families of models and what works with each, or with one model")
+    models.add_argument(
+        "model", nargs="?", type=Path, help="a Hugging Face model directory or name, whose weights are not downloaded"
+    )
+    models.set_defaults(run=_models)
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -231,6 +240,12 @@ def _plan(arguments: argparse.Namespace) -> None:
     except UserError as error:
         raise UserError(f"{arguments.config}: {error}") from None
     run(arguments, job)
+
+
+def _models(arguments: argparse.Namespace) -> None:
+    from verl_mg.support.command import show_families, show_model
+
+    sys.exit(show_model(arguments.model) if arguments.model else show_families())
 
 
 def _trace(arguments: argparse.Namespace) -> None:

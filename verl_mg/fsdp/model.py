@@ -136,6 +136,22 @@ def _fill_buffers(module: Any) -> None:
             child._buffers |= {name: torch.empty_like(buffer, device=place) for name, buffer in child._buffers.items()}
 
 
+def tensor_plan(module: Any, where: str) -> dict[str, str]:
+    """Returns the plan of tensor parallelism that a module has: styles by names of its modules and parameters.
+
+    Args:
+        module: the module.
+        where: file of its configuration, for errors.
+
+    Raises:
+        UserError: it has none.
+    """
+    plan = dict(module.tp_plan or {})
+    if not plan:
+        raise UserError(f"{where}: transformers has no plan of tensor parallelism for this model. Leave out tp.")
+    return plan
+
+
 def shard_tensors(module: Any, groups: MeshGroups, where: str) -> frozenset[str]:
     """Divides a module among tensor-parallel ranks by its own plan.
 
@@ -152,9 +168,7 @@ def shard_tensors(module: Any, groups: MeshGroups, where: str) -> frozenset[str]
     """
     if groups.tensor_mesh is None:
         return frozenset()
-    plan = dict(module.tp_plan or {})
-    if not plan:
-        raise UserError(f"{where}: transformers has no plan of tensor parallelism for this model. Leave out tp.")
+    plan = tensor_plan(module, where)
     # The output layer is whole on every rank, which computes a part of its rows, and so is an embedding tied to it.
     output, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     tied = output is not None and output.weight is embedding.weight

@@ -106,7 +106,7 @@ class ModuleRunner(Runner):
         apart = self.lora.module_parameters if self.lora else frozenset()
         self.packed: PackedModule | None = None
         self.summed_gradients: frozenset[str] = frozenset()
-        self._check_layout(module, where)
+        check_module_layout(module, groups.layout, where)
         if self.is_member:
             self.summed_gradients = shard_tensors(module, groups, where)
         splits = parameter_splits(module, groups, apart)
@@ -259,23 +259,34 @@ class ModuleRunner(Runner):
         if self.packed is not None:
             self.packed.reshard()  # type: ignore[operator]
 
-    def _check_layout(self, module: Any, where: str) -> None:
-        config, layout = module.config.get_text_config(), self.layout
-        heads = config.num_attention_heads
-        if heads % (layout.tp * layout.cp):
-            raise UserError(
-                f"layout {layout}: tp{layout.tp} * cp{layout.cp} does not divide the {heads} attention heads of "
-                f"{where}. Choose divisors."
-            )
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        if kv_heads % layout.tp:
-            raise UserError(
-                f"layout {layout}: tp{layout.tp} does not divide the {kv_heads} key-value heads of {where}. "
-                "Choose a divisor."
-            )
-        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if layout.cp > 1 and others:
-            raise UserError(f"layout {layout}: no cp with layers of the kind {min(others)} of {where}. Leave out cp.")
+
+def check_module_layout(module: Any, layout: Layout, where: str) -> None:
+    """Checks that the parallel sizes divide a module.
+
+    Args:
+        module: module of `transformers`.
+        layout: the parallel sizes.
+        where: file of its configuration, for errors.
+
+    Raises:
+        UserError: a size does not divide what it shards, or the module has layers without context parallelism.
+    """
+    config = module.config.get_text_config()
+    heads = config.num_attention_heads
+    if heads % (layout.tp * layout.cp):
+        raise UserError(
+            f"layout {layout}: tp{layout.tp} * cp{layout.cp} does not divide the {heads} attention heads of "
+            f"{where}. Choose divisors."
+        )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if kv_heads % layout.tp:
+        raise UserError(
+            f"layout {layout}: tp{layout.tp} does not divide the {kv_heads} key-value heads of {where}. "
+            "Choose a divisor."
+        )
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if layout.cp > 1 and others:
+        raise UserError(f"layout {layout}: no cp with layers of the kind {min(others)} of {where}. Leave out cp.")
 
 
 class _ServedParameters(Mapping[str, Tensor]):

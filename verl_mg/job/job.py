@@ -95,7 +95,7 @@ class Job:
             check_engines(config, weight_table(read_config(config.model.path)), ranks)
             if config.rollout.has_agents:
                 check_agents(config.rollout)
-        self.tokenizer = _read_tokenizer(config.model.path)
+        self.tokenizer = read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
         schemas, seed = [tool.schema for tool in self._tools], config.job.seed
         report = print if config.job.console and dist.get_rank() == 0 else None
@@ -361,7 +361,8 @@ class Job:
         return dist.get_rank(), dist.get_world_size()
 
 
-def _read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a Hugging Face directory; UserError where it has none that can be read."""
     try:
         return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a broken folder

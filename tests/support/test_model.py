@@ -1,0 +1,86 @@
+"""What works with a model: the answers are those that jobs give, and missing files and unknown models are named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from tests.tiny_models import tiny_model
+from verl_mg.config import load_config
+from verl_mg.errors import UserError
+from verl_mg.job.build_models import ModelRoleBuilder
+from verl_mg.roles.context import JobContext
+from verl_mg.support.answers import format_sizes
+from verl_mg.support.command import EXIT_PROBLEMS, show_model
+from verl_mg.support.model import MEGATRON, ModelSupport
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(folder / name, name) for name in ("gemma2", "deepseek_v3")}
+
+
+def accepted(model: Path, layout: str, ranks: int) -> bool:
+    """Whether a job accepts the layout of its actor."""
+    config = load_config(None, [f"model.path={model}", "data.train=unread", f"actor.layout={layout}"])
+    try:
+        ModelRoleBuilder(config, ranks, JobContext.create(HashStore())).check({"actor"})
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
+def test_sizes_are_those_that_jobs_accept(models, name):
+    answers = {answer.topic: answer for answer in ModelSupport(models[name]).answers()}
+    assert answers["backend megatron"].works and answers["weights"].text == "1 file"
+    for dimension, layout in MEGATRON.items():
+        possible = [size for size in range(2, 10) if accepted(models[name], layout.format(size), 2 * size)]
+        answer = answers[f"megatron {dimension}"]
+        assert answer.works == bool(possible) and (not possible or answer.text == format_sizes(possible))
+    if name == "gemma2":
+        assert answers["sglang pp"].text.startswith("rollout.layout=pp2: SGLang has no pipeline parallelism for gemma2")
+        assert answers["megatron ep"].text.startswith("layout ep2: ep2 distributes experts, but the model has none")
+    else:
+        assert answers["sglang adp"].works and answers["experts' LoRA"].works
+        assert "latent attention" in answers["adapters alone to sglang"].text
+
+
+def test_model_of_transformers_alone_is_trained_by_no_table_of_the_project(tmp_path):
+    """OLMo 2, which has no row in the table of families."""
+    from transformers import Olmo2Config
+
+    Olmo2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    ).save_pretrained(tmp_path)
+    answers = {answer.topic: answer for answer in ModelSupport(tmp_path, has_weights=False).answers()}
+    assert "model_type 'olmo2' is not supported. Choose from llama, " in answers["backend megatron"].text
+    assert answers["backend fsdp"].works and answers["fsdp tp"].text == answers["fsdp cp"].text == "2 4"
+    assert not answers["fsdp pp"].works
+    assert answers["engine hf"].works and answers["engine sglang"].text.startswith("traced, if it has the architecture")
+    assert not answers["tokenizer"].works and answers["LoRA"].text.startswith("q_proj ")
+
+
+def test_missing_and_unknown_files_are_named_in_the_report(models, tmp_path, capsys):
+    assert show_model(models["gemma2"]) == 0
+    assert "\n  megatron tp               yes: 2\n" in capsys.readouterr().out
+    model = shutil.copytree(models["gemma2"], tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    (model / "tokenizer.json").unlink()
+    assert show_model(model) == EXIT_PROBLEMS
+    output = capsys.readouterr().out
+    assert f"no: {model}: no model.safetensors and no" in output and "no readable tokenizer" in output
+    (model / "config.json").write_text(json.dumps({"model_type": "spiral"}))
+    assert show_model(model) == EXIT_PROBLEMS
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if "backend megatron" in line).endswith("gemma2.")
+    assert all(line.split("  ")[-1].startswith("no: ") for line in lines if "engine" in line or "fsdp" in line)
+    with pytest.raises(UserError, match="nowhere: no such model directory"):
+        show_model(Path("nowhere"))
+
+
+def test_format_sizes_joins_neighbours():
+    assert format_sizes([2, 4, 8]) == "2 4 8" and format_sizes([2, 3, 4, 8, 9]) == "2-4 8 9"

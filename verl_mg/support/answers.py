@@ -1,0 +1,69 @@
+"""Answers of the code that decides in jobs: a check that raises a UserError says no, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+from verl_mg.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether something works with a model."""
+
+    topic: str
+    """The question, such as "megatron tp"."""
+    works: bool
+    """Whether it works."""
+    text: str
+    """Sizes or names that work, or why nothing does."""
+
+    def __str__(self) -> str:
+        """Returns the answer as a line."""
+        return f"{'yes' if self.works else 'no'}{': ' if self.text else ''}{self.text}"
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
+    """Returns the result of a function and "", or None and the message of its UserError."""
+    try:
+        return work(), ""
+    except UserError as error:
+        return None, str(error)
+
+
+def ask(topic: str, check: Callable[[], object], text: str = "") -> Answer:
+    """Asks a check.
+
+    Args:
+        topic: the question.
+        check: raises a UserError for no.
+        text: text of the answer yes.
+    """
+    _, reason = attempt(check)
+    return Answer(topic, not reason, reason or text)
+
+
+def ask_sizes(topic: str, sizes: Iterable[int], check: Callable[[int], object]) -> Answer:
+    """Asks which sizes of a parallel dimension are possible.
+
+    Args:
+        topic: the question.
+        sizes: sizes above 1, in increasing order; at least one, whose refusal is the reason where none is possible.
+        check: raises a UserError for a size that is not possible.
+    """
+    reasons = {size: attempt(lambda size=size: check(size))[1] for size in sizes}  # type: ignore[misc]
+    possible = [size for size, reason in reasons.items() if not reason]
+    if possible:
+        return Answer(topic, True, format_sizes(possible))
+    return Answer(topic, False, next(iter(reasons.values())))
+
+
+def format_sizes(sizes: Sequence[int]) -> str:
+    """Returns sizes as text, neighbours as a range: "2 4 8", "2-28"."""
+    runs = [[size for _, size in run] for _, run in groupby(enumerate(sizes), lambda pair: pair[1] - pair[0])]
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
