@@ -31,6 +31,7 @@ from verl_mg.fsdp.model import (
 )
 from verl_mg.fsdp.packed_rows import make_micro_batch
 from verl_mg.fsdp.shard_map import ParameterSplit, fsdp_shard_map
+from verl_mg.layout import Layout
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
 from verl_mg.sharding.model_table import SCORE, Head
