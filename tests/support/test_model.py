@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, tiny_model_with_multi_token_layer
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import ModelRoleBuilder
@@ -62,6 +62,14 @@ def test_model_of_transformers_alone_is_trained_by_no_table_of_the_project(tmp_p
     assert not answers["fsdp pp"].works
     assert answers["engine hf"].works and answers["engine sglang"].text.startswith("traced, if it has the architecture")
     assert not answers["tokenizer"].works and answers["LoRA"].text.startswith("q_proj ")
+
+
+def test_layer_of_multi_token_prediction_is_among_the_answers(models, tmp_path):
+    topic = "multi-token prediction"
+    assert not {answer.topic: answer for answer in ModelSupport(models["deepseek_v3"]).answers()}[topic].works
+    model = tiny_model_with_multi_token_layer(tmp_path / "model", "deepseek_v3")
+    answers = {answer.topic: answer for answer in ModelSupport(model).answers()}
+    assert answers[topic].works and answers["weights"].works
 
 
 def test_missing_and_unknown_files_are_named_in_the_report(models, tmp_path, capsys):

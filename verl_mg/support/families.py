@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from verl_mg.models import tiny_vision_model
+from verl_mg.models import multi_token, tiny_vision_model
 from verl_mg.models.hf_families import FAMILIES, SAME_AS
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.models.tiny_vision_model import make_tiny_vision_model
@@ -17,6 +17,8 @@ from verl_mg.support.model import ModelSupport
 
 LAYERS = 4
 """Layers of a tiny model, so that pipeline stages can be interleaved."""
+MULTI_TOKEN = "multi-token prediction of the family"
+"""Topic that tiny models cannot answer: `transformers` writes no such layers."""
 COLUMNS = {
     "backend megatron": "Megatron",
     "backend fsdp": "FSDP",
@@ -26,6 +28,7 @@ COLUMNS = {
     "LoRA": "LoRA",
     "experts' LoRA": "LoRA of experts",
     "images": "images",
+    MULTI_TOKEN: "MTP",
 }
 """Topics with a column of their own, and the names of these; sizes of a backend or an engine are in its column."""
 WITH_REASONS = ("backend", "engine", "megatron", "fsdp", "sglang", "vllm")
@@ -41,7 +44,8 @@ sizes of each dimension are possible, what does not work and why, and which file
 In the columns of backends and engines are the dimensions that can be above 1: tensor (tp), pipeline (pp), virtual
 pipeline (vpp), context (cp) and expert (ep) parallelism, and data-parallel attention (adp) of engines. *traced*: there
 is no built-in table of the engine's parameters, and a job traces them from the engine's loader as it begins, see
-[resharding.md](resharding.md).
+[resharding.md](resharding.md). MTP: a layer of multi-token prediction is kept in training and exports. Other families
+work with the backend fsdp where `transformers` has them.
 """
 
 
@@ -66,7 +70,8 @@ def _tiny_models(folder: Path) -> Iterator[Path]:
 
 def _answers(model: Path) -> list[Answer]:
     """Returns the answers for a directory, in words that hold for the whole family."""
-    answers = ModelSupport(model).answers()
+    with_layer = Answer(MULTI_TOKEN, model.name in multi_token.ARCHITECTURES, "")
+    answers = [*ModelSupport(model).answers(), with_layer]
     return [replace(a, text=a.text.replace(f"{model}/", "").replace(model.name, "this family")) for a in answers]
 
 

@@ -22,8 +22,10 @@ from verl_mg.job.engine_adapters import check_adapters
 from verl_mg.job.job import read_tokenizer
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.megatron.model_runner import check_layout
+from verl_mg.megatron.multi_token import check_multi_token
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.models.hf_config import HFConfig, read_config
+from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.module_table import module_table
@@ -53,7 +55,7 @@ class ModelSupport:
 
     @cached_property
     def _config(self) -> tuple[HFConfig | None, str]:
-        return attempt(lambda: read_config(self.model_dir))
+        return attempt(lambda: with_multi_token_layer(read_config(self.model_dir), self.model_dir))
 
     @cached_property
     def _module(self) -> tuple[Any, str]:
@@ -187,6 +189,12 @@ class ModelSupport:
         module, reason = self._module
         images = module is not None and has_images(module.config)
         yield Answer("images", images, reason or ("" if images else "it has no vision tower"))
+        config, reason = self._config
+        if config and config.multi_token:
+            megatron = MegatronConfig(transformer={"mtp_loss_scaling_factor": 0.1})
+            yield ask("multi-token prediction", lambda: check_multi_token(config, megatron, lora=False))
+        else:
+            yield Answer("multi-token prediction", False, reason or "there is no layer of it among the weights")
 
 
 def _sizes(largest: int) -> range:
