@@ -1,1 +1,1 @@
-"""What works with a model: backends, parallel sizes, engines, adapters; the answers are those of the code of jobs."""
+"""Reports of what works with a model: backends, parallel sizes, engines, adapters, as the code of jobs decides it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
@@ -37,7 +38,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def ask(topic: str, check: Callable[[], object], text: str = "") -> Answer:
-    """Asks a check.
+    """Returns the answer of a check.
 
     Args:
         topic: the question.
@@ -48,15 +49,17 @@ def ask(topic: str, check: Callable[[], object], text: str = "") -> Answer:
     return Answer(topic, not reason, reason or text)
 
 
-def ask_sizes(topic: str, sizes: Iterable[int], check: Callable[[int], object]) -> Answer:
-    """Asks which sizes of a parallel dimension are possible.
+def ask_sizes(topic: str, layout: str, largest: int, check: Callable[[str], object]) -> Answer:
+    """Returns which sizes of a parallel dimension are possible.
 
     Args:
         topic: the question.
-        sizes: sizes above 1, in increasing order; at least one, whose refusal is the reason where none is possible.
-        check: raises a UserError for a size that is not possible.
+        layout: text of a layout with {} for the size.
+        largest: size up to which sizes are tried; 2 is in any case, whose refusal is the reason where none is possible.
+        check: raises a UserError for the text of a layout that is not possible.
     """
-    reasons = {size: attempt(lambda size=size: check(size))[1] for size in sizes}  # type: ignore[misc]
+    sizes = range(2, max(2, largest) + 1)
+    reasons = {size: attempt(partial(check, layout.format(size)))[1] for size in sizes}
     possible = [size for size, reason in reasons.items() if not reason]
     if possible:
         return Answer(topic, True, format_sizes(possible))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from verl_mg.errors import UserError
 from verl_mg.hub import HubName
 from verl_mg.models.named_models import MODEL_FILES, local_model
 from verl_mg.support.families import markdown
@@ -31,9 +32,11 @@ def show_model(name: Path) -> int:
         Exit code: 0 if a job can train the model, else 1.
 
     Raises:
-        UserError: the model cannot be fetched.
+        UserError: there is no such directory, or the model cannot be fetched.
     """
     folder = local_model(name, "model", SMALL_FILES)
+    if not folder.is_dir():
+        raise UserError(f"{name}: no such model directory. Write a directory, or the name of a model as OWNER/NAME.")
     is_remote = HubName.parse(name) is not None
     support = ModelSupport(folder, has_weights=not is_remote or any(folder.glob("*.safetensors")))
     size, *answers = support.answers()

@@ -1,4 +1,4 @@
-"""What works with one model directory: its files, training backends, rollout engines, adapters, images."""
+"""Report of what works with one model directory: its files, training backends, rollout engines, adapters, images."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from verl_mg.support.answers import Answer, ask, ask_sizes, attempt
 
 LARGEST = 64
 """Largest size of a dimension that is tried, except pp and ep, which are tried up to all layers and experts."""
-SIZES = range(2, LARGEST + 1)
 MEGATRON = {"tp": "tp{}", "pp": "pp{}", "vpp": "pp2-vpp{}", "cp": "cp{}", "ep": "ep{}"}
 """Layouts by which the sizes of Megatron's dimensions are tried."""
 FSDP = {"tp": "tp{}", "pp": "pp{}", "cp": "cp{}", "ep": "ep{}"}
@@ -67,7 +66,7 @@ class ModelSupport:
         return attempt(lambda: weight_table(config) if config else module_table(self.model_dir))
 
     def answers(self) -> list[Answer]:
-        """Returns all answers."""
+        """Returns the answers to all questions, the size of the model first."""
         return [self.sizes(), *self.files(), *self.backends(), *self.engines(), *self.adapters(), *self.parts()]
 
     def sizes(self) -> Answer:
@@ -108,15 +107,15 @@ class ModelSupport:
             yield Answer("backend megatron", False, reason)
             return
 
-        def check(layout: Layout) -> None:
+        def check(text: str) -> None:
+            layout = Layout.parse(text)
             check_layout(config, layout, megatron=MegatronConfig())
             transformer_config(config, layout, torch.bfloat16, False)
 
-        yield ask("backend megatron", lambda: check(Layout()))
+        yield ask("backend megatron", lambda: check("tp1"))
         largest = {"pp": config.layers, "ep": config.experts.count if config.experts else 1}
         for dimension, layout in MEGATRON.items():
-            sizes = _sizes(largest.get(dimension, LARGEST))
-            yield ask_sizes(f"megatron {dimension}", sizes, lambda n, text=layout: check(Layout.parse(text.format(n))))
+            yield ask_sizes(f"megatron {dimension}", layout, largest.get(dimension, LARGEST), check)
 
     def fsdp(self) -> Iterator[Answer]:
         """Yields whether the backend fsdp can train the model, and under which sizes."""
@@ -127,14 +126,15 @@ class ModelSupport:
             return
         yield ask("backend fsdp", lambda: logit_scale_of(module, "language", self.model_dir))
 
-        def check(layout: Layout) -> None:
+        def check(text: str) -> None:
+            layout = Layout.parse(text)
             check_mesh(layout, replicas=1)
             check_module_layout(module, layout, where)
             if layout.tp > 1:
                 tensor_plan(module, where)
 
         for dimension, layout in FSDP.items():
-            yield ask_sizes(f"fsdp {dimension}", SIZES, lambda n, text=layout: check(Layout.parse(text.format(n))))
+            yield ask_sizes(f"fsdp {dimension}", layout, LARGEST, check)
 
     def engines(self) -> Iterator[Answer]:
         """Yields which engines can generate, and under which sizes."""
@@ -153,11 +153,13 @@ class ModelSupport:
                 yield from self._by_rules(engine, table.for_engine(engine))
 
     def _by_rules(self, engine: EngineName, table: ModelTable) -> Iterator[Answer]:
-        yield ask(f"engine {engine}", lambda: table.check_engine_layout(EngineLayout()), "built-in table")
+        def check(text: str) -> None:
+            table.check_engine_layout(EngineLayout.parse(text))
+
+        yield ask(f"engine {engine}", lambda: check("tp1"), "built-in table")
         largest = {"pp": table.config.layers, "ep": table.model_dims.experts}
         for dimension, layout in ENGINES.items():
-            sizes = _sizes(largest.get(dimension, LARGEST))
-            yield ask_sizes(f"{engine} {dimension}", sizes, partial(_check_engine, table, layout))
+            yield ask_sizes(f"{engine} {dimension}", layout, largest.get(dimension, LARGEST), check)
 
     def adapters(self) -> Iterator[Answer]:
         """Yields whether adapters can be trained, and sent alone to engines."""
@@ -195,12 +197,3 @@ class ModelSupport:
             yield ask("multi-token prediction", lambda: check_multi_token(config, megatron, lora=False))
         else:
             yield Answer("multi-token prediction", False, reason or "there is no layer of it among the weights")
-
-
-def _sizes(largest: int) -> range:
-    """Returns the sizes that are tried; 2 in any case, so that the code says why it is not possible."""
-    return range(2, max(2, largest) + 1)
-
-
-def _check_engine(table: ModelTable, layout: str, size: int) -> None:
-    table.check_engine_layout(EngineLayout.parse(layout.format(size)))
