@@ -11,13 +11,27 @@ import torch.distributed as dist
 from verl_mg.config import Config
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.engine_python import engine_version
 from verl_mg.rollout.tracing.tracer import TracedEngine, write_trace
 from verl_mg.sharding.model_table import ModelTable
+from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.traced_table import EngineName, parse_traced_table
+from verl_mg.sharding.weight_table import weight_table
 
 FOLDER = "sharding_tables"
 """Folder of a run with the tables that were traced for it."""
+
+
+def actor_table(config: Config) -> ModelTable:
+    """Returns the weight table of the actor, by its backend.
+
+    Raises:
+        UserError: the model directory cannot be read, or the backend does not have the architecture.
+    """
+    if config.actor.backend == "fsdp":
+        return module_table(config.model.path)
+    return weight_table(read_config(config.model.path))
 
 
 def with_engine_table(config: Config, table: ModelTable) -> ModelTable:

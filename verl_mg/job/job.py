@@ -22,8 +22,9 @@ from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper, check_agents
 from verl_mg.job.build_engines import build_engine_group, check_engines, num_training_ranks
 from verl_mg.job.build_models import MODEL_ROLES, ModelRoleBuilder
+from verl_mg.job.engine_tables import actor_table
 from verl_mg.job.evaluation import evaluate
-from verl_mg.models.hf_config import read_config
+from verl_mg.models.module_config import read_any_config
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
 from verl_mg.roles.async_rollout import AsyncRollout
@@ -40,7 +41,6 @@ from verl_mg.rollout.request_tracker import routed_shape
 from verl_mg.rollout.tools.chat_format import ToolCallFormat
 from verl_mg.rollout.tools.load import load_tools
 from verl_mg.rollout.tools.multi_turn import MultiTurnEngine
-from verl_mg.sharding.weight_table import weight_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ class Job:
         builder = ModelRoleBuilder(config, training, self.context, learns, from_checkpoint)
         builder.check(roles, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
         if engines:
-            check_engines(config, weight_table(read_config(config.model.path)), ranks)
+            check_engines(config, actor_table(config), ranks)
             if config.rollout.has_agents:
                 check_agents(config.rollout)
         self.tokenizer = read_tokenizer(config.model.path)
@@ -282,7 +282,7 @@ class Job:
         return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model, has_agents)
 
     def _build_rollout(self, records: RolloutRecords) -> Rollout | AsyncRollout:
-        config, model = self.config.rollout, read_config(self.config.model.path)
+        config, model = self.config.rollout, read_any_config(self.config.model.path)
         for prompts in (self.prompts, self.test_prompts):
             if prompts is not None:
                 self._check_prompt_lengths(prompts, model.max_positions)
@@ -354,7 +354,7 @@ class Job:
 
     @property
     def _longest(self) -> int:
-        return read_config(self.config.model.path).max_positions
+        return read_any_config(self.config.model.path).max_positions
 
     @property
     def _place(self) -> tuple[int, int]:

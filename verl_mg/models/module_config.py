@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_mg.errors import UserError
-from verl_mg.models.hf_config import ExpertsConfig, HFConfig
+from verl_mg.models.hf_config import ExpertsConfig, HFConfig, read_config
+from verl_mg.models.transformers_module import read_module_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -16,6 +17,20 @@ COUNT_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 WIDTH_OF_EXPERT = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 """Names of fields that configurations use for the same size, the more common ones first."""
+
+
+def read_any_config(model_dir: str | Path) -> HFConfig:
+    """Reads the sizes of a model directory: of a family with a weight table, or of any model of `transformers`.
+
+    Raises:
+        UserError: config.json is missing, or `transformers` cannot read it.
+    """
+    try:
+        return read_config(model_dir)
+    except UserError:  # of another family, or a variant that only `transformers` has
+        config = read_module_config(model_dir)
+    layers = frozenset(range(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)))
+    return module_config(config, model_dir, bool(getattr(config, "tie_word_embeddings", False)), layers)
 
 
 def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtures: frozenset[int]) -> HFConfig:

@@ -23,7 +23,7 @@ from verl_mg.distributed.watchdog import is_peer_failure
 from verl_mg.errors import UserError
 from verl_mg.images import Image, distinct_images
 from verl_mg.job.job import Job
-from verl_mg.models.hf_config import read_config
+from verl_mg.models.module_config import read_any_config
 from verl_mg.roles.pending_groups import RolloutState
 from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState
 from verl_mg.roles.trainable import RoleCounters
@@ -221,7 +221,7 @@ def _restore_local(job: Job, stored: ShardedReader, state: JobState) -> None:
     batches = {name: load_batch(name) for name in state.batches}
     job.state = {**state.numbers, **{n.removeprefix(STATE): b for n, b in batches.items() if n != READY}}
     if state.rollout and "rollout" in job.requested:
-        vocab_size = read_config(job.config.model.path).vocab
+        vocab_size = read_any_config(job.config.model.path).vocab
         completed: dict[int, Sample] = {}
         partial: dict[int, Sample] = {}
         for n in numbers:

@@ -9,7 +9,8 @@ import torch
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
-from verl_mg.models.hf_config import HFConfig, read_config
+from verl_mg.models.hf_config import HFConfig
+from verl_mg.models.module_config import read_any_config
 from verl_mg.rollout.engine_process import inherited_environment
 from verl_mg.rollout.process_engine import EngineSettings
 
@@ -44,7 +45,7 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         model: Hugging Face directory.
         settings: settings of the engine.
     """
-    layout, config = settings.layout, read_config(model)
+    layout, config = settings.layout, read_any_config(model)
     common: dict[str, Any] = {
         "model": str(model),
         "load_format": "dummy",
@@ -148,7 +149,7 @@ def environment(model: Path, settings: EngineSettings) -> dict[str, str]:
         settings: settings of the engine.
     """
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    fixed = layer_partition(read_config(model).layers, settings.layout)
+    fixed = layer_partition(read_any_config(model).layers, settings.layout)
     if settings.nodes.count > 1:
         fixed["VLLM_HOST_IP"] = settings.nodes.address
     if not torch.cuda.is_available():

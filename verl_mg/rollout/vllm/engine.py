@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import Store
 
 from verl_mg.errors import UserError
-from verl_mg.models.hf_config import read_config
+from verl_mg.models.module_config import read_any_config
 from verl_mg.rollout.engine import Request, Sampling
 from verl_mg.rollout.engine_nodes import FollowingNode, LeadingNode
 from verl_mg.rollout.engine_process import EngineProgram
@@ -48,7 +48,7 @@ class VLLMEngine(ProcessEngine):
             UserError: the engine cannot start; the message contains the end of its log.
         """
         self._model, self._arguments = model, engine_arguments(model, settings)
-        self._vocab = read_config(model).vocab
+        self._vocab = read_any_config(model).vocab
         limits = EngineLimits(
             max_running=settings.max_running,
             max_positions=settings.max_positions,
