@@ -17,7 +17,14 @@ from verl_mg.models.tiny_model import make_tiny_model
 NEW_TOKENS = 10
 
 
-def inputs(folder: Path, architecture: str, positions: int = 64, unused: int = 0, tie_embeddings: bool = False) -> Path:
+def inputs(
+    folder: Path,
+    architecture: str,
+    positions: int = 64,
+    unused: int = 0,
+    tie_embeddings: bool = False,
+    hidden: int = 32,
+) -> Path:
     """A model wide enough that no engine pads it on the CPU, prompts, and a reward that a random model can earn.
 
     The more unused characters it knows, the longer its answers are.
@@ -26,7 +33,7 @@ def inputs(folder: Path, architecture: str, positions: int = 64, unused: int = 0
         folder / "model",
         architecture,
         characters="0123456789+-*=() abcdefg" + "".join(chr(0x4E00 + i) for i in range(unused)),
-        hidden=32,
+        hidden=hidden,
         heads=4,
         kv_heads=2,
         head_dim=32,

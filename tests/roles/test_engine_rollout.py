@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import SGLANG, VLLM
+from tests.engines import SGLANG, VLLM, VLLM_NIGHTLY
 from tests.roles.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from verl_mg.config import LoraConfig
+from verl_mg.errors import UserError
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
+from verl_mg.models.hf_config import read_config
 
 LAYOUTS = ("tp2", "pp2", "tp1")
 UPDATES = 3
@@ -59,6 +61,32 @@ def test_engine_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_p
         assert {v for rank in reported for v in rank["versions"]} == {step % UPDATES}
         ids = sorted(i for rank in reported for i in rank["ids"])
         assert ids == list(range(step * 24, (step + 1) * 24))
+
+
+def trained_on_fsdp(folder: Path, engine: str) -> list[dict[str, object]]:
+    """Some iterations of a model of which only `transformers` and the engine know the architecture."""
+    overrides = ["actor.backend=fsdp", "rollout.layout=tp2", "job.console=false"]
+    job, recipe = engine_job(folder, *overrides, engine=engine)
+    return [trained_once(job, recipe, folder, f"fsdp-{update}") for update in range(UPDATES)]
+
+
+@pytest.mark.parametrize("architecture", ["olmo2", "phi3", "granite"])
+@pytest.mark.parametrize("engine", [SGLANG, VLLM_NIGHTLY])
+def test_engine_of_a_model_without_a_table_serves_the_exported_checkpoint(ranks, tmp_path, engine, architecture):
+    folder = inputs(tmp_path, architecture, hidden=128)
+    with pytest.raises(UserError, match=f"model_type '{architecture}' is not supported"):
+        read_config(folder / "model")
+    results, before = ranks.run(2, trained_on_fsdp, folder, engine), None
+    for step, reported in enumerate(zip(*results, strict=True)):
+        assert reported[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in reported)
+        answers = checked_answers(folder, reported)
+        assert len(answers) == 5 and answers != before
+        before = answers
+        received, bound = reported[0]["sync"]
+        assert received == bound > 0
+        assert {v for rank in reported for v in rank["versions"]} == {step}
+    (table,) = (folder / "run" / "sharding_tables").iterdir()
+    assert table.name.startswith(engine)
 
 
 def trained_with_changes(folder: Path) -> list[dict[str, object]]:

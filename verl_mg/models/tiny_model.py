@@ -36,6 +36,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"attention_bias": False, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     "gemma2": {},
+    "granite": {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "olmo2": {"attention_bias": False},
+    "phi3": {},
 }
 LATENT = ("deepseek_v2", "deepseek_v3")
 WITH_SHARED_EXPERTS = (*LATENT, "glm4_moe")

@@ -343,6 +343,18 @@ def test_codes_under_another_default_dtype_stay_float32():
         torch.set_default_dtype(torch.float32)
 
 
+@needs_sglang
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "layout"), [("olmo2", TP2), ("gemma2", TP2), ("qwen3_moe", EP2), ("deepseek_v3", ADP2)]
+)
+def test_table_of_layer_kinds_equals_the_trace_of_all_layers(tmp_path, family, layout):
+    """DeepSeek's first layer is dense, and the experts of the third are as those of the second."""
+    write_trace(folder_of(family), tmp_path / "table.json", layout, SGLANG)
+    (expected,) = sglang_traces([(family, layout)]).values()
+    assert list(read_traced_table(tmp_path / "table.json").ranks) == expected
+
+
 # -- vLLM --------------------------------------------------------------------------------------------------------
 
 

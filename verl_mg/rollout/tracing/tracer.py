@@ -24,6 +24,7 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.checkpoint_shapes import checkpoint_shapes
 from verl_mg.rollout.engine_python import NAMES, engine_python
 from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU
+from verl_mg.rollout.tracing.layer_kinds import layer_kinds, text_fields, write_first_layers
 from verl_mg.rollout.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file, version_file
 from verl_mg.rollout.vllm.arguments import ON_CPU as VLLM_ON_CPU
 from verl_mg.sharding.boxes import Shard
@@ -74,6 +75,8 @@ def write_trace(
 ) -> None:
     """Traces an engine and writes the table as a JSON file; raises UserError as `trace`.
 
+    Of layers with equal tensors one is traced, see `layer_kinds`.
+
     Args:
         model_dir: Hugging Face directory; weights are not needed.
         output: file to write.
@@ -82,9 +85,34 @@ def write_trace(
         shapes: the tensors to load; None: all of the directory.
     """
     architecture = _architecture(Path(model_dir))
-    job = _job(Path(model_dir), layout, shapes or checkpoint_shapes(model_dir))
-    version, (ranks,) = _trace([job], engine)
+    shapes = shapes or checkpoint_shapes(model_dir)
+    traced = _traced_by_kinds(Path(model_dir), layout, engine, shapes)
+    if traced is None:
+        version, (ranks,) = _trace([_job(Path(model_dir), layout, shapes)], engine)
+        traced = version, ranks
+    version, ranks = traced
     write_traced_table(output, TracedTable(architecture, engine.name, version, layout, tuple(ranks)))
+
+
+def _traced_by_kinds(
+    model_dir: Path, layout: EngineLayout, engine: TracedEngine, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, list[dict[str, Shard]]] | None:
+    """Returns the version of the engine and its ranks' shards from a trace of the first layer of each kind.
+
+    None: all layers must be traced.
+    """
+    fields = _config(model_dir)
+    layers = text_fields(fields).get("num_hidden_layers")
+    kinds = layer_kinds(shapes, layers) if isinstance(layers, int) and layout.pp == 1 else None
+    if kinds is None or kinds.count == layers:
+        return None
+    with tempfile.TemporaryDirectory(prefix="layers-") as name:
+        write_first_layers(fields, kinds.count, Path(name))
+        try:
+            version, (ranks,) = _trace([_job(Path(name), layout, kinds.first_layers(shapes))], engine)
+            return version, [kinds.extended(shards) for shards in ranks]
+        except UserError:  # the configuration cannot be cut; or the whole one fails too, and has the better message
+            return None
 
 
 def _trace(jobs: Sequence[TraceJob], engine: TracedEngine) -> tuple[str, list[list[dict[str, Shard]]]]:
