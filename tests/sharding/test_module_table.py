@@ -185,7 +185,7 @@ def test_reward_model_directory_needs_no_output_layer(tmp_path):
 def test_directory_of_other_sizes_names_the_parameter(tmp_path):
     folder = tiny_model(tmp_path, "llama")
     change_config(folder, folder, intermediate_size=40)
-    with pytest.raises(UserError, match=r"parameter model\.layers.* has shape \(40, 32\) by config\.json.* \(56, 32\)"):
+    with pytest.raises(UserError, match=r"parameter model\.layers.* has shape \(32, 40\) by config\.json.* \(32, 56\)"):
         module_table(folder)
 
 

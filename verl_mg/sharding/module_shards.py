@@ -139,7 +139,7 @@ def _load(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], model_
             f"{model_dir}: the parameter {parameter} is more than boxes of the checkpoint's tensors that are moved "
             f"({reason.splitlines()[-1].removeprefix('Error: ').removesuffix('.')}). Use another model."
         )
-    for parameter, stored, expected in info.mismatched_keys:
+    for parameter, stored, expected in sorted(info.mismatched_keys):
         raise UserError(
             f"{model_dir}: the parameter {parameter} has shape {tuple(expected)} by config.json, but the checkpoint's "
             f"tensors have {tuple(stored)}. Use the config.json of these weights."

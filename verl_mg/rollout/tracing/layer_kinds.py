@@ -96,11 +96,11 @@ def layer_kinds(shapes: Shapes, layers: int) -> LayerKinds | None:
     for name, shape in shapes.items():
         if number := _NUMBER.search(name):
             tensors[name[: number.start()]][int(number[1])].add((name[number.end() :], shape))
-    found = [prefix for prefix, by_layer in tensors.items() if set(by_layer) == set(range(layers))]
-    if len(found) != 1:
+    prefixes = [prefix for prefix, by_layer in tensors.items() if set(by_layer) == set(range(layers))]
+    if len(prefixes) != 1:
         return None
-    kinds = tensors[found[0]]
-    return LayerKinds(found[0], tuple(min(m for m in kinds if kinds[m] == kinds[n]) for n in range(layers)))
+    kinds = tensors[prefixes[0]]
+    return LayerKinds(prefixes[0], tuple(min(m for m in kinds if kinds[m] == kinds[n]) for n in range(layers)))
 
 
 def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
