@@ -51,18 +51,20 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
     table = table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
     if table.traced or table.has_engine_rules:
         return table
-    path = _traced_file(config, rollout.engine)
-    if dist.get_rank() == 0 and not path.exists():
-        _trace(config, table, path)
-    content = broadcast_bytes(path.read_bytes() if dist.get_rank() == 0 else b"")
-    return table.with_traced(parse_traced_table(content, path), path)
+    content, folder = b"", config.job.output / FOLDER
+    if dist.get_rank() == 0:
+        path = folder / _file_name(config, rollout.engine)
+        if not path.exists():
+            _trace(config, table, path)
+        content = path.read_bytes()
+    return table.with_traced(parse_traced_table(broadcast_bytes(content), folder), folder)
 
 
-def _traced_file(config: Config, engine: EngineName) -> Path:
-    """Returns the file in the run's folder; its name has all that the table depends on."""
+def _file_name(config: Config, engine: EngineName) -> str:
+    """Returns the name of the table's file, which has all that the table depends on."""
     content = (config.model.path / "config.json").read_bytes()
     version, digest = engine_version(engine, config.rollout.python), hashlib.sha256(content).hexdigest()[:12]
-    return config.job.output / FOLDER / f"{engine}-{version}-{config.rollout.layout}-{digest}.json"
+    return f"{engine}-{version}-{config.rollout.layout}-{digest}.json"
 
 
 def _trace(config: Config, table: ModelTable, path: Path) -> None:
