@@ -16,5 +16,7 @@ class FsdpConfig(ConfigSection):
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward pass and gather them again in the backward pass. false:
     more memory, less communication."""
+    freeze_vision_tower: bool = False
+    """Do not train the vision tower of vision-language models, nor what connects it with the language model."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory, where the optimizer step is computed as well."""

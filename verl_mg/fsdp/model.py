@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from verl_mg import device
@@ -21,6 +22,7 @@ from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.output import LogitScale, read_logit_scale
 from verl_mg.fsdp.packed_rows import PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
+from verl_mg.fsdp.vision import embed_and_run, marks_images
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import OutputLayer, vocab_parallel_logprobs
@@ -59,10 +61,12 @@ class PackedModule(nn.Module):
             alone, or (1, n) values, the same on every context-parallel and tensor-parallel rank.
         """
         packed = micro.packed
-        body = self.module.base_model(
-            input_ids=micro.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
-        )
-        states = body.last_hidden_state[0][micro.hidden_index]
+        body, options = self.module.base_model, {"use_cache": False, "packed": packed}
+        if packed.images is not None:
+            hidden = embed_and_run(body, packed.images, **options)
+        else:
+            hidden = body(input_ids=micro.input_ids, position_ids=packed.position_ids, **options).last_hidden_state
+        states = hidden[0][micro.hidden_index]
         if self._logit_scale is None:
             local = (states.float() @ getattr(self.module, HEAD).weight.float().T).T
         else:
@@ -101,6 +105,8 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
     config = read_module_config(model_dir)
     config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
     module: Any = meta_module(config, model_dir, dtype)
+    if has_images(config) and marks_images(module.base_model):
+        module.set_attn_implementation("sdpa")  # with masks of all pairs of tokens
     module.get_input_embeddings().padding_idx = None  # nothing is padded: every token's embedding has a gradient
     if head == "value":
         output = module.get_output_embeddings()
@@ -109,7 +115,7 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
                 module._modules[name] = None
         hidden = module.config.get_text_config().hidden_size
         setattr(module, HEAD, nn.Linear(hidden, 1, bias=False, dtype=dtype, device="meta"))
-    _fill_buffers(module)
+    _fill_buffers(module, module)
     return module.train()
 
 
@@ -124,16 +130,21 @@ def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | Non
     return read_logit_scale(module, str(model_dir / "config.json")) if head == "language" else None
 
 
-def _fill_buffers(module: Any) -> None:
-    """Computes the buffers that are not in checkpoints, such as rotary frequencies, on the device."""
-    place = device.current_device()
-    for child in module.modules():
-        if child._non_persistent_buffers_set:
-            for name, buffer in child._buffers.items():
-                child._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=place)
-            module._init_weights(child)  # parameters have no memory yet
-        elif any(buffer is not None for buffer in child._buffers.values()):
-            child._buffers |= {name: torch.empty_like(buffer, device=place) for name, buffer in child._buffers.items()}
+def _fill_buffers(part: nn.Module, model: Any) -> None:
+    """Computes the buffers that are not in checkpoints, such as rotary frequencies, on the device.
+
+    Args:
+        part: module whose buffers, and those of its parts, are filled.
+        model: the model of `transformers` that the module belongs to, which knows the values.
+    """
+    model, place = part if isinstance(part, PreTrainedModel) else model, device.current_device()
+    if part._buffers:
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=place)
+        if part._non_persistent_buffers_set:
+            model._init_weights(part)  # its parameters have no memory yet
+    for child in part.children():
+        _fill_buffers(child, model)
 
 
 def tensor_plan(module: Any, where: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.config import FsdpConfig, LoraConfig
+from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
 from verl_mg.fsdp.lora import ModuleAdapters
@@ -31,7 +32,9 @@ from verl_mg.fsdp.model import (
 )
 from verl_mg.fsdp.packed_rows import make_micro_batch
 from verl_mg.fsdp.shard_map import ParameterSplit, fsdp_shard_map
+from verl_mg.fsdp.vision import ImagePacker, marks_images
 from verl_mg.layout import Layout
+from verl_mg.models.transformers_module import has_images
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
 from verl_mg.sharding.model_table import SCORE, Head
@@ -97,8 +100,14 @@ class ModuleRunner(Runner):
         where = str(model_dir / "config.json")
         # Ranks outside the placement build it too, without memory: they know the shards of all others.
         module = build_module(model_dir, head, self._stored_dtype)
+        processor = ImageProcessor.read(model_dir)
+        self._packer = ImagePacker(module, processor) if processor else None
         scale = logit_scale_of(module, head, model_dir)
         whole = self.table.parameter_shards()
+        self._options = options or FsdpConfig()
+        self._frozen = self.table.vision_parameters if self._options.freeze_vision_tower else frozenset()
+        for name in self._frozen:
+            module.get_parameter(name).requires_grad_(False)
         self.lora = None
         if lora:
             if groups.layout.tp > 1:
@@ -120,7 +129,7 @@ class ModuleRunner(Runner):
             if recompute:
                 recompute_layers(module)
             self.packed = PackedModule(module, groups, scale)
-            shard_over_data(self.packed, groups, options or FsdpConfig(), dtype, apart)
+            shard_over_data(self.packed, groups, self._options, dtype, apart)
         self._load(model_dir, directories or ModelDirectories(), lora, from_checkpoint)
 
     def _load(
@@ -139,7 +148,8 @@ class ModuleRunner(Runner):
 
     def _trained_tensors(self, lora: LoraConfig | None) -> frozenset[str]:
         tensors = self.table.tensor_index.tensors.keys()
-        return frozenset(tensors & {SCORE} if lora else tensors - self.table.router_biases)
+        frozen = {piece.tensor for name in self._frozen for piece in self.table.parameter_shards()[name].pieces}
+        return frozenset(tensors & {SCORE} if lora else tensors - self.table.router_biases - frozen)
 
     def _run(
         self,
@@ -154,7 +164,7 @@ class ModuleRunner(Runner):
         reports, place = [], device.current_device()
         cp_sizes = cp_sizes or [self.layout.cp] * len(micro_batches)
         prepared = [
-            make_micro_batch(rows, self.groups.token_shard(cp_size), self._hidden_offset, place)
+            make_micro_batch(rows, self.groups.token_shard(cp_size), self._hidden_offset, place, self._packer)
             for rows, cp_size in zip(micro_batches, cp_sizes, strict=True)
         ]
         for number, micro in enumerate(prepared):
@@ -286,6 +296,8 @@ def check_module_layout(module: Any, layout: Layout, where: str) -> None:
             "Choose a divisor."
         )
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if layout.cp > 1 and has_images(module.config) and marks_images(module.base_model):
+        raise UserError(f"layout {layout}: no cp with images that attend to themselves, of {where}. Leave out cp.")
     if layout.cp > 1 and others:
         raise UserError(f"layout {layout}: no cp with layers of the kind {min(others)} of {where}. Leave out cp.")
 

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from verl_mg.batch import Batch
 from verl_mg.device import copy_to
+from verl_mg.fsdp.vision import ImagePacker, PackedImages
 from verl_mg.layout import Stage
 from verl_mg.training.flex_attention import block_mask
 from verl_mg.training.microbatch import MicroBatch, pack_rows
@@ -34,6 +35,8 @@ class PackedRows:
     """(n + 1,) int32, where each sequence begins, and the end."""
     cp_group: dist.ProcessGroup | None
     """Ranks that share the micro-batch; None for this rank alone."""
+    images: PackedImages | None = None
+    """Images of the rows, for a vision-language module."""
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """Masks of all layers with the same window, see `block_mask`."""
 
@@ -60,7 +63,7 @@ class PackedRows:
 
 
 def make_micro_batch(
-    rows: Batch, shard: TokenShard, hidden_offset: int, device: torch.device
+    rows: Batch, shard: TokenShard, hidden_offset: int, device: torch.device, packer: ImagePacker | None = None
 ) -> MicroBatch[PackedRows]:
     """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
 
@@ -69,6 +72,7 @@ def make_micro_batch(
         shard: this rank's part of the tokens.
         hidden_offset: offset from a token to the hidden state that scores it, see `pack_rows`.
         device: device of the model.
+        packer: packer of images, for a vision-language module.
     """
     order = token_order(rows.lengths, shard)
     ends = order.lengths.cumsum(0)
@@ -78,5 +82,6 @@ def make_micro_batch(
         position_ids=copy_to(device, positions[order.local][None]),
         cu_seqlens=copy_to(device, F.pad(ends, (1, 0)).int()),
         cp_group=shard.group,
+        images=packer.pack(rows, order, shard, device) if packer else None,
     )
     return pack_rows(rows, order, packed, WHOLE, hidden_offset, device)
