@@ -57,7 +57,7 @@ class ImagePacker:
 
     @cached_property
     def marks_images(self) -> bool:
-        """Whether the module's `forward` is told which tokens are of images: these attend to each other (Gemma 3)."""
+        """Whether the `forward` of the module has an argument for tokens of images, which attend to each other (Gemma 3)."""
         return marks_images(self._body)
 
     @cached_property
@@ -98,7 +98,7 @@ class ImagePacker:
     def _positions(
         self, tokens: Tensor, marks: Tensor, order: TokenOrder, grids: Tensor | None, counts: list[int]
     ) -> Tensor:
-        """Returns the positions of all tokens, which begin anew in each row.
+        """Returns the positions of all tokens, which begin with 0 in each row.
 
         Args:
             tokens: (T,) int64, all tokens.
