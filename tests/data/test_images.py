@@ -17,7 +17,7 @@ from verl_mg.data import PromptSet, demonstrations_batch
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
 
-WIDE, TALL = noise_image(24, 16, 0), noise_image(9, 33, 1)
+WIDE, TALL = noise_image(84, 56, 0), noise_image(33, 90, 1)
 QUESTION = "a <image>b<image> c"
 PARTS = [{"type": "text", "text": "a "}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -122,7 +122,7 @@ GOOD = data_url(WIDE.data)
     ({"images": ["none.png"]}, {}, r"1: image 1 of 'images': there is no file .*none\.png\. Write its path"),
     ({"images": [GOOD, GOOD]}, {}, r"1: the prompt has places for 1 images, the record has 2\. Write <image>"),
     ({"images": []}, {"prompt": [{"role": "user", "content": PARTS[1:2]}]}, r"places for 1 images, the record has 0"),
-    ({"images": [GOOD]}, {"max_image_pixels": 383}, r"it has 24 x 16 pixels, data\.max_image_pixels is 383"),
+    ({"images": [GOOD]}, {"max_image_pixels": 4703}, r"it has 84 x 56 pixels, data\.max_image_pixels is 4703"),
     ({"images": [GOOD] * 3}, {"max_images": 2}, r"1: 3 images, data\.max_images is 2\. Raise it"),
     ({"images": [data_url(b"text")]}, {}, r"image 1 of 'images': not a readable image \(cannot identify"),
     ({"images": ["data:image/png;base64,?"]}, {}, r"image 1 of 'images': not an image in base64"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ class ImageProcessor:
             where: its directory, for errors.
         """
         self._processor: Any = processor
-        self._where = where
+        self.folder = where
         defaults = processor.valid_processor_kwargs._defaults
         self._options = dict(defaults.get("images_kwargs", {})) | {"return_tensors": "pt"}
         self._cached: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
@@ -78,7 +78,7 @@ class ImageProcessor:
 
     # -- tokens
 
-    @property
+    @cached_property
     def placeholder_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that features of images, videos and sounds replace."""
         processor = self._processor

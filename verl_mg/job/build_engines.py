@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from verl_mg import device
 from verl_mg.config import Config
+from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
 from verl_mg.job.engine_adapters import adapter_settings, check_adapters
 from verl_mg.job.engine_parts import EnginePart, engine_part
@@ -177,7 +178,9 @@ def _check_wire(config: Config, table: ModelTable) -> None:
     check_engine_blocks(table, whole, encoding, whole.ranks)
 
 
-def build_engine_group(config: Config, actor: Actor, context: JobContext, wrap: EngineWrapper) -> EngineGroup:
+def build_engine_group(
+    config: Config, actor: Actor, context: JobContext, wrap: EngineWrapper, processor: ImageProcessor | None = None
+) -> EngineGroup:
     """Returns the engines, without weights until the first transfer; they compute in the dtype of the actor.
 
     Args:
@@ -185,12 +188,12 @@ def build_engine_group(config: Config, actor: Actor, context: JobContext, wrap: 
         actor: the policy that the engines serve.
         context: the shared services of the job.
         wrap: wraps each engine.
+        processor: processor of a model that reads images; None for others.
     """
     rollout, dtype = config.rollout, actor.runner.dtype
     if rollout.engine == "hf":
-        engine = HFEngine(
-            config.model.path, device.current_device(), dtype, rollout.max_running_requests, load_weights=False
-        )
+        slots = rollout.max_running_requests
+        engine = HFEngine(config.model.path, device.current_device(), dtype, slots, False, processor)
         return HFEngineGroup(engine, context, wrap)
     if rollout.has_servers:
         return build_remote_engines(config, actor.runner.table.for_engine(rollout.engine), context, wrap)

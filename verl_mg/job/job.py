@@ -293,12 +293,13 @@ class Job:
             top_p=config.top_p,
             top_k=config.top_k,
             stop_token_ids=tuple(sorted(stops)),
+            excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
         )
         if config.has_agents:
             wrap = agent_wrapper(config, self.tokenizer, sampling.stop_token_ids, model.max_positions)
         else:
             wrap = self._with_tools()
-        engines = build_engine_group(self.config, self.actor, self.context, wrap)
+        engines = build_engine_group(self.config, self.actor, self.context, wrap, self.processor)
         seed, context, prompts, reward = self.config.job.seed, self.context, self.prompts, self._reward
         routed = routed_shape(self.config.model.path) if config.replay_routing else None
         if config.mode == "async":

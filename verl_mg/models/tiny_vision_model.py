@@ -15,10 +15,13 @@ from verl_mg.models.tiny_model import character_tokenizer, perturb_vectors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
-PATCH, MERGE = 4, 2
-"""Side of a patch in pixels, and patches along a side of the square that becomes one token."""
-GEMMA_SIDE = 16
-"""Side in pixels to which images of the tiny Gemma 3 are scaled."""
+PATCH, MERGE = 14, 2
+"""Side of a patch of the Qwen models in pixels, which SGLang requires, and patches along a side of the square that
+becomes one token."""
+GEMMA_PATCH, GEMMA_SIDE = 4, 16
+"""Side of a patch of Gemma 3, and side to which its images are scaled, in pixels."""
+GEMMA_TOKENS = (GEMMA_SIDE // GEMMA_PATCH // MERGE) ** 2
+"""Tokens of an image of Gemma 3."""
 QWEN_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GEMMA_WORDS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -56,7 +59,7 @@ def make_tiny_vision_model(
 ) -> Path:
     """Writes a randomly initialised vision-language model, its tokenizer and its processor into a folder.
 
-    An image of 8 x 8 pixels is one token of the Qwen models; of Gemma 3, which scales images to 16 x 16 pixels, each
+    A square of 28 x 28 pixels is one token of the Qwen models; of Gemma 3, which scales images to 16 x 16 pixels, each
     image is 4 tokens. The same arguments give the same bytes.
 
     Args:
@@ -113,6 +116,9 @@ def make_tiny_vision_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not parameter.any():  # Gemma's projection of features would hide the image
+                torch.nn.init.normal_(parameter, std=init_std)
         if perturb:
             perturb_vectors(model)
     model.save_pretrained(folder)
@@ -139,7 +145,7 @@ def _gemma(text: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
     return {
         "text_config": text | {"sliding_window": 8, "query_pre_attn_scalar": text["head_dim"]},
         "vision_config": {"model_type": "siglip_vision_model"},
-        "mm_tokens_per_image": (GEMMA_SIDE // PATCH // MERGE) ** 2,
+        "mm_tokens_per_image": GEMMA_TOKENS,
         "boi_token_index": ids[GEMMA_WORDS["boi_token"]],
         "eoi_token_index": ids[GEMMA_WORDS["eoi_token"]],
         "image_token_index": ids[GEMMA_WORDS["image_token"]],
@@ -149,8 +155,8 @@ def _gemma(text: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
 
 def _vision(architecture: str, width: int, layers: int, hidden: int, init_std: float) -> dict[str, Any]:
     if architecture == "gemma3":
-        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "image_size": GEMMA_SIDE, "patch_size": PATCH}
-        return sizes | {"num_hidden_layers": layers, "num_attention_heads": 2, "vision_use_head": False}
+        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "patch_size": GEMMA_PATCH}
+        return sizes | {"image_size": GEMMA_SIDE, "num_hidden_layers": layers, "num_attention_heads": 2, "vision_use_head": False}
     common: dict[str, Any] = {"depth": layers, "hidden_size": width, "intermediate_size": 2 * width, "num_heads": 2}
     common |= {"out_hidden_size": hidden, "initializer_range": init_std}
     if architecture == "qwen2_5_vl":
@@ -163,9 +169,8 @@ def _processor(architecture: str, tokenizer: PreTrainedTokenizerFast) -> Process
 
     template = tokenizer.chat_template
     if architecture == "gemma3":
-        side, tokens = {"height": GEMMA_SIDE, "width": GEMMA_SIDE}, (GEMMA_SIDE // PATCH // MERGE) ** 2
-        scaling = transformers.Gemma3ImageProcessor(size=side)
-        return transformers.Gemma3Processor(scaling, tokenizer, chat_template=template, image_seq_length=tokens)
+        scaling = transformers.Gemma3ImageProcessor(size={"height": GEMMA_SIDE, "width": GEMMA_SIDE})
+        return transformers.Gemma3Processor(scaling, tokenizer, chat_template=template, image_seq_length=GEMMA_TOKENS)
     size = {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 1024**2}
     images = transformers.Qwen2VLImageProcessor(size=size, patch_size=PATCH, merge_size=MERGE)
     if architecture == "qwen2_5_vl":

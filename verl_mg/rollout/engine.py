@@ -45,6 +45,9 @@ class Sampling:
     """Number of the most probable tokens that are candidates; 0: no limit."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response; they are part of it."""
+    excluded_token_ids: tuple[int, ...] = ()
+    """Tokens that are never drawn, such as placeholders of images; log-probs are those of the full distribution where
+    the engine can: `hf`. SGLang and vLLM exclude them from it."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -45,6 +45,10 @@ class EngineRequest:
     """Seed of the sample, where the engine supports seeds per request."""
     routed_experts: bool
     """Whether the sample contains the experts of each token."""
+    excluded_token_ids: list[int]
+    """Tokens that are never drawn."""
+    images: list[str]
+    """Encoded images in base64, in the order of their placeholders in `tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ class EngineLimits:
     """Largest number of tokens of a prompt with its response."""
     seeded: bool = False
     """Whether a sample depends only on its seed."""
+    reads_images: bool = False
+    """Whether requests may have images."""
     routed: tuple[int, int] | None = None
     """(layers, experts per token) where samples contain the experts of each token; None where they do not."""
 
@@ -159,6 +165,11 @@ class RequestTracker(RolloutEngine):
         limit = self._limits.max_positions
         if not request.prompt:
             raise UserError(f"request {request.id}: the prompt is empty. Give at least one token.")
+        if request.context_images and not self._limits.reads_images:
+            raise UserError(
+                f"request {request.id}: the prompt has images, and this engine has no way for them. Write "
+                "rollout.engine=hf, or sglang without rollout.urls."
+            )
         if len(request.context) >= limit:
             raise UserError(
                 f"request {request.id}: its {len(request.context)} tokens fill the {limit} positions of the model. "
@@ -177,6 +188,8 @@ class RequestTracker(RolloutEngine):
             stop_token_ids=list(sampling.stop_token_ids),
             seed=request.seed if self._limits.seeded else None,
             routed_experts=self._limits.routed is not None,
+            excluded_token_ids=list(sampling.excluded_token_ids),
+            images=[base64.b64encode(image.data).decode() for image in request.context_images],
         )
         rid = f"{request.id}.{next(self._numbers)}"
         self._running[rid] = running

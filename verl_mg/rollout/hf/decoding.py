@@ -5,12 +5,15 @@ Three parts: the loop (`decode`), drawing the next token (`draw_tokens`), and a 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from verl_mg.images import RowImages
 from verl_mg.rollout.engine import Sampling
+from verl_mg.rollout.hf.vision import VisionPrefill
 
 SHARE_DONE_BEFORE_COMPACTION = 0.25
 """Rows leave the batch once this share of it is done: removing a row copies the cache of all others."""
@@ -55,16 +58,20 @@ def decode(
     limits: Sequence[int],
     sampling: Sampling,
     aborted: Callable[[], bool],
+    images: Sequence[RowImages] = (),
+    vision: VisionPrefill | None = None,
 ) -> Completions:
     """Continues n prompts, each by up to its own limit of tokens, of which T is the largest.
 
     Args:
-        module: a causal language model.
+        module: a causal language model, or a vision-language model.
         prompts: n sequences of token ids.
         uniforms: (n, T) numbers in [0, 1); entry t of a row draws its t-th token.
         limits: largest number of tokens of each row, at least 1.
         sampling: how tokens are drawn; its own limit is not used.
         aborted: called after every token; returns whether to end.
+        images: images of each prompt; none by default.
+        vision: makes the inputs of prompts with images.
     """
     device = module.device
     steps = max(limits)
@@ -76,7 +83,7 @@ def decode(
         lengths=torch.zeros(len(prompts), dtype=torch.int64, device=device),
     )
     cache = preallocated_cache(module.config)
-    logits, rows = _prefill(module, cache, prompts, limits)
+    logits, rows = _prefill(module, cache, prompts, limits, images or [()] * len(prompts), vision)
     width = rows.attend.shape[1] - steps
 
     for step in range(steps):
@@ -102,26 +109,36 @@ def decode(
 
 
 def _prefill(
-    module: PreTrainedModel, cache: DynamicCache, prompts: Sequence[tuple[int, ...]], limits: Sequence[int]
+    module: PreTrainedModel,
+    cache: DynamicCache,
+    prompts: Sequence[tuple[int, ...]],
+    limits: Sequence[int],
+    images: Sequence[RowImages],
+    vision: VisionPrefill | None,
 ) -> tuple[torch.Tensor, _Rows]:
-    """Runs every distinct prompt once, left-padded, and copies its cache row to all rows with this prompt.
+    """Runs every distinct prompt once, left-padded, and copies its cache row to all rows with this prompt and images.
 
     Returns:
         The logits of the next token, (n, V), and the n rows.
     """
     steps = max(limits)
-    row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
-    width = max(map(len, row_of))
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in row_of])
-    lengths = torch.tensor([len(prompt) for prompt in row_of])
+    keys = list(zip(prompts, images, strict=True))
+    row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in row_of])
+    lengths = torch.tensor([len(prompt) for prompt, _ in row_of])
     attend = torch.arange(width + steps) >= width - lengths[:, None]
     positions = (torch.arange(width) - (width - lengths[:, None])).clamp(min=0)
 
     device = module.device
     ids, lengths, attend, positions = (each.to(device) for each in (ids, lengths, attend, positions))
-    logits = _forward(module, cache, ids, attend[:, :width], positions)
+    inputs: dict[str, torch.Tensor] = {}
+    if vision and any(images):
+        prefill = vision.inputs(ids, attend[:, :width], positions, [of_prompt for _, of_prompt in row_of])
+        positions, lengths, inputs = prefill.positions, prefill.next_positions, prefill.inputs
+    logits = _forward(module, cache, ids, attend[:, :width], positions, **inputs)
     if len(row_of) < len(prompts):
-        shared = torch.tensor([row_of[prompt] for prompt in prompts], device=device)
+        shared = torch.tensor([row_of[key] for key in keys], device=device)
         select_rows(cache, shared)
         logits, lengths, attend = logits[shared], lengths[shared], attend[shared]
     return logits, _Rows(
@@ -139,6 +156,7 @@ def _forward(
     ids: torch.Tensor,
     attend: torch.Tensor,
     positions: torch.Tensor,
+    **inputs: Any,
 ) -> torch.Tensor:
     """Returns the logits (r, V) after the last of ids (r, t) at positions (r, t); attend: (r, cached + t) bool."""
     output = module(
@@ -148,6 +166,7 @@ def _forward(
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **inputs,
     )
     return output.logits[:, -1]
 
@@ -171,11 +190,11 @@ def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
     Args:
         logits: (n, V), any float dtype.
         uniforms: (n,) in [0, 1), unused by greedy decoding.
-        sampling: temperature, top-k and top-p.
+        sampling: temperature, top-k, top-p, and excluded tokens.
 
     Returns:
         Tokens (n,) int64, and their log-probs (n,) float32 in nats under the full temperature-scaled distribution:
-        top-k and top-p restrict the draw but do not renormalise it.
+        top-k, top-p and exclusion restrict the draw but do not renormalise it.
     """
     scores = logits.float()
     if sampling.temperature > 0:
@@ -183,6 +202,10 @@ def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
     best_score, best = scores.max(dim=-1, keepdim=True)
     weights = torch.exp(scores - best_score)
     total = weights.sum(dim=-1, keepdim=True)
+    if sampling.excluded_token_ids:
+        excluded = torch.tensor(sampling.excluded_token_ids, device=scores.device)
+        weights = weights.index_fill(-1, excluded, 0.0)
+        best = scores.index_fill(-1, excluded, -torch.inf).argmax(dim=-1, keepdim=True)
     tokens = best if sampling.temperature == 0 else _draw(weights, total, best, uniforms[:, None], sampling)
     logprobs = scores.gather(-1, tokens) - best_score - total.log()
     return tokens.squeeze(-1), logprobs.squeeze(-1)

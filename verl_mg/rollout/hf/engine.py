@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
+from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import Finish, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.hf.decoding import decode, uniforms
+from verl_mg.rollout.hf.vision import VisionPrefill
 
 
 class HFEngine(RolloutEngine):
@@ -25,6 +33,7 @@ class HFEngine(RolloutEngine):
         dtype: torch.dtype,
         max_running_requests: int = 256,
         load_weights: bool = True,
+        processor: ImageProcessor | None = None,
     ) -> None:
         """Builds the model.
 
@@ -35,6 +44,7 @@ class HFEngine(RolloutEngine):
             max_running_requests: largest number of rows of a batch.
             load_weights: whether to load the weights of the directory; otherwise they are undefined until the first
                 update.
+            processor: processor of images, for a vision-language model; None for requests of text alone.
 
         Raises:
             UserError: the directory has no loadable model.
@@ -50,6 +60,7 @@ class HFEngine(RolloutEngine):
             self.module = _load(Path(model), dtype)
         nn.Module.to(self.module, device)
         self.module.eval().requires_grad_(False)
+        self._vision = VisionPrefill(self.module, processor) if processor else None
         self.version = 0
         self._max_batch = max_running_requests
         self._defined = load_weights
@@ -155,6 +166,8 @@ class HFEngine(RolloutEngine):
             [limits[i] for i in running],
             batch[0][1],
             self._abort.is_set,
+            [batch[i][0].context_images for i in running],
+            self._vision,
         )
         rows = zip(
             completions.tokens.tolist(), completions.logprobs.tolist(), completions.lengths.tolist(), strict=True
@@ -172,12 +185,13 @@ class HFEngine(RolloutEngine):
 
 def _drawing(sampling: Sampling) -> tuple[object, ...]:
     """Returns everything that decides how a token is drawn."""
-    return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids)
+    return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.excluded_token_ids)
 
 
 def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:
     request, sampling = waiting
-    return (_drawing(sampling), request.remaining_tokens(sampling), len(request.context), request.context)
+    keys = [image.key for image in request.context_images]
+    return (_drawing(sampling), request.remaining_tokens(sampling), len(request.context), request.context, keys)
 
 
 def _finish(last: int, length: int, limit: int, sampling: Sampling) -> Finish:
@@ -199,7 +213,7 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Reads the checkpoint, only from safetensors, since other formats can run code."""
     attention = _attention(_read_config(directory))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_class(_read_config(directory)).from_pretrained(
             directory, dtype=dtype, attn_implementation=attention, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError) as error:
@@ -216,9 +230,16 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _allocate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Builds the module with undefined weights, and ties weights, which normally the initialisation does."""
     with no_init_weights():
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_attention(config))
+        module: PreTrainedModel = _auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=_attention(config)
+        )
     module.tie_weights()
     return module
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """Returns the class of `transformers` that makes the model."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def _attention(config: PreTrainedConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 
+from verl_mg.data.image_processor import ImageProcessor
+from verl_mg.images import Image
 from verl_mg.rollout import engine_host
 from verl_mg.rollout.engine_host import EngineHost
 from verl_mg.rollout.ipc_payload import named_views, open_payload
@@ -27,8 +30,15 @@ IDLE_RETRY_SECONDS = 0.01
 class SGLangHost(EngineHost):
     """Runs SGLang's engine and its tokenizer manager."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, processor: ImageProcessor | None) -> None:
+        """Creates the host.
+
+        Args:
+            engine: the `sglang.Engine`.
+            processor: processor of a model that reads images; None for others.
+        """
         super().__init__()
+        self._processor = processor
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._tp: int = engine.server_args.tp_size
         self._adapters: str | None = None  # SGLang's name of the adapters that requests use
@@ -39,6 +49,10 @@ class SGLangHost(EngineHost):
     async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
         """Implements `EngineHost.generate`."""
         fields = request_fields(request) | {"lora_path": self._adapters}
+        if request["images"] and self._processor:
+            # In this form SGLang takes the token ids as they are; from files it would make text of them and new ids.
+            images = tuple(Image(base64.b64decode(text)) for text in request["images"])
+            fields["image_data"] = [{"format": "processor_output", **self._processor.model_inputs([images])}]
         return parse_response(await self._engine.async_generate(rid=rid, **fields))
 
     def abort(self, rid: str | None) -> None:
@@ -208,7 +222,7 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> SGLang
     """
     from verl_mg.rollout.sglang.scheduler import Engine
 
-    return SGLangHost(Engine(**arguments))
+    return SGLangHost(Engine(**arguments), ImageProcessor.read(arguments["model_path"]))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ from typing import Any
 
 from verl_mg.rollout.engine_counts import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED
 
+EXCLUDED = -1e4
+"""Bias on the logits of tokens that are never drawn."""
+
 
 def request_fields(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of SGLang's `generate` for a request.
@@ -23,6 +26,8 @@ def request_fields(request: dict[str, Any]) -> dict[str, Any]:
         "ignore_eos": not request["stop_token_ids"],
         "skip_special_tokens": False,
     }
+    if request["excluded_token_ids"]:
+        parameters["logit_bias"] = {str(token): EXCLUDED for token in request["excluded_token_ids"]}
     if request["seed"] is not None:
         parameters["sampling_seed"] = request["seed"]
     fields: dict[str, Any] = {"input_ids": request["tokens"], "sampling_params": parameters, "return_logprob": True}

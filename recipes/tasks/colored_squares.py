@@ -1,0 +1,78 @@
+"""Task of naming the color, or the number, of the squares in an image: a vision-language model, data and a reward.
+
+    python recipes/tasks/colored_squares.py runs/colored_squares
+    verl-mg train recipes/grpo.py --config recipes/configs/colored_squares_grpo.yaml
+
+The same question belongs to images with different answers, so that a policy that does not look at the image is right in
+a quarter of the cases at most.
+"""
+
+import itertools
+import json
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from PIL import Image
+
+from verl_mg.models.tiny_vision_model import MERGE, PATCH, make_tiny_vision_model
+from verl_mg.rewards import Reward, Sample
+
+COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "yellow": (255, 255, 0)}
+QUESTIONS = ("color?", "count?")
+CELLS, CELL = 4, PATCH * MERGE
+"""Places for squares in an image, two in a row, and the side of each in pixels: an image has as many tokens as cells."""
+HELD_OUT = 24
+
+
+def score(sample: Sample) -> Reward:
+    """Returns 1.0 for the right answer, and whether it is of the kind that the question asks for."""
+    answered, asked = sample.response in COLORS, sample.answer in COLORS
+    kind = answered == asked and sample.response != ""
+    return Reward(float(sample.response == sample.answer), {"kind": float(kind)}, answer=sample.response)
+
+
+def make(folder: Path, architecture: str = "qwen2_5_vl", seed: int = 0) -> None:
+    """Writes `model/`, and `data/` with train.jsonl, test.jsonl and the images.
+
+    Args:
+        folder: where to write; made if it is missing.
+        architecture: of the model, one of `tiny_vision_model.ARCHITECTURES`.
+        seed: seed of the weights, and of which images are held out.
+    """
+    make_tiny_vision_model(
+        folder / "model",
+        architecture,
+        characters="".join(map(str, range(1, CELLS + 1))),
+        words=(*COLORS, *QUESTIONS),
+        max_positions=64,
+        init_std=0.06,
+        seed=seed,
+    )
+    (folder / "data" / "images").mkdir(parents=True, exist_ok=True)
+    places = [cells for k in range(1, CELLS + 1) for cells in itertools.combinations(range(CELLS), k)]
+    pictures = list(itertools.product(COLORS, places))
+    random.Random(seed).shuffle(pictures)
+    records = [_record(folder / "data", *picture, question) for picture in pictures for question in QUESTIONS]
+    _write(folder / "data" / "test.jsonl", records[:HELD_OUT])
+    _write(folder / "data" / "train.jsonl", records[HELD_OUT:])
+
+
+def _record(folder: Path, color: str, cells: tuple[int, ...], question: str) -> dict[str, object]:
+    name = f"images/{color}-{''.join(map(str, cells))}.png"
+    image = Image.new("RGB", (2 * CELL, CELLS // 2 * CELL), "white")
+    for cell in cells:
+        corner = (cell % 2 * CELL, cell // 2 * CELL)
+        image.paste(COLORS[color], (*corner, corner[0] + CELL, corner[1] + CELL))
+    image.save(folder / name)
+    answer = color if question == QUESTIONS[0] else str(len(cells))
+    return {"prompt": f"<image>{question}", "images": [name], "answer": answer}
+
+
+def _write(file: Path, records: Iterable[dict[str, object]]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/colored_squares"), *sys.argv[2:3])
