@@ -41,6 +41,17 @@ class Image:
             return file.convert("RGB")
 
 
+def encoded(value: object) -> Image | None:
+    """Returns an image of Pillow as a PNG file, and an encoded one as it is; None for any other value."""
+    import PIL.Image
+
+    if isinstance(value, PIL.Image.Image):
+        file = BytesIO()
+        value.save(file, "PNG")
+        return Image(file.getvalue())
+    return value if isinstance(value, Image) else None
+
+
 RowImages = tuple[Image, ...]
 """The images of a row, in the order of their placeholders."""
 

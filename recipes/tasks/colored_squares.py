@@ -22,7 +22,7 @@ from verl_mg.rewards import Reward, Sample
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "yellow": (255, 255, 0)}
 QUESTIONS = ("color?", "count?")
 CELLS, CELL = 4, PATCH * MERGE
-"""Places for squares in an image, two in a row, and the side of each in pixels: an image has as many tokens as cells."""
+"""Places for squares in an image, two in a row, and the side of each in pixels; each place is a token."""
 HELD_OUT = 24
 
 

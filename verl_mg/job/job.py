@@ -335,7 +335,7 @@ class Job:
         config, tools = self.config.rollout, self._tools
         if not tools:
             return lambda engine: engine
-        dialogue = ToolCallFormat(self.tokenizer, tools, config.tool_call_parser)
+        dialogue = ToolCallFormat(self.tokenizer, tools, config.tool_call_parser, self.processor)
         turns, timeout = config.max_turns, config.tool_timeout_s
 
         def with_turns(engine: RolloutEngine) -> RolloutEngine:

@@ -156,7 +156,12 @@ def _gemma(text: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
 def _vision(architecture: str, width: int, layers: int, hidden: int, init_std: float) -> dict[str, Any]:
     if architecture == "gemma3":
         sizes = {"hidden_size": width, "intermediate_size": 2 * width, "patch_size": GEMMA_PATCH}
-        return sizes | {"image_size": GEMMA_SIDE, "num_hidden_layers": layers, "num_attention_heads": 2, "vision_use_head": False}
+        return sizes | {
+            "image_size": GEMMA_SIDE,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "vision_use_head": False,
+        }
     common: dict[str, Any] = {"depth": layers, "hidden_size": width, "intermediate_size": 2 * width, "num_heads": 2}
     common |= {"out_hidden_size": hidden, "initializer_range": init_std}
     if architecture == "qwen2_5_vl":

@@ -6,6 +6,7 @@ python -m tests.rollout.tools.mcp_server stdio
 """
 
 import asyncio
+import base64
 import json
 import socket
 import sys
@@ -19,6 +20,10 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import EmbeddedResource, ResourceLink, TextContent, TextResourceContents
 from pydantic import Field
 
+# Two red pixels.
+PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAIAAAABCAIAAAB7QOjdAAAAD0lEQVR4nGP8z8DAwMAAAAYIAQHLR3Z1AAAAAElFTkSuQmCC"
+)
 ANSWERS = {"initialize": "opened", "tools/call": "called", "tools/list": "listed"}
 
 
@@ -56,7 +61,7 @@ class Server:
         page = TextResourceContents(uri="file:///page", text="a page")
         return [
             TextContent(type="text", text="two\nlines"),
-            Image(data=b"1", format="png"),
+            Image(data=PICTURE, format="png"),
             EmbeddedResource(type="resource", resource=page),
             ResourceLink(type="resource_link", name="more", uri="file:///more"),
         ]

@@ -112,9 +112,10 @@ def test_mcp_server_without_sessions_has_one_connection(kind: str, servers: Serv
     assert after["called"] - before["called"] == 11
 
 
-def test_mcp_results_become_text(servers: Servers, runners: list[ToolRunner]) -> None:
+def test_mcp_results_become_text_and_images(servers: Servers, runners: list[ToolRunner]) -> None:
     runner = runner_of(runners, servers.sessions)
-    assert result(runner, "show") == "two\nlines\n(image/png)\na page\n(more: file:///more)"
+    shown = result(runner, "show")
+    assert shown.text == "two\nlines\na page\n(more: file:///more)" and shown.images[0].pixels().size == (2, 1)
     assert result(runner, "fail", why="no\n luck") == "error: fail: Error executing tool fail: no luck"
     assert result(runner, "add", n="many").startswith("error: add: ")
     assert result(runner, "add").startswith("error: add: ")

@@ -300,6 +300,9 @@ class EveryTurnCalls:
     def calls(self, tokens: Sequence[int]) -> list[ToolCall]:
         return [ToolCall("add", json.dumps({"numbers": list(tokens)}))]
 
+    def result(self, name: str, output: str) -> ToolResult:
+        return ToolResult(name, output)
+
     def observation(self, last: int, results: Sequence[ToolResult]) -> tuple[int, ...]:
         return (last, int(results[0].text) % 50 + 6, 5)
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.tools.tool import Tool
+from verl_mg.images import RowImages
+from verl_mg.rollout.tools.tool import Tool, ToolOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl_mg.data.image_processor import ImageProcessor
 
 ANSWER, RESULT = "THE-ANSWER-OF-THE-ASSISTANT", "THE-RESULT-OF-THE-TOOL"
 CALL_ID = "call00000"
@@ -34,12 +37,22 @@ MALFORMED = ToolCall("", "")
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call, as text."""
+    """The result of a call."""
 
     name: str
     """Name of the tool."""
     text: str
     """Text that the policy will receive."""
+    images: RowImages = ()
+    """Images that it will receive in front of the text."""
+
+    @property
+    def content(self) -> str | list[dict[str, str]]:
+        """Returns the content of its message: text, or parts where there are images."""
+        if not self.images:
+            return self.text
+        text = [{"type": "text", "text": self.text}] if self.text else []
+        return [*({"type": "image"} for _ in self.images), *text]
 
 
 class ToolCallFormat:
@@ -49,18 +62,25 @@ class ToolCallFormat:
     remain as they were generated. For a tokenizer without a template, results are separated by line breaks.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], tool_call_parser: str) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Tool],
+        tool_call_parser: str,
+        processor: ImageProcessor | None = None,
+    ) -> None:
         """Loads the parser and checks the chat template.
 
         Args:
             tokenizer: tokenizer of the policy.
             tools: tools that may be called.
             tool_call_parser: a value of SGLang's `--tool-call-parser`, such as "qwen25" or "llama3".
+            processor: processor of a policy that reads images; None for others.
 
         Raises:
             UserError: SGLang is not installed, it has no such format, or the template does not support tool messages.
         """
-        self._tokenizer, self._format = tokenizer, tool_call_parser
+        self._tokenizer, self._format, self._processor = tokenizer, tool_call_parser, processor
         self._schemas = [tool.schema for tool in tools]
         self._parsers, self._environment, kind = _sglang()
         formats = self._parsers.ToolCallParserEnum
@@ -86,6 +106,19 @@ class ToolCallFormat:
         unread = not calls or (begin and text.count(begin) > len(calls))
         return [*calls, MALFORMED] if unread else calls
 
+    def result(self, name: str, output: str | ToolOutput) -> ToolResult:
+        """Returns the result of a call; for a policy that reads text alone without its images.
+
+        Args:
+            name: name of the tool.
+            output: what the tool returned.
+        """
+        if isinstance(output, str):
+            return ToolResult(name, output)
+        if self._processor is None:
+            return ToolResult(name, "\n".join([output.text, *("(an image)" for _ in output.images)]).strip())
+        return ToolResult(name, output.text, output.images)
+
     def observation(self, last: int, results: Sequence[ToolResult]) -> tuple[int, ...]:
         """Returns the tokens between the assistant's turn and its next one.
 
@@ -102,11 +135,15 @@ class ToolCallFormat:
     def _format_results(self, results: Sequence[ToolResult]) -> str:
         if self._tokenizer.chat_template is None:
             return "".join(f"\n{result.text}" for result in results) + "\n"
-        messages: list[dict[str, str]] = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": ANSWER},
-            *({"role": "tool", "name": r.name, "tool_call_id": CALL_ID, "content": r.text} for r in results),
+            *({"role": "tool", "name": r.name, "tool_call_id": CALL_ID, "content": r.content} for r in results),
         ]
+        images = [image for result in results for image in result.images]
+        if images and self._processor:
+            text = self._processor.render(messages, self._schemas).partition(ANSWER)[2]
+            return self._processor.expand(text, [image.pixels().size for image in images])
         tools: Any = self._schemas
         text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         return str(text).partition(ANSWER)[2]

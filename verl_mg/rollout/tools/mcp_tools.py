@@ -10,6 +10,7 @@ Specification: https://modelcontextprotocol.io/specification
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import os
 import shlex
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from verl_mg.errors import UserError
+from verl_mg.images import Image
 from verl_mg.rollout.tools.tool import Tool, ToolError, ToolOwner, ToolSample
 
 if TYPE_CHECKING:
@@ -142,16 +144,17 @@ class MCPTools(ToolOwner):
         return tools
 
 
-async def _call(client: Client, name: str, /, **arguments: Any) -> str:
+async def _call(client: Client, name: str, /, **arguments: Any) -> str | list[str | Image]:
     result = await client.call_tool(name, arguments)
     text = _text(result)
     if result.is_error:
         raise ToolError(text)
-    return text
+    images = [Image(base64.b64decode(block.data)) for block in result.content if block.type == "image"]
+    return [*images, *([text] if text else [])] if images else text
 
 
 def _text(result: CallToolResult) -> str:
-    parts = [_text_of(block) for block in result.content]
+    parts = [_text_of(block) for block in result.content if block.type != "image"]
     if not parts and result.structured_content is not None:
         return TypeAdapter(Any).dump_json(result.structured_content).decode()
     return "\n".join(parts)

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
+from verl_mg.images import RowImages
 from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_counts import Counts
-from verl_mg.rollout.tools.chat_format import ToolCall, ToolCallFormat, ToolResult
-from verl_mg.rollout.tools.tool import Tool, ToolSample
+from verl_mg.rollout.tools.chat_format import ToolCall, ToolCallFormat
+from verl_mg.rollout.tools.tool import Tool, ToolOutput, ToolSample
 from verl_mg.rollout.tools.tool_runner import ToolRunner
 from verl_mg.rollout.trajectory import NOT_GENERATED
 
@@ -38,7 +39,7 @@ class _PendingCalls:
 
     sample: Sample
     calls: list[ToolCall]
-    results: Future[list[str]]
+    results: Future[list[str | ToolOutput]]
 
 
 class MultiTurnEngine(RolloutEngine):
@@ -80,7 +81,7 @@ class MultiTurnEngine(RolloutEngine):
         self._done: list[Sample] = []
         # `abort` may come from another thread, between any two steps of `collect`.
         self._lock = threading.RLock()
-        self._with_results: queue.SimpleQueue[tuple[int, Future[list[str]]]] = queue.SimpleQueue()
+        self._with_results: queue.SimpleQueue[tuple[int, Future[list[str | ToolOutput]]]] = queue.SimpleQueue()
 
     def num_free_slots(self) -> int:
         """Returns those of the engine minus the samples that will return to it."""
@@ -197,8 +198,8 @@ class MultiTurnEngine(RolloutEngine):
             for sampling, requests in batches.items():
                 self._engine.submit(requests, sampling)
 
-    def _wait_for_results(self, timeout: float) -> list[tuple[int, Future[list[str]]]]:
-        arrived: list[tuple[int, Future[list[str]]]] = []
+    def _wait_for_results(self, timeout: float) -> list[tuple[int, Future[list[str | ToolOutput]]]]:
+        arrived: list[tuple[int, Future[list[str | ToolOutput]]]] = []
         deadline = time.monotonic() + timeout
         with suppress(queue.Empty):
             while len(arrived) < len(self._pending):
@@ -211,12 +212,14 @@ class MultiTurnEngine(RolloutEngine):
         (request, sampling), pending = self._requests[sample_id], self._pending.pop(sample_id)
         sample = pending.sample
         names = [call.name for call in pending.calls]
-        results = [ToolResult(name, text) for name, text in zip(names, pending.results.result(), strict=True)]
+        outputs = zip(names, pending.results.result(), strict=True)
+        results = [self._format.result(name, output) for name, output in outputs]
         tokens = self._format.observation(sample.tokens[-1], results)
         if len(sample.tokens) + len(tokens) >= sampling.max_new_tokens:
             self._complete(replace(sample, finish="length"))
             return None
-        return replace(request, partial=_with_observation(sample, tokens))
+        images = tuple(image for result in results for image in result.images)
+        return replace(request, partial=_with_observation(sample, tokens, images))
 
 
 def _stopped(sample: Sample, sampling: Sampling) -> bool:
@@ -245,7 +248,8 @@ def _turns_with_results(sample: Sample) -> list[tuple[int, ...]]:
     return [tuple(run[:-1]) for run in runs[:-1:2]]
 
 
-def _with_observation(sample: Sample, tokens: tuple[int, ...]) -> Sample:
+def _with_observation(sample: Sample, tokens: tuple[int, ...], images: RowImages) -> Sample:
     """Appends tool results to a sample; its experts remain those of the tokens fed so far."""
-    observation = Sample(sample.id, tokens, (0.0,) * len(tokens), (NOT_GENERATED,) * len(tokens), "abort")
+    unscored = (0.0,) * len(tokens), (NOT_GENERATED,) * len(tokens)
+    observation = Sample(sample.id, tokens, *unscored, "abort", images=images)
     return replace(sample.extended_by(observation), routed_experts=sample.routed_experts)

@@ -1,4 +1,8 @@
-"""Tools: functions that a policy may call. The result is always text, also after an exception."""
+"""Tools: functions that a policy may call. The result is text, also after an exception, and may have images.
+
+A function that shows an image returns it, as an image of Pillow or a `verl_mg.images.Image`, or a list of images and of
+other values, which become text.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,21 @@ from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, Validati
 from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
 from verl_mg.errors import UserError
+from verl_mg.images import RowImages, encoded
 
 MAX_RESULT_LENGTH = 20_000
 """Characters; a longer result is cut, since it becomes tokens."""
+
+
+@dataclass(frozen=True)
+class ToolOutput:
+    """Result of a call with images, which the policy sees in front of the text."""
+
+    text: str
+    """Text that the policy receives."""
+    images: RowImages
+    """Images that it receives."""
+
 
 Outcome = tuple[Any, BaseException | None]
 """Result of a function, or the exception that it has raised."""
@@ -130,7 +146,7 @@ class Tool:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
-    async def call(self, arguments: str, timeout: float) -> str:
+    async def call(self, arguments: str, timeout: float) -> str | ToolOutput:
         """Calls the function; only cancellation is raised.
 
         Args:
@@ -138,13 +154,13 @@ class Tool:
             timeout: seconds. A plain function runs in a thread, which continues after the timeout.
 
         Returns:
-            The result as text, or one line `error: ...`.
+            The result as text, with images if there are any, or one line `error: ...`.
         """
         try:
             values = self.arguments.validate_json(arguments)
             async with asyncio.timeout(timeout) as limit:
                 result = await run_function(self.function, values)
-            return _as_text(result)
+            return _as_output(result)
         except ValidationError as error:
             return f"error: {self.name}: {_first_problem(error)}"
         except ToolError as error:
@@ -262,6 +278,19 @@ def _without_titles(schema: Any) -> Any:
     return {
         key: _without_titles(value) for key, value in schema.items() if key != "title" or not isinstance(value, str)
     }
+
+
+def _as_output(result: Any) -> str | ToolOutput:
+    """Returns the text of a result, with its images; raises where one of them cannot be decoded."""
+    values = result if isinstance(result, list | tuple) else [result]
+    images = [encoded(value) for value in values]
+    if not any(images):
+        return _as_text(result)
+    shown = tuple(image for image in images if image)
+    for image in shown:
+        image.pixels()
+    rest = [_as_text(value) for value, image in zip(values, images, strict=True) if not image]
+    return ToolOutput(_as_text("\n".join(rest)), shown)
 
 
 def _as_text(result: Any) -> str:

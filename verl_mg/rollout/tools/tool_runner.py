@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from verl_mg.rollout.tools.chat_format import MALFORMED, ToolCall
-from verl_mg.rollout.tools.tool import Tool, ToolOwner, ToolSample, one_line
+from verl_mg.rollout.tools.tool import Tool, ToolOutput, ToolOwner, ToolSample, one_line
 from verl_mg.rollout.tools.tool_state import ToolState
 
 MAX_CONCURRENT_CALLS = 32
@@ -69,7 +69,7 @@ class ToolRunner:
         """Returns whether `begin` was called for a sample that has not ended."""
         return sample_id in self._samples
 
-    def start(self, sample_id: int, calls: Sequence[ToolCall]) -> Future[list[str]]:
+    def start(self, sample_id: int, calls: Sequence[ToolCall]) -> Future[list[str | ToolOutput]]:
         """Starts the calls of a turn; returns their results, in their order.
 
         Args:
@@ -97,10 +97,10 @@ class ToolRunner:
 
     # -- on the event loop
 
-    async def _call_all(self, tools: _SampleTools, calls: Sequence[ToolCall]) -> list[str]:
+    async def _call_all(self, tools: _SampleTools, calls: Sequence[ToolCall]) -> list[str | ToolOutput]:
         return list(await asyncio.gather(*(self._call(tools, call) for call in calls)))
 
-    async def _call(self, tools: _SampleTools, call: ToolCall) -> str:
+    async def _call(self, tools: _SampleTools, call: ToolCall) -> str | ToolOutput:
         if call is MALFORMED:
             return UNREADABLE
         if call.name not in self._tools:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl_mg.rollout.tools.chat_format import ToolCall
-from verl_mg.rollout.tools.tool import Tool, ToolError, ToolOwner, ToolSample, one_line
+from verl_mg.rollout.tools.tool import Tool, ToolError, ToolOutput, ToolOwner, ToolSample, one_line
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ToolState:
         """The last one has the state; those before it failed, and may still be ending."""
         self._functions: Functions = {}
 
-    async def call(self, tool: Tool, call: ToolCall) -> str:
+    async def call(self, tool: Tool, call: ToolCall) -> str | ToolOutput:
         """Calls a tool with the state; returns its result as text, or one line `error: ...`.
 
         Args:
@@ -72,7 +72,7 @@ class ToolState:
             for life in self._lives:
                 life.cancel()
 
-    async def _run(self, tool: Tool, call: ToolCall) -> str:
+    async def _run(self, tool: Tool, call: ToolCall) -> str | ToolOutput:
         function = self._functions[tool.name]
         return await replace(tool, function=function).call(call.arguments, self._timeout)
 
