@@ -286,6 +286,7 @@ class Job:
         for prompts in (self.prompts, self.test_prompts):
             if prompts is not None:
                 self._check_prompt_lengths(prompts, model.max_positions)
+                self._check_images(prompts)
         stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -343,6 +344,17 @@ class Job:
             return self._multi_turn
 
         return with_turns
+
+    def _check_images(self, prompts: Prompts | PromptFeed) -> None:
+        """Checks that the rollout takes the images of prompts."""
+        config = self.config.rollout
+        refusing = (config.has_agents, "endpoints of agents"), (config.has_servers, "servers outside the job")
+        refuses = next((part for given, part in (*refusing, (config.engine == "vllm", "vllm")) if given), None)
+        if refuses and (shown := next((prompt for prompt in prompts if prompt.images), None)):
+            raise UserError(
+                f"{shown.place}: the prompt has images, which {refuses} cannot get. Leave out such records, or use "
+                "rollout.engine=hf or sglang in the job, without an agent."
+            )
 
     def _check_prompt_lengths(self, prompts: Prompts | PromptFeed, positions: int) -> None:
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))

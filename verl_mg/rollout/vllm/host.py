@@ -19,6 +19,8 @@ SEED_STEP = 0x9E3779B97F4A7C15
 """Odd number that distributes the seeds of a request's continuations."""
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent ends."""
+EXCLUDED = -100.0
+"""Bias on the logits of tokens that are never drawn, the lowest that vLLM takes."""
 WATCH_SECONDS = 0.2
 """Time between two looks at whether vLLM's processes are alive."""
 
@@ -64,6 +66,7 @@ class VLLMHost(EngineHost):
             stop_token_ids=request["stop_token_ids"],
             seed=_seed(request["seed"], len(request["tokens"])),
             logprobs=0,
+            logit_bias=dict.fromkeys(request["excluded_token_ids"], EXCLUDED) or None,
             # vLLM also stops at the model's end of sequence, unless it is to ignore that.
             ignore_eos=True,
             detokenize=False,
