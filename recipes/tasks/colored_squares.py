@@ -27,7 +27,7 @@ HELD_OUT = 24
 
 
 def score(sample: Sample) -> Reward:
-    """Returns 1.0 for the right answer, and whether it is of the kind that the question asks for."""
+    """Returns 1.0 for the right answer, and whether the response is a color or a number as the answer is."""
     answered, asked = sample.response in COLORS, sample.answer in COLORS
     kind = answered == asked and sample.response != ""
     return Reward(float(sample.response == sample.answer), {"kind": float(kind)}, answer=sample.response)
@@ -75,4 +75,4 @@ def _write(file: Path, records: Iterable[dict[str, object]]) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/colored_squares"), *sys.argv[2:3])
+    make(Path((sys.argv[1:2] or ["runs/colored_squares"])[0]), (sys.argv[2:3] or ["qwen2_5_vl"])[0])

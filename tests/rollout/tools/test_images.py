@@ -69,7 +69,7 @@ def conversation(engine: Written, model: Path, processor: ImageProcessor | None,
     return sample
 
 
-def test_images_of_tools_are_in_the_next_context_and_beside_the_row(model: Path) -> None:
+def test_images_of_tools_are_in_the_next_context_and_the_row(model: Path) -> None:
     processor = ImageProcessor.read(model)
     engine = Written(model, f"{qwen('look', n=1)}\n{qwen('look', n=2)}", "ok")
     prompt_image = noise_image(56, 56, 2)

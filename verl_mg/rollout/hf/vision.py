@@ -15,7 +15,7 @@ from verl_mg.images import RowImages
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """What a prefill with images needs in addition to tokens and mask."""
+    """Inputs of a prefill with images, in addition to tokens and mask."""
 
     positions: Tensor
     """Positions of the tokens, (r, t), or (3, r, t) where the model has one for each of time, height and width."""

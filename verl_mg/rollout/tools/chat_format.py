@@ -37,7 +37,7 @@ MALFORMED = ToolCall("", "")
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call."""
+    """The result of a call as the policy gets it."""
 
     name: str
     """Name of the tool."""
