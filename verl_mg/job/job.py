@@ -377,7 +377,10 @@ class Job:
 def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a Hugging Face directory; UserError where it has none that can be read."""
     try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a broken folder
         reason = str(error).splitlines()[0]
         raise UserError(f"{model_dir}: no readable tokenizer ({reason}); add tokenizer.json to it") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without one
+        raise UserError(f"{model_dir}: no tokenizer; add tokenizer.json to it")
+    return tokenizer
