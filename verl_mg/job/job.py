@@ -14,7 +14,7 @@ from torch.distributed import Store
 from transformers import AutoTokenizer
 
 from verl_mg.batch import Batch
-from verl_mg.config import Config
+from verl_mg.config import Config, RolloutConfig
 from verl_mg.data import Prompt, PromptFeed, Prompts, demonstrations_batch, pairs_batch, read_prompts
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed import collectives
@@ -347,9 +347,7 @@ class Job:
 
     def _check_images(self, prompts: Prompts | PromptFeed) -> None:
         """Checks that the rollout takes the images of prompts."""
-        config = self.config.rollout
-        refusing = (config.has_agents, "endpoints of agents"), (config.has_servers, "servers outside the job")
-        refuses = next((part for given, part in (*refusing, (config.engine == "vllm", "vllm")) if given), None)
+        refuses = refuses_images(self.config.rollout)
         if refuses and (shown := next((prompt for prompt in prompts if prompt.images), None)):
             raise UserError(
                 f"{shown.place}: the prompt has images, which {refuses} cannot get. Leave out such records, or use "
@@ -372,6 +370,12 @@ class Job:
     @property
     def _place(self) -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
+
+
+def refuses_images(rollout: RolloutConfig) -> str | None:
+    """Returns the part of a rollout that cannot get the images of prompts; None where all parts can."""
+    refusing = (rollout.has_agents, "endpoints of agents"), (rollout.has_servers, "servers outside the job")
+    return next((part for given, part in (*refusing, (rollout.engine == "vllm", "vllm")) if given), None)
 
 
 def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
