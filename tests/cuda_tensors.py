@@ -314,8 +314,15 @@ def _rms_norm_gradients(
 
 
 def _flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool
-) -> Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes torch's FlexAttention by matrices, with what its kernel requires of a mask and of shapes."""
     assert all(x.dim() == 4 and x.stride(-1) == 1 for x in (query, key, value)), "the kernel reads rows of heads"
     repeat = query.shape[1] // key.shape[1]
@@ -328,8 +335,10 @@ def _flex_attention(
     if score_mod:
         scores = score_mod(scores, first, first, queries[:, None], keys)
     visible = block_mask.mask_mod(first, first, queries[:, None], keys)
-    context = (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value.float()).to(query.dtype)
-    return context.transpose(1, 2).contiguous().transpose(1, 2)  # in memory like the query
+    scores = scores.masked_fill(~visible, -torch.inf)
+    context = (scores.softmax(-1) @ value.float()).to(query.dtype)
+    context = context.transpose(1, 2).contiguous().transpose(1, 2)  # in memory like the query
+    return (context, scores.logsumexp(-1)) if return_lse else context
 
 
 def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

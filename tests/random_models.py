@@ -56,6 +56,7 @@ def fields(family: str, **changes: Any) -> dict[str, Any]:
         "deepseek_v3": latent,
         "glm4_moe": glm | {"attention_bias": True, "use_qk_norm": True},
         "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
+        "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
     }
     return common | own.get(family, {}) | changes
 
@@ -110,7 +111,7 @@ def engines(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> EnginePlacement
         tp = 4
     pp = draw(st.sampled_from([1, 2])) if tp * 2 <= ranks and c.architecture != "gemma2" else 1
     divisors = [size for size in (1, 2, 4, 8) if tp % size == 0]
-    ep = draw(st.sampled_from(divisors)) if c.experts else 1
+    ep = draw(st.sampled_from(divisors)) if c.experts and not c.attention_sinks else 1
     adp = draw(st.sampled_from(divisors)) if c.architecture in ("qwen3", "qwen3_moe", "glm4_moe", *LATENT) else 1
     stride = draw(st.sampled_from([size for size in (1, 2, 4) if ranks % (tp * pp * size) == 0]))
     return EnginePlacement(EngineLayout(tp=tp, pp=pp, ep=ep, adp=adp), tuple(range(ranks)), stride)
@@ -124,7 +125,8 @@ def shard_map(c: HFConfig) -> st.SearchStrategy[ShardMap]:
 @st.composite
 def sources(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> ShardMap:
     """The model in any dialect that weights come from, on `ranks` ranks."""
-    dialect = draw(st.sampled_from(["megatron", "megatron", "transformer_engine", "modules"]))
+    dialects = ["megatron", "megatron", "modules", *(() if c.attention_sinks else ("transformer_engine",))]
+    dialect = draw(st.sampled_from(dialects))
     if dialect == "modules":
         return weight_table(c).shard_map_replicated(range(ranks))
     placement = Placement(draw(layouts(c, ranks)), tuple(range(ranks)))

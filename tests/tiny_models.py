@@ -42,10 +42,14 @@ VARIANTS = {
                  "fields": {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.7}},
     "gemma2": {"tie_embeddings": True, "head_dim": 12, "fields": {"sliding_window": 5, "attn_logit_softcapping": 0.5,
                                                                "final_logit_softcapping": 3.0}},
+    "gpt_oss": {"head_dim": 12,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                 "truncate": False, "original_max_position_embeddings": 16},
+                "fields": {"sliding_window": 5, "swiglu_limit": 0.7}},
 }  # fmt: skip
 TRAINED = ("llama", "qwen2", "qwen3", "gemma2")
 """The dense ones."""
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
 """The mixtures of experts without latent attention."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Those with it."""
@@ -97,6 +101,19 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def unstacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as the weight table has them: gpt-oss's experts one by one, matrices (out, in)."""
+    result = {}
+    for name, tensor in tensors.items():
+        prefix, found, part = name.rpartition("experts.")
+        if not found or not part.startswith(("gate_up_proj", "down_proj")):
+            result[name] = tensor
+            continue
+        for expert, values in enumerate(tensor):
+            result[f"{prefix}experts.{expert}.{part}"] = values.mT if values.dim() == 2 else values
+    return result
 
 
 @cache

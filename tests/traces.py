@@ -91,6 +91,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", GLM | {"attention_bias": True, "use_qk_norm": True}),
     "uneven": ("llama", {"vocab_size": 200, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 32, "hidden_act": "gelu_pytorch_tanh"}),
+    # A width that vLLM's kernels for the CPU take on four ranks.
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 128,
+            "rope_parameters": DEEPSEEK["rope_parameters"] | {"truncate": False},
+        },
+    ),
 }
 """Family -> the model type of transformers, and what its configuration has beyond `COMMON`."""
 
@@ -122,6 +133,8 @@ def vllm_layouts_of(family: str) -> list[EngineLayout]:
     if family == "uneven":  # its 256 padded rows cannot be divided by 3
         return []
     layouts = [EngineLayout(), EngineLayout(tp=2), EngineLayout(tp=4), EngineLayout(pp=2), EngineLayout(tp=2, pp=2)]
+    if family == "gpt_oss":  # which needs a key-value head on each rank
+        return [*(layout for layout in layouts if layout.tp <= 2), EngineLayout(tp=2, ep=2)]
     return layouts + ([EngineLayout(tp=2, ep=2), EngineLayout(tp=4, ep=4)] if family in MIXTURES else [])
 
 

@@ -56,8 +56,8 @@ class Trained:
 class LocalDirectories(ModelDirectories):
     """Each rank reads the headers, which it would get from rank 0."""
 
-    def open(self, folder: Path, *_: object) -> ModelDirectory:
-        return ModelDirectory.find(folder)
+    def open(self, folder: Path, *options: Any) -> ModelDirectory:
+        return self._checked(folder, *options)
 
 
 def in_package(waits: Waits, package: str) -> Waits:

@@ -25,6 +25,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # Biases and norms of queries and keys, of which a half is rotated, beside a sigmoid router and shared experts.
     "partly rotated": {"architecture": "glm4_moe", "layers": 5, "kv_heads": 4, "ffn": 48, **VARIANTS["glm4_moe"]},
+    # Attention sinks, biases and windows; experts in stacked tensors.
+    "sinks": {"architecture": "gpt_oss", "layers": 5, "kv_heads": 4, "experts": 8, **VARIANTS["gpt_oss"]},
     "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
 }
 

@@ -73,9 +73,12 @@ def described(lengths: tuple[int, ...], keys: tuple[int, ...] | None) -> PackedS
     return describe_sequences(torch.tensor(lengths), torch.ones(WIDTH // 2), 1.0, *gathered)
 
 
-def attention(window: int | None, softcap: float | None = None) -> PackedAttention:
+def attention(window: int | None, softcap: float | None = None, sinks: bool = False) -> PackedAttention:
     config = TransformerConfig(num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, softmax_scale=0.3)
-    return PackedAttention(config, window=window, softcap=softcap)
+    module = PackedAttention(config, window=window, softcap=softcap, sinks=sinks)
+    if module.softmax_offset is not None:
+        module.softmax_offset.data = torch.linspace(-1.0, 2.0, HEADS)
+    return module
 
 
 @pytest.mark.parametrize("signature", [INSTALLED, without_gqa()], ids=["installed", "torch 2.11"])
@@ -111,50 +114,57 @@ def test_ragged_kernel_gets_what_it_takes(
 
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(6, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("window", "shares"), [(None, False), (40, False), (40, True)])
-def test_softcap_by_block_mask_equals_matrix_products(
-    ranks: RankPool, kv_heads: int, window: int | None, shares: bool
+@pytest.mark.parametrize("feature", [{"softcap": 0.5}, {"sinks": True}], ids=["softcap", "sinks"])
+def test_scores_by_block_mask_equal_matrix_products(
+    ranks: RankPool, kv_heads: int, window: int | None, shares: bool, feature: dict[str, Any]
 ) -> None:
     # Gradients through torch's compiler start threads in a process, from which no ranks could be forked again.
-    ((found, expected),) = ranks.run(1, attend_with_softcap, kv_heads, window, shares)
+    ((found, expected),) = ranks.run(1, attend_with_feature, kv_heads, window, shares, feature)
     for a, b in zip(found, expected, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+        assert torch.allclose(a, b, atol=1e-5) and b.abs().max() > 0.1
 
 
-def attend_with_softcap(kv_heads: int, window: int | None, shares: bool) -> list[list[Tensor]]:
+def attend_with_feature(kv_heads: int, window: int | None, shares: bool, feature: dict[str, Any]) -> list[list[Tensor]]:
     """Output and gradients by a block mask, and by matrix products."""
     packed = described((150, 1, 7, 100), (150, 141, 8, 190) if shares else None)
-    module = attention(window, softcap=0.5)
+    packed.cp_group = dist.group.WORLD
+    module = attention(window, **feature)
     functions = (module._with_block_mask, module._length_by_length)
-    return outputs_and_gradients(functions, packed, 258, kv_heads, 489 if shares else 258)
+    return outputs_and_gradients(functions, module, packed, 258, kv_heads, 489 if shares else 258)
 
 
-@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("feature", [{}, {"softcap": 0.5}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_to_gathered_keys_by_block_mask_equals_that_by_a_full_mask(
-    ranks: RankPool, softcap: float | None, window: int | None
+    ranks: RankPool, feature: dict[str, Any], window: int | None
 ) -> None:
-    for found, expected in ranks.run(2, attend_to_gathered, softcap, window):
+    for found, expected in ranks.run(2, attend_to_gathered, feature, window):
         for a, b in zip(found, expected, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
 
 
-def attend_to_gathered(softcap: float | None, window: int | None) -> list[list[Tensor]]:
+def attend_to_gathered(feature: dict[str, Any], window: int | None) -> list[list[Tensor]]:
     """Output and gradients of two chunks of each sequence, by a block mask and by one of all tokens."""
     packed = describe_sequences(torch.tensor([152, 4, 8, 600]), torch.ones(WIDTH // 2), 1.0)
     packed.cp_group, packed.zigzag = dist.group.WORLD, True
-    module = attention(window, softcap)
+    module = attention(window, **feature)
 
     def to_gathered(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda query, key, value, packed: attend(query, *module._gathered(key, value, packed), packed)
 
     functions = [to_gathered(attend) for attend in (module._with_block_mask, module._length_by_length)]
-    return outputs_and_gradients(functions, packed, 382, 2, 382)
+    return outputs_and_gradients(functions, module, packed, 382, 2, 382)
 
 
 def outputs_and_gradients(
-    functions: Iterable[Callable[..., Tensor]], packed: PackedSequences, tokens: int, kv_heads: int, keys: int
+    functions: Iterable[Callable[..., Tensor]],
+    module: PackedAttention,
+    packed: PackedSequences,
+    tokens: int,
+    kv_heads: int,
+    keys: int,
 ) -> list[list[Tensor]]:
-    """Outputs of functions of attention, and gradients of queries, keys and values."""
+    """Outputs of functions of a module, and gradients of queries, keys, values and of its sinks."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, HEADS), (keys, kv_heads), (keys, kv_heads))
     inputs = [torch.randn(*shape, WIDTH, generator=generator) for shape in shapes]
@@ -166,7 +176,7 @@ def outputs_and_gradients(
         for attend in functions:
             leaves = [values.clone().requires_grad_() for values in inputs]
             context = attend(*leaves, packed)
-            results.append([context.detach(), *torch.autograd.grad(context, leaves, gradient)])
+            results.append([context.detach(), *torch.autograd.grad(context, [*leaves, *module.parameters()], gradient)])
     return results
 
 

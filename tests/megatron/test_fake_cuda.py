@@ -32,6 +32,7 @@ KERNELS = {
     "deepseek_v2": 39,
     "deepseek_v3": 41,
     "glm4_moe": 33,
+    "gpt_oss": 46,
 }
 """Kernels of the forward pass of a layer; docs/benchmarks.md has the same numbers."""
 COPIES_OF_HEADS = {"repeat_interleave", "repeat", "expand_copy", "constant_pad_nd"}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.random_models import config
 from verl_mg.errors import UserError
 from verl_mg.megatron import kernels
 from verl_mg.megatron.kernels import resolve_kernels
@@ -49,3 +50,11 @@ def test_transformer_engine_that_is_not_installed_is_refused_with_the_remedy(mac
     machine(True, False)
     with pytest.raises(UserError, match=r"^model.kernels: Transformer Engine cannot be imported. Install launch/"):
         resolve_kernels("transformer_engine", torch.bfloat16)
+
+
+def test_attention_sinks_have_kernels_of_torch(machine):
+    machine(True, True)
+    model = config("gpt_oss")
+    assert resolve_kernels("auto", torch.bfloat16, model) == "torch"
+    with pytest.raises(UserError, match=r"^model.kernels: .* no attention sinks .* gpt_oss needs. Set model.kernels="):
+        resolve_kernels("transformer_engine", torch.bfloat16, model)

@@ -21,6 +21,7 @@ LAYOUTS = [
     ("dense", "tp2-cp2-pp2-vpp3", True),
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", EVERY_PART),
     ("partly rotated", "tp2-cp2-pp2-ep4-etp1", False),
+    ("sinks", "tp2-cp2-pp2-ep2", False),
 ]
 NIGHTLY_RECOMPUTED = [
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
@@ -28,6 +29,8 @@ NIGHTLY_RECOMPUTED = [
     ("latent", "ep2-cp2", ["core_attn", "mla_up_proj", "moe_act", "shared_experts"]),
     ("dense", "tp2-pp2-vpp2", ["layernorm", "mlp"]),
     ("capped", "tp2-cp2-pp2", ["core_attn", "layernorm"]),
+    ("sinks", "tp2-cp2-pp2-vpp2-ep2-etp1", ["core_attn", "layernorm", "moe_act"]),
+    ("sinks", "pp2-ep4", ["moe"]),
     ("tied", "pp4-vpp2", ["core_attn", "layernorm", "mlp"]),
     ("mixture", "tp2-ep4-etp1", ["layernorm", "moe_act"]),
     ("mixture", "pp2-vpp2-ep4", ["layernorm", "moe"]),
@@ -72,6 +75,12 @@ NIGHTLY_LAYOUTS = [
     ("partly rotated", "ep8", True),
     ("partly rotated", "pp4-ep2", False),
     ("partly rotated", "cp4", False),
+    ("sinks", "tp4-ep2-etp2", False),
+    ("sinks", "tp2-ep8-etp1", False),
+    ("sinks", "cp4-ep4", False),
+    ("sinks", "tp4", True),
+    ("sinks", "pp2-vpp2", True),
+    ("sinks", "ep8", False),
 ]
 # Values of tokens, and of whole rows at their last token.
 HEADS = {"critic": 1, "reward model": 0}
@@ -108,6 +117,7 @@ NIGHTLY_OPTION_LAYOUTS = [
     ("overlap", "latent", "tp2-cp2-pp2-vpp2-ep2-etp1", False),
     ("overlap", "latent", "tp2-ep2", False),
     ("overlap", "capped", "tp2-pp2-vpp2", True),
+    ("overlap", "sinks", "tp2-cp2-ep4-etp1", False),
     ("shared experts", "latent", "tp2-cp2-pp2-vpp2-ep2-etp1", False),
     ("shared experts", "latent", "ep4", True),
 ]

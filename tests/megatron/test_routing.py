@@ -138,6 +138,8 @@ class ForcedChoices:
         logits, _, own = output
         given, self.at = self.given[self.at :][: len(own)], (self.at + len(own)) % len(self.given)
         taken = torch.where((given >= 0).all(1, keepdim=True), given.long(), own)
+        if not hasattr(gate, "routed_scaling_factor"):  # gpt-oss
+            return logits, logits.gather(1, taken).softmax(-1), taken
         biased = hasattr(gate, "e_score_correction_bias")
         weights = (logits.sigmoid() if biased else logits.softmax(-1)).gather(1, taken)
         if biased and gate.norm_topk_prob:
@@ -149,16 +151,17 @@ class ForcedChoices:
     ("layout", "count"),
     [pytest.param("tp1", 1, marks=pytest.mark.nightly), ("tp2-pp2-ep2-etp1", 4), ("cp2-ep2", 2)],
 )
-@pytest.mark.parametrize("family", LATENT)
-def test_train_deepseek_with_routed_experts_equals_plain_torch(ranks, tmp_path, family, layout, count):
+@pytest.mark.parametrize("family", [*LATENT, pytest.param("gpt_oss", marks=pytest.mark.nightly)])
+def test_train_family_with_routed_experts_equals_plain_torch(ranks, tmp_path, family, layout, count):
     model = tiny_model(tmp_path / "model", family, layers=2)
-    batch, generator = rows(model), torch.Generator().manual_seed(1)
-    given = torch.rand(batch.total_tokens, 2, 8, generator=generator).topk(TOP_K).indices
+    batch, generator, of = rows(model), torch.Generator().manual_seed(1), read_config(model).experts.count
+    given = torch.rand(batch.total_tokens, 2, of, generator=generator).topk(TOP_K).indices
     given[torch.rand(len(given), generator=generator) < 0.3] = -1
     net = copy.deepcopy(oracle(model))
     for number, layer in enumerate(net.model.layers):
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(ForcedChoices(given[:, number]))
+        router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
+        if router is not None:
+            router.register_forward_hook(ForcedChoices(given[:, number]))
     expected = train_in_plain_torch(net, batch, tmp_path / "expected")
     free = one_rank(ranks.run(1, train, model, "tp1", batch)[0])
     batch["routed_experts"] = given.to(torch.int16)

@@ -111,6 +111,8 @@ def test_train_gemma_under_layout_equals_one_rank(ranks, models, single, layout,
                 ("deepseek_v3", "tp2-cp4", 8),
                 ("deepseek_v2", "cp2-pp2", 4),
                 ("mixtral", "cp2-ep2", 4),
+                ("gpt_oss", "cp8", 8),
+                ("gpt_oss", "tp2-cp2-ep2", 4),
             )
         ),
     ],

@@ -20,7 +20,8 @@ def write_counting(model, target, layout, chunk_bytes):
     """Writes the model; returns the number of runs that this rank wrote."""
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
     runner = ModelRunner(model, ParallelGroups(placement), torch.float32)
-    writer = CheckpointWriter(target, runner.table.huggingface(), torch.float32)
+    table = runner.table
+    writer = CheckpointWriter(target, table.huggingface(), torch.float32, stacked=table.tensor_index.stacked)
     if dist.get_rank() == 0:
         writer.create()
     dist.barrier()
@@ -49,3 +50,18 @@ def test_write_weights_writes_each_box_in_one_run(ranks, tmp_path, name, layout,
     expected, written = load_file(model / SINGLE), load_file(tmp_path / "written" / SINGLE)
     assert all(torch.equal(written[tensor], expected[tensor].float()) for tensor in written)
     assert sum(runs) <= 2 * len(written)  # tensor parallelism of 2: at most two runs for each tensor
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        ("tp2-pp2", 4),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("tp1", 1), ("tp2-ep2-etp1", 2), ("ep2", 2))),
+    ],
+)
+def test_write_weights_of_stacked_experts_restores_the_directory(ranks, tmp_path, layout, count):
+    model = tiny_model(tmp_path / "model", "gpt_oss")
+    ranks.run(count, write_counting, model, tmp_path / "written", layout, 4096)
+    expected, written = load_file(model / SINGLE), load_file(tmp_path / "written" / SINGLE)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[tensor], expected[tensor]) for tensor in written)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.tiny_models import oracle_outputs
+from tests.tiny_models import oracle_outputs, unstacked
 from verl_mg.batch import Batch
 from verl_mg.config import MegatronConfig, OptimizerConfig, Recompute
 from verl_mg.layout import Layout, Placement
@@ -248,7 +248,7 @@ def _as_checkpoint(net: torch.nn.Module, values: Callable[[Tensor], Tensor], fol
         for of, weight in zip(filled.parameters(), net.parameters(), strict=True):
             of.copy_(values(weight))
     filled.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+    return unstacked(load_file(folder / "model.safetensors"))
 
 
 def one_rank(trained: Trained) -> Expected:

@@ -15,28 +15,36 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from verl_mg.models.checkpoint_shapes import checkpoint_shapes
+from verl_mg.models.stacked_tensors import expert_shapes
 from verl_mg.rollout.tracing.position_codes import PositionCodes, decode
+from verl_mg.rollout.tracing.trace_rank import checkpoint
+from verl_mg.rollout.tracing.tracer import stacked_tensors
 from verl_mg.sharding.boxes import Shard
 
 
 def trace_transformers(model_dir: str | Path) -> dict[str, Shard]:
     """Returns the shard of each parameter and of each buffer that `from_pretrained` fills."""
     model_dir = Path(model_dir)
-    codes = PositionCodes(checkpoint_shapes(model_dir))
+    stacked = stacked_tensors(model_dir)
+    stacks: dict[str, list[str]] = {}
+    for name, place in stacked.items():
+        stacks.setdefault(place.name, []).append(name)
+    codes = PositionCodes(expert_shapes(checkpoint_shapes(model_dir), stacked))
     passes: dict[str, list[Tensor]] = {}
     for number in range(codes.passes):
-        for name, tensor in _loaded_by_transformers(model_dir, {n: codes.tensor(n, number) for n in codes.names}):
+        for name, tensor in _loaded_by_transformers(model_dir, dict(checkpoint(codes, number, stacks))):
             passes.setdefault(name, []).append(tensor)
     return {name: decode(name, codes, seen) for name, seen in passes.items()}
 
 
-def _loaded_by_transformers(model_dir: Path, checkpoint: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _loaded_by_transformers(model_dir: Path, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters and the filled buffers of the module that `from_pretrained` makes of a checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     with tempfile.TemporaryDirectory(prefix="trace-") as name:
         shutil.copy(model_dir / "config.json", name)
-        save_file(checkpoint, Path(name) / "model.safetensors", {"format": "pt"})
+        stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(stored, Path(name) / "model.safetensors", {"format": "pt"})
         takes_images = hasattr(AutoConfig.from_pretrained(name), "vision_config")
         model, info = (AutoModelForImageTextToText if takes_images else AutoModelForCausalLM).from_pretrained(
             name, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -46,6 +54,9 @@ def _loaded_by_transformers(model_dir: Path, checkpoint: dict[str, Tensor]) -> I
     parameters = dict(model.named_parameters())
     unfilled = sorted(missing & parameters.keys())
     assert not unfilled, f"transformers finds no tensor of the checkpoint for {', '.join(unfilled[:4])}"
-    yield from parameters.items()
+    for name, parameter in parameters.items():
+        experts = model.get_submodule(name.rpartition(".")[0])
+        transposed = getattr(experts, "is_transposed", False) and parameter.dim() == 3  # (experts, in, out)
+        yield name, parameter.mT if transposed else parameter
     saved = model.state_dict().keys() - missing
     yield from ((name, b) for name, b in model.named_buffers() if name in saved)

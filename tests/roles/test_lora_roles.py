@@ -37,7 +37,7 @@ from verl_mg.rollout.hf.engine import HFEngine
 COUNT, LORA = 8, LoraConfig(rank=4, alpha=6.0)
 # Two steps: in the first one only B has a gradient.
 OPTIMIZER = OptimizerConfig(lr=0.05)
-NAMES = ("qwen2", "qwen3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+NAMES = ("qwen2", "qwen3", "gemma2", "gpt_oss", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 OF_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")
 """Of these the experts have adapters too."""
 LATENT_ATTENTION = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -145,6 +145,7 @@ def merged(base: dict[str, Tensor], adapters: dict[str, Tensor]) -> dict[str, Te
     ("qwen3_moe", "tp2-ep2", 4, 4, "ep2"),
     ("deepseek_v3", "tp2-ep2-etp1", 4, 4, "tp2-ep2-etp1"),
     pytest.param("gemma2", "tp2-pp2", 4, 4, "tp1", marks=pytest.mark.nightly),
+    pytest.param("gpt_oss", "tp2-ep2", 4, 4, "tp1", marks=pytest.mark.nightly),
     pytest.param("mixtral", "tp2-ep2", 4, 4, "ep2", marks=pytest.mark.nightly),
     pytest.param("deepseek_v2", "ep2", 2, 2, "tp2", marks=pytest.mark.nightly),
 ])  # fmt: skip
@@ -165,7 +166,7 @@ def test_saved_model_contains_merged_weights_and_the_adapters(
 @pytest.mark.parametrize("name", [
     "qwen2",
     "deepseek_v3",
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "gemma2", "qwen3_moe", "mixtral")),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "gemma2", "gpt_oss", "qwen3_moe", "mixtral")),
 ])  # fmt: skip
 def test_saved_adapters_loaded_by_peft_give_the_same_logits(ranks, models, tmp_path, name) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")

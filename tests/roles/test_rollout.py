@@ -79,7 +79,10 @@ def make_roles(
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma2", "llama", "qwen2"))],
+    params=[
+        "qwen3",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma2", "gpt_oss", "llama", "qwen2")),
+    ],
 )
 def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)

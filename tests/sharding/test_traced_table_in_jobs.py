@@ -81,7 +81,7 @@ def test_weight_sync_with_traced_table_plans_as_builtin(ranks, model, table_file
 def sglang_installed(monkeypatch):
     """Configurations with rollout.engine=sglang can be checked without SGLang."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(build_engines, "check_sglang_on_cpu", lambda dims, layout: None)
+    monkeypatch.setattr(build_engines, "check_sglang_on_cpu", lambda config, dims, layout: None)
 
 
 def test_check_engines_with_traced_table_accepts_its_model_and_layout(sglang_installed, model, table_file):

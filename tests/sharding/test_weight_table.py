@@ -19,7 +19,7 @@ from tests.random_models import (
 )
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout, Placement
-from verl_mg.models.hf_config import parse_config, read_config
+from verl_mg.models.hf_config import ClampedSwiGLU, parse_config, read_config
 from verl_mg.models.hf_families import FAMILIES
 from verl_mg.sharding.weight_table import weight_table
 
@@ -106,6 +106,9 @@ def megatron_reference(c, tensors, layer, tp, rank):
 def expert_reference(c, tensors, layer, expert, etp, rank):
     """(fc1, fc2) of one expert."""
     p = f"model.layers.{layer}."
+    if c.architecture == "gpt_oss":  # gate and up alternate
+        gate_up, down = (tensors[f"{p}mlp.experts.{expert}.{name}"] for name in ("gate_up_proj", "down_proj"))
+        return gate_up.chunk(etp)[rank], down.chunk(etp, dim=1)[rank]
     names = ("block_sparse_moe", "w1", "w3", "w2") if c.architecture == "mixtral" else (
         "mlp", "gate_proj", "up_proj", "down_proj"
     )  # fmt: skip
@@ -234,6 +237,37 @@ def test_transformer_engine_table_fuses_norms_and_groups_experts():
     assert latent["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape == (16, 8)
 
 
+def test_parse_config_of_gpt_oss_has_its_fields_and_their_defaults():
+    c = config("gpt_oss")
+    assert (c.qkv_bias, c.output_bias, c.attention_sinks) == (True, True, True)
+    assert c.sliding_windows == (128, None, 128, None)
+    assert c.experts and c.experts.clamped == ClampedSwiGLU(alpha=1.702, limit=7.0) and c.experts.normalized
+    given = config("gpt_oss", sliding_window=9, layer_types=["full_attention"] * 3 + ["sliding_attention"])
+    assert given.sliding_windows == (None, None, None, 9)
+
+
+def test_megatron_table_of_gpt_oss_cuts_sinks_and_biases():
+    c = config("gpt_oss", intermediate_size=4)
+    shards, tensors = weight_table(c).megatron(Layout(tp=2, ep=2, etp=2, dp=2), 3), checkpoint(c)
+    prefix, layer = "decoder.layers.1.", "model.layers.1."
+    values = {name.removeprefix(prefix): assemble(shard, tensors) for name, shard in shards.items()}
+    sinks, bias = (tensors[f"{layer}self_attn.{name}"] for name in ("sinks", "o_proj.bias"))
+    assert torch.equal(values["self_attention.core_attention.softmax_offset"], sinks[4:])
+    assert torch.equal(values["self_attention.linear_proj.bias"], bias)
+    assert torch.equal(values["mlp.router.bias"], tensors[layer + "mlp.router.bias"])
+    fc1, fc2 = (tensors[f"{layer}mlp.experts.5.{name}_proj_bias"] for name in ("gate_up", "down"))
+    assert torch.equal(values["mlp.experts.linear_fc1.bias"][1], fc1[4:])
+    assert torch.equal(values["mlp.experts.linear_fc2.bias"][1], fc2)
+
+
+def test_stacked_tensors_of_gpt_oss_are_transposed():
+    stacked = weight_table(config("gpt_oss")).tensor_index.stacked
+    place = stacked["model.layers.2.mlp.experts.3.gate_up_proj"]
+    assert (place.name, place.shape) == ("model.layers.2.mlp.experts.gate_up_proj", (8, 8, 32))
+    assert place.expert_shape == (32, 8) and place.box(((4, 6), (1, 3))) == ((3, 4), (1, 3), (4, 6))
+    assert stacked["model.layers.2.mlp.experts.3.down_proj_bias"].box(((4, 6),)) == ((3, 4), (4, 6))
+
+
 def test_tensor_index_only_router_bias_is_float32():
     tensors = weight_table(config("deepseek_v3")).tensor_index.tensors
     names = {name for name, info in tensors.items() if info.float32}
@@ -270,6 +304,8 @@ def test_shard_map_megatron_indivisible_layout_is_user_error(family, layout, mes
         ("qwen3", {}, "tp2-ep2", "ep2 distributes experts, but the model has none"),
         ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "tp6", "does not divide the 4 key"),
         ("qwen3_moe", {}, "tp4-ep3", "ep must divide tp4"),
+        ("gpt_oss", {}, "tp2-ep2", "cannot distribute unquantized experts of gpt_oss. Leave out ep"),
+        ("gpt_oss", {"swiglu_alpha": 2.0}, "tp2", "SGLang computes swiglu_alpha=1.702, but this model has 2.0"),
     ],
 )
 def test_sglang_table_unsupported_layout_is_user_error(family, changes, layout, message):
@@ -302,12 +338,14 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
         return
     for rank in range(layout.tp):
         sglang, vllm = (weight_table(c).for_engine(name).engine_shards(layout, rank) for name in ("sglang", "vllm"))
-        renamed = {
-            name.replace("experts.w", "experts.routed_experts.w").replace(
-                "fused_qkv_a_proj_with_mqa", "fused_qkv_a_proj"
-            ): s
-            for name, s in sglang.items()
-        }
+        renames = {"experts.w": "experts.routed_experts.w", "fused_qkv_a_proj_with_mqa": "fused_qkv_a_proj"}
+        if c.architecture == "gpt_oss":
+            renames |= {"self_attn.": "attn.", "embed_tokens": "embedding", "_weight_bias": "_bias"}
+        renamed = {}
+        for name, shard in sglang.items():
+            for theirs, ours in renames.items():
+                name = name.replace(theirs, ours)
+            renamed[name] = shard
         assert renamed == dict(vllm)
 
 
@@ -335,6 +373,8 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
         (fields("glm4_moe", partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not possible: of the 2 elements"),
         (fields("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         (fields("gemma2", layer_types=["full_attention"]), "layer_types=.* for each of the 4 layers"),
+        (fields("gpt_oss", attention_bias=False), "attention_bias=False is not supported for model_type 'gpt_oss'"),
+        (fields("gpt_oss", layer_types=["chunked"] * 4), "layer_types=.* for each of the 4 layers"),
     ],
 )
 def test_parse_config_unsupported_model_is_user_error(change, message):

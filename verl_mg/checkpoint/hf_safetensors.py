@@ -18,10 +18,13 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from verl_mg.checkpoint import mxfp4
 from verl_mg.checkpoint.fp8 import block_of, dequantize, misfit
 from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectory
+from verl_mg.checkpoint.mxfp4 import packed_box, packed_names
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile, header
 from verl_mg.errors import UserError
+from verl_mg.models.stacked_tensors import StackedTensor
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, numel, slices
 
 
@@ -42,7 +45,7 @@ class CheckpointReader:
         self._files: dict[str, SafetensorsFile] = {}
 
     def read(self, tensor: str, box: Box) -> Tensor:
-        """Reads one box of a tensor; an FP8 tensor is dequantized to float32.
+        """Reads one box of a tensor; an FP8 tensor is dequantized to float32, an MXFP4 tensor to bfloat16.
 
         Args:
             tensor: Hugging Face name.
@@ -53,8 +56,22 @@ class CheckpointReader:
         """
         if tensor in self._initial:
             return self._initial[tensor][slices(box)]
+        if place := self._directory.stacked.get(tensor):
+            return self._unpacked(place, box) if self._directory.is_packed(place) else self._unstacked(place, box)
         values = self._stored(tensor, box)
         return self._dequantized(tensor, box, values) if values.dtype is torch.float8_e4m3fn else values
+
+    def _unstacked(self, place: StackedTensor, box: Box) -> Tensor:
+        values = self._stored(place.name, place.box(box))[0]
+        return values.permute(*reversed(range(values.dim())))
+
+    def _unpacked(self, place: StackedTensor, box: Box) -> Tensor:
+        names, needed = packed_names(place.name), packed_box(place, box)
+        blocks, scales = (self._stored(name, needed) for name in names)
+        try:
+            return mxfp4.dequantize(blocks, scales, box)
+        except ValueError as error:
+            raise self._directory.unfit_scales(names[1], names[0], f"{error} in the box {needed}") from None
 
     def _dequantized(self, tensor: str, box: Box, values: Tensor) -> Tensor:
         name = self._directory.scale_of(tensor)
@@ -122,6 +139,7 @@ class CheckpointWriter:
         dtype: torch.dtype,
         file_bytes: int = 5 * 10**9,
         copies: Mapping[str, str] | None = None,
+        stacked: Mapping[str, StackedTensor] | None = None,
     ) -> None:
         """Lays the files out, without writing.
 
@@ -131,9 +149,15 @@ class CheckpointWriter:
             dtype: dtype of all tensors in the files.
             file_bytes: size from which a new file begins.
             copies: {further tensor: the tensor whose values it has}, which is written with it.
+            stacked: places of the tensors that are in stacked tensors, see `TensorIndex.stacked`; None for no such
+                tensors.
         """
-        self.folder, self._dtype, self._copies = Path(folder), dtype, dict(copies or {})
-        self._shapes = {name: shard.shape for name, shard in shapes.items()}
+        self.folder, self._dtype = Path(folder), dtype
+        self._copies, self._stacked = dict(copies or {}), stacked or {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for tensor, shard in shapes.items():
+            place = self._stacked.get(tensor)
+            self._shapes[place.name if place else tensor] = place.shape if place else shard.shape
         self._shapes |= {name: self._shapes[original] for name, original in self._copies.items()}
         groups = split_by_size(self._shapes, dtype.itemsize, file_bytes)
         many = len(groups) > 1
@@ -169,6 +193,9 @@ class CheckpointWriter:
         for copy, original in self._copies.items():
             if original == tensor:
                 self.write(copy, box, values)
+        if place := self._stacked.get(tensor):
+            values = values.reshape(box_shape(box)).permute(*reversed(range(len(box))))
+            tensor, box = place.name, place.box(box)
         name, offset = self._offsets[tensor]
         shape = self._shapes[tensor]
         data = values.detach().to(self._dtype).contiguous().cpu().reshape(box_shape(box))

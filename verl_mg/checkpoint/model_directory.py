@@ -12,13 +12,17 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.checkpoint.fp8 import FP8, SCALE_DTYPES, block_of, declared_block, misfit, scale_name
+from verl_mg.checkpoint.mxfp4 import packed_names, packed_shapes
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, SafetensorsFile, StoredTensor
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.errors import UserError
+from verl_mg.models.stacked_tensors import StackedTensor
 from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PACKED = DTYPE_NAMES[torch.uint8]
+"""Name of the dtype of MXFP4 tensors in safetensors files."""
 _FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -29,22 +33,34 @@ class ModelDirectory:
         folder: the directory.
         file_of: name of the file of each tensor.
         block: rows and columns of the blocks of FP8 tensors, each of which has a scale; None: of no blocks.
+        stacked: places of the tensors that are in stacked tensors, see `TensorIndex.stacked`.
     """
 
-    def __init__(self, folder: Path, file_of: Mapping[str, str], block: BlockSize | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        file_of: Mapping[str, str],
+        block: BlockSize | None = None,
+        stacked: Mapping[str, StackedTensor] | None = None,
+    ) -> None:
         """Stores the files.
 
         Args:
             folder: the directory.
             file_of: name of the file of each tensor.
             block: rows and columns of the blocks of FP8 tensors.
+            stacked: places of the tensors that are in stacked tensors; None for no such tensors.
         """
-        self.folder, self.file_of, self.block = folder, file_of, block
+        self.folder, self.file_of, self.block, self.stacked = folder, file_of, block, stacked or {}
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
 
     @classmethod
-    def find(cls, folder: str | Path) -> ModelDirectory:
+    def find(cls, folder: str | Path, stacked: Mapping[str, StackedTensor] | None = None) -> ModelDirectory:
         """Reads the index of a directory, or the header of its only file.
+
+        Args:
+            folder: the directory.
+            stacked: places of the tensors that are in stacked tensors; None for no such tensors.
 
         Raises:
             UserError: the directory has no safetensors files, or the index cannot be read.
@@ -56,10 +72,10 @@ class ModelDirectory:
                 weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{index}: not a safetensors index ({error}). Download the model again.") from None
-            return cls(folder, weight_map, block)
+            return cls(folder, weight_map, block, stacked)
         if not (folder / SINGLE).exists():
             raise UserError(f"{folder}: no {SINGLE} and no {INDEX}. Convert the weights to safetensors files.")
-        directory = cls(folder, {}, block)
+        directory = cls(folder, {}, block, stacked)
         header = directory.open(SINGLE).tensors
         directory.file_of, directory._headers[SINGLE] = dict.fromkeys(header, SINGLE), header
         return directory
@@ -101,6 +117,22 @@ class ModelDirectory:
             )
         return self.file_of[tensor]
 
+    def parts(self, tensor: str) -> tuple[str, ...]:
+        """Returns the names of the tensors in files from which a tensor is read: itself or its stack, and scales.
+
+        Args:
+            tensor: Hugging Face name.
+        """
+        place = self.stacked.get(tensor)
+        if place is None:
+            scales = scale_name(tensor, self.file_of)
+            return (tensor, scales) if scales else (tensor,)
+        return packed_names(place.name) if self.is_packed(place) else (place.name,)
+
+    def is_packed(self, place: StackedTensor) -> bool:
+        """Returns whether the directory has a stacked tensor in MXFP4."""
+        return packed_names(place.name)[0] in self.file_of
+
     def check(self, shapes: Mapping[str, Shard]) -> None:
         """Checks names, shapes and dtypes of tensors; reads only the headers of the files, each once.
 
@@ -110,21 +142,48 @@ class ModelDirectory:
         Raises:
             UserError: with the first tensor that is missing or different, or for a damaged file.
         """
-        for tensor, shard in shapes.items():
-            box = full_box(shard.shape)
-            name, stored = self.file_with(tensor, box), self._entry(tensor, box)
-            if stored.shape != shard.shape:
-                raise UserError(
-                    f"{self.folder / name}: tensor {tensor!r} has shape {stored.shape}, "
-                    f"but {shard.shape} in config.json. Use the config.json of these weights."
-                )
-            if stored.dtype == FP8:
+        stacks = {place.name: place for name in shapes if (place := self.stacked.get(name))}
+        for place in stacks.values():
+            if self.is_packed(place):
+                self._check_packed(place)
+        whole = {name: place.shape for name, place in stacks.items() if not self.is_packed(place)}
+        whole |= {name: shard.shape for name, shard in shapes.items() if name not in self.stacked}
+        for tensor, shape in whole.items():
+            stored = self._entry(tensor, full_box(shape))
+            name = self.file_of[tensor]
+            if stored.shape != shape:
+                raise self._unfit_shape(tensor, stored.shape, shape)
+            if stored.dtype == FP8 and tensor not in stacks:
                 self._check_scales(tensor, stored)
             elif stored.dtype not in _FLOATS:
                 raise UserError(
                     f"{self.folder / name}: tensor {tensor!r} is {stored.dtype}; "
                     f"supported are {', '.join(_FLOATS)}, and {FP8} with scales. Convert the checkpoint first."
                 )
+
+    def _check_packed(self, place: StackedTensor) -> None:
+        """Checks blocks and scales of a stacked tensor."""
+        shapes = packed_shapes(place)
+        if shapes is None:
+            raise UserError(
+                f"{self.folder}: {place.name} is in MXFP4, but its rows of {place.shape[1]} elements in config.json "
+                "are not made of whole blocks. Use the config.json of these weights."
+            )
+        for tensor, shape in zip(packed_names(place.name), shapes, strict=True):
+            stored = self._entry(tensor, full_box(shape))
+            if stored.shape != shape:
+                raise self._unfit_shape(tensor, stored.shape, shape)
+            if stored.dtype != PACKED:
+                raise UserError(
+                    f"{self.folder / self.file_of[tensor]}: tensor {tensor!r} is {stored.dtype}, but MXFP4 is stored "
+                    f"as {PACKED}. Download the model again."
+                )
+
+    def _unfit_shape(self, tensor: str, stored: tuple[int, ...], needed: tuple[int, ...]) -> UserError:
+        return UserError(
+            f"{self.folder / self.file_of[tensor]}: tensor {tensor!r} has shape {stored}, "
+            f"but {needed} in config.json. Use the config.json of these weights."
+        )
 
     def scale_of(self, tensor: str) -> str:
         """Returns the name of the scales of an FP8 tensor; UserError where the directory does not have them."""
@@ -185,16 +244,19 @@ class ModelDirectory:
         return zlib.compress(json.dumps([tensors, self.block]).encode(), level=1)
 
     @classmethod
-    def unpacked(cls, folder: Path, packed: bytes) -> ModelDirectory:
+    def unpacked(
+        cls, folder: Path, packed: bytes, stacked: Mapping[str, StackedTensor] | None = None
+    ) -> ModelDirectory:
         """Returns the directory that another rank has packed.
 
         Args:
             folder: the directory.
             packed: result of `packed`.
+            stacked: as in `find`.
         """
         tensors, block = json.loads(zlib.decompress(packed))
         file_of = {tensor: name for name, names in tensors.items() for tensor in names}
-        return cls(folder, file_of, tuple(block) if block else None)
+        return cls(folder, file_of, tuple(block) if block else None, stacked)
 
 
 class ModelDirectories:
@@ -203,30 +265,45 @@ class ModelDirectories:
     def __init__(self) -> None:
         self._by_folder: dict[Path, ModelDirectory] = {}
 
-    def open(self, folder: Path, shapes: Mapping[str, Shard], optional: frozenset[str] = frozenset()) -> ModelDirectory:
+    def open(
+        self,
+        folder: Path,
+        shapes: Mapping[str, Shard],
+        optional: frozenset[str] = frozenset(),
+        stacked: Mapping[str, StackedTensor] | None = None,
+    ) -> ModelDirectory:
         """Returns the files of tensors after rank 0 has checked them; all ranks of the job call it together.
 
         Args:
             folder: the directory; not read where there are no tensors.
             shapes: the tensors that are read, from `WeightTable.huggingface()`.
             optional: those of them that the directory may not contain.
+            stacked: places of those that are in stacked tensors; None for no such tensors.
 
         Raises:
             UserError: on rank 0, see `ModelDirectory.find` and `ModelDirectory.check`.
         """
-        packed = self._checked(folder, shapes, optional).packed() if dist.get_rank() == 0 else b""
+        packed = self._checked(folder, shapes, optional, stacked).packed() if dist.get_rank() == 0 else b""
         # The others wait here, so they open no file of a directory that has not been checked.
-        return ModelDirectory.unpacked(folder, broadcast_bytes(packed))
+        return ModelDirectory.unpacked(folder, broadcast_bytes(packed), stacked)
 
-    def _checked(self, folder: Path, shapes: Mapping[str, Shard], optional: frozenset[str]) -> ModelDirectory:
+    def _checked(
+        self,
+        folder: Path,
+        shapes: Mapping[str, Shard],
+        optional: frozenset[str],
+        stacked: Mapping[str, StackedTensor] | None,
+    ) -> ModelDirectory:
         if not shapes:
             return ModelDirectory(folder, {})
         if folder not in self._by_folder:
-            self._by_folder[folder] = ModelDirectory.find(folder)
+            self._by_folder[folder] = ModelDirectory.find(folder, stacked)
         directory = self._by_folder[folder]
         absent = optional - directory.file_of.keys()
         present = {name: shard for name, shard in shapes.items() if name not in absent}
         directory.check(present)
-        scales = filter(None, (scale_name(name, directory.file_of) for name in present))
-        names = (*present, *scales)
-        return ModelDirectory(folder, {name: directory.file_of[name] for name in names}, directory.block)
+        file_of: dict[str, str] = {}
+        for name in present:
+            parts = directory.parts(name)
+            file_of |= {part: directory.file_of[part] for part in parts} | {name: directory.file_of[parts[0]]}
+        return ModelDirectory(folder, file_of, directory.block, stacked)

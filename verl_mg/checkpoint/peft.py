@@ -86,7 +86,8 @@ def adapted_tensors(table: ModelTable, targets: Sequence[str] | None, experts: b
     """
     shared, routed = table.linear_tensors(), table.linear_tensors(of_experts=True)
     if experts and not routed:
-        raise UserError(f"lora.experts: a {table.config.architecture} model has no experts. Leave it out.")
+        problem = "has stacked experts, which cannot have adapters" if table.config.experts else "has no experts"
+        raise UserError(f"lora.experts: a {table.config.architecture} model {problem}. Leave it out.")
     supported = {*shared, *(routed if experts else ())}
     # In the order of the checkpoint, which has the experts of a layer behind its other tensors.
     supported_in_order = [name for name in table.tensor_index.entries if name in supported]

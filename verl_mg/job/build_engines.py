@@ -132,6 +132,13 @@ def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
             "rollout.delta=true: engines that sleep lose the weights that changes refer to. Write rollout.sleep=false "
             "or rollout.num_ranks."
         )
+    whole = rollout.weight_transfer == "disk" and not rollout.delta
+    if table.tensor_index.stacked and rollout.has_servers and not whole:
+        raise UserError(
+            f"rollout.weight_transfer={rollout.weight_transfer}: servers of {table.config.architecture}, whose experts "
+            "are in stacked tensors, read whole directories only. Write rollout.weight_transfer=disk without "
+            "rollout.delta."
+        )
     if rollout.adapters:
         check_adapters(config, table, device.ranks_of_a_node(world_size))
     if rollout.has_servers:
@@ -147,7 +154,7 @@ def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
             if rollout.engine == "vllm":
                 check_vllm_on_cpu(table.config, layout)
             else:
-                check_sglang_on_cpu(table.model_dims, layout)
+                check_sglang_on_cpu(table.config, table.model_dims, layout)
 
         resolve_engine_layout(placement.layout, len(placement.ranks), experts.count if experts else 0, check)
 
@@ -162,6 +169,10 @@ def _check_wire(config: Config, table: ModelTable) -> None:
         raise UserError(
             f"{key}: servers receive quantized weights only as shards, and rollout.weight_transfer is "
             f"{rollout.weight_transfer}. Write rollout.weight_transfer=shards, or rollout.wire=cast."
+        )
+    if table.tensor_index.stacked:
+        raise UserError(
+            f"{key}: quantized experts of {table.config.architecture} are not supported. Write rollout.wire=cast."
         )
     if not torch.cuda.is_available():
         raise UserError(f"{key}: SGLang computes with quantized weights on GPUs only. Write rollout.wire=cast.")

@@ -182,7 +182,7 @@ class ModelRoleBuilder:
         return dtype
 
     def _kernels(self, role: str) -> Kernels:
-        return resolve_kernels(self._config.model.kernels, self._dtype(role))
+        return resolve_kernels(self._config.model.kernels, self._dtype(role), read_config(self._path(role)))
 
     def _path(self, role: str) -> Path:
         return getattr(self._section(role), "path", None) or self._config.model.path

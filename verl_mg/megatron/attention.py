@@ -6,6 +6,7 @@ rank has T / cp of them outside attention, and a tensor-parallel rank T / (cp * 
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import signature
 from math import gcd
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import all_to_all
+from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -84,9 +85,14 @@ class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence, rotary embedding included.
 
     The heads are those of this tensor-parallel rank; context-parallel ranks divide them among themselves. Uses torch's
-    variable-length kernel where it exists (CUDA, half precision), with a softcap a kernel of FlexAttention. Elsewhere
-    scaled-dot-product attention once for each length that occurs, with a softcap plain matrix products. Where ranks
-    exchange keys and values, see `local_context`, FlexAttention too, elsewhere a mask of all pairs of tokens.
+    variable-length kernel where it exists (CUDA, half precision), with a softcap or sinks a kernel of FlexAttention.
+    Elsewhere scaled-dot-product attention once for each length that occurs, with a softcap or sinks plain matrix
+    products. Where ranks exchange keys and values, see `local_context`, FlexAttention too, elsewhere a mask of all
+    pairs of tokens.
+
+    Attributes:
+        softmax_offset: (heads / tp,) parameter of the attention sinks; None without. A head's softmax has this score
+            in addition to those of the keys, and no value for it.
     """
 
     def __init__(
@@ -95,18 +101,26 @@ class PackedAttention(MegatronModule):
         *_: Any,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         **__: Any,
     ) -> None:
-        """Creates the module, which has no parameters.
+        """Creates the module.
 
         Args:
             config: megatron-core's configuration.
             window: number of tokens that a token attends to at most, itself included; None for all.
             softcap: bound c of attention scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none.
+            sinks: whether each head has an attention sink (gpt-oss, arXiv:2508.10925), a parameter.
         """
         super().__init__(config=config)
         self.window, self.softcap = window, softcap
         self.scale = config.softmax_scale
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, **options))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -143,7 +157,7 @@ class PackedAttention(MegatronModule):
             key, value = key[packed.keys], value[packed.keys]
         if not has_ragged_kernel(query.device, query.dtype):
             context = self._length_by_length(query, key, value, packed)
-        elif self.softcap is None:
+        elif self.softcap is None and self.softmax_offset is None:
             context = self._with_ragged_kernel(query, key, value, packed)
         else:
             context = self._with_block_mask(query, key, value, packed)
@@ -214,7 +228,15 @@ class PackedAttention(MegatronModule):
         return context[..., :width]
 
     def _with_block_mask(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        return attend_with_block_mask(query, key, value, packed.block_mask(self.window), self.scale, self.softcap)
+        mask, sinks = packed.block_mask(self.window), self._sinks(packed)
+        return attend_with_block_mask(query, key, value, mask, self.scale, self.softcap, sinks)
+
+    def _sinks(self, packed: PackedSequences) -> Tensor | None:
+        """Returns the sinks of the heads that this rank attends with; None without."""
+        if self.softmax_offset is None or packed.zigzag:
+            return self.softmax_offset
+        assert packed.cp_group is not None
+        return self.softmax_offset.chunk(packed.cp_group.size())[packed.cp_group.rank()]
 
     def _gathered(self, key: Tensor, value: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
         assert packed.cp_group is not None
@@ -222,45 +244,55 @@ class PackedAttention(MegatronModule):
         return gather_tokens(key, order, group), gather_tokens(value, order, group)
 
     def _length_by_length(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        sinks = self._sinks(packed)
         if packed.zigzag:
             assert packed.lengths is not None and packed.cp_group is not None
             cp, rank = packed.cp_group.size(), packed.cp_group.rank()
-            return attend_to_gathered(self._attend_where, query, key, value, packed.lengths, self.window, cp, rank)
+            attend = partial(self._attend_where, sinks=sinks)
+            return attend_to_gathered(attend, query, key, value, packed.lengths, self.window, cp, rank)
         sizes, key_sizes = ([run[0] * run[kind] for run in packed.runs] for kind in (1, 2))
         outputs = []
         parts = query.split(sizes), key.split(key_sizes), value.split(key_sizes)
         for (count, *_), *heads in zip(packed.runs, *parts, strict=True):
             q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in heads)  # (count, heads, length, d)
-            outputs.append(self._attend(q, k, v).transpose(1, 2).flatten(0, 1))
+            outputs.append(self._attend(q, k, v, sinks).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Attends over sequences of equal length.
 
         Args:
             query: (n, heads, L, d), of the last L tokens of a sequence.
             key: (n, kv_heads, K, d).
             value: (n, kv_heads, K, d_v).
+            sinks: (heads,); None without.
 
         Returns:
             (n, heads, L, d_v).
         """
         length, keys = query.shape[2], key.shape[2]
         unbounded = self.window is None or self.window >= keys
-        if self.softcap is None and unbounded and length == keys:
+        if self.softcap is None and sinks is None and unbounded and length == keys:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
         visible = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
         if self.window is not None:
             visible = visible.triu(keys - length + 1 - self.window)
-        return self._attend_where(query, key, value, visible)
+        return self._attend_where(query, key, value, visible, sinks)
 
-    def _attend_where(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    def _attend_where(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
         """Attends from L queries to the visible ones of K keys, (L, K) bool, of each of n sequences."""
-        if self.softcap is None:
+        if self.softcap is None and sinks is None:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=visible, scale=self.scale, enable_gqa=True
             )
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-        scores = self.softcap * torch.tanh(query @ key.mT * (self.scale / self.softcap))
-        return scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+        scores = query @ key.mT * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            additional = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, additional], dim=-1)
+        shares = scores.softmax(-1, dtype=torch.float32)[..., : visible.shape[1]]
+        return shares.to(value.dtype) @ value

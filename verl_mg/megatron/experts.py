@@ -28,7 +28,9 @@ from torch import Tensor
 
 from verl_mg.device import copy_to
 from verl_mg.megatron.core_version import fused
+from verl_mg.megatron.expert_biases import add_bias, clamped_swiglu
 from verl_mg.megatron.layers import gated
+from verl_mg.models.hf_config import ExpertsConfig
 from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
 
@@ -229,7 +231,7 @@ class TokenDispatcher(MoETokenDispatcher):
 
         Args:
             hidden_states: (received, h) results of this rank's experts.
-            _: biases, which no family has.
+            _: biases, which `GroupedExperts` has added.
 
         Returns:
             (t * k, h) results, in the order of `token_dispatch`.
@@ -276,7 +278,13 @@ class GroupedExperts(MegatronModule):
     """All experts of a rank: two stacks of weights, each multiplied in one grouped product."""
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, *_: Any, pg_collection: Any, **__: Any
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *_: Any,
+        pg_collection: Any,
+        experts: ExpertsConfig,
+        **__: Any,
     ) -> None:
         """Creates uninitialized weights.
 
@@ -284,12 +292,16 @@ class GroupedExperts(MegatronModule):
             num_local_experts: number of experts on this rank.
             config: megatron-core's configuration.
             pg_collection: process groups.
+            experts: the experts of the model.
         """
         super().__init__(config=config)
-        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.linear_fc1 = _Stack((num_local_experts, 2 * width, config.hidden_size), 1, config, parts=2)
-        self.linear_fc2 = _Stack((num_local_experts, config.hidden_size, width), 2, config)
-        self._gelu = config.activation_func is not F.silu
+        etp: dist.ProcessGroup = pg_collection.expt_tp
+        width, biases = config.moe_ffn_hidden_size // etp.size(), experts.biases
+        shape = (num_local_experts, 2 * width, config.hidden_size)
+        self.linear_fc1 = _Stack(shape, 1, config, parts=1 if experts.alternating else 2, sharded_bias=biases)
+        self.linear_fc2 = _Stack((num_local_experts, config.hidden_size, width), 2, config, whole_bias=biases)
+        self._adds_bias = etp.rank() == 0  # to the sum of the results of all etp ranks
+        self._gelu, self._clamped = config.activation_func is not F.silu, experts.clamped
         selective = config.recompute_granularity == "selective"
         self._recompute_activation = selective and "moe_act" in config.recompute_modules
 
@@ -306,26 +318,47 @@ class GroupedExperts(MegatronModule):
         """
         ends = counts.places if isinstance(counts, Ends) else counts.to(tokens.device).cumsum(0, dtype=torch.int32)
         hidden = self.linear_fc1(tokens, ends)
-        if not self._recompute_activation:
-            return self.linear_fc2(gated(hidden, weights, self._gelu), ends), None
-        checkpoint = CheckpointWithoutOutput()
-        activated = checkpoint.checkpoint(lambda x, scale: gated(x, scale, self._gelu), hidden, weights)
-        output = self.linear_fc2(activated, ends)
-        checkpoint.discard_output_and_register_recompute(output)
+        if self.linear_fc1.bias is not None:
+            hidden = add_bias(hidden, self.linear_fc1.bias, ends)
+        if self._recompute_activation:
+            checkpoint = CheckpointWithoutOutput()
+            output = self.linear_fc2(checkpoint.checkpoint(self._activated, hidden, weights), ends)
+            checkpoint.discard_output_and_register_recompute(output)
+        else:
+            output = self.linear_fc2(self._activated(hidden, weights), ends)
+        if self.linear_fc2.bias is not None:
+            output = add_bias(output, self.linear_fc2.bias, ends, weights, self._adds_bias)
         return output, None
+
+    def _activated(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        """Activates (n, 2 f) to (n, f), times the weights (n,)."""
+        if self._clamped:
+            return clamped_swiglu(hidden, weights, self._clamped)
+        return gated(hidden, weights, self._gelu)
 
 
 class _Stack(torch.nn.Module):
     """Linear layer of each expert."""
 
     def __init__(
-        self, shape: tuple[int, int, int], sharded_dim: int, config: TransformerConfig, parts: int = 1
+        self,
+        shape: tuple[int, int, int],
+        sharded_dim: int,
+        config: TransformerConfig,
+        parts: int = 1,
+        sharded_bias: bool = False,
+        whole_bias: bool = False,
     ) -> None:
         super().__init__()
-        weight = torch.empty(shape, device=torch.cuda.current_device(), dtype=config.params_dtype)
-        self.weight = torch.nn.Parameter(weight)
+        options: Any = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        self.weight = torch.nn.Parameter(torch.empty(shape, **options))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=sharded_dim, stride=parts)
         self.weight.allreduce = False  # type: ignore[attr-defined]
+        # Its user adds it: with the factor of each token, or on one rank only.
+        self.bias = torch.nn.Parameter(torch.empty(shape[:2], **options)) if sharded_bias or whole_bias else None
+        if self.bias is not None:
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=sharded_bias, dim=1, stride=parts)
+            self.bias.allreduce = False  # type: ignore[attr-defined]
         self._fused_gradient = config.gradient_accumulation_fusion
 
     def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:

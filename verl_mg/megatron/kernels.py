@@ -8,10 +8,11 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.megatron import Kernels
 
 
-def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype) -> Kernels:
+def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype, model: HFConfig | None = None) -> Kernels:
     """Returns the kernels of a model.
 
     With `auto` they are Transformer Engine's for bfloat16 on GPUs where it is installed. It multiplies float32 matrices
@@ -20,13 +21,14 @@ def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype) -> Ke
     Args:
         setting: value of `model.kernels`.
         dtype: dtype of the weights.
+        model: the model; None for one that both kinds of kernels have.
 
     Raises:
         UserError: Transformer Engine is requested and cannot be used here.
     """
     if setting == "torch":
         return "torch"
-    problem = _problem()
+    problem = _problem(model)
     if setting == "auto":
         return "torch" if problem or dtype is torch.float32 else "transformer_engine"
     if problem:
@@ -34,8 +36,13 @@ def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype) -> Ke
     return "transformer_engine"
 
 
-def _problem() -> str | None:
+def _problem(model: HFConfig | None) -> str | None:
     """Returns why Transformer Engine cannot be used, with the remedy; None where it can."""
+    if model and model.attention_sinks:
+        return (
+            f"the modules of Transformer Engine have no attention sinks and no biases of experts here, which "
+            f"{model.architecture} needs. Set model.kernels=auto or torch."
+        )
     if not torch.cuda.is_available():
         return "Transformer Engine needs a GPU, and torch finds none here. Set model.kernels=auto or torch."
     if not HAVE_TE:

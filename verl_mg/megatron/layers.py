@@ -157,6 +157,21 @@ class NormedRowParallelLinear(RowParallelLinear):
         self.register_forward_hook(normalize_output)
 
 
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Row-parallel linear layer with a bias, for attention: megatron-core's switch for it gives one to every layer."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
+        """Creates the layer.
+
+        Args:
+            input_size: width of the input over all tensor-parallel ranks.
+            output_size: width of the output.
+            bias: not read; it has one.
+            arguments: further arguments of `RowParallelLinear`.
+        """
+        super().__init__(input_size, output_size, bias=True, **arguments)
+
+
 def normalize_output(linear: Any, _: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """Normalizes the output of a linear layer; a hook, in front of which adapters can add to it.
 

@@ -112,7 +112,9 @@ class ModelRunner(Runner):
         stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
         read = {name: shard for name, shard in self.table.huggingface().items() if name not in stored}
         whole, head_values = self.shard_map(), fresh_head(SCORE, self.table.config.hidden) if SCORE in read else {}
-        directory = (directories or ModelDirectories()).open(model_dir, read, frozenset(head_values))
+        directory = (directories or ModelDirectories()).open(
+            model_dir, read, frozenset(head_values), self.table.tensor_index.stacked
+        )
         load_weights(directory, whole, self.parameters(), dtype, head_values, stored)
         shards = whole.shards(torch.distributed.get_rank())
         self.lora: Adapters | None = None

@@ -102,6 +102,7 @@ class Router(TopKRouter):
     the dtype of the model before it compares them.
     """
 
+    bias: Any
     given: Tensor | None = None
     """(t, k) prescribed experts of this micro-batch; a row with -1 leaves its token to the router."""
     occurrences: Tensor | None = None
@@ -122,6 +123,12 @@ class Router(TopKRouter):
             del self.expert_bias  # None
             bias = torch.zeros(experts.count, dtype=torch.float32, device=torch.cuda.current_device())
             self.register_buffer("expert_bias", bias)
+        if experts.biases:
+            del self.bias  # None
+            logit_bias = torch.empty(experts.count, dtype=self.weight.dtype, device=self.weight.device)
+            self.bias = torch.nn.Parameter(logit_bias)
+            # A tensor-parallel rank sees only its tokens: megatron-core sums such gradients over the group.
+            self.bias.sequence_parallel = self.config.sequence_parallel
 
     def gating(self, hidden: Tensor) -> Tensor:
         """Computes logits: (t, 1, h) -> (t, 1, experts), in float32 where the model does."""

@@ -26,7 +26,7 @@ from verl_mg.megatron.config_fields import build_config, check_values, given_fie
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.experts import ExpertsLayer, GroupedExperts
 from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
-from verl_mg.megatron.layers import NormedRowParallelLinear, RMSNorm
+from verl_mg.megatron.layers import BiasedRowParallelLinear, NormedRowParallelLinear, RMSNorm
 from verl_mg.megatron.refused_fields import TRANSFORMER
 from verl_mg.megatron.routing import IndexRouter, RoutedLayer
 from verl_mg.models.hf_config import HFConfig
@@ -322,7 +322,7 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
         attention.core_attention = ModuleSpec(PackedMLA, {"interleaved": c.latent.interleaved})
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     else:
-        options = {"window": c.window(number), "softcap": c.attention_softcap}
+        options = {"window": c.window(number), "softcap": c.attention_softcap, "sinks": c.attention_sinks}
         attention.core_attention = ModuleSpec(PackedAttention, options)
     if experts:
         layer.module = RoutedLayer
@@ -330,12 +330,14 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
             ExpertsLayer,
             submodules=MoESubmodules(
                 router=partial(IndexRouter, experts=experts),
-                experts=GroupedExperts,
+                experts=partial(GroupedExperts, experts=experts),
                 shared_experts=submodules(parts.mlp).shared_experts,
             ),
         )
     if c.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if c.output_bias:
+        attention.linear_proj = BiasedRowParallelLinear
     if c.sandwich_norms:
         attention.linear_proj = submodules(parts.mlp).linear_fc2 = NormedRowParallelLinear
     return layer

@@ -40,6 +40,19 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class ClampedSwiGLU:
+    """Activation of gpt-oss's experts (arXiv:2508.10925, section 2.1): the inputs are clamped, and 1 is added to up.
+
+    With g = min(gate, limit) and u = clamp(up, -limit, limit) it is (u + 1) * g * sigmoid(alpha * g).
+    """
+
+    alpha: float
+    """Factor inside the sigmoid."""
+    limit: float
+    """Bound of gate and up."""
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """The mixture-of-experts layers of a model."""
 
@@ -69,6 +82,12 @@ class ExpertsConfig:
     """A group's score is the sum of this many of its highest expert scores."""
     scale: float = 1.0
     """Factor on the weights of a token's experts."""
+    biases: bool = False
+    """Whether the router and the projections of routed experts have biases."""
+    alternating: bool = False
+    """Whether gate and up are one projection with alternating rows, in tensors that stack all experts."""
+    clamped: ClampedSwiGLU | None = None
+    """Activation of routed experts in place of the model's; None for the model's."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +134,10 @@ class HFConfig:
     """Tokens that end a response."""
     attention_scale: float
     """Factor on the products of queries and keys."""
+    output_bias: bool = False
+    """Whether the output projection of attention has a bias."""
+    attention_sinks: bool = False
+    """Whether each query head has a learned score to which no token belongs (arXiv:2309.17453)."""
     activation: str = "silu"
     """Activation of the feed-forward layers."""
     sandwich_norms: bool = False
@@ -216,6 +239,7 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
             latent=latent,
             experts=_experts(raw, layers, family, where) if family.experts else None,
             **(_gemma(raw, layers, where) if family.gemma else {}),
+            **(_gpt_oss(raw, layers, where) if family.gpt_oss else {}),
         )
     except KeyError as error:
         raise UserError(f"{where}: the field {error.args[0]!r} is missing. Use the model's own config.json.") from None
@@ -269,6 +293,28 @@ def _attention_scale(raw: Fields, head_dim: int, family: Family) -> float:
 
 def _gemma(raw: Fields, layers: int, where: str) -> Fields:
     """Returns the fields of Gemma 2 (arXiv:2408.00118) that other architectures do not have."""
+    return {
+        "activation": "gelu_pytorch_tanh",
+        "sandwich_norms": True,
+        "zero_centered_norms": True,
+        "scaled_embedding": True,
+        "sliding_windows": _sliding_windows(raw, layers, where),
+        "attention_softcap": _number(raw["attn_logit_softcapping"]),
+        "logit_softcap": _number(raw["final_logit_softcapping"]),
+    }
+
+
+def _gpt_oss(raw: Fields, layers: int, where: str) -> Fields:
+    """Returns the fields of gpt-oss (arXiv:2508.10925) that other architectures do not have."""
+    return {
+        "output_bias": True,
+        "attention_sinks": True,
+        "sliding_windows": _sliding_windows(raw, layers, where),
+    }
+
+
+def _sliding_windows(raw: Fields, layers: int, where: str) -> tuple[int | None, ...]:
+    """Returns the window of each layer; every other layer has one, beginning with the first, where none is named."""
     kinds = raw.get("layer_types") or [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
     if len(kinds) != layers or not {"sliding_attention", "full_attention"}.issuperset(kinds):
         raise UserError(
@@ -276,15 +322,7 @@ def _gemma(raw: Fields, layers: int, where: str) -> Fields:
             f"the {layers} layers."
         )
     window = int(raw["sliding_window"]) if raw["sliding_window"] else None
-    return {
-        "activation": "gelu_pytorch_tanh",
-        "sandwich_norms": True,
-        "zero_centered_norms": True,
-        "scaled_embedding": True,
-        "sliding_windows": tuple(window if kind == "sliding_attention" else None for kind in kinds),
-        "attention_softcap": _number(raw["attn_logit_softcapping"]),
-        "logit_softcap": _number(raw["final_logit_softcapping"]),
-    }
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _number(value: Any) -> float | None:
@@ -305,7 +343,7 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
     )
     if not int(count) or not with_experts:
         return None
-    with_bias = family.sigmoid_router
+    with_bias, gpt_oss = family.sigmoid_router, family.gpt_oss
     grouped = with_bias or raw.get("topk_method") == "group_limited_greedy"
     experts = ExpertsConfig(
         count=int(count),
@@ -313,7 +351,8 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
         top_k=int(raw["num_experts_per_tok"]),
         shared_ffn=width * int(raw.get("n_shared_experts") or 0),
         router_bias=with_bias,
-        normalized=raw["model_type"] == "mixtral" or bool(raw.get("norm_topk_prob")),
+        # The softmax over the chosen experts' logits is their part of the softmax over all.
+        normalized=raw["model_type"] in ("mixtral", "gpt_oss") or bool(raw.get("norm_topk_prob")),
         layers=with_experts,
         sigmoid=with_bias,
         float32=with_bias or raw["model_type"] == "deepseek_v2",
@@ -321,6 +360,9 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
         topk_groups=int(raw.get("topk_group") or 1) if grouped else 1,
         group_score_topk=2 if with_bias else 1,
         scale=float(raw.get("routed_scaling_factor") or 1.0),
+        biases=gpt_oss,
+        alternating=gpt_oss,
+        clamped=ClampedSwiGLU(float(raw["swiglu_alpha"]), float(raw["swiglu_limit"])) if gpt_oss else None,
     )
     if grouped:
         _check_groups(experts, where)

@@ -29,6 +29,7 @@ class Family:
     experts: bool = False
     sigmoid_router: bool = False
     """Whether the router scores by sigmoid in float32, with a bias for the choice of experts, as DeepSeek-V3's does."""
+    gpt_oss: bool = False
 
 
 FAMILIES = {
@@ -43,6 +44,7 @@ FAMILIES = {
         qkv_bias="attention_bias", qk_norm="use_qk_norm", partial_rotary=True, experts=True, sigmoid_router=True
     ),
     "gemma2": Family(gemma=True, tied=True, activations=("gelu_pytorch_tanh",)),
+    "gpt_oss": Family(qkv_bias=True, experts=True, gpt_oss=True),
 }
 
 SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
@@ -75,6 +77,13 @@ DEFAULTS: Mapping[str, Fields] = {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
+    "gpt_oss": {
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
 }
 
 # Supported values of fields that select a variant of the architecture.
@@ -87,6 +96,7 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
     "glm4_moe": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
     "gemma2": {"use_bidirectional_attention": (False,)},
+    "gpt_oss": {"attention_bias": (True,)},
 }
 
 
@@ -101,8 +111,9 @@ def check_supported(raw: Fields, family: Family, where: str) -> None:
     Raises:
         UserError: one is not implemented and would change the numbers.
     """
+    supported_values = SUPPORTED.get(raw["model_type"], {})
     for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if raw.get(field) and field != family.qkv_bias:
+        if raw.get(field) and field != family.qkv_bias and field not in supported_values:
             raise UserError(
                 f"{where}: {field}={raw[field]} is not supported for model_type {raw['model_type']!r}. "
                 "Use another model."
@@ -111,7 +122,7 @@ def check_supported(raw: Fields, family: Family, where: str) -> None:
     if raw["model_type"] == "mixtral" and raw.get("sliding_window"):
         window = raw["sliding_window"]
         raise UserError(f"{where}: sliding_window={window} is not supported. If no row is longer, write null.")
-    for field, supported in SUPPORTED.get(raw["model_type"], {}).items():
+    for field, supported in supported_values.items():
         if raw.get(field) is not None and raw[field] not in supported:
             raise UserError(
                 f"{where}: {field}={raw[field]!r} is not supported for model_type {raw['model_type']!r}. Write "

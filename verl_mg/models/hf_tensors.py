@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig, LatentConfig
+from verl_mg.models.stacked_tensors import StackedTensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class TensorSpec:
     """Shape of the whole tensor."""
     float32: bool = False
     """Whether the tensor is float32 in every runtime, whatever the dtype of the model."""
+    stack: str | None = None
+    """Name of the tensor in files that stacks it for all experts, see `StackedTensor`; None: a tensor of its own."""
 
     @property
     def per_expert(self) -> bool:
@@ -49,6 +52,10 @@ class GroupedAttention:
     """Biases of q, k and v; empty without."""
     norms: tuple[TensorSpec, ...]
     """Norms of q and k; empty without."""
+    out_bias: TensorSpec | None = None
+    """Bias of the output projection."""
+    sinks: TensorSpec | None = None
+    """Score of each query head to which no token belongs (gpt-oss)."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,14 @@ class LatentAttention:
 class MLP:
     """Tensors of a gated feed-forward layer."""
 
-    gate: TensorSpec
-    """Gate projection."""
-    up: TensorSpec
-    """Up projection."""
+    gate_up: tuple[TensorSpec, ...]
+    """Gate and up projection; a single one whose rows alternate between the two in gpt-oss."""
     down: TensorSpec
     """Down projection."""
+    gate_up_bias: TensorSpec | None = None
+    """Bias of a single projection `gate_up`."""
+    down_bias: TensorSpec | None = None
+    """Bias of the down projection."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,8 @@ class Experts:
     """Tensors of each routed expert."""
     shared: MLP | None
     """Shared experts, fused into one feed-forward layer."""
+    logit_bias: TensorSpec | None = None
+    """Bias of the router's logits (gpt-oss)."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +239,16 @@ class TensorIndex:
             for name, entry in self.entries.items()
         }
 
+    @cached_property
+    def stacked(self) -> dict[str, StackedTensor]:
+        """Places of the tensors that the files stack, by their own names; empty for most architectures."""
+        places, experts = {}, 1 + max((entry.expert or 0 for entry in self.entries.values()), default=0)
+        for name, entry in self.entries.items():
+            if entry.tensor.stack is not None and entry.expert is not None:
+                shape = (experts, *reversed(entry.tensor.shape))
+                places[name] = StackedTensor(entry.tensor.stack.format(layer=entry.layer), shape, entry.expert)
+        return places
+
 
 def index_of(model: ModelSpec) -> TensorIndex:
     """Returns the tensors of a model, layer by layer, expert by expert."""
@@ -318,8 +339,16 @@ def _grouped_attention(c: HFConfig) -> GroupedAttention:
     q, k, v = (TensorSpec(f"{ATTENTION}{x}_proj.weight", (n, c.hidden)) for x, n in rows.items())
     biases = tuple(TensorSpec(f"{ATTENTION}{x}_proj.bias", (n,)) for x, n in rows.items())
     norms = tuple(TensorSpec(f"{ATTENTION}{x}_norm.weight", (c.head_dim,)) for x in "qk")
-    out = TensorSpec(ATTENTION + "o_proj.weight", (c.hidden, rows["q"]))
-    return GroupedAttention(q, k, v, out, biases if c.qkv_bias else (), norms if c.qk_norm else ())
+    return GroupedAttention(
+        q,
+        k,
+        v,
+        out=TensorSpec(ATTENTION + "o_proj.weight", (c.hidden, rows["q"])),
+        biases=biases if c.qkv_bias else (),
+        norms=norms if c.qk_norm else (),
+        out_bias=TensorSpec(ATTENTION + "o_proj.bias", (c.hidden,)) if c.output_bias else None,
+        sinks=TensorSpec(ATTENTION + "sinks", (c.heads,)) if c.attention_sinks else None,
+    )
 
 
 def _latent_attention(c: HFConfig, latent: LatentConfig) -> LatentAttention:
@@ -342,10 +371,36 @@ def _mlp(
     prefix: str, hidden: int, ffn: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> MLP:
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
-    return MLP(TensorSpec(gate, (ffn, hidden)), TensorSpec(up, (ffn, hidden)), TensorSpec(down, (hidden, ffn)))
+    gate_up = TensorSpec(gate, (ffn, hidden)), TensorSpec(up, (ffn, hidden))
+    return MLP(gate_up, TensorSpec(down, (hidden, ffn)))
+
+
+def _stacked_experts(hidden: int, experts: ExpertsConfig) -> Experts:
+    """Returns the tensors of gpt-oss's experts; those of the files stack them."""
+
+    def tensor(name: str, *shape: int) -> TensorSpec:
+        prefix = FEED_FORWARD + "experts."
+        return TensorSpec(prefix + "{expert}." + name, shape, stack=prefix + name)
+
+    each = MLP(
+        gate_up=(tensor("gate_up_proj", 2 * experts.ffn, hidden),),
+        down=tensor("down_proj", hidden, experts.ffn),
+        gate_up_bias=tensor("gate_up_proj_bias", 2 * experts.ffn),
+        down_bias=tensor("down_proj_bias", hidden),
+    )
+    return Experts(
+        count=experts.count,
+        router=TensorSpec(FEED_FORWARD + "router.weight", (experts.count, hidden)),
+        router_bias=None,
+        each=each,
+        shared=None,
+        logit_bias=TensorSpec(FEED_FORWARD + "router.bias", (experts.count,)),
+    )
 
 
 def _experts(c: HFConfig, experts: ExpertsConfig) -> Experts:
+    if experts.alternating:
+        return _stacked_experts(c.hidden, experts)
     prefix, *names = EXPERT_NAMES.get(c.architecture, (FEED_FORWARD, "gate_proj", "up_proj", "down_proj"))
     bias = TensorSpec(prefix + "gate.e_score_correction_bias", (experts.count,), float32=True)
     gate, up, down = names
@@ -369,11 +424,11 @@ def linear_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
         yield from (attention.q, attention.kv_down, attention.kv_up, attention.out)
     mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
     if mlp:
-        yield from (mlp.gate, mlp.up, mlp.down)
+        yield from (*mlp.gate_up, mlp.down)
 
 
 def expert_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
-    """Yields the weights of the linear layers of routed experts."""
+    """Yields the weights of the linear layers of routed experts; none of experts that are stacked in the files."""
     if isinstance(layer.mlp, Experts):
         each = layer.mlp.each
-        yield from (each.gate, each.up, each.down)
+        yield from (tensor for tensor in (*each.gate_up, each.down) if tensor.stack is None)

@@ -46,12 +46,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"attention_bias": False},
     "phi3": {},
+    "gpt_oss": {},
 }
 LATENT = ("deepseek_v2", "deepseek_v3")
 WITH_SHARED_EXPERTS = (*LATENT, "glm4_moe")
-COUNT_OF_EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"} | dict.fromkeys(
-    WITH_SHARED_EXPERTS, "n_routed_experts"
-)
+WIDE_EXPERTS = ("mixtral", "gpt_oss")
+"""Architectures without dense layers, whose experts have the width of the model's field `intermediate_size`."""
+COUNT_OF_EXPERTS = {
+    "qwen3_moe": "num_experts",
+    **dict.fromkeys(WIDE_EXPERTS, "num_local_experts"),
+    **dict.fromkeys(WITH_SHARED_EXPERTS, "n_routed_experts"),
+}
 
 
 def character_tokenizer(
@@ -147,7 +152,7 @@ def make_tiny_model(
             additional elements, and compresses keys and values to `hidden // 2`; it has no `kv_heads`.
         ffn: width of a dense feed-forward layer.
         experts: experts of a layer, of which 2 process a token, where the architecture has any. They are half as wide
-            as `ffn`, those of Mixtral as wide.
+            as `ffn`, those of Mixtral and gpt-oss as wide.
         shared_experts: shared experts of a layer (DeepSeek, GLM).
         dense_layers: number of first layers without experts (DeepSeek, GLM).
         q_rank: width to which queries are compressed (DeepSeek); 0: they are not.
@@ -220,7 +225,7 @@ def _mixture(architecture: str, experts: int, width: int, shared: int, dense_lay
     if architecture not in COUNT_OF_EXPERTS:
         return {}
     fields = {COUNT_OF_EXPERTS[architecture]: experts, "num_experts_per_tok": 2}
-    if architecture != "mixtral":
+    if architecture not in WIDE_EXPERTS:
         fields["moe_intermediate_size"] = width
     if architecture in WITH_SHARED_EXPERTS:
         fields |= {"n_shared_experts": shared, "first_k_dense_replace": dense_layers}
@@ -248,6 +253,6 @@ def perturb_vectors(model: torch.nn.Module, std: float = 0.05) -> None:
         model: the model to change.
         std: standard deviation of the noise.
     """
-    for tensor in model.state_dict().values():  # a router's bias is a buffer
-        if tensor.dim() == 1:
+    for name, tensor in model.state_dict().items():  # a router's bias is a buffer
+        if tensor.dim() == 1 or name.endswith("_bias"):
             tensor.add_(torch.randn_like(tensor), alpha=std)

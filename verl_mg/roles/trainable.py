@@ -251,8 +251,9 @@ class TrainableRole(Role):
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
         partial = folder.with_name(folder.name + ".partial")
         lora, dtype = self.runner.lora, self.runner.dtype
-        copies = copied_tensors(self.runner.table.config)
-        writer = CheckpointWriter(partial, self.runner.table.huggingface(), dtype, copies=copies)
+        table = self.runner.table
+        shapes, stacked = table.huggingface(), table.tensor_index.stacked
+        writer = CheckpointWriter(partial, shapes, dtype, copies=copied_tensors(table.config), stacked=stacked)
         adapter_writer = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)

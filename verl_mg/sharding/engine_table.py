@@ -9,7 +9,7 @@ and `W_UV` in vLLM) are not parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from verl_mg.layout import EngineLayout
@@ -20,6 +20,7 @@ from verl_mg.sharding.param_spec import (
     HeadRows,
     ParamSpec,
     VocabularyRows,
+    on_first_rank,
     optional_param,
     split_columns,
     split_rows,
@@ -27,10 +28,13 @@ from verl_mg.sharding.param_spec import (
 
 VOCABULARY = VocabularyRows(64, on_each_rank=False)
 ATTENTION, FEED_FORWARD = "self_attn.", "mlp."
+"""Prefixes of attention and of the feed-forward layer or experts in a layer."""
 DATA_PARALLEL_ATTENTION = frozenset({"qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"})
 """Architectures whose attention SGLang can shard on a separate axis (data-parallel attention)."""
 EXPERT_BLOCK = {"mixtral": "block_sparse_moe."}
 """Prefix of the experts where it differs from `mlp.`."""
+ROUTER = {"gpt_oss": "router"}
+"""Name of the router in the block of experts where it differs from `gate`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,12 @@ class EngineRules:
     """Name of the engine in messages."""
     experts: str
     """Prefix of the stacked experts in a layer's block of experts."""
+    expert_bias: str
+    """End of the name of the stacked experts' biases, behind `w13_` and `w2_`."""
+    attention: Mapping[str, str]
+    """Prefix of grouped-query attention in the model class of an architecture where it differs from `self_attn.`."""
+    embedding: Mapping[str, str]
+    """Name of the input embedding in the model class of an architecture where it differs from `embed_tokens`."""
     latent_down: str
     """Name of the fused down-projections of queries, keys and values of latent attention."""
     check_supported: Callable[[HFConfig, EngineLayout], None]
@@ -61,9 +71,16 @@ class EngineRules:
     """(configuration, is the output layer tied, is it the first stage, is it the last) -> what the stage has."""
 
 
-def embedding_param(model: ModelSpec) -> ParamSpec:
-    """Returns the input embedding."""
-    return ParamSpec("model.embed_tokens.weight", (model.embedding,), VOCABULARY, "vocabulary")
+def embedding_param(model: ModelSpec, config: HFConfig, rules: EngineRules) -> ParamSpec:
+    """Returns the input embedding.
+
+    Args:
+        model: the Hugging Face tensors of the model.
+        config: configuration of the model.
+        rules: of the engine.
+    """
+    name = rules.embedding.get(config.architecture, "embed_tokens")
+    return ParamSpec(f"model.{name}.weight", (model.embedding,), VOCABULARY, "vocabulary")
 
 
 def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
@@ -87,7 +104,7 @@ def layer_params(layer: LayerSpec, config: HFConfig, rules: EngineRules) -> tupl
     return (
         ParamSpec("input_layernorm.weight", (layer.input_norm,)),
         *(
-            _grouped_attention(layer.attention, config, axis)
+            _grouped_attention(layer.attention, config, rules, axis)
             if isinstance(layer.attention, GroupedAttention)
             else _latent_attention(layer.attention, rules)
         ),
@@ -98,16 +115,18 @@ def layer_params(layer: LayerSpec, config: HFConfig, rules: EngineRules) -> tupl
     )
 
 
-def _grouped_attention(a: GroupedAttention, config: HFConfig, axis: Axis) -> tuple[ParamSpec, ...]:
-    heads = HeadRows(config.kv_heads)
+def _grouped_attention(a: GroupedAttention, config: HFConfig, rules: EngineRules, axis: Axis) -> tuple[ParamSpec, ...]:
+    heads, prefix = HeadRows(config.kv_heads), rules.attention.get(config.architecture, ATTENTION)
     params = [
-        ParamSpec(ATTENTION + "qkv_proj.weight", (a.q, a.k, a.v), heads, axis),
-        ParamSpec(ATTENTION + "o_proj.weight", (a.out,), split_columns, axis),
+        ParamSpec(prefix + "qkv_proj.weight", (a.q, a.k, a.v), heads, axis),
+        ParamSpec(prefix + "o_proj.weight", (a.out,), split_columns, axis),
     ]
     if a.biases:
-        params.append(ParamSpec(ATTENTION + "qkv_proj.bias", a.biases, heads, axis))
+        params.append(ParamSpec(prefix + "qkv_proj.bias", a.biases, heads, axis))
+    params += optional_param(prefix + "o_proj.bias", a.out_bias)
+    params += optional_param(prefix + "sinks", a.sinks, split_rows, axis)
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
-        params.append(ParamSpec(f"{ATTENTION}{name}_norm.weight", (norm,)))
+        params.append(ParamSpec(f"{prefix}{name}_norm.weight", (norm,)))
     return tuple(params)
 
 
@@ -133,18 +152,21 @@ def _latent_attention(a: LatentAttention, rules: EngineRules) -> tuple[ParamSpec
 
 def _mlp(prefix: str, mlp: MLP) -> tuple[ParamSpec, ...]:
     return (
-        ParamSpec(prefix + "gate_up_proj.weight", (mlp.gate, mlp.up), split_rows, "tensor"),
+        ParamSpec(prefix + "gate_up_proj.weight", mlp.gate_up, split_rows, "tensor"),
         ParamSpec(prefix + "down_proj.weight", (mlp.down,), split_columns, "tensor"),
     )
 
 
 def _experts(e: Experts, config: HFConfig, rules: EngineRules) -> tuple[ParamSpec, ...]:
     prefix = EXPERT_BLOCK.get(config.architecture, FEED_FORWARD)
-    stacked = prefix + rules.experts
+    stacked, router = prefix + rules.experts, prefix + ROUTER.get(config.architecture, "gate")
     return (
-        ParamSpec(prefix + "gate.weight", (e.router,)),
-        *optional_param(prefix + "gate.e_score_correction_bias", e.router_bias),
-        ParamSpec(stacked + "w13_weight", (e.each.gate, e.each.up), split_rows, "expert"),
+        ParamSpec(router + ".weight", (e.router,)),
+        *optional_param(router + ".e_score_correction_bias", e.router_bias),
+        *optional_param(router + ".bias", e.logit_bias),
+        ParamSpec(stacked + "w13_weight", e.each.gate_up, split_rows, "expert"),
+        *optional_param(f"{stacked}w13_{rules.expert_bias}", e.each.gate_up_bias, split_rows, "expert"),
         ParamSpec(stacked + "w2_weight", (e.each.down,), split_columns, "expert"),
+        *optional_param(f"{stacked}w2_{rules.expert_bias}", e.each.down_bias, on_first_rank, "expert"),
         *(_mlp(prefix + "shared_experts.", e.shared) if e.shared else ()),
     )

@@ -6,7 +6,8 @@ There are two sets of names:
 - transformer_engine: Transformer Engine's modules, which fuse a norm into the following linear layer, have one
   parameter for each expert, and replicate the low-rank projections of MLA.
 
-The norms of Gemma 2 behind a linear layer have names of our model class (`linear_proj.post_layernorm`).
+The norms of Gemma 2 behind a linear layer have names of our model class (`linear_proj.post_layernorm`). gpt-oss has
+torch's kernels only; its attention sinks have megatron-core's name (`core_attention.softmax_offset`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from verl_mg.sharding.param_spec import (
     ParamSpec,
     VocabularyRows,
     optional_param,
+    replicate,
     split_columns,
     split_rows,
 )
@@ -101,6 +103,8 @@ def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamSpec
     ]
     if a.biases:
         params.append(ParamSpec("self_attention.linear_qkv.bias", a.biases, by_query_group, "tensor"))
+    params += optional_param("self_attention.linear_proj.bias", a.out_bias)
+    params += optional_param("self_attention.core_attention.softmax_offset", a.sinks, split_rows, "tensor")
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
         params.append(ParamSpec(f"self_attention.{name}_layernorm.weight", (norm,)))
     return tuple(params)
@@ -132,7 +136,7 @@ def _latent_attention(a: LatentAttention, fused: bool) -> tuple[ParamSpec, ...]:
 
 def _mlp(prefix: str, mlp: MLP) -> tuple[ParamSpec, ...]:
     return (
-        ParamSpec(prefix + "linear_fc1.weight", (mlp.gate, mlp.up), split_rows, "tensor"),
+        ParamSpec(prefix + "linear_fc1.weight", mlp.gate_up, split_rows, "tensor"),
         ParamSpec(prefix + "linear_fc2.weight", (mlp.down,), split_columns, "tensor"),
     )
 
@@ -142,7 +146,10 @@ def _experts(e: Experts, fused: bool) -> tuple[ParamSpec, ...]:
     return (
         ParamSpec("mlp.router.weight", (e.router,)),
         *optional_param("mlp.router.expert_bias", e.router_bias),
-        ParamSpec(each.format("linear_fc1"), (e.each.gate, e.each.up), split_rows, "expert"),
+        *optional_param("mlp.router.bias", e.logit_bias),
+        ParamSpec(each.format("linear_fc1"), e.each.gate_up, split_rows, "expert"),
+        *optional_param("mlp.experts.linear_fc1.bias", e.each.gate_up_bias, split_rows, "expert"),
         ParamSpec(each.format("linear_fc2"), (e.each.down,), split_columns, "expert"),
+        *optional_param("mlp.experts.linear_fc2.bias", e.each.down_bias, replicate, "expert"),
         *(_mlp("mlp.shared_experts.", e.shared) if e.shared else ()),
     )

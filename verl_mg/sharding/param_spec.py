@@ -67,6 +67,18 @@ def split_columns(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shar
     return Shard((height, width), (Piece(tensor.name, source, full_box((height, width))),))
 
 
+def on_first_rank(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+    """Gives the first rank the whole tensor, and the others zeros: a bias of which the results of all ranks are summed.
+
+    Args:
+        tensors: one tensor.
+        rank: index on the axis.
+        size: ignored.
+    """
+    whole = replicate(tensors, 0, 1)
+    return whole if rank == 0 else Shard(whole.shape, (), (full_box(whole.shape),))
+
+
 @dataclass(frozen=True)
 class FusedRows:
     """Rule that fuses tensors along their first dimension unit by unit, and cuts the result there.
@@ -174,14 +186,18 @@ class ParamBlock:
     """Global index of the transformer layer; None outside the layers."""
 
 
-def optional_param(name: str, tensor: TensorSpec | None) -> tuple[ParamSpec, ...]:
-    """Returns a replicated parameter in a tuple, or an empty tuple.
+def optional_param(
+    name: str, tensor: TensorSpec | None, rule: ShardRule = replicate, axis: Axis = "replicated"
+) -> tuple[ParamSpec, ...]:
+    """Returns a parameter in a tuple, or an empty tuple.
 
     Args:
         name: name of the parameter.
         tensor: its tensor; None where the model has no such tensor.
+        rule: function that gives the shard of each rank on the axis.
+        axis: the parallel axis that shards the parameter.
     """
-    return (ParamSpec(name, (tensor,)),) if tensor else ()
+    return (ParamSpec(name, (tensor,), rule, axis),) if tensor else ()
 
 
 def _concatenate(parts: list[tuple[TensorSpec, int, int]]) -> Shard:

@@ -7,8 +7,10 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.engine_table import DATA_PARALLEL_ATTENTION, EngineRules, PipelineEnds
 
-OUTPUT_ON_EVERY_STAGE = frozenset({"llama", "mixtral", "qwen3_moe", "glm4_moe"})
+OUTPUT_ON_EVERY_STAGE = frozenset({"glm4_moe", "gpt_oss", "llama", "mixtral", "qwen3_moe"})
 """Architectures whose model class builds an output layer on every pipeline stage, and uses the last one."""
+SWIGLU_ALPHA = 1.702
+"""Constant of gpt-oss's activation, which SGLang does not read from config.json under the name that it has there."""
 WITHOUT_PIPELINE = frozenset({"gemma2"})
 """Architectures without pipeline parallelism in SGLang."""
 
@@ -31,10 +33,24 @@ def check_supported(config: HFConfig, layout: EngineLayout) -> None:
         raise UserError(
             f"rollout.layout={layout}: SGLang has no pipeline parallelism for {config.architecture}. Leave out pp."
         )
+    if config.architecture == "gpt_oss":
+        _check_gpt_oss(config, layout)
     if config.architecture == "qwen3_moe" and config.experts and len(config.experts.layers) < config.layers:
         raise UserError(
             "rollout.engine=sglang: SGLang builds experts in every layer of qwen3_moe, but this model has dense "
             "layers among them. Use rollout.engine=hf."
+        )
+
+
+def _check_gpt_oss(config: HFConfig, layout: EngineLayout) -> None:
+    if layout.ep > 1:
+        raise UserError(
+            f"rollout.layout={layout}: SGLang cannot distribute unquantized experts of gpt_oss. Leave out ep."
+        )
+    if config.experts and config.experts.clamped and config.experts.clamped.alpha != SWIGLU_ALPHA:
+        raise UserError(
+            f"rollout.engine=sglang: SGLang computes swiglu_alpha={SWIGLU_ALPHA}, but this model has "
+            f"{config.experts.clamped.alpha}. Use rollout.engine=hf."
         )
 
 
@@ -51,4 +67,13 @@ def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> Pipe
     return PipelineEnds(embedding=first, final_norm=last, output=has_output and not (tied and first))
 
 
-RULES = EngineRules("SGLang", "experts.", "fused_qkv_a_proj_with_mqa", check_supported, pipeline_ends)
+RULES = EngineRules(
+    name="SGLang",
+    experts="experts.",
+    expert_bias="weight_bias",
+    attention={},
+    embedding={},
+    latent_down="fused_qkv_a_proj_with_mqa",
+    check_supported=check_supported,
+    pipeline_ends=pipeline_ends,
+)

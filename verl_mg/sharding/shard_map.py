@@ -285,4 +285,5 @@ def _stack(parts: Sequence[Shard]) -> Shard:
         for local, part in enumerate(parts)
         for piece in part.pieces
     )
-    return Shard((len(parts), *parts[0].shape), pieces)
+    padding = tuple(((0, len(parts)), *box) for box in parts[0].padding)  # the same in each
+    return Shard((len(parts), *parts[0].shape), pieces, padding)

@@ -1,10 +1,14 @@
-"""Table of `transformers` 5: the parameters of its modules, which stack the experts of a layer, whole on every rank."""
+"""Table of `transformers` 5: the parameters of its modules, which stack the experts of a layer, whole on every rank.
+
+A module that has its experts' matrices as (experts, in, out), that of gpt-oss, is described by its transposed views
+(experts, out, in): see `ModelTable.transposed_parameters`.
+"""
 
 from __future__ import annotations
 
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.hf_tensors import EXPERT_NAMES, Experts, LayerSpec, ModelSpec, TensorSpec, tensors_of
-from verl_mg.sharding.param_spec import ParamSpec
+from verl_mg.sharding.param_spec import ParamSpec, optional_param
 
 LAYER = "model.layers.{layer}."
 
@@ -36,8 +40,10 @@ def layer_params(layer: LayerSpec, config: HFConfig) -> tuple[ParamSpec, ...]:
     if not isinstance(layer.mlp, Experts):
         return params
     each = layer.mlp.each
-    stacked = (
-        ParamSpec("mlp.experts.gate_up_proj", (each.gate, each.up)),
+    return (
+        *params,
+        ParamSpec("mlp.experts.gate_up_proj", each.gate_up),
+        *optional_param("mlp.experts.gate_up_proj_bias", each.gate_up_bias),
         ParamSpec("mlp.experts.down_proj", (each.down,)),
+        *optional_param("mlp.experts.down_proj_bias", each.down_bias),
     )
-    return params + stacked

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
-from verl_mg.models.hf_config import HFConfig
+from verl_mg.models.hf_config import ClampedSwiGLU, HFConfig
 from verl_mg.sharding.engine_table import VOCABULARY, EngineRules, PipelineEnds
 
-ENDS_ON_EVERY_STAGE = frozenset({"gemma2", "mixtral", "qwen3_moe"})
+SWIGLU = ClampedSwiGLU(alpha=1.702, limit=7.0)
+"""Activation of gpt-oss's experts in vLLM, which does not read it from config.json."""
+ENDS_ON_EVERY_STAGE = frozenset({"gemma2", "gpt_oss", "mixtral", "qwen3_moe"})
 """Architectures whose model class builds embedding, final norm and output layer on every pipeline stage."""
 EXPERTS_ON_EVERY_STAGE = frozenset({"glm4_moe"})
 """Architectures whose model class refuses a pipeline stage without experts."""
@@ -44,6 +46,8 @@ def check_supported(config: HFConfig, layout: EngineLayout) -> None:
                     f"rollout.layout={layout}: vLLM's model class of {config.architecture} has no pipeline stage "
                     f"without experts, and stage {stage} would have dense layers only. Choose a smaller pp."
                 )
+    if config.architecture == "gpt_oss":
+        _check_gpt_oss(config, layout)
     if config.architecture == "qwen2" and config.head_dim * config.heads != config.hidden:
         raise UserError(
             "rollout.engine=vllm: vLLM's model class of qwen2 has heads of size hidden_size / num_attention_heads, but "
@@ -53,6 +57,22 @@ def check_supported(config: HFConfig, layout: EngineLayout) -> None:
         raise UserError(
             "rollout.engine=vllm: vLLM's model class of gemma2 has no output layer besides the embedding, but this "
             "model has one. Use rollout.engine=hf."
+        )
+
+
+def _check_gpt_oss(config: HFConfig, layout: EngineLayout) -> None:
+    if layout.tp > config.kv_heads:
+        raise UserError(
+            f"rollout.layout={layout}: vLLM's model class of gpt_oss needs a key-value head on each rank, but the "
+            f"model has {config.kv_heads}. Choose tp from {config.kv_heads} down."
+        )
+    windows = [config.window(layer) is not None for layer in range(config.layers)]
+    experts = config.experts
+    if windows != [layer % 2 == 0 for layer in range(config.layers)] or (experts and experts.clamped != SWIGLU):
+        raise UserError(
+            "rollout.engine=vllm: vLLM's model class of gpt_oss has a window in every other layer, from the first, and "
+            f"swiglu_alpha={SWIGLU.alpha} and swiglu_limit={SWIGLU.limit}, which this model has not. Use "
+            "rollout.engine=hf."
         )
 
 
@@ -73,4 +93,13 @@ def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> Pipe
     )
 
 
-RULES = EngineRules("vLLM", "experts.routed_experts.", "fused_qkv_a_proj", check_supported, pipeline_ends)
+RULES = EngineRules(
+    name="vLLM",
+    experts="experts.routed_experts.",
+    expert_bias="bias",
+    attention={"gpt_oss": "attn."},
+    embedding={"gpt_oss": "embedding"},
+    latent_down="fused_qkv_a_proj",
+    check_supported=check_supported,
+    pipeline_ends=pipeline_ends,
+)

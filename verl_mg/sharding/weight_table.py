@@ -149,7 +149,7 @@ class WeightTable(ModelTable):
         layout, config, rules = placement.layout, self.config, ENGINE_RULES[self.engine]
         layer_params = cache(lambda layer: engine_table.layer_params(layer, config, rules))
         embedding, (final_norm, output) = (
-            engine_table.embedding_param(self.model),
+            engine_table.embedding_param(self.model, config, rules),
             engine_table.output_params(self.model),
         )
         stages = []
@@ -182,6 +182,11 @@ class WeightTable(ModelTable):
             }
             indices[rank] = ParallelIndex(at.pp, at.ep, axis_index)
         return self._derive(stages, sizes, layout.ep, indices)
+
+    @property
+    def transposed_parameters(self) -> frozenset[str]:
+        """Names of stacks of experts' matrices, which the module has as (experts, in, out), as the files do."""
+        return frozenset(place.name for place in self.tensor_index.stacked.values() if len(place.shape) == 3)
 
     def shard_map_replicated(self, ranks: Sequence[int]) -> DerivedShardMap:
         """Returns the shards of ranks that each have the whole module of `transformers`."""

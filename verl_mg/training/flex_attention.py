@@ -1,9 +1,10 @@
 """Attention over packed sequences by torch's FlexAttention: one kernel that skips blocks which the mask excludes.
 
-For what its variable-length kernel does not have: a softcap, and queries that are only some of a sequence's tokens.
-FlexAttention (arXiv:2412.05496) generates its kernel when it is compiled, which happens on GPUs alone; not compiled, as
-in tests, it computes the same with matrices. Its block mask divides scores into blocks of 128 queries and 128 keys. It
-is computed in host memory from the lengths of the sequences, so that nothing of the size of the scores exists.
+For what its variable-length kernel does not have: a softcap, attention sinks, and queries that are only some of a
+sequence's tokens. FlexAttention (arXiv:2412.05496) generates its kernel when it is compiled, which happens on GPUs
+alone; not compiled, as in tests, it computes the same with matrices. Its block mask divides scores into blocks of 128
+queries and 128 keys. It is computed in host memory from the lengths of the sequences, so that nothing of the size of
+the scores exists.
 """
 
 from __future__ import annotations
@@ -72,9 +73,18 @@ def block_mask(lengths: Tensor, window: int | None, device: torch.device, querie
 
 
 def attend_with_block_mask(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Computes attention under a block mask, with a softcap if one is given.
+    """Computes attention under a block mask, with a softcap and with sinks if they are given.
+
+    A sink is a further term of the softmax's denominator: with the log-sum-exp z of a token's scores and the sink s the
+    result without it is multiplied by exp(z) / (exp(z) + exp(s)) = sigmoid(z - s).
 
     Args:
         query: (T of the queries, heads, d).
@@ -83,14 +93,24 @@ def attend_with_block_mask(
         mask: which tokens see each other.
         scale: factor of scores; None for 1 / sqrt(d).
         softcap: bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none.
+        sinks: (heads,) scores that have no key (gpt-oss, arXiv:2508.10925); None for none.
 
     Returns:
         (T of the queries, heads, d_v).
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     score_mod = None if softcap is None else _tanh_softcap(softcap)
-    context: Tensor = _flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=True)
-    return context[0].transpose(0, 1)
+    options = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": True}
+    if sinks is None:
+        context: Tensor = _flex_attention(q, k, v, **options)
+        return context[0].transpose(0, 1)
+    without, log_sum = _flex_attention(q, k, v, return_lse=True, **options)
+    return _with_sinks(without, log_sum, sinks)[0].transpose(0, 1)
+
+
+def _with_sinks(context: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+    share = torch.sigmoid(log_sum.float() - sinks.float()[:, None])
+    return (context * share[..., None]).to(context.dtype)
 
 
 def _tanh_softcap(softcap: float) -> Callable[..., Tensor]:

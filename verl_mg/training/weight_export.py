@@ -7,7 +7,7 @@ box of some columns       row by row in the file: moved to ranks that have whole
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
         writer: writer of the directory, whose files exist.
     """
     rank, whole, served = dist.get_rank(), runner.shard_map(), runner.served_parameters()
-    rows = whole_rows(whole)
+    rows = whole_rows(whole, runner.table.tensor_index.stacked.keys())
     current, values = "", torch.empty(0)
     for write in assign_writes(whole, rank):
         if write.tensor not in rows.tensors:
@@ -53,17 +53,18 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
             writer.write(name, shard.pieces[0].source, staged[name])
 
 
-def whole_rows(whole: ShardMap) -> ExplicitShardMap:
+def whole_rows(whole: ShardMap, stacked: Collection[str] = ()) -> ExplicitShardMap:
     """Returns the whole rows that ranks write of the tensors whose columns are distributed over ranks.
 
     Args:
         whole: shards of all ranks.
+        stacked: tensors that the files have transposed, so that whole columns are contiguous; they are not among them.
     """
     shards: dict[int, dict[str, Shard]] = defaultdict(dict)
     split = {}
     for name, info in whole.tensors.items():
         replicas = whole.replicas(name)
-        if all(_has_whole_rows(item.box, info.shape) for item in replicas):
+        if name in stacked or all(_has_whole_rows(item.box, info.shape) for item in replicas):
             continue
         split[name] = info
         height, columns = info.shape[0], full_box(info.shape[1:])

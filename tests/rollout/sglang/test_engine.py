@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engines import all_of, bring_weights, process_of, requests, workers_of
+from tests.random_models import config
 from tests.traces import needs_sglang
 from verl_mg import device
 from verl_mg.errors import UserError
@@ -258,4 +259,11 @@ def test_engine_that_cannot_start_raises_with_its_log(model, tmp_path):
 def test_check_on_cpu_given_padded_model_raises(layout, sizes, words):
     model = ModelDims(**{"attention_heads": 4, "kv_heads": 2, "layers": 2, "ffn": 128, "expert_ffn": 64, **sizes})
     with pytest.raises(UserError, match=words):
-        check_on_cpu(model, EngineLayout.parse(layout))
+        check_on_cpu(config("qwen3_moe"), model, EngineLayout.parse(layout))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a rule of the CPU")
+def test_check_on_cpu_given_attention_sinks_raises():
+    table = weight_table(config("gpt_oss", intermediate_size=32))
+    with pytest.raises(UserError, match=r"attention sinks only in kernels for AMX.* Set rollout.engine=hf"):
+        check_on_cpu(table.config, table.model_dims, EngineLayout())

@@ -62,7 +62,7 @@ class HFEngineSync:
         started = time.perf_counter()
         self._engine.begin_update()
         self._schedules = self._schedules or list(self._plan(actor))
-        runner, target = actor.runner, self._engine.parameters()
+        runner, target = actor.runner, self._engine.parameters(actor.runner.table.transposed_parameters)
         parameters, wait_for = sources_of(runner)
         traffic = [
             execute(chunk, source_tensors(chunk, runner, parameters), target, wait_for=wait_for)
@@ -84,7 +84,8 @@ class HFEngineSync:
                 for name, alias in aliases(moves, rank).items()
                 if alias.source not in runner.computed_parameters
             }
-            self._engine.share(aliased_parameters(unchanged, runner.parameters()))
+            shared = aliased_parameters(unchanged, runner.parameters())
+            self._engine.share(shared, runner.table.transposed_parameters)
             yield schedule(moves, rank, runner.dtype)
 
 

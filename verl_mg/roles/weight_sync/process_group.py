@@ -101,7 +101,7 @@ def table_obstacle(table: ModelTable, layout: EngineLayout, wire: Wire = "cast")
         if encoding := encoding_of(wire):
             shards = table.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
             check_engine_blocks(table, shards, encoding, shards.ranks)
-        check_on_cpu(table.model_dims, layout)
+        check_on_cpu(table.config, table.model_dims, layout)
     except UserError as error:
         return str(error).rstrip(".")
     return ""

@@ -1,7 +1,7 @@
 """Rollout engine on a `transformers` model inside the process of the rank, one replica per rank."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +98,29 @@ class HFEngine(RolloutEngine):
         """Begins an update; the weights may be written until `end_update`."""
         self._updating = True
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the module by name, persistent buffers included; a tied head is not listed."""
+    def parameters(self, transposed: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the module by name, persistent buffers included; a tied head is not listed.
+
+        Args:
+            transposed: names of matrices of which the result has transposed views, see `ModelTable`.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             if all(tensor is not other for other in tensors.values()):
                 tensors[name] = tensor
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+        return {name: tensor.detach().mT if name in transposed else tensor.detach() for name, tensor in tensors.items()}
 
-    def share(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Uses the memory of these tensors for the weights of the same names where dtype and device are equal."""
+    def share(self, tensors: Mapping[str, torch.Tensor], transposed: Collection[str] = ()) -> None:
+        """Uses the memory of these tensors for the weights of the same names where dtype and device are equal.
+
+        Args:
+            tensors: by the names of the module.
+            transposed: names of matrices that the module has transposed.
+        """
         for name, parameter in self.module.named_parameters():
             tensor = tensors.get(name)
             if tensor is not None and (tensor.dtype, tensor.device) == (parameter.dtype, parameter.device):
-                parameter.data = tensor
+                parameter.data = tensor.mT if name in transposed else tensor
 
     def end_update(self, version: int) -> None:
         """Ends an update; the weights are policy version `version` from now on."""
@@ -243,5 +252,6 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _attention(config: PreTrainedConfig) -> str:
-    """Returns torch's kernel, except for Gemma 2: there `transformers` would silently omit the attention soft cap."""
-    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+    """Returns torch's kernel, except for what it does not have: the softcap of Gemma 2 and the sinks of gpt-oss."""
+    text = config.get_text_config()
+    return "eager" if getattr(text, "attn_logit_softcapping", None) or text.model_type == "gpt_oss" else "sdpa"

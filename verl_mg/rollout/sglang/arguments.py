@@ -12,6 +12,7 @@ import torch
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, ModelDims
+from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
 from verl_mg.rollout.engine_process import inherited_environment
 from verl_mg.rollout.process_engine import EngineSettings
@@ -103,14 +104,22 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
             "lora_target_modules": list(settings.adapters.targets),
             "max_loras_per_batch": 2,  # none, and the policy's
         }
+    if _model_type(model) == "gpt_oss":
+        common["moe_runner_backend"] = "triton"  # others have its experts transposed, or in another order
     place = _on_gpus(settings) if torch.cuda.is_available() else _on_cpu(settings)
     return common | place | dict(settings.extra)
 
 
-def check_on_cpu(model: ModelDims, layout: EngineLayout) -> None:
-    """Checks that SGLang does not pad the model on the CPU, for which the weight table has no shards.
+def _model_type(model: Path) -> Any:
+    path = model / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("model_type") if path.exists() else None
+
+
+def check_on_cpu(config: HFConfig, model: ModelDims, layout: EngineLayout) -> None:
+    """Checks that SGLang has the model on the CPU, and does not pad it, for which the weight table has no shards.
 
     Args:
+        config: the model.
         model: sizes of the model.
         layout: layout of the engine.
 
@@ -119,6 +128,11 @@ def check_on_cpu(model: ModelDims, layout: EngineLayout) -> None:
     """
     if torch.cuda.is_available():
         return
+    if config.attention_sinks:
+        raise UserError(
+            "rollout.engine=sglang: on the CPU SGLang has attention sinks only in kernels for AMX, which this project "
+            "does not use. Set rollout.engine=hf, or use a GPU."
+        )
     if layout.ep > 1 or layout.adp > 1:
         raise UserError(f"rollout.layout={layout}: SGLang does not support ep and adp on the CPU. Remove them.")
     widths = {"columns of the feed-forward layer": model.ffn, "columns of an expert": model.expert_ffn}

@@ -41,7 +41,8 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
         ep_size=layout.ep,
         attn_dp_size=layout.adp,
         disable_shared_experts_fusion=True,
-        attention_backend="torch_native",
+        attention_backend="triton",  # a model with attention sinks refuses others; its kernels are not used
+        moe_runner_backend="triton",  # with others SGLang may transpose the weights of experts
         sampling_backend="pytorch",
         disable_custom_all_reduce=True,
         disable_cuda_graph=True,

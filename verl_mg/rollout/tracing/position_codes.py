@@ -85,7 +85,7 @@ def decode(name: str, codes: PositionCodes, passes: Sequence[Tensor]) -> Shard:
         UserError: a value is in no tensor of the checkpoint, or the parameter does not consist of boxes.
     """
     shape = tuple(passes[0].shape)
-    numbers = _numbers(name, codes, [tensor.detach().cpu().numpy().reshape(shape or (1,)) for tensor in passes])
+    numbers = _numbers(name, codes, [tensor.detach().cpu().float().numpy().reshape(shape or (1,)) for tensor in passes])
     runs = _runs(name, codes, numbers)
     for dimension in reversed(range(numbers.ndim - 1)):
         runs = runs.merged(dimension)

@@ -12,6 +12,7 @@ import importlib
 import json
 import sys
 import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -39,7 +40,9 @@ class TraceJob(TypedDict):
     adp: int
     """Data-parallel size of attention."""
     shapes: dict[str, list[int]]
-    """Shapes of the checkpoint's tensors."""
+    """Shapes of the checkpoint's tensors, those of experts that its files stack one by one."""
+    stacks: dict[str, list[str]]
+    """Tensors of the experts in order that the files stack, transposed, by the name of the stack."""
 
 
 def jobs_file(folder: Path) -> Path:
@@ -96,7 +99,7 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
         codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
         try:
             with unloaded_model(job["model"], layout, rank, folder / f"{number}.store") as model:
-                write_rank_shards(result_file(folder, number, rank), _traced(model, codes))
+                write_rank_shards(result_file(folder, number, rank), _traced(model, codes, job["stacks"]))
         except Exception as error:
             traceback.print_exc()
             unfinished = error_file(folder, number, rank).with_suffix(".unfinished")
@@ -114,8 +117,25 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__} in {place.name}: {message}"
 
 
+def checkpoint(codes: PositionCodes, number: int, stacks: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of the files in one pass.
+
+    Args:
+        codes: codes of the model's tensors.
+        number: number of the pass.
+        stacks: as in `TraceJob`.
+    """
+    members = {name for names in stacks.values() for name in names}
+    for name in codes.names:
+        if name not in members:
+            yield name, codes.tensor(name, number)
+    for name, experts in stacks.items():
+        tensors = [codes.tensor(expert, number) for expert in experts]
+        yield name, torch.stack([tensor.permute(*reversed(range(tensor.dim()))) for tensor in tensors])
+
+
 @torch.no_grad()
-def _traced(model: Any, codes: PositionCodes) -> dict[str, Shard]:
+def _traced(model: Any, codes: PositionCodes, stacks: Mapping[str, Sequence[str]]) -> dict[str, Shard]:
     """Returns the shard of each parameter, and of each saved buffer that the model's loader fills."""
     parameters = dict(model.named_parameters())
     state = model.state_dict(keep_vars=True)
@@ -125,7 +145,7 @@ def _traced(model: Any, codes: PositionCodes) -> dict[str, Shard]:
     for number in range(codes.passes):
         for tensor in tensors.values():
             tensor.fill_(UNWRITTEN)
-        model.load_weights((name, codes.tensor(name, number)) for name in codes.names)
+        model.load_weights(checkpoint(codes, number, stacks))
         for name, tensor in tensors.items():
             passes[name].append(tensor.clone())
     unwritten = [name for name in parameters if not is_written(passes[name])]

@@ -13,6 +13,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,10 @@ import verl_mg
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.checkpoint_shapes import checkpoint_shapes
+from verl_mg.models.hf_config import parse_config
+from verl_mg.models.hf_families import FAMILIES
+from verl_mg.models.hf_tensors import index_of, model_spec
+from verl_mg.models.stacked_tensors import StackedTensor, expert_shapes
 from verl_mg.rollout.engine_python import NAMES, engine_python
 from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU
 from verl_mg.rollout.tracing.layer_kinds import layer_kinds, text_fields, write_first_layers
@@ -62,7 +67,7 @@ def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine)
         UserError: the engine is not installed, it cannot build or load a model, a parameter is not filled, or values
             are changed while loading. The first job that fails ends all.
     """
-    described = [_job(Path(model_dir), layout, checkpoint_shapes(model_dir)) for model_dir, layout in jobs]
+    described = [_job(Path(model_dir), layout, _shapes(model_dir)) for model_dir, layout in jobs]
     return _trace(described, engine)[1]
 
 
@@ -85,7 +90,7 @@ def write_trace(
         shapes: the tensors to load; None: all of the directory.
     """
     architecture = _architecture(Path(model_dir))
-    shapes = shapes or checkpoint_shapes(model_dir)
+    shapes = shapes or _shapes(model_dir)
     traced = _traced_by_kinds(Path(model_dir), layout, engine, shapes)
     if traced is None:
         version, (ranks,) = _trace([_job(Path(model_dir), layout, shapes)], engine)
@@ -145,8 +150,24 @@ def _architecture(model_dir: Path) -> str:
     raise UserError(f"{model_dir / 'config.json'}: architectures is missing. Add the name of the model's class.")
 
 
+def stacked_tensors(model_dir: Path) -> dict[str, StackedTensor]:
+    """Returns the places of experts' tensors that a model's files stack; none for a family without a weight table."""
+    fields = _config(model_dir)
+    if fields.get("model_type") not in FAMILIES:
+        return {}
+    return index_of(model_spec(parse_config(fields, str(model_dir / "config.json")))).stacked
+
+
+def _shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
+    return expert_shapes(checkpoint_shapes(model_dir), stacked_tensors(Path(model_dir)))
+
+
 def _job(model_dir: Path, layout: EngineLayout, shapes: Mapping[str, tuple[int, ...]]) -> TraceJob:
     _architecture(model_dir)
+    stacks: dict[str, list[str]] = defaultdict(list)
+    for name, place in stacked_tensors(model_dir).items():
+        if name in shapes:
+            stacks[place.name].append(name)
     return {
         "model": str(model_dir.absolute()),
         "tp": layout.tp,
@@ -154,6 +175,7 @@ def _job(model_dir: Path, layout: EngineLayout, shapes: Mapping[str, tuple[int, 
         "ep": layout.ep,
         "adp": layout.adp,
         "shapes": {name: list(shape) for name, shape in shapes.items()},
+        "stacks": stacks,
     }
 
 

@@ -1,0 +1,115 @@
+"""MXFP4 checkpoints, dequantized while boxes are read."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoint.mxfp4_directories import dequantized_by_transformers, quantize_directory
+from tests.tiny_models import tiny_model, unstacked
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader
+from verl_mg.checkpoint.model_directory import SINGLE, ModelDirectory
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
+from verl_mg.sharding.boxes import slices
+from verl_mg.sharding.weight_table import weight_table
+
+STACK = "model.layers.1.mlp.experts.gate_up_proj"
+EXPERT = "model.layers.1.mlp.experts.2.gate_up_proj"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tiny_model(tmp_path_factory.mktemp("mxfp4"), "gpt_oss", layers=2, ffn=64)
+    quantize_directory(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return unstacked(dequantized_by_transformers(model))
+
+
+def different_boxes(model, layout, expected):
+    """Loads the model on these ranks; returns how many boxes this rank has, and the tensors that differ."""
+    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
+    runner = ModelRunner(model, ParallelGroups(placement), torch.bfloat16)
+    parameters = runner.parameters()
+    pieces = [(name, p) for name, shard in runner.shard_map().shards(dist.get_rank()).items() for p in shard.pieces]
+    different = []
+    for name, piece in pieces:
+        values = parameters[name].detach()[slices(piece.target)]
+        if not torch.equal(values, expected[piece.tensor][slices(piece.source)].view(values.shape)):
+            different.append(piece.tensor)
+    return len(pieces), different
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        ("tp2-pp2-ep2-etp1", 4),
+        pytest.param("tp1", 1, marks=pytest.mark.nightly),
+        pytest.param("tp2", 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_model_runner_mxfp4_checkpoint_has_the_values_of_transformers(ranks, model, expected, layout, count):
+    assert expected[EXPERT].unique().numel() > 20
+    results = ranks.run(count, different_boxes, model, layout, expected)
+    assert all(number and not different for number, different in results)
+
+
+def test_mxfp4_oracle_is_what_from_pretrained_loads(model):
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    assert torch.equal(module.state_dict()[STACK], dequantized_by_transformers(model)[STACK])
+
+
+def directory(folder):
+    return ModelDirectory.find(folder, weight_table(read_config(folder)).tensor_index.stacked)
+
+
+@pytest.mark.parametrize("box", [((0, 128), (0, 32)), ((5, 9), (7, 30)), ((127, 128), (31, 32))])
+def test_checkpoint_reader_reads_boxes_within_and_across_blocks(model, expected, box):
+    with CheckpointReader(directory(model)) as reader:
+        assert torch.equal(reader.read(EXPERT, box), expected[EXPERT][slices(box)])
+
+
+def changed(model, folder, changes):
+    """Copies the model with other tensors."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / SINGLE)
+    for name, change in changes.items():
+        tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("blocks", lambda t: t.int(), r"gate_up_proj_blocks' is I32, but MXFP4 is stored as U8"),
+        ("blocks", lambda t: t[:, :-1], r"gate_up_proj_blocks' has shape \(4, 127, 1, 16\), but \(4, 128, 1, 16\)"),
+        ("scales", lambda t: t[:3], r"gate_up_proj_scales' has shape \(3, 128, 1\), but \(4, 128, 1\)"),
+    ],
+)
+def test_model_directory_damaged_mxfp4_tensor_is_named(model, tmp_path, part, change, message):
+    folder = changed(model, tmp_path / "damaged", {f"{STACK}_{part}": change})
+    with pytest.raises(UserError, match=rf"{SINGLE}: tensor '.*{message}"):
+        directory(folder).check(weight_table(read_config(folder)).huggingface())
+
+
+def test_checkpoint_reader_scale_that_is_no_number_is_named(model, tmp_path):
+    def without_number(scales):
+        scales[2, 6] = 255
+        return scales
+
+    folder = changed(model, tmp_path / "damaged", {f"{STACK}_scales": without_number})
+    with CheckpointReader(directory(folder)) as reader:
+        reader.read(EXPERT, ((0, 6), (0, 32)))
+        with pytest.raises(UserError, match=rf"scales '{STACK}_scales' .* \(a scale is not a number in the box"):
+            reader.read(EXPERT, ((0, 7), (0, 32)))
