@@ -14,9 +14,11 @@ from verl_mg import device
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.models.hf_config import read_config
+from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.rollout.engine import Request, RolloutEngine, Sample
 from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.process_engine import ProcessEngine
+from verl_mg.rollout.sglang.arguments import has_multi_token_draft
 from verl_mg.rollout.vllm.engine import VLLMEngine
 from verl_mg.sharding.weight_table import weight_table
 
@@ -47,7 +49,10 @@ def workers_of(engine: ProcessEngine) -> list[psutil.Process]:
 def bring_weights(engine: ProcessEngine, model: Path, version: int) -> None:
     """As a sync does it, each rank's shard of the table read from the checkpoint."""
     layout, held = engine.settings.layout, []
-    table = weight_table(read_config(model)).for_engine("vllm" if isinstance(engine, VLLMEngine) else "sglang")
+    config = with_multi_token_layer(read_config(model), model)
+    table = weight_table(config).for_engine("vllm" if isinstance(engine, VLLMEngine) else "sglang")
+    if has_multi_token_draft(engine.settings.extra):
+        table = table.with_draft_model()
     for rank in range(layout.ranks):
         shards = table.engine_shards(layout, rank)
         dtypes = dict.fromkeys(shards, engine.settings.dtype)

@@ -10,9 +10,12 @@ import torch.distributed as dist
 
 from verl_mg.config import Config
 from verl_mg.distributed.collectives import broadcast_bytes
+from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
+from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.rollout.engine_python import engine_version
+from verl_mg.rollout.sglang.arguments import has_multi_token_draft
 from verl_mg.rollout.tracing.tracer import TracedEngine, write_trace
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.module_table import module_table
@@ -31,7 +34,7 @@ def actor_table(config: Config) -> ModelTable:
     """
     if config.actor.backend == "fsdp":
         return module_table(config.model.path)
-    return weight_table(read_config(config.model.path))
+    return weight_table(with_multi_token_layer(read_config(config.model.path), config.model.path))
 
 
 def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
@@ -49,6 +52,9 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
     rollout = config.rollout
     assert rollout.engine != "hf"
     table = table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
+    if rollout.engine == "sglang" and has_multi_token_draft(rollout.sglang):
+        _check_draft(config)
+        return table.with_draft_model()
     if table.traced or table.has_engine_rules:
         return table
     content, folder = b"", config.job.output / FOLDER
@@ -58,6 +64,17 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
             _trace(config, table, path)
         content = path.read_bytes()
     return table.with_traced(parse_traced_table(broadcast_bytes(content), folder), folder)
+
+
+def _check_draft(config: Config) -> None:
+    """Checks that weight sync reaches a draft model; raises UserError where it does not."""
+    rollout, key = config.rollout, "rollout.sglang.speculative_algorithm"
+    if rollout.sharding_table:
+        raise UserError(f"{key}: a file with a table has no draft model. Leave rollout.sharding_table out.")
+    if rollout.delta:
+        raise UserError(f"{key}: a draft model does not receive changes alone. Leave rollout.delta out.")
+    if rollout.wire != "cast":
+        raise UserError(f"{key}: SGLang has no quantized projection of a draft model. Write rollout.wire=cast.")
 
 
 def _file_name(config: Config, engine: EngineName) -> str:

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import MLP, Experts, GroupedAttention, LatentAttention, LayerSpec, ModelSpec
+from verl_mg.models.hf_tensors import (
+    MLP,
+    Experts,
+    GroupedAttention,
+    LatentAttention,
+    LayerSpec,
+    ModelSpec,
+    MultiTokenSpec,
+)
 from verl_mg.sharding.param_spec import (
     Axis,
     HeadRows,
@@ -31,6 +39,8 @@ ATTENTION, FEED_FORWARD = "self_attn.", "mlp."
 """Prefixes of attention and of the feed-forward layer or experts in a layer."""
 DATA_PARALLEL_ATTENTION = frozenset({"qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"})
 """Architectures whose attention SGLang can shard on a separate axis (data-parallel attention)."""
+DRAFT = "draft."
+"""Prefix of the parameters of an engine's draft model, a model class of its own that the engine drafts tokens with."""
 EXPERT_BLOCK = {"mixtral": "block_sparse_moe."}
 """Prefix of the experts where it differs from `mlp.`."""
 ROUTER = {"gpt_oss": "router"}
@@ -88,6 +98,16 @@ def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
     return (
         ParamSpec("model.norm.weight", (model.final_norm,)),
         ParamSpec("lm_head.weight", (model.output,), VOCABULARY, "tensor"),
+    )
+
+
+def draft_params(m: MultiTokenSpec) -> tuple[ParamSpec, ...]:
+    """Returns what a draft model has besides its transformer layer, without what it shares with the policy."""
+    return (
+        ParamSpec("enorm.weight", (m.embedding_norm,)),
+        ParamSpec("hnorm.weight", (m.hidden_norm,)),
+        ParamSpec("eh_proj.weight", (m.projection,)),
+        ParamSpec("shared_head.norm.weight", (m.final_norm,)),
     )
 
 

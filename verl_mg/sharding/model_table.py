@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
+from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, ModelDims
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.hf_tensors import TensorIndex
@@ -37,6 +38,17 @@ class ModelTable(ABC):
     def for_engine(self, engine: EngineName) -> Self:
         """Returns this table with the parameters of a rollout engine."""
         return replace(self, engine=engine)
+
+    def with_draft_model(self) -> Self:
+        """Returns this table with the draft model of SGLang, for speculative decoding.
+
+        Raises:
+            UserError: the model has no layer of multi-token prediction.
+        """
+        raise UserError(
+            "rollout.sglang.speculative_algorithm: the actor's model has no layer of multi-token prediction to draft "
+            "tokens with. Leave it out, or write speculative_draft_model_path too."
+        )
 
     def with_traced_table(self, path: Path | None) -> Self:
         """Returns this table with the engine's part read from a file of `verl-mg trace`.

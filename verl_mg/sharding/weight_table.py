@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.hf_tensors import (
@@ -34,6 +35,15 @@ ENGINE_RULES: Mapping[EngineName, EngineRules] = {"sglang": sglang.RULES, "vllm"
 @dataclass(frozen=True)
 class WeightTable(ModelTable):
     """All weights of one model, as pure functions of its configuration."""
+
+    drafts: bool = False
+    """Whether the engine has the layer of multi-token prediction as its draft model."""
+
+    def with_draft_model(self) -> WeightTable:
+        """Returns this table with the draft model of SGLang."""
+        if self.model.multi_token is None:
+            return super().with_draft_model()
+        return replace(self, drafts=True)
 
     @cached_property
     def model(self) -> ModelSpec:
@@ -144,6 +154,10 @@ class WeightTable(ModelTable):
 
     def _check_rules(self, layout: EngineLayout) -> None:
         ENGINE_RULES[self.engine].check_supported(self.config, layout)
+        if self.drafts and layout.pp > 1:
+            raise UserError(
+                f"rollout.layout={layout}: speculative decoding with pipeline stages is not supported. Leave out pp."
+            )
 
     def _shard_map_by_rules(self, placement: EnginePlacement) -> DerivedShardMap:
         layout, config, rules = placement.layout, self.config, ENGINE_RULES[self.engine]
@@ -162,6 +176,11 @@ class WeightTable(ModelTable):
                 blocks.append(ParamBlock("", (final_norm,)))
             if ends.output:
                 blocks.append(ParamBlock("", (output,)))
+            if self.drafts and self.model.multi_token:
+                behind = engine_table.draft_params(self.model.multi_token)
+                blocks.append(ParamBlock(f"{engine_table.DRAFT}model.", behind, config.layers))
+                params = layer_params(self.model.all_layers[-1])
+                blocks.append(ParamBlock(f"{engine_table.DRAFT}model.decoder.", params, config.layers))
             stages.append(blocks)
         sizes: dict[Axis, int] = {
             "replicated": 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,16 @@ ON_CPU = {
 }
 """Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used. The
 few small functions that SGLang compiles would delay the first request to each process by seconds."""
+
+
+def has_multi_token_draft(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether SGLang decodes speculatively with the model's own layer of multi-token prediction.
+
+    Args:
+        arguments: keyword arguments of `sglang.Engine`, such as `rollout.sglang`.
+    """
+    is_eagle = arguments.get("speculative_algorithm") in ("EAGLE", "NEXTN")
+    return is_eagle and not arguments.get("speculative_draft_model_path")
 
 
 def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:

@@ -16,11 +16,14 @@ from verl_mg.images import Image
 from verl_mg.rollout import engine_host
 from verl_mg.rollout.engine_host import EngineHost
 from verl_mg.rollout.ipc_payload import named_views, open_payload
+from verl_mg.rollout.sglang.arguments import has_multi_token_draft
 from verl_mg.rollout.sglang.requests import parse_response, request_fields
 from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
 
-TARGET = "target"
-"""Updates are of the policy's weights, not of those of a draft model, which are others."""
+TARGET, DRAFT = "target", "draft"
+"""Models of SGLang that updates are of: the policy, and a draft model where it is a layer of the same checkpoint."""
+ALL = "all"
+"""Both of them."""
 CHECK_SECONDS = 1.0
 """Interval at which a part of an engine on a further node looks after its schedulers."""
 IDLE_RETRY_SECONDS = 0.01
@@ -30,15 +33,16 @@ IDLE_RETRY_SECONDS = 0.01
 class SGLangHost(EngineHost):
     """Runs SGLang's engine and its tokenizer manager."""
 
-    def __init__(self, engine: Any, processor: ImageProcessor | None) -> None:
+    def __init__(self, engine: Any, processor: ImageProcessor | None, updates_draft: bool) -> None:
         """Creates the host.
 
         Args:
             engine: the `sglang.Engine`.
             processor: processor of a model that reads images; None for others.
+            updates_draft: whether updates are of a draft model too.
         """
         super().__init__()
-        self._processor = processor
+        self._processor, self._models = processor, (TARGET, DRAFT) if updates_draft else (TARGET,)
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._tp: int = engine.server_args.tp_size
         self._adapters: str | None = None  # SGLang's name of the adapters that requests use
@@ -68,15 +72,18 @@ class SGLangHost(EngineHost):
             await self._begin_update()
             self._in_session = True
         is_last = version is not None
-        load = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[merge_stages(payloads[rank :: self._tp], is_last) for rank in range(self._tp)],
-            load_format=LOADER,
-            selector=TARGET,
-            flush_cache=flush,
-            weight_version=str(version) if is_last else None,
-        )
         # Not by the manager's methods, which wait for a response before they send the next request.
-        sent = [self._manager.update_weights_from_tensor_communicator(load)]
+        sent = []
+        for model in self._models:
+            by_rank = [payloads[rank :: self._tp] for rank in range(self._tp)]
+            load = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[merge_stages(stages, is_last, model == DRAFT) for stages in by_rank],
+                load_format=LOADER,
+                selector=model,
+                flush_cache=flush,
+                weight_version=str(version) if is_last else None,
+            )
+            sent.append(self._manager.update_weights_from_tensor_communicator(load))
         if is_last:
             sent.append(self._manager.end_weight_update_communicator(EndWeightUpdateReqInput()))
             self._in_session = False
@@ -88,7 +95,9 @@ class SGLangHost(EngineHost):
             await self._request("end_weight_update", "EndWeightUpdateReqInput")
 
     async def _begin_update(self) -> None:
-        await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=TARGET)
+        await self._request(
+            "begin_weight_update", "BeginWeightUpdateReqInput", selector=ALL if len(self._models) > 1 else TARGET
+        )
 
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
         """Loads adapters under a new name, of which SGLang caches no keys and values yet, and unloads the others."""
@@ -222,7 +231,8 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> SGLang
     """
     from verl_mg.rollout.sglang.scheduler import Engine
 
-    return SGLangHost(Engine(**arguments), ImageProcessor.read(arguments["model_path"]))
+    processor = ImageProcessor.read(arguments["model_path"])
+    return SGLangHost(Engine(**arguments), processor, has_multi_token_draft(arguments))
 
 
 if __name__ == "__main__":

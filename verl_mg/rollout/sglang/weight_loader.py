@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,19 +18,21 @@ from torch import Tensor
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.patch_payload import apply_payload, has_patches
 from verl_mg.rollout.sglang.marlin_weights import keep_order, marlin_layers, write_marlin
+from verl_mg.sharding.engine_table import DRAFT
 
 LOADER = f"{__name__}.load_chunk"
 """Name of the loader, for the server argument `custom_weight_loader` and as load format."""
 
 
-def merge_stages(payloads: Sequence[str], is_last: bool) -> str:
+def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False) -> str:
     """Merges the payloads of one tensor-parallel rank on all pipeline stages into one, in base64.
 
     Args:
         payloads: by pipeline stage.
         is_last: whether they complete the weights.
+        for_draft: load the parameters of the draft model, and not those of the policy.
     """
-    return message_for_loader({"payloads": list(payloads), "is_last": is_last})
+    return message_for_loader({"payloads": list(payloads), "is_last": is_last, "for_draft": for_draft})
 
 
 def message_for_loader(message: dict[str, Any]) -> str:
@@ -77,18 +79,25 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if has_patches(places):
         apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
     else:
-        _write_tensors(model, parameters, places, memory)
+        _write_tensors(model, parameters, _tensors_of(message["for_draft"], named_views(places, memory)))
     if message["is_last"]:
         post_load_weights(model)
 
 
-def _write_tensors(model: Any, parameters: Mapping[str, Tensor], places: str, memory: Tensor) -> None:
+def _tensors_of(for_draft: bool, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of the draft model, by their names in it, or those of the policy."""
+    for name, tensor in tensors:
+        if name.startswith(DRAFT) == for_draft:
+            yield name.removeprefix(DRAFT), tensor
+
+
+def _write_tensors(model: Any, parameters: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
     from sglang.srt.model_loader.weight_utils import default_weight_loader
 
     layers = marlin_layers(model)
     if layers:
         keep_order(model)
-    for name, tensor in named_views(places, memory):
+    for name, tensor in tensors:
         if name in layers:
             write_marlin(layers[name], name, tensor)
         else:
