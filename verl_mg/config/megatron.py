@@ -18,7 +18,8 @@ class MegatronConfig(ConfigSection):
     """Fields of TransformerConfig for every model of the job, such as {fp8: hybrid, fp8_recipe: blockwise}. Updates
     change the biases of DeepSeek-V3's routers by moe_router_bias_update_rate, which is 0 unless it is set: 0.001 as in
     its pre-training balances the loads of experts. mtp_loss_scaling_factor trains the actor's layer of multi-token
-    prediction, and with mtp_detach_heads nothing but the layer."""
+    prediction, and with mtp_detach_heads nothing but the layer. moe_aux_loss_coeff and moe_z_loss_coeff are factors of
+    losses for the balance of experts within each row, and for small logits of routers."""
     optimizer: dict[str, Any] = {}
     """Fields of OptimizerConfig for every trained model."""
     ddp: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from verl_mg.fsdp.mesh import MeshGroups, check_mesh
 from verl_mg.fsdp.trainer import check_optimizer
 from verl_mg.layout import Layout, Placement, parse_ranks
 from verl_mg.layout.suggest import resolve_layout
+from verl_mg.megatron.balance_losses import check_balance_losses
 from verl_mg.megatron.kernels import resolve_kernels
 from verl_mg.megatron.model_runner import check_layout
 from verl_mg.megatron.multi_token import check_multi_token
@@ -116,6 +117,7 @@ class ModelRoleBuilder:
                 raise UserError(f"{config_section_of(role)}.{error}") from None
             transformer_config(model, layout, dtype, section.recompute, kernels, megatron)
             check_balancing(model, megatron, section.lora is not None)
+            check_balance_losses(model, megatron)
             if MODEL_ROLES[role].keeps_multi_token:
                 check_multi_token(with_multi_token_layer(model, self._path(role)), megatron, section.lora is not None)
             optimizer_config(section.optimizer, megatron, dtype)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_mg.megatron.balance_losses import BalanceLosses
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.routing import Router
 
@@ -23,7 +24,11 @@ MAX_LOAD = "max_expert_load"
 
 
 class ExpertLoads:
-    """Loads of all experts of a trained model on a rank of its placement."""
+    """Loads of all experts of a trained model on a rank of its placement.
+
+    Attributes:
+        losses: auxiliary losses that the routers compute; None without.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         """Makes the routers of this rank's layers count.
@@ -39,27 +44,33 @@ class ExpertLoads:
         experts = runner.table.config.experts
         self._layers = len(experts.layers) + (runner.multi_token_factor > 0) if experts else 0
         self._loads = torch.empty(0)
+        balance, z = runner.balance_factors
+        self.losses = BalanceLosses(balance, z, runner.groups.collection.tp) if balance or z else None
 
     def clear(self) -> None:
-        """Sets the counts to 0, for the next mini-batch."""
+        """Sets the sums to 0, for the next mini-batch."""
+        if self.losses:
+            self.losses.sums = None
         for router in self._routers:
+            router.losses = self.losses
             router.load = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
 
     def sum_over_ranks(self) -> dict[str, Tensor]:
         """Completes the loads of a mini-batch; all ranks of the placement call it.
 
         Returns:
-            This rank's part of MAX_LOAD, to be summed over all ranks; {} where another rank reports it.
+            This rank's part of MAX_LOAD and of the losses, to be summed over all ranks.
         """
         if not self._routers:
             return {}
+        losses = {} if self.losses is None else self.losses.report(self._layers)
         self._loads = torch.stack([load for router in self._routers if (load := router.load) is not None])
         dist.all_reduce(self._loads, group=self._group)
         if not self._reports:
-            return {}
+            return losses
         loads = self._loads.double()
         mean = loads.mean(1).clamp_min(1 / loads.shape[1])  # a mini-batch without tokens has no loads
-        return {MAX_LOAD: (loads.amax(1) / mean).sum() / self._layers}
+        return losses | {MAX_LOAD: (loads.amax(1) / mean).sum() / self._layers}
 
     def update_biases(self) -> None:
         """Raises the biases of experts below the mean load and lowers those of experts above it."""

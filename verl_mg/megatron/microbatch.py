@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.device import copy_to
 from verl_mg.layout import Stage
+from verl_mg.megatron.balance_losses import RowsOfTokens
 from verl_mg.megatron.multi_token import next_tokens
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.megatron.routing import routed_experts
@@ -29,6 +31,7 @@ def make_micro_batch(
     multiple: int = 1,
     zigzag: bool = False,
     multi_token: bool = False,
+    balanced: bool = False,
 ) -> MicroBatch[PackedSequences]:
     """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
 
@@ -44,6 +47,7 @@ def make_micro_batch(
         multiple: number that divides the tokens of each rank outside attention, see `token_multiple`.
         zigzag: a rank has two chunks of each sequence, see `token_order`.
         multi_token: multi-token prediction is trained; the last stage has it.
+        balanced: there is a loss for the balance of experts within each row.
     """
     device = inverse_frequencies.device
     shared = SharedTokens(rows[SHARED_WITH], rows[SHARED_TOKENS]) if SHARED_TOKENS in rows and len(rows) else None
@@ -55,6 +59,12 @@ def make_micro_batch(
     occurrences = order.occurrences[order.local].chunk(shard.tp)[shard.tp_index]
     packed.occurrences = copy_to(device, occurrences.float())
     packed.cp_group = shard.group
+    if balanced:
+        row_of = torch.full((order.total,), len(rows))
+        row_of[order.places] = rows.sequence_ids
+        lengths = torch.cat([rows.lengths.float(), torch.tensor([torch.inf])])
+        of_rank = row_of[order.local].chunk(shard.tp)[shard.tp_index]
+        packed.rows_of_tokens = RowsOfTokens(copy_to(device, of_rank), copy_to(device, lengths))
     if multi_token and stage.is_last:
         packed.next_tokens = next_tokens(rows, order, device)
     return pack_rows(rows, order, packed, stage, hidden_offset, device)

@@ -16,6 +16,7 @@ from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.config import LoraConfig, MegatronConfig, Recompute
 from verl_mg.layout import Layout
+from verl_mg.megatron.balance_losses import factors
 from verl_mg.megatron.lora import Adapters
 from verl_mg.megatron.microbatch import make_micro_batch
 from verl_mg.megatron.model import (
@@ -52,6 +53,7 @@ class ModelRunner(Runner):
         chunks: this rank's pipeline chunks.
         model_chunks: the same as megatron-core runs them, wrapped in its DDP where they are trained.
         bias_update_rate: change of routers' biases in an update of the model, see `ExpertLoads`; 0: they are frozen.
+        balance_factors: factors of the losses for balance and size of routers' logits, see `BalanceLosses`.
         multi_token_factor: factor of the loss of multi-token prediction; 0: its layer is frozen, or there is none.
         gathers: gathers in flight of weights that were updated.
     """
@@ -108,6 +110,7 @@ class ModelRunner(Runner):
         self.model_chunks: list[torch.nn.Module] = list(self.chunks)
         self.gathers = ParameterGathers()
         self.bias_update_rate = bias_update_rate(self.megatron, self.table.config)
+        self.balance_factors = factors(self.megatron, self.table.config)
         self.multi_token_factor = loss_factor(self.megatron) if self.table.model.multi_token else 0.0
         stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
         read = {name: shard for name, shard in self.table.huggingface().items() if name not in stored}
@@ -194,10 +197,10 @@ class ModelRunner(Runner):
         """Whether shared prefixes can be computed once.
 
         Not where a rank has two chunks of each sequence, nor where a token's next one is embedded with it: rows that
-        share a prefix differ in the token behind it.
+        share a prefix differ in the token behind it. A balance loss needs the row of each token.
         """
         exchanged = self.layout.cp > 1 and exchanges_keys(self.megatron)
-        return not (self.multi_token_factor or self.dynamic_cp or exchanged)
+        return not (self.multi_token_factor or self.balance_factors[0] or self.dynamic_cp or exchanged)
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Waits until the gathers of parameters are complete; None for all."""
@@ -243,11 +246,11 @@ class ModelRunner(Runner):
         description = (self._frequencies, self._attention_scaling)
         stage = self.stage(self.groups.coordinates.pp)
         replayed, multiple = replayed_layers(self.table.config, stage), token_multiple(self.chunks[0].config)
-        zigzag, predicts = exchanges_keys(self.megatron), self.multi_token_factor > 0 and not forward_only
+        common = (replayed, multiple, exchanges_keys(self.megatron))
+        predicts = self.multi_token_factor > 0 and not forward_only
+        balanced = self.balance_factors[0] > 0 and not forward_only
         prepared = [
-            make_micro_batch(
-                rows, *description, token_shard, stage, self._hidden_offset, replayed, multiple, zigzag, predicts
-            )
+            make_micro_batch(rows, *description, token_shard, stage, self._hidden_offset, *common, predicts, balanced)
             for rows, token_shard in zip(filled, token_shards, strict=True)
         ]
 

@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from verl_mg.device import copy_to
+from verl_mg.megatron.balance_losses import RowsOfTokens
 from verl_mg.megatron.gathered_attention import order_of_gathered
 from verl_mg.megatron.multi_token import NextTokens
 from verl_mg.training.flex_attention import BlockMask, block_mask
@@ -49,6 +50,8 @@ class PackedSequences(PackedSeqParams):
     """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
     occurrences: Tensor | None = None
     """(T / (cp * tp),) float32, number of rows that contain each of this rank's tokens; 0 for padding."""
+    rows_of_tokens: RowsOfTokens | None = None
+    """Rows of this rank's tokens; None without a balance loss."""
     next_tokens: NextTokens | None = None
     """Inputs of multi-token prediction; None where it is not trained."""
     cp_group: dist.ProcessGroup | None = None

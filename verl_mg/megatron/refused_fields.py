@@ -64,7 +64,6 @@ TRANSFORMER = {
     **_refuse(_ROWS, "variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints"),
     **_refuse(_GRAPHS, "*cuda_graph*"),
     **_refuse(_LOSS, "calculate_per_token_loss"),
-    **_refuse(_ROUTER, "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"),
     **_refuse(_ROUTER, "moe_router_quantile_balancing_ema", "moe_per_layer_logging"),
     **_refuse(_DROPPED, "*capacity*", "moe_token_drop*", "moe_paged_stash*"),
     **_refuse(_RANDOM, "hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_*"),

@@ -25,6 +25,7 @@ from verl_mg.batch import Batch
 from verl_mg.device import copy_to
 from verl_mg.errors import UserError
 from verl_mg.layout import Stage
+from verl_mg.megatron.balance_losses import BalanceLosses
 from verl_mg.megatron.core_version import fused
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
@@ -107,6 +108,10 @@ class Router(TopKRouter):
     """(t, k) prescribed experts of this micro-batch; a row with -1 leaves its token to the router."""
     occurrences: Tensor | None = None
     """(t,) float32, number of rows of this micro-batch that contain each token, see `PackedSequences`."""
+    packed: PackedSequences | None = None
+    """Description of the sequences of this micro-batch, where auxiliary losses need it."""
+    losses: BalanceLosses | None = None
+    """Auxiliary losses of the model; None without."""
     load: Tensor | None = None
     """(experts,) int64, tokens that chose each expert in the passes with gradients so far; None: not counted."""
 
@@ -161,6 +166,8 @@ class Router(TopKRouter):
         Returns:
             (t, k) float32 weights, and (t, k) int64, the experts.
         """
+        if self.losses is not None and torch.is_grad_enabled():  # once, as the loads below
+            logits = self.losses.attach(logits, self.packed, self._experts)
         with torch.no_grad():
             bias = self.expert_bias if self._experts.router_bias else None
             scores, ratings = _scores(logits, bias, self._experts.sigmoid)
@@ -288,7 +295,7 @@ class RoutedLayer(TransformerLayer):
         """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""
         given = packed_seq_params.experts
         self.mlp.router.given = None if given is None else given.get(self.layer_number - 1)
-        self.mlp.router.occurrences = packed_seq_params.occurrences
+        self.mlp.router.occurrences, self.mlp.router.packed = packed_seq_params.occurrences, packed_seq_params
         output: tuple[Tensor, Any] = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
         self.mlp.token_dispatcher.probs = None  # it would keep the autograd graph of this pass alive
         return output
@@ -296,10 +303,10 @@ class RoutedLayer(TransformerLayer):
     def _recomputed(self, forward: Callable[..., Any], hidden: Tensor, *arguments: Any, **options: Any) -> Any:
         """Runs the experts without storing activations; the backward pass computes them again, equally routed."""
         router, config = self.mlp.router, self.config
-        given, occurrences = router.given, router.occurrences
+        given, occurrences, packed = router.given, router.occurrences, router.packed
 
         def routed(hidden: Tensor) -> Any:
-            router.given, router.occurrences = given, occurrences
+            router.given, router.occurrences, router.packed = given, occurrences, packed
             output = forward(hidden, *arguments, **options)
             self.mlp.token_dispatcher.probs = None
             return output

@@ -168,8 +168,12 @@ class Trainer(BaseTrainer):
                 chunk.zero_grad_buffer()  # type: ignore[operator]
             self.optimizer.zero_grad()
             self._expert_loads.clear()
+            counts = self._count(micro_batches, cp_sizes)
+            if self._expert_loads.losses:
+                self._expert_loads.losses.num_rows, self._expert_loads.losses.num_tokens = counts[:2]
             if self.runner.multi_token_factor:
-                loss_closure = self._with_multi_token_loss(loss_closure, micro_batches, cp_sizes)
+                copy_embedding(self.runner.chunks, self.runner.groups)
+                loss_closure = self._with_multi_token_loss(loss_closure, counts[2])
         reports = self.runner.run(micro_batches, temperature, loss_closure, forward_only=False, cp_sizes=cp_sizes)
         selected = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
         with self.runner.timer("optimizer"):
@@ -177,21 +181,34 @@ class Trainer(BaseTrainer):
             loads = self._expert_loads.sum_over_ranks()
         return to_host([*selected, {NON_FINITE_BUFFERS: non_finite} | loads])
 
-    def _with_multi_token_loss(
-        self, loss_closure: LossClosure, micro_batches: Sequence[Batch], cp_sizes: Sequence[int] | None
-    ) -> LossClosure:
-        """Adds the loss of multi-token prediction: the mean over the tokens that it predicts in the mini-batch."""
-        runner = self.runner
-        copy_embedding(runner.chunks, runner.groups)
-        selected = runner.select_outputs(micro_batches, cp_sizes)
-        counts = [{"": count_predicted(rows)} for rows in selected if rows is not None]
-        total = max(sum_over_ranks(counts, runner.host_group).get("", 0.0), 1.0)
+    def _count(self, micro_batches: Sequence[Batch], cp_sizes: Sequence[int] | None) -> tuple[float, float, float]:
+        """Returns the rows of a mini-batch, their tokens, and those that multi-token prediction predicts.
+
+        They are at least 1, and not counted where no loss has them as its divisor.
+        """
+        if not (self.runner.multi_token_factor or self._expert_loads.losses):
+            return 1.0, 1.0, 1.0
+        selected = [rows for rows in self.runner.select_outputs(micro_batches, cp_sizes) if rows is not None]
+        counts = [
+            {"rows": len(rows), "tokens": rows.total_tokens, "predicted": count_predicted(rows)} for rows in selected
+        ]
+        sums = sum_over_ranks(counts, self.runner.host_group)
+        return max(sums["rows"], 1.0), max(sums["tokens"], 1.0), max(sums["predicted"], 1.0)
+
+    def _with_multi_token_loss(self, loss_closure: LossClosure, num_predicted: float) -> LossClosure:
+        """Adds the loss of multi-token prediction: the mean over the tokens that it predicts in the mini-batch.
+
+        Args:
+            loss_closure: the recipe's loss.
+            num_predicted: number of these tokens over all ranks.
+        """
+        factor = self.runner.multi_token_factor
 
         def with_loss(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, Report]:
             loss, report = loss_closure(micro, output[:-1])
-            predicted = -output[-1].sum() / total
+            predicted = -output[-1].sum() / num_predicted
             report[MULTI_TOKEN_LOSS] = predicted.detach().double()
-            return loss + runner.multi_token_factor * predicted, report
+            return loss + factor * predicted, report
 
         return with_loss
 

@@ -1,0 +1,158 @@
+"""Auxiliary losses of routers against their formulas in plain torch, on the logits of the routers of `transformers`."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
+from tests.tiny_models import oracle, random_rows, tiny_model
+from verl_mg.config import MegatronConfig, OptimizerConfig
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.balance_losses import check_balance_losses
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.trainer import Trainer
+from verl_mg.models.hf_config import read_config
+
+TOP_K, BALANCE, Z = 2, 0.3, 0.02
+BOTH = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
+OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=0.0)
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_moe"])
+def model(request, tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+def rows(model):
+    return random_rows(9, read_config(model).vocab)
+
+
+@pytest.fixture(scope="module")
+def expected(model, tmp_path_factory):
+    """(balance loss, z loss, gradients of their sum with factors by the names of the checkpoint)."""
+
+    @cache
+    def of(balance, z):
+        net, batch, logits = copy.deepcopy(oracle(model)), rows(model), []
+        for layer in net.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.register_forward_hook(lambda _, __, output: logits.append(output[0]))
+        balances, squares = [], []
+        for row in range(len(batch)):
+            logits.clear()
+            net(batch.row("tokens", row)[None])
+            balances.append([balance_of_row(one.float(), net.config.model_type) for one in logits])
+            squares.append([one.float().exp().sum(-1).log().square() for one in logits])
+        by_layer = torch.stack([torch.stack(one) for one in balances]).mean(0)
+        z_by_layer = torch.stack([torch.cat([row[n] for row in squares]).mean() for n in range(len(by_layer))])
+        (balance * by_layer.sum() + z * z_by_layer.sum()).backward()
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        folder = tmp_path_factory.mktemp("gradients")
+        net.save_pretrained(folder)
+        return by_layer.mean().item(), z_by_layer.mean().item(), load_file(folder / "model.safetensors")
+
+    return of
+
+
+def balance_of_row(logits, kind):
+    """DeepSeek-V3, equations 17 to 20, token by token."""
+    tokens, experts = logits.shape
+    affinities = logits.sigmoid() if kind == "deepseek_v3" else logits.softmax(-1)
+    total = 0.0
+    for expert in range(experts):
+        chosen = sum(1 for t in range(tokens) if expert in affinities[t].topk(TOP_K).indices)
+        frequency = experts / (TOP_K * tokens) * chosen
+        mean = sum(affinities[t, expert] / affinities[t].sum() for t in range(tokens)) / tokens
+        total = total + frequency * mean
+    return total
+
+
+def train(model, layout, fields, recompute, loss):
+    """Metrics and gradients of an update of uneven micro-batches."""
+    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
+    megatron = MegatronConfig(transformer=fields)
+    runner = ModelRunner(model, groups, torch.float32, recompute, megatron=megatron)
+    trainer, batch, gradients = Trainer(runner, OPTIMIZER), rows(model), []
+    step = trainer.optimizer.step
+
+    def seen():
+        gradients.extend(gradients_here(runner))
+        return step()
+
+    trainer.optimizer.step = seen
+    own = list(range(groups.coordinates.dp, len(batch), runner.layout.dp))
+    micro_batches = [batch.select(own[:-2]), batch.select(own[-2:]), batch.select([])]
+    scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
+    return trainer.update(micro_batches, TEMPERATURE, loss, "token-mean", scored, scored), gradients
+
+
+def zero_loss(tokens):
+    return tokens.logprobs * 0, {}
+
+
+def assert_gradients(results, wanted):
+    for _, parts in results:
+        for name, box, values in parts:
+            part = wanted[name][tuple(slice(*side) for side in box)].reshape(values.shape)
+            assert (values - part).abs().max() <= 3e-5 * wanted[name].abs().max() + 1e-8, name
+
+
+LAYOUTS = [
+    ("tp1", 1, False, BOTH),
+    ("tp2-pp2-ep2-etp1", 4, False, BOTH),
+    ("tp2-cp2-ep2", 4, ["moe"], BOTH),
+    *(
+        pytest.param(layout, 2, recompute, fields, marks=pytest.mark.nightly)
+        for layout in ("tp1", "tp2", "cp2", "pp2", "ep2", "pp2-vpp2")
+        for recompute in (False, True, ["moe"])
+        for fields in ({"moe_aux_loss_coeff": BALANCE}, {"moe_z_loss_coeff": Z})
+    ),
+    pytest.param("cp2", 2, False, BOTH | {"cp_comm_type": "all_gather"}, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("layout", "count", "recompute", "fields"), LAYOUTS)
+def test_update_losses_and_gradients_equal_their_formulas(ranks, model, expected, layout, count, recompute, fields):
+    balance, z, gradients = expected(fields.get("moe_aux_loss_coeff", 0.0), fields.get("moe_z_loss_coeff", 0.0))
+    results = ranks.run(count, train, model, layout, fields, recompute, zero_loss)
+    for metrics, _ in results:
+        if "moe_aux_loss_coeff" in fields:
+            assert metrics["moe_aux_loss"] == pytest.approx(balance, rel=1e-5) and balance > 1
+        if "moe_z_loss_coeff" in fields:
+            assert metrics["moe_z_loss"] == pytest.approx(z, rel=1e-5)
+        assert metrics["loss"] == 0
+    assert_gradients(results, gradients)
+    routers = [values for name, values in gradients.items() if name.endswith("mlp.gate.weight")]
+    assert routers and all(values.any() for values in routers)
+
+
+def test_update_adds_the_losses_to_that_of_the_recipe(ranks, model, expected):
+    ((without, parts),) = ranks.run(1, train, model, "tp1", {}, False, token_loss)
+    ((both, sums),) = ranks.run(1, train, model, "tp1", BOTH, False, token_loss)
+    assert both["loss"] == without["loss"] and "moe_aux_loss" not in without
+    plain, (_, _, auxiliary) = assembled(parts), expected(BALANCE, Z)
+    assert_gradients([(both, sums)], {name: values + auxiliary[name] for name, values in plain.items()})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "message"),
+    [
+        ("qwen3", {"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff: the model has no experts"),
+        ("qwen3", {"moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff: the model has no experts"),
+        ("qwen3_moe", {"moe_z_loss_coeff": -0.1}, r"moe_z_loss_coeff: -0\.1 is below 0"),
+        ("qwen3_moe", {"moe_aux_loss_coeff": [0.1]}, "moe_aux_loss_coeff: there is one kind"),
+        ("qwen3_moe", {"moe_router_load_balancing_type": "aux_loss"}, "type=aux_loss: .* Write seq_aux_loss"),
+    ],
+)
+def test_check_balance_losses_refuses_what_is_not_computed(tmp_path, architecture, fields, message):
+    config = read_config(tiny_model(tmp_path, architecture, layers=2))
+    with pytest.raises(UserError, match=rf"megatron\.transformer\..*{message}"):
+        check_balance_losses(config, MegatronConfig(transformer=fields))
