@@ -245,13 +245,19 @@ class ModelRunner(Runner):
         token_shards = [self.groups.token_shard(cp_size) for cp_size in cp_sizes]
         description = (self._frequencies, self._attention_scaling)
         stage = self.stage(self.groups.coordinates.pp)
-        replayed, multiple = replayed_layers(self.table.config, stage), token_multiple(self.chunks[0].config)
-        common = (replayed, multiple, exchanges_keys(self.megatron))
-        predicts = self.multi_token_factor > 0 and not forward_only
-        balanced = self.balance_factors[0] > 0 and not forward_only
+        trains = not forward_only
+        make = partial(
+            make_micro_batch,
+            stage=stage,
+            hidden_offset=self._hidden_offset,
+            replayed=replayed_layers(self.table.config, stage),
+            multiple=token_multiple(self.chunks[0].config),
+            zigzag=exchanges_keys(self.megatron),
+            multi_token=trains and self.multi_token_factor > 0,
+            balanced=trains and self.balance_factors[0] > 0,
+        )
         prepared = [
-            make_micro_batch(rows, *description, token_shard, stage, self._hidden_offset, *common, predicts, balanced)
-            for rows, token_shard in zip(filled, token_shards, strict=True)
+            make(rows, *description, token_shard) for rows, token_shard in zip(filled, token_shards, strict=True)
         ]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
