@@ -79,6 +79,7 @@ def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task,
         ("ppo", 2, ["actor.backend=fsdp", "critic.backend=megatron", "reference.backend=fsdp"]),
         ("ppo", 2, ["critic.backend=fsdp"]),
         ("grpo", 4, ["actor.backend=fsdp", "actor.layout=cp2", "reference.backend=fsdp", "reference.layout=tp2"]),
+        ("grpo", 2, ["actor.backend=fsdp", "actor.lora={rank: 4, seed: 1}", "reference.backend=fsdp"]),
         *(
             pytest.param(
                 name, 4, [f"{role}.backend=fsdp" for role in (*TRAINED, "reference")], marks=pytest.mark.nightly
@@ -88,7 +89,8 @@ def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task,
     ],
 )
 def test_iteration_with_roles_on_fsdp_is_unchanged(ranks, task, tmp_path, name, count, overrides):
-    alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, [])
+    adapters = [text for text in overrides if ".lora=" in text]
+    alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, adapters)
     compare(first_iteration(ranks, name, task, tmp_path / "fsdp", count, [*SMALL, *overrides]), alone)
 
 

@@ -44,8 +44,21 @@ CASES = {
             "actor.optimizer={warmup_steps: 9, cpu_offload: true, nvme_folder: /tmp, moments_dtype: bfloat16}",
         ],
     ),
+    "fsdp": (
+        "ppo",
+        2,
+        [
+            "model.dtype=bfloat16",
+            "actor.backend=fsdp",
+            "actor.guard={max_kl: 1e-3, action: rollback}",
+            "actor.optimizer.warmup_steps=9",
+            "critic={backend: fsdp, offload: true, recompute: true}",
+        ],
+    ),
 }
 NIGHTLY_CASES = {
+    "fsdp_lora": ("grpo", 2, ["actor.backend=fsdp", "actor.lora={rank: 4}", "actor.recompute=true"]),
+    "fsdp_mixture": ("grpo", 4, ["actor.backend=fsdp", "actor.layout=tp2", "MIXTURE"]),
     "ppo": (
         "ppo",
         2,
@@ -157,6 +170,21 @@ def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, t
     for there, here in zip(expected, found, strict=True):
         for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
             assert here[metric] == pytest.approx(there[metric], abs=1e-5, rel=1e-5), metric
+
+
+@pytest.mark.parametrize(("model", "lora"), [("mixture", False), ("wide", True)])
+def test_resume_on_the_other_backend_is_the_same_to_1e5(ranks, inputs, tmp_path, model, lora):
+    overrides = [f"model.path={inputs / model}", *(["actor.lora={rank: 4}"] if lora else [])]
+    written = [*overrides, "actor.backend=fsdp", "critic.layout=tp2", "checkpoint.every=1"]
+    resumed = [*overrides, "actor.layout=pp2", "critic.backend=fsdp"]
+    ranks.run(2, job, "ppo", inputs, tmp_path / "same", 1, written)
+    shutil.copytree(tmp_path / "same", tmp_path / "other")
+    ranks.run(2, job, "ppo", inputs, tmp_path / "same", 2, written)
+    ranks.run(2, job, "ppo", inputs, tmp_path / "other", 2, resumed)
+    (expected,), (found,) = (metrics_of(tmp_path / name)[1:] for name in ("same", "other"))
+    for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
+        assert found[metric] == pytest.approx(expected[metric], abs=1e-5, rel=1e-5), metric
+    assert found["actor/grad_norm"] > 1e-3 and found["critic/grad_norm"] > 1e-3
 
 
 @pytest.mark.nightly

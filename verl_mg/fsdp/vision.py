@@ -57,7 +57,7 @@ class ImagePacker:
 
     @cached_property
     def marks_images(self) -> bool:
-        """Whether the `forward` of the module has an argument for tokens of images, which attend to each other (Gemma 3)."""
+        """Whether images are marked in an argument of `forward`: their tokens attend to each other (Gemma 3)."""
         return marks_images(self._body)
 
     @cached_property
