@@ -88,12 +88,12 @@ class Run:
 def main() -> None:
     options = _options()
     folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
-    _make_model(folder / MODEL, options.hidden)
-    _write_prompts(folder / PROMPTS, options.prompts)
+    make_model(folder / MODEL, options.hidden)
+    write_prompts(folder / PROMPTS, options.prompts)
     ways = {
         f"{side}, {ranks} x {options.threads // ranks}": (run, ranks)
         for ranks in dict.fromkeys((1, options.threads))
-        for side, run in (("verl_mg", _ours), ("TRL", _trl))
+        for side, run in (("verl_mg", run_verl_mg), ("TRL", run_trl))
     }
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for number in range(options.rounds):
@@ -101,10 +101,10 @@ def main() -> None:
         for name, (run, ranks) in ways.items():
             place = folder / f"{number}-{name.replace(' ', '')}"
             runs[name].append(run(folder, place, work, ranks, options.threads // ranks))
-            print(_line(f"{name}, run {number + 1}", runs[name][-1:], work), flush=True)
+            print(line_of(f"{name}, run {number + 1}", runs[name][-1:], work), flush=True)
     print()
     for name, results in runs.items():
-        print(_line(name, results, work))
+        print(line_of(name, results, work))
     _compare(runs)
 
 
@@ -120,8 +120,13 @@ def _options() -> argparse.Namespace:
 
 
 @torch.no_grad()
-def _make_model(folder: Path, hidden: int) -> None:
-    """Writes a model with random weights; the probability to end a response depends on the prompt, see END."""
+def make_model(folder: Path, hidden: int) -> None:
+    """Writes a model with random weights; the probability to end a response depends on the prompt, see END.
+
+    Args:
+        folder: folder to write.
+        hidden: hidden size.
+    """
     make_tiny_model(folder, "qwen3", characters=LETTERS, hidden=hidden, layers=4, ffn=3 * hidden)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     pad, end, *others = (model.config.pad_token_id, model.config.eos_token_id, *range(2, 3 + len(ROLES)))
@@ -141,7 +146,13 @@ def _make_model(folder: Path, hidden: int) -> None:
     model.save_pretrained(folder)
 
 
-def _write_prompts(file: Path, count: int) -> None:
+def write_prompts(file: Path, count: int) -> None:
+    """Writes random prompts.
+
+    Args:
+        file: file to write.
+        count: number of prompts.
+    """
     draw = random.Random(0)
     texts = ["".join(draw.choices(LETTERS, k=draw.randint(16, 48))) for _ in range(count)]
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
@@ -150,11 +161,21 @@ def _write_prompts(file: Path, count: int) -> None:
 # -- the sides
 
 
-def _ours(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
+def run_verl_mg(folder: Path, place: Path, work: Workload, ranks: int, threads: int, backend: str = "megatron") -> Run:
+    """Runs a job of this project.
+
+    Args:
+        folder: folder of the model and the prompts.
+        place: folder of the job, which does not exist.
+        work: the amount of work.
+        ranks: number of processes.
+        threads: threads of each.
+        backend: training backend.
+    """
     config = {
         "model": {"path": str(folder / MODEL)},
         "data": {"train": str(folder / PROMPTS)},
-        "actor": {"optimizer": {"lr": work.lr, "clip_grad": 1.0}},
+        "actor": {"backend": backend, "optimizer": {"lr": work.lr, "clip_grad": 1.0}},
         "rollout": {"max_new_tokens": work.tokens, "temperature": work.temperature},
         "reward": {"function": f"{TOOLS / 'end_to_end_trl.py'}:score"},
         "algorithm": {"prompts_per_iteration": work.prompts, "group_size": work.group, "old_logprobs": "skip"},
@@ -173,7 +194,16 @@ def _ours(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -
     return Run(watched, sum(line["time/rollout_busy"] for line in counted), lengths)
 
 
-def _trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
+def run_trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
+    """Runs TRL's trainer.
+
+    Args:
+        folder: folder of the model and the prompts.
+        place: name of the log.
+        work: the amount of work.
+        ranks: number of processes.
+        threads: threads of each.
+    """
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     watched = _watch([*launch, str(TOOLS / "end_to_end_trl.py"), str(folder), work.json()], place, threads)
     result = json.loads(watched.last_line)
@@ -267,7 +297,14 @@ def _processor_seconds(pid: int) -> float:
 # -- report
 
 
-def _line(name: str, runs: Sequence[Run], work: Workload) -> str:
+def line_of(name: str, runs: Sequence[Run], work: Workload) -> str:
+    """Returns a line with the medians of runs.
+
+    Args:
+        name: name of the side.
+        runs: the runs.
+        work: the amount of work of each.
+    """
     lengths = sorted(length for run in runs for length in run.lengths)
     seconds, processor, generation, peak = (
         statistics.median(values)

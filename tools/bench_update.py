@@ -134,7 +134,6 @@ def _serve(model: Path) -> None:
     from verl_mg.megatron.model_runner import ModelRunner
     from verl_mg.megatron.process_groups import ParallelGroups
     from verl_mg.megatron.trainer import Trainer
-    from verl_mg.training.loss_inputs import LossInputs
 
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -152,7 +151,7 @@ def _serve(model: Path) -> None:
     scored = int(rows["loss_mask"].sum())
     micro_batches = rows.split([ROWS // 2, ROWS - ROWS // 2])
 
-    def loss(tokens: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(tokens: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return clipped_policy_loss(
             tokens.logprobs, tokens.logprobs.detach(), tokens["advantages"], tokens.mask, 0.2, 0.2
         )

@@ -57,7 +57,7 @@ CASES = {
     ),
 }
 NIGHTLY_CASES = {
-    "fsdp_lora": ("grpo", 2, ["actor.backend=fsdp", "actor.lora={rank: 4}", "actor.recompute=true"]),
+    "lora_fsdp": ("grpo", 2, ["actor.backend=fsdp", "actor.lora={rank: 4}", "actor.recompute=true"]),
     "fsdp_mixture": ("grpo", 4, ["actor.backend=fsdp", "actor.layout=tp2", "MIXTURE"]),
     "ppo": (
         "ppo",

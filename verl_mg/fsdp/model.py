@@ -30,6 +30,8 @@ from verl_mg.training.microbatch import MicroBatch
 
 HEAD = "score"
 """Name of the value head's module."""
+GROUPED_BYTES = 16
+"""Divisor of the rows of matrices in torch's grouped product."""
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of `transformers`' plans for parameters whose gradient on a rank is that of its heads alone."""
 
@@ -194,6 +196,16 @@ def shard_tensors(module: Any, groups: MeshGroups, where: str) -> frozenset[str]
         if (generic := ".".join("*" if part.isdigit() else part for part in name.split("."))) in summed
         or generic.rpartition(".")[0] in summed
     )
+
+
+def fit_expert_kernels(module: Any) -> None:
+    """Makes experts use separate products where their parts do not fit torch's grouped product.
+
+    It reads rows of 16 bytes each, which every real size fits, and very small tests do not.
+    """
+    stacked = [local_part(parameter) for parameter in module.parameters() if parameter.dim() == 3]
+    if any(size * part.element_size() % GROUPED_BYTES for part in stacked for size in part.shape[1:]):
+        module.set_experts_implementation("eager")
 
 
 def shard_over_data(

@@ -23,6 +23,7 @@ from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model import (
     PackedModule,
     build_module,
+    fit_expert_kernels,
     local_tensors,
     logit_scale_of,
     parameter_splits,
@@ -128,6 +129,7 @@ class ModuleRunner(Runner):
         if self.is_member:
             if recompute:
                 recompute_layers(module)
+            fit_expert_kernels(module)
             self.packed = PackedModule(module, groups, scale)
             shard_over_data(self.packed, groups, self._options, dtype, apart)
         self._load(model_dir, directories or ModelDirectories(), lora, from_checkpoint)
