@@ -88,8 +88,9 @@ class ModelSupport:
             yield ask("processor of images", lambda: ImageProcessor.read(self.model_dir))
 
     def _weights(self) -> Answer:
-        directory, reason = attempt(lambda: ModelDirectory.find(self.model_dir))
         table, _ = self._table
+        stacked = table.tensor_index.stacked if table else None
+        directory, reason = attempt(lambda: ModelDirectory.find(self.model_dir, stacked))
         if directory is None or table is None:
             return Answer("weights", directory is not None, reason)
         count = len(set(directory.file_of.values()))
