@@ -1,0 +1,79 @@
+"""Whole jobs of a vision-language model on the task of recipes/tasks/colored_squares.py."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from recipes.tasks import colored_squares
+from tests.engines import SGLANG
+from tests.tiny_jobs import RECIPES, logged, metrics_of, run_here
+from verl_mg.config import load_config
+from verl_mg.job.recipe import load_recipe
+from verl_mg.run.mode import FULL_RUN, RunMode
+
+CONFIG = RECIPES / "configs" / "colored_squares_grpo.yaml"
+SHORT = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "evaluation.every=0"]
+OF_ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")
+KEEPING = """
+from recipes import grpo
+from recipes.grpo import Config, roles
+from verl_mg.batch import Batch
+
+
+def iteration(job, cfg):
+    metrics, kept = grpo.iteration(job, cfg), job.state.get("kept")
+    if kept is not None:
+        metrics["kept"] = float(job.all_reduce_sum(job.actor.compute_logprobs(kept).sum()[None]))
+    job.state["kept"] = job.rollout.train_batches[-1].select_columns(["tokens", "loss_mask", "sample_id"])
+    return metrics
+"""
+"""Its checkpoints have rows with images, which it scores again in the next iteration."""
+
+
+def job(recipe: Path, task: Path, output: Path, overrides: Sequence[str], mode: RunMode = FULL_RUN) -> None:
+    """A run of the shipped configuration on this rank."""
+    loaded = load_recipe(recipe)
+    files = [
+        f"model.path={task / 'model'}",
+        *(f"data.{part}={task / 'data' / part}.jsonl" for part in ("train", "test")),
+    ]
+    reward = f"reward.function={RECIPES / 'tasks' / 'colored_squares.py'}:score"
+    common = [*files, reward, f"job.output={output}", "job.console=false", "job.save=false"]
+    run_here(loaded, load_config(CONFIG, [*common, *overrides], loaded.config), mode)
+
+
+def task_of(folder: Path, architecture: str, seed: int = 0) -> Path:
+    colored_squares.make(folder, architecture, seed)
+    return folder
+
+
+def test_run_with_images_resumes_and_replays_bitwise(ranks, tmp_path):
+    task, recipe = task_of(tmp_path / "task", "qwen3_vl"), tmp_path / "keeping.py"
+    whole, parts, again = (tmp_path / name for name in ("whole", "parts", "again"))
+    recipe.write_text(KEEPING)
+    ranks.run(2, job, recipe, task, whole, [*SHORT, "job.iterations=3"])
+    for last in (2, 3):
+        ranks.run(2, job, recipe, task, parts, [*SHORT, f"job.iterations={last}", "checkpoint.every=2"])
+    lines = metrics_of(whole)
+    assert metrics_of(parts) == lines
+    assert lines[2]["kept"] < 0 < lines[2]["actor/grad_norm"] and lines[2]["mismatch/max_abs"] < 1e-5
+    ranks.run(2, job, recipe, task, again, [*SHORT, "job.iterations=3"], RunMode(replayed=f"{whole}@3"))
+    assert [_of_training(line) for line in metrics_of(again)] == [_of_training(line) for line in lines]
+
+
+def _of_training(line: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if not name.startswith(OF_ENGINES)}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("engine", ["hf", SGLANG])
+def test_policy_learns_to_name_color_and_number_of_squares(ranks, tmp_path, engine, architecture, seed):
+    """Without the image, a policy is right in a quarter of the cases at most."""
+    task = task_of(tmp_path / "task", architecture, seed)
+    overrides = [f"rollout.engine={engine}", f"job.seed={seed}", "job.iterations=60"]
+    ranks.run(2, job, RECIPES / "grpo.py", task, tmp_path / "run", overrides)
+    rewards = [line["eval/reward"] for line in logged(tmp_path / "run") if "eval/reward" in line]
+    assert rewards[0] < 0.25 and rewards[-1] > 0.7
