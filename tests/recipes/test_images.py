@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from recipes.tasks import colored_squares
-from tests.engines import SGLANG
 from tests.tiny_jobs import RECIPES, logged, metrics_of, run_here
+from tests.traces import needs_sglang
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
 from verl_mg.run.mode import FULL_RUN, RunMode
@@ -67,13 +67,21 @@ def _of_training(line: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("engine", ["hf", SGLANG])
+@pytest.mark.parametrize(
+    ("engine", "architecture", "seed"),
+    [
+        *(("hf", architecture, seed) for architecture in ("qwen2_5_vl", "qwen3_vl") for seed in (0, 1)),
+        pytest.param("sglang", "qwen3_vl", 0, marks=needs_sglang),
+    ],
+)
 def test_policy_learns_to_name_color_and_number_of_squares(ranks, tmp_path, engine, architecture, seed):
     """Without the image, a policy is right in a quarter of the cases at most."""
     task = task_of(tmp_path / "task", architecture, seed)
-    overrides = [f"rollout.engine={engine}", f"job.seed={seed}", "job.iterations=60"]
+    overrides = [f"rollout.engine={engine}", f"job.seed={seed}"]
     ranks.run(2, job, RECIPES / "grpo.py", task, tmp_path / "run", overrides)
+    # SGLang excludes two of the twenty tokens from the distribution, and must not keep features of older weights.
+    assert max(line.get("mismatch/max_abs", 0.0) for line in logged(tmp_path / "run")) < (
+        0.5 if engine != "hf" else 1e-4
+    )
     rewards = [line["eval/reward"] for line in logged(tmp_path / "run") if "eval/reward" in line]
     assert rewards[0] < 0.25 and rewards[-1] > 0.7

@@ -64,6 +64,10 @@ ON_CPU = {
 few small functions that SGLang compiles would delay the first request to each process by seconds."""
 
 
+NO_FEATURES_KEPT = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+"""Environment of all engines: SGLang would keep the features of images over updates of the vision tower."""
+
+
 def has_multi_token_draft(arguments: Mapping[str, Any]) -> bool:
     """Returns whether SGLang decodes speculatively with the model's own layer of multi-token prediction.
 
@@ -181,10 +185,10 @@ def environment(settings: EngineSettings) -> dict[str, str]:
     if settings.nodes.rank:
         inherited["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else `sglang.Engine` would not return on this node
     if torch.cuda.is_available():
-        return _variables_on_gpus(settings) | inherited
+        return _variables_on_gpus(settings) | inherited | NO_FEATURES_KEPT
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(settings.layout.ranks))
-    return inherited | ON_CPU | {"SGLANG_CPU_OMP_THREADS_BIND": binding}
+    return inherited | ON_CPU | NO_FEATURES_KEPT | {"SGLANG_CPU_OMP_THREADS_BIND": binding}
 
 
 def _variables_on_gpus(settings: EngineSettings) -> dict[str, str]:
