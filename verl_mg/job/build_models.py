@@ -184,7 +184,9 @@ class ModelRoleBuilder:
         return dtype
 
     def _kernels(self, role: str) -> Kernels:
-        return resolve_kernels(self._config.model.kernels, self._dtype(role), read_config(self._path(role)))
+        # On the FSDP backend the model may be one that Megatron has not, and whose config.json is not read here.
+        model = read_config(self._path(role)) if self._section(role).backend == "megatron" else None
+        return resolve_kernels(self._config.model.kernels, self._dtype(role), model)
 
     def _path(self, role: str) -> Path:
         return getattr(self._section(role), "path", None) or self._config.model.path
