@@ -18,7 +18,10 @@ from verl_mg.sharding.weight_table import weight_table
 
 RANKS = 8
 LATENT = ("deepseek_v2", "deepseek_v3")
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", *LATENT)
+WITHOUT_PIPELINE = ("gemma2", "qwen3_next")
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", *LATENT)
+PARTLY_ROTATED = ("glm4_moe", *LINEAR)
 
 
 def fields(family: str, **changes: Any) -> dict[str, Any]:
@@ -49,6 +52,16 @@ def fields(family: str, **changes: Any) -> dict[str, Any]:
         "v_head_dim": 3,
     }
     glm = experts | {"n_routed_experts": 8, "first_k_dense_replace": 1, "partial_rotary_factor": 1.0}
+    linear = {
+        "partial_rotary_factor": 1.0,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 2,
+        "linear_value_head_dim": 3,
+        "linear_conv_kernel_dim": 3,
+    }
+    shared = {"shared_expert_intermediate_size": 8}
     own = {
         "qwen3_moe": experts,
         "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -57,6 +70,9 @@ def fields(family: str, **changes: Any) -> dict[str, Any]:
         "glm4_moe": glm | {"attention_bias": True, "use_qk_norm": True},
         "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
         "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+        "qwen3_next": linear | experts | shared,
+        "qwen3_5_text": linear,
+        "qwen3_5_moe_text": linear | experts | shared,
     }
     return common | own.get(family, {}) | changes
 
@@ -76,7 +92,7 @@ def configs(draw: st.DrawFn) -> HFConfig:
         "hidden_size": draw(st.integers(3, 7)),
         "num_attention_heads": kv_heads * draw(st.integers(1, 2)),
         "num_key_value_heads": kv_heads,
-        "head_dim": draw(st.integers(1, 3)) * (2 if family == "glm4_moe" else 1),  # elements with positions are even
+        "head_dim": draw(st.integers(1, 3)) * (2 if family in PARTLY_ROTATED else 1),  # rotated in pairs
         "intermediate_size": 8 * draw(st.integers(1, 2)),
         "vocab_size": draw(st.integers(5, 150)),
         "tie_word_embeddings": draw(st.booleans()),
@@ -84,6 +100,9 @@ def configs(draw: st.DrawFn) -> HFConfig:
     if family in LATENT:
         changes["q_lora_rank"] = draw(st.sampled_from([None, 4, 8]))
         changes["n_shared_experts"] = draw(st.integers(0, 2))
+    if family in LINEAR:
+        changes["linear_num_value_heads"] = 8 * draw(st.integers(1, 3))
+        changes["full_attention_interval"] = draw(st.integers(2, 4))
     return config(family, **changes)
 
 
@@ -109,10 +128,11 @@ def engines(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> EnginePlacement
     tp = draw(st.sampled_from([1, 2, 4, 8]))
     if (c.kv_heads < tp and tp % c.kv_heads) or c.heads % tp:
         tp = 4
-    pp = draw(st.sampled_from([1, 2])) if tp * 2 <= ranks and c.architecture != "gemma2" else 1
+    pp = draw(st.sampled_from([1, 2])) if tp * 2 <= ranks and c.architecture not in WITHOUT_PIPELINE else 1
     divisors = [size for size in (1, 2, 4, 8) if tp % size == 0]
     ep = draw(st.sampled_from(divisors)) if c.experts and not c.attention_sinks else 1
-    adp = draw(st.sampled_from(divisors)) if c.architecture in ("qwen3", "qwen3_moe", "glm4_moe", *LATENT) else 1
+    with_adp = ("qwen3", "qwen3_moe", "glm4_moe", *LATENT, *LINEAR)
+    adp = draw(st.sampled_from(divisors)) if c.architecture in with_adp else 1
     stride = draw(st.sampled_from([size for size in (1, 2, 4) if ranks % (tp * pp * size) == 0]))
     return EnginePlacement(EngineLayout(tp=tp, pp=pp, ep=ep, adp=adp), tuple(range(ranks)), stride)
 

@@ -46,6 +46,13 @@ VARIANTS = {
                 "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
                                  "truncate": False, "original_max_position_embeddings": 16},
                 "fields": {"sliding_window": 5, "swiglu_limit": 0.7}},
+    # Smaller weights: rounding grows less where queries and keys are divided by their lengths.
+    "qwen3_next": {"head_dim": 16, "init_std": 0.1, "fields": {"full_attention_interval": 2,
+                                                               "linear_value_head_dim": 6}},
+    "qwen3_5_text": {"head_dim": 16, "init_std": 0.1, "fields": {"full_attention_interval": 2,
+                                                                 "linear_key_head_dim": 6}},
+    "qwen3_5_moe_text": {"head_dim": 16, "init_std": 0.1, "fields": {"full_attention_interval": 2,
+                                                                     "shared_expert_intermediate_size": 20}},
 }  # fmt: skip
 TRAINED = ("llama", "qwen2", "qwen3", "gemma2")
 """The dense ones."""
@@ -53,6 +60,8 @@ MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
 """The mixtures of experts without latent attention."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Those with it."""
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Those with linear attention."""
 
 
 def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56) -> Path:
@@ -67,10 +76,9 @@ def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56) 
         kv_heads=2,
         ffn=ffn,
         max_positions=64,
-        init_std=0.2,
         perturb=True,
         seed=3,
-        **VARIANTS[architecture],
+        **{"init_std": 0.2} | VARIANTS[architecture],
     )
     return folder
 

@@ -78,6 +78,16 @@ GLM = EXPERTS | {
     "first_k_dense_replace": 1,
 }
 
+LINEAR = {
+    "head_dim": 16,
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "shared_expert_intermediate_size": 24,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
@@ -90,6 +100,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", V3),
     "glm4_moe": ("glm4_moe", GLM | {"attention_bias": True, "use_qk_norm": True}),
     "uneven": ("llama", {"vocab_size": 200, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "qwen3_next": ("qwen3_next", LINEAR | EXPERTS | {"num_experts": 8}),
+    "qwen3_5": ("qwen3_5_text", LINEAR),
+    "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | EXPERTS | {"num_experts": 8}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 32, "hidden_act": "gelu_pytorch_tanh"}),
     # A width that vLLM's kernels for the CPU take on four ranks.
     "gpt_oss": (
@@ -108,8 +121,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 WITHOUT_TABLE: dict[str, tuple[str, dict[str, Any]]] = {"olmo2": ("olmo2", {})}
 """The same for models that the weight tables do not know."""
 
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe")
-ATTENTION_DP = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe")
+DEEPSEEK_MIXTURES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "mixtral", *DEEPSEEK_MIXTURES, "glm4_moe", "qwen3_next", "qwen3_5_moe")
+ATTENTION_DP = ("qwen3", "qwen3_moe", *DEEPSEEK_MIXTURES, "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 def layouts_of(family: str) -> list[EngineLayout]:
@@ -117,7 +131,7 @@ def layouts_of(family: str) -> list[EngineLayout]:
     if family == "uneven":  # a vocabulary of which the last rank has none
         return [EngineLayout(tp=3)]
     layouts = [EngineLayout(), EngineLayout(tp=2), EngineLayout(tp=4)]
-    if family != "gemma2":  # which SGLang does not cut into stages
+    if family not in ("gemma2", "qwen3_next"):  # which SGLang does not cut into stages
         layouts += [EngineLayout(pp=2), EngineLayout(tp=2, pp=2)]
     if family in MIXTURES:
         layouts += [EngineLayout(tp=2, ep=2)]
@@ -155,7 +169,7 @@ def folder_of(family: str) -> Path:
     config = AutoConfig.for_model(model_type, **(COMMON | own))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     config.save_pretrained(folder)
-    return folder
+    return change_config(folder, folder, **{name: value for name, value in own.items() if not hasattr(config, name)})
 
 
 def change_config(source: Path, folder: Path, **fields: Any) -> Path:

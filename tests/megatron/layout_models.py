@@ -27,6 +27,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "partly rotated": {"architecture": "glm4_moe", "layers": 5, "kv_heads": 4, "ffn": 48, **VARIANTS["glm4_moe"]},
     # Attention sinks, biases and windows; experts in stacked tensors.
     "sinks": {"architecture": "gpt_oss", "layers": 5, "kv_heads": 4, "experts": 8, **VARIANTS["gpt_oss"]},
+    # Linear and softmax attention in turns, gated, with experts; and without, of which cp8 has no whole key head.
+    "linear": VARIANTS["qwen3_next"]
+    | {"architecture": "qwen3_next", "layers": 5, "kv_heads": 4, "experts": 8, "init_std": 0.05},
+    "linear dense": VARIANTS["qwen3_5_text"]
+    | {"architecture": "qwen3_5_text", "layers": 5, "kv_heads": 4, "init_std": 0.05},
     "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
 }
 

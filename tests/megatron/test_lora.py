@@ -45,6 +45,7 @@ OF_EXPERTS = [
     *(
         pytest.param(name, layout, count, marks=pytest.mark.nightly)
         for name, layout, count in (
+            ("qwen3_next", "tp2-cp2-ep2", 4),
             ("deepseek_v3", "tp1", 1),
             ("deepseek_v3", "tp2-cp2-ep2", 4),
             ("deepseek_v3", "pp2-ep2", 4),
@@ -228,7 +229,7 @@ def train_in_plain_torch(model: Path, folder: Path) -> Expected:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    names = ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+    names = ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "qwen3_next")
     models = {name: tiny_model(folder / name, name, 2) for name in names}
     models["half_moe"] = half_mixture(models["qwen3_moe"], folder / "half_moe")
     return models

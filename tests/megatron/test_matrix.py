@@ -22,6 +22,7 @@ LAYOUTS = [
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", EVERY_PART),
     ("partly rotated", "tp2-cp2-pp2-ep4-etp1", False),
     ("sinks", "tp2-cp2-pp2-ep2", False),
+    ("linear", "tp2-cp2-pp2-ep2-etp1", False),
 ]
 NIGHTLY_RECOMPUTED = [
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
@@ -34,6 +35,7 @@ NIGHTLY_RECOMPUTED = [
     ("tied", "pp4-vpp2", ["core_attn", "layernorm", "mlp"]),
     ("mixture", "tp2-ep4-etp1", ["layernorm", "moe_act"]),
     ("mixture", "pp2-vpp2-ep4", ["layernorm", "moe"]),
+    ("linear", "tp2-cp2-pp2-ep2-etp1", ["core_attn", "layernorm", "moe_act", "shared_experts"]),
 ]
 # Further combinations of the same dimensions.
 NIGHTLY_LAYOUTS = [
@@ -81,6 +83,12 @@ NIGHTLY_LAYOUTS = [
     ("sinks", "tp4", True),
     ("sinks", "pp2-vpp2", True),
     ("sinks", "ep8", False),
+    ("linear", "tp4-ep2-etp2", False),
+    ("linear", "ep8", False),
+    ("linear", "tp2-pp2-vpp2-ep2", True),
+    ("linear dense", "cp8", False),
+    ("linear dense", "tp2-cp4", False),
+    ("linear dense", "tp2-pp4", True),
 ]
 # Values of tokens, and of whole rows at their last token.
 HEADS = {"critic": 1, "reward model": 0}

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file, save_file
 
 from tests.rank_pool import RankError
-from tests.tiny_models import LATENT, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
+from tests.tiny_models import LATENT, LINEAR, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectories, ModelDirectory
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap
@@ -33,7 +33,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[*TRAINED, *MIXTURES, *LATENT])
+@pytest.fixture(scope="module", params=[*TRAINED, *MIXTURES, *LATENT, *LINEAR])
 def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 

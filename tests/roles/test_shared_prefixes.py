@@ -40,6 +40,8 @@ NIGHTLY_LAYOUTS = [
     ("latent", "ep2", 2, TIGHT, {}),
     ("capped", "cp2", 2, ROOMY, {}),
     ("capped", "tp2-pp2", 4, TIGHT, {"recompute": ["core_attn"]}),
+    ("linear", "tp1", 1, ROOMY, {}),
+    ("linear dense", "cp2", 2, TIGHT, {"recompute": ["core_attn"]}),
 ]
 CASES = [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY_LAYOUTS)]
 

@@ -1,5 +1,7 @@
 """The weight table against independent readings of each runtime, by slicing full tensors."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout, Placement
 from verl_mg.models.hf_config import ClampedSwiGLU, parse_config, read_config
 from verl_mg.models.hf_families import FAMILIES
+from verl_mg.sharding.vllm import UNCHECKED
 from verl_mg.sharding.weight_table import weight_table
 
 
@@ -80,11 +83,22 @@ def megatron_reference(c, tensors, layer, tp, rank):
     def fused(gate, up, size, index):
         return torch.cat([tensors[p + gate].chunk(size)[index], tensors[p + up].chunk(size)[index]])
 
-    found = {
-        "input_layernorm.weight": tensors[p + "input_layernorm.weight"],
-        "self_attention.linear_proj.weight": tensors[p + "self_attn.o_proj.weight"].chunk(tp, dim=1)[rank],
-    }
-    if c.latent:
+    found = {"input_layernorm.weight": tensors[p + "input_layernorm.weight"]}
+    if not c.has_linear_attention(layer):
+        found["self_attention.linear_proj.weight"] = tensors[p + "self_attn.o_proj.weight"].chunk(tp, dim=1)[rank]
+    if c.has_linear_attention(layer):
+        parts, convolved = linear_reference(c, tensors, p + "linear_attn.", tp, rank)
+        found["self_attention.in_proj.weight"] = torch.cat([part.reshape(-1, h) for part in parts.values()])
+        found["self_attention.conv1d.weight"] = convolved
+        for name in ("A_log", "dt_bias"):
+            found[f"self_attention.{name}"] = tensors[f"{p}linear_attn.{name}"].chunk(tp)[rank]
+        found["self_attention.out_proj.weight"] = tensors[p + "linear_attn.out_proj.weight"].chunk(tp, dim=1)[rank]
+    elif c.output_gate:
+        q, gate = tensors[p + "self_attn.q_proj.weight"].view(c.kv_heads, -1, 2, c.head_dim, h).unbind(2)
+        k, v = (tensors[f"{p}self_attn.{x}_proj.weight"].view(c.kv_heads, -1, h) for x in "kv")
+        groups = torch.cat([q.flatten(1, 2), gate.flatten(1, 2), k, v], dim=1)
+        found["self_attention.linear_qkv.weight"] = groups.reshape(-1, h).chunk(tp)[rank]
+    elif c.latent:
         a = p + "self_attn."
         found["self_attention.linear_kv_down_proj.weight"] = tensors[a + "kv_a_proj_with_mqa.weight"].chunk(tp)[rank]
         found["self_attention.linear_kv_up_proj.weight"] = tensors[a + "kv_b_proj.weight"].chunk(tp)[rank]
@@ -101,6 +115,24 @@ def megatron_reference(c, tensors, layer, tp, rank):
         found["mlp.linear_fc1.weight"] = fused("mlp.gate_proj.weight", "mlp.up_proj.weight", tp, rank)
         found["mlp.linear_fc2.weight"] = tensors[p + "mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
     return found
+
+
+def linear_reference(c, tensors, p, tp, rank):
+    """q, k, v, z, b, a of a rank's heads, each (key heads, rows, hidden), and its rows of the convolution."""
+    linear, h = c.linear, c.hidden
+    of_key, of_value = linear.key_dim, linear.value_heads // linear.key_heads * linear.value_dim
+    if c.architecture == "qwen3_next":
+        joint = tensors[p + "in_proj_qkvz.weight"].view(linear.key_heads, -1, h)
+        parts = dict(zip("qkvz", joint.split([of_key, of_key, of_value, of_value], dim=1), strict=True))
+        strength, decay = tensors[p + "in_proj_ba.weight"].view(linear.key_heads, 2, -1, h).unbind(1)
+        parts |= {"b": strength, "a": decay}
+    else:
+        sizes = [linear.key_heads * of_key, linear.key_heads * of_key, linear.key_heads * of_value]
+        parts = dict(zip("qkv", tensors[p + "in_proj_qkv.weight"].split(sizes), strict=True))
+        parts |= {x: tensors[f"{p}in_proj_{x}.weight"] for x in "zba"}
+        parts = {name: part.view(linear.key_heads, -1, h) for name, part in parts.items()}
+    filters = tensors[p + "conv1d.weight"].split([linear.key_heads * n for n in (of_key, of_key, of_value)])
+    return {name: part.chunk(tp)[rank] for name, part in parts.items()}, torch.cat([x.chunk(tp)[rank] for x in filters])
 
 
 def expert_reference(c, tensors, layer, expert, etp, rank):
@@ -152,12 +184,24 @@ def test_sglang_table_shards_equal_slices_of_full_tensors(data):
         values = {name: assemble(shard, tensors) for name, shard in held.shards(rank).items()}
         for layer in layout.layers(c.layers, at.pp):
             p = f"model.layers.{layer}."
-            if not c.latent:
+            if c.has_linear_attention(layer):
+                size, index = layout.attention_tp, at.attention_tp
+                parts, convolved = linear_reference(c, tensors, p + "linear_attn.", size, index)
+                if c.architecture == "qwen3_next":
+                    whole = (tensors[f"{p}linear_attn.in_proj_{x}.weight"] for x in ("qkvz", "ba"))
+                    qkvz, ba = (tensor.chunk(size)[index] for tensor in whole)
+                else:
+                    qkvz, ba = (torch.cat([parts[x].reshape(-1, c.hidden) for x in names]) for names in ("qkvz", "ba"))
+                assert torch.equal(values[p + "linear_attn.in_proj_qkvz.weight"], qkvz)
+                assert torch.equal(values[p + "linear_attn.in_proj_ba.weight"], ba)
+                assert torch.equal(values[p + "linear_attn.conv1d.weight"], convolved)
+            elif not c.latent:
                 heads = c.kv_heads // min(layout.attention_tp, c.kv_heads) * c.head_dim
                 first = at.attention_tp * c.kv_heads // layout.attention_tp * c.head_dim
                 q = tensors[p + "self_attn.q_proj.weight"].chunk(layout.attention_tp)[at.attention_tp]
                 k, v = (tensors[f"{p}self_attn.{x}_proj.weight"][first : first + heads] for x in "kv")
-                assert torch.equal(values[p + "self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
+                attention = p if c.linear else p + "self_attn."
+                assert torch.equal(values[attention + "qkv_proj.weight"], torch.cat([q, k, v]))
             if c.has_experts(layer):
                 each = c.experts.count // layout.ep
                 block = "block_sparse_moe" if c.architecture == "mixtral" else "mlp"
@@ -301,6 +345,8 @@ def test_shard_map_megatron_indivisible_layout_is_user_error(family, layout, mes
         ("llama", {}, "tp8-adp2", "no data-parallel attention for llama"),
         ("gemma2", {}, "pp2", "no pipeline parallelism for gemma2"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "tp2", "this model has dense layers"),
+        ("qwen3_next", {}, "pp2", "no pipeline parallelism for qwen3_next"),
+        ("qwen3_5_text", {"linear_num_key_heads": 2}, "tp4", "does not divide the 2 key heads of linear attention"),
         ("qwen3", {}, "tp2-ep2", "ep2 distributes experts, but the model has none"),
         ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "tp6", "does not divide the 4 key"),
         ("qwen3_moe", {}, "tp4-ep3", "ep must divide tp4"),
@@ -321,6 +367,7 @@ def test_sglang_table_unsupported_layout_is_user_error(family, changes, layout, 
         ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 12}, "tp3", "128 rows, which tp3 does not divide"),
         ("qwen2", {"head_dim": 3}, "tp2", "heads of size hidden_size / num_attention_heads, but this model of size 3"),
         ("gemma2", {"tie_word_embeddings": False}, "tp2", "no output layer besides the embedding"),
+        ("qwen3_5_text", {}, "tp2", "was not compared with vLLM's"),
         ("glm4_moe", {"first_k_dense_replace": 2}, "pp2", "stage 0 would have dense layers only"),
     ],
 )
@@ -334,10 +381,17 @@ def test_vllm_table_unsupported_layout_is_user_error(family, changes, layout, me
 def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
     c = data.draw(configs())
     layout = EngineLayout(tp=data.draw(st.sampled_from([1, 2, 4])))
-    if (c.architecture == "gemma2" and not c.tied) or (c.architecture == "qwen2" and c.head_dim * c.heads != c.hidden):
+    if (
+        c.architecture in UNCHECKED
+        or (c.architecture == "gemma2" and not c.tied)
+        or (c.architecture == "qwen2" and c.head_dim * c.heads != c.hidden)
+    ):
         return
     for rank in range(layout.tp):
         sglang, vllm = (weight_table(c).for_engine(name).engine_shards(layout, rank) for name in ("sglang", "vllm"))
+        if c.linear:
+            softmax = re.compile(r"(\.\d+\.)((?:qkv|o)_proj|[qk]_norm)\.")
+            sglang = {softmax.sub(r"\1self_attn.\2.", name): shard for name, shard in sglang.items()}
         renames = {"experts.w": "experts.routed_experts.w", "fused_qkv_a_proj_with_mqa": "fused_qkv_a_proj"}
         if c.architecture == "gpt_oss":
             renames |= {"self_attn.": "attn.", "embed_tokens": "embedding", "_weight_bias": "_bias"}
@@ -371,6 +425,12 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
         ),
         (fields("glm4_moe", scoring_func="softmax"), "scoring_func='softmax' .* Write 'sigmoid', or leave it out"),
         (fields("glm4_moe", partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not possible: of the 2 elements"),
+        (
+            fields("qwen3_next", layer_types=["mamba"] * 4),
+            "layer_types=.* Write 'linear_attention' or 'full_attention'",
+        ),
+        (fields("qwen3_5_text", linear_num_value_heads=12), "linear_num_value_heads=12 is not a multiple of .*=8"),
+        (fields("qwen3_5_text", attn_output_gate=False), "attn_output_gate=False .* Write True, or leave it out"),
         (fields("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         (fields("gemma2", layer_types=["full_attention"]), "layer_types=.* for each of the 4 layers"),
         (fields("gpt_oss", attention_bias=False), "attention_bias=False is not supported for model_type 'gpt_oss'"),

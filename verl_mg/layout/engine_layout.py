@@ -101,6 +101,7 @@ class EngineLayout:
         self._divide(model.attention_heads, "attention heads", self.attention_tp, "tp / adp")
         if self.attention_tp % model.kv_heads:
             self._divide(model.kv_heads, "key-value heads", self.attention_tp, "tp / adp")
+        self._divide(model.key_heads, "key heads of linear attention", self.attention_tp, "tp / adp")
         self._divide(model.ffn, "columns of the feed-forward layer", self.tp, "tp")
         if self.ep > 1 and not model.experts:
             raise UserError(

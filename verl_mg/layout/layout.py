@@ -57,6 +57,8 @@ class ModelDims:
     """Width of an expert."""
     shared_ffn: int = 0
     """Width of all shared experts together."""
+    key_heads: int = 0
+    """Key heads of a layer with linear attention."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,7 @@ class Layout:
         """
         self._divide(model.attention_heads, "attention heads", "tp")
         self._divide(model.kv_heads, "key-value heads", "tp")
+        self._divide(model.key_heads, "key heads of linear attention", "tp")
         self._divide(model.ffn, "columns of the feed-forward layer", "tp")
         self.layers(model.layers, 0)
         if model.experts == 0 and self.ep > 1:
@@ -251,9 +254,18 @@ class Layout:
         self._divide(model.expert_ffn, "columns of an expert", "etp")
         self._divide(model.shared_ffn, "columns of the shared experts", "tp")
 
-    def check_context(self, attention_heads: int) -> None:
-        """Checks that tp * cp divides the attention heads; raises UserError otherwise."""
+    def check_context(self, attention_heads: int, value_heads: int = 0) -> None:
+        """Checks that tp * cp divides the heads that context-parallel ranks distribute.
+
+        Args:
+            attention_heads: query heads of softmax attention.
+            value_heads: value heads of linear attention; 0 without.
+
+        Raises:
+            UserError: it does not.
+        """
         self._divide(attention_heads, "attention heads", "tp", "cp")
+        self._divide(value_heads, "value heads of linear attention", "tp", "cp")
 
     def check_down_projections(self, *widths: int) -> None:
         """Checks that tp divides the widths of the down projections of latent attention; raises UserError otherwise."""

@@ -262,7 +262,7 @@ def rotary_frequencies(model_dir: Path, rotary_dim: int) -> tuple[Tensor, float]
         UserError: `transformers` cannot read config.json.
     """
     try:
-        config = AutoConfig.from_pretrained(model_dir)
+        config = AutoConfig.from_pretrained(model_dir).get_text_config()
         kind = config.rope_parameters["rope_type"]
         if kind != "default":
             return ROPE_INIT_FUNCTIONS[kind](config)

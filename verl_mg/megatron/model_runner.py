@@ -307,4 +307,4 @@ def check_layout(
     """
     weight_table(config).check_layout(layout, kernels)
     if megatron is None or not exchanges_keys(megatron):
-        layout.check_context(config.heads)
+        layout.check_context(config.heads, config.linear_value_heads)

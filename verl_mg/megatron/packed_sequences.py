@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verl_mg.device import copy_to
 from verl_mg.megatron.balance_losses import RowsOfTokens
+from verl_mg.megatron.delta_rule import Chunks
 from verl_mg.megatron.gathered_attention import order_of_gathered
 from verl_mg.megatron.multi_token import NextTokens
 from verl_mg.training.flex_attention import BlockMask, block_mask
@@ -115,6 +116,18 @@ class PackedSequences(PackedSeqParams):
         assert self.lengths is not None and self.key_lengths is not None
         sizes, counts = torch.stack([self.lengths, self.key_lengths]).unique_consecutive(return_counts=True, dim=1)
         return list(zip(counts.tolist(), *sizes.tolist(), strict=True))
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Chunks of the sequences with all their keys, for linear attention."""
+        assert self.key_lengths is not None and self.cos is not None
+        return Chunks.of(self.key_lengths, self.cos.device)
+
+    @cached_property
+    def places_among_keys(self) -> Tensor:
+        """Index of each of the T tokens among the K keys of their sequences, ascending: (T,) int64 on the device."""
+        assert self.cos is not None
+        return copy_to(self.cos.device, self._places_among_keys())
 
     def _places_among_keys(self) -> Tensor:
         """Returns the indices of the T tokens among the K keys of their sequences, ascending, on the CPU."""

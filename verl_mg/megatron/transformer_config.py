@@ -27,6 +27,7 @@ from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.experts import ExpertsLayer, GroupedExperts
 from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
 from verl_mg.megatron.layers import BiasedRowParallelLinear, NormedRowParallelLinear, RMSNorm
+from verl_mg.megatron.linear_attention import linear_attention_spec
 from verl_mg.megatron.refused_fields import TRANSFORMER
 from verl_mg.megatron.routing import IndexRouter, RoutedLayer
 from verl_mg.models.hf_config import HFConfig
@@ -177,6 +178,8 @@ def _check_exchange(c: HFConfig, kernels: Kernels, kind: Any) -> None:
     key = f"megatron.transformer.cp_comm_type={kind}"
     if kind not in ("a2a", "p2p", "all_gather"):
         raise UserError(f"{key}: it is not supported. Write a2a, all_gather or p2p.")
+    if c.linear and kind != "a2a":
+        raise UserError(f"{key}: linear attention, which the model has, exchanges heads. Leave it out.")
     if kind != "p2p":
         return
     if kernels == "torch":
@@ -236,6 +239,7 @@ def _model_fields(c: HFConfig) -> Fields:
         "qk_layernorm": _norms_inside_attention(c),
         "add_bias_linear": False,
         "add_qkv_bias": c.qkv_bias,
+        "attention_output_gate": c.output_gate,
         "gated_linear_unit": True,
         "activation_func": ACTIVATIONS[c.activation],
         "hidden_dropout": 0.0,
@@ -267,6 +271,7 @@ def _experts(c: HFConfig, layout: Layout) -> Fields:
         "num_moe_experts": c.experts.count,
         "moe_ffn_hidden_size": c.experts.ffn,
         "moe_shared_expert_intermediate_size": c.experts.shared_ffn or None,
+        "moe_shared_expert_gate": c.experts.shared_gate,
         "moe_layer_freq": [int(c.has_experts(layer)) for layer in range(c.layers)],
         "moe_router_topk": c.experts.top_k,
         "moe_router_dtype": "fp32" if c.experts.float32 else None,
@@ -321,6 +326,8 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
         parts.self_attention.module = MultiLatentAttention
         attention.core_attention = ModuleSpec(PackedMLA, {"interleaved": c.latent.interleaved})
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif c.linear and c.has_linear_attention(number):
+        parts.self_attention = linear_attention_spec(c.linear)
     else:
         options = {"window": c.window(number), "softcap": c.attention_softcap, "sinks": c.attention_sinks}
         attention.core_attention = ModuleSpec(PackedAttention, options)

@@ -19,7 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
+from megatron.core.extensions.transformer_engine import (
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -33,6 +37,7 @@ from verl_mg.megatron.attention import PackedAttention, has_ragged_kernel
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.latent_attention import LATENT_NORM_EPS, MultiLatentAttention, PackedMLA
 from verl_mg.megatron.layers import normalize_output
+from verl_mg.megatron.linear_attention import Projections, linear_attention_spec
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.models.hf_config import HFConfig
@@ -74,6 +79,10 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
         parts.self_attention.module = FusedLatentAttention
         interleaved = {"interleaved": c.latent.interleaved}
         attention.core_attention = ModuleSpec(FusedMLA if fused else PackedMLA, interleaved)
+    elif c.linear and c.has_linear_attention(number):
+        parts.self_attention = linear_attention_spec(
+            c.linear, Projections(TELayerNormColumnParallelLinear, TERowParallelLinear)
+        )
     else:
         kind = FusedAttention if fused and c.attention_softcap is None else PackedAttention
         options = {"window": c.window(number), "softcap": c.attention_softcap}

@@ -46,7 +46,9 @@ def row_flops(config: HFConfig, tensor_index: TensorIndex) -> RowFlops:
         config: configuration of the model.
         tensor_index: tensors of the model, with its language-model or value head.
     """
-    return RowFlops(2 * active_elements(config, tensor_index), config.layers * pair_flops(config))
+    linear = len(config.linear.layers) if config.linear else 0
+    per_token = 2 * active_elements(config, tensor_index) + linear * state_flops(config)
+    return RowFlops(per_token, (config.layers - linear) * pair_flops(config))
 
 
 def active_elements(config: HFConfig, tensor_index: TensorIndex) -> float:
@@ -70,7 +72,7 @@ class LayerElements:
     """Number of weight elements that one token is multiplied with in one layer, without norms."""
 
     attention: int
-    """Projections of attention, `mla_up` included."""
+    """Projections of attention, `mla_up` included, or those and the convolution of linear attention."""
     mla_up: int
     """Projections of latent attention from the compressed states to the heads."""
     mlp: int
@@ -88,19 +90,20 @@ class LayerElements:
         return self.attention + self.mlp + self.experts + self.shared + self.router
 
 
-def layer_elements(config: HFConfig, with_experts: bool) -> LayerElements:
+def layer_elements(config: HFConfig, with_experts: bool, linear: bool = False) -> LayerElements:
     """Counts the weight elements that one token is multiplied with in one layer.
 
     Args:
         config: configuration of the model.
         with_experts: whether the layer is a mixture of experts.
+        linear: whether it has linear attention.
     """
-    attention, mla_up = _attention_elements(config)
+    attention, mla_up = (_linear_elements(config), 0) if linear else _attention_elements(config)
     if not with_experts:
         return LayerElements(attention, mla_up, 3 * config.hidden * config.ffn, 0, 0, 0)
     assert config.experts is not None
     e = config.experts
-    routed, shared = 3 * config.hidden * e.ffn * e.top_k, 3 * config.hidden * e.shared_ffn
+    routed, shared = 3 * config.hidden * e.ffn * e.top_k, (3 * e.shared_ffn + e.shared_gate) * config.hidden
     return LayerElements(attention, mla_up, 0, routed, shared, config.hidden * e.count)
 
 
@@ -108,7 +111,8 @@ def _attention_elements(config: HFConfig) -> tuple[int, int]:
     """Returns the elements of all projections of attention, and of those from compressed states to heads."""
     latent = config.latent
     if latent is None:
-        return 2 * config.hidden * config.head_dim * (config.heads + config.kv_heads), 0
+        heads = config.heads * (2 + config.output_gate) + 2 * config.kv_heads
+        return config.hidden * config.head_dim * heads, 0
     key = latent.qk_nope_head_dim + latent.rope_dim
     up = config.heads * latent.kv_rank * (latent.qk_nope_head_dim + latent.v_dim)
     if latent.q_rank:
@@ -118,8 +122,22 @@ def _attention_elements(config: HFConfig) -> tuple[int, int]:
     return up + down + config.heads * latent.v_dim * config.hidden, up
 
 
+def _linear_elements(config: HFConfig) -> int:
+    """Returns the elements of the projections and of the convolution of linear attention."""
+    assert config.linear
+    c = config.linear
+    rows = c.convolved_width + 2 * c.value_width + 2 * c.value_heads
+    return config.hidden * rows + c.kernel * c.convolved_width
+
+
+def state_flops(config: HFConfig) -> float:
+    """Returns the FLOPs of one layer's linear attention for each token: products of three vectors with the states."""
+    assert config.linear
+    return 6.0 * config.linear.key_dim * config.linear.value_width
+
+
 def pair_flops(config: HFConfig) -> float:
-    """Returns the FLOPs of one layer's attention for each squared token of a row, all heads together."""
+    """Returns the FLOPs of one layer's softmax attention for each squared token of a row, all heads together."""
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     return config.heads * (config.head_dim + value_dim)
 

@@ -19,6 +19,7 @@ from verl_mg.models.hf_families import (
     rope_fields,
     rope_type,
 )
+from verl_mg.models.linear_config import LinearConfig, parse_linear
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class ExpertsConfig:
     """Whether gate and up are one projection with alternating rows, in tensors that stack all experts."""
     clamped: ClampedSwiGLU | None = None
     """Activation of routed experts in place of the model's; None for the model's."""
+    shared_gate: bool = False
+    """Whether the output of the shared experts is multiplied by the sigmoid of a projection of the token."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,10 @@ class HFConfig:
     """Products s of queries and keys become softcap * tanh(s / softcap)."""
     logit_softcap: float | None = None
     """The same for the logits of the output layer."""
+    output_gate: bool = False
+    """Whether the output of softmax attention is multiplied by the sigmoid of a further projection (Qwen3-Next)."""
+    linear: LinearConfig | None = None
+    """Layers with linear attention; None for a model without."""
     latent: LatentConfig | None = None
     """Latent attention; None for grouped-query attention."""
     experts: ExpertsConfig | None = None
@@ -168,6 +175,15 @@ class HFConfig:
         if layer == self.layers:
             return self.multi_token is not None
         return self.experts is not None and layer in self.experts.layers
+
+    def has_linear_attention(self, layer: int) -> bool:
+        """Returns whether layer number `layer` (from 0) has linear attention."""
+        return self.linear is not None and layer in self.linear.layers
+
+    @property
+    def linear_value_heads(self) -> int:
+        """Value heads of linear attention; 0 without."""
+        return self.linear.value_heads if self.linear else 0
 
     def window(self, layer: int) -> int | None:
         """Returns the sliding window of a layer in tokens; None: a token attends to all before it."""
@@ -240,6 +256,7 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
             experts=_experts(raw, layers, family, where) if family.experts else None,
             **(_gemma(raw, layers, where) if family.gemma else {}),
             **(_gpt_oss(raw, layers, where) if family.gpt_oss else {}),
+            **(_linear(raw, layers, where) if family.linear else {}),
         )
     except KeyError as error:
         raise UserError(f"{where}: the field {error.args[0]!r} is missing. Use the model's own config.json.") from None
@@ -325,6 +342,11 @@ def _sliding_windows(raw: Fields, layers: int, where: str) -> tuple[int | None, 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _linear(raw: Fields, layers: int, where: str) -> Fields:
+    """Returns the fields of Qwen3-Next and Qwen3.5 that architectures without linear attention do not have."""
+    return {"zero_centered_norms": True, "output_gate": True, "linear": parse_linear(raw, layers, where)}
+
+
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
@@ -349,10 +371,10 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
         count=int(count),
         ffn=width,
         top_k=int(raw["num_experts_per_tok"]),
-        shared_ffn=width * int(raw.get("n_shared_experts") or 0),
+        shared_ffn=int(raw.get("shared_expert_intermediate_size") or width * int(raw.get("n_shared_experts") or 0)),
         router_bias=with_bias,
         # The softmax over the chosen experts' logits is their part of the softmax over all.
-        normalized=raw["model_type"] in ("mixtral", "gpt_oss") or bool(raw.get("norm_topk_prob")),
+        normalized=raw["model_type"] in ("mixtral", "gpt_oss", "qwen3_5_moe_text") or bool(raw.get("norm_topk_prob")),
         layers=with_experts,
         sigmoid=with_bias,
         float32=with_bias or raw["model_type"] == "deepseek_v2",
@@ -363,6 +385,7 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
         biases=gpt_oss,
         alternating=gpt_oss,
         clamped=ClampedSwiGLU(float(raw["swiglu_alpha"]), float(raw["swiglu_limit"])) if gpt_oss else None,
+        shared_gate=family.linear,
     )
     if grouped:
         _check_groups(experts, where)

@@ -30,6 +30,8 @@ class Family:
     sigmoid_router: bool = False
     """Whether the router scores by sigmoid in float32, with a bias for the choice of experts, as DeepSeek-V3's does."""
     gpt_oss: bool = False
+    linear: bool = False
+    """Whether there are layers with linear attention, and gates of softmax attention and of shared experts."""
 
 
 FAMILIES = {
@@ -45,11 +47,24 @@ FAMILIES = {
     ),
     "gemma2": Family(gemma=True, tied=True, activations=("gelu_pytorch_tanh",)),
     "gpt_oss": Family(qkv_bias=True, experts=True, gpt_oss=True),
+    "qwen3_next": Family(qk_norm=True, partial_rotary=True, experts=True, linear=True),
+    "qwen3_5_text": Family(qk_norm=True, partial_rotary=True, linear=True),
+    "qwen3_5_moe_text": Family(qk_norm=True, partial_rotary=True, experts=True, linear=True),
 }
 
 SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` for models that are another family in other sizes: Kimi-K2 has DeepSeek-V3's architecture."""
 
+_LINEAR: Fields = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 # Defaults of `transformers` for missing fields, where they differ from the defaults of other families.
 DEFAULTS: Mapping[str, Fields] = {
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
@@ -84,8 +99,12 @@ DEFAULTS: Mapping[str, Fields] = {
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
+    "qwen3_next": _LINEAR | {"norm_topk_prob": True, "shared_expert_intermediate_size": 512},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR | {"intermediate_size": 512, "shared_expert_intermediate_size": 512},
 }
 
+_GATES: Mapping[str, tuple[object, ...]] = {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}
 # Supported values of fields that select a variant of the architecture.
 SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "deepseek_v2": {
@@ -97,6 +116,9 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "glm4_moe": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
     "gemma2": {"use_bidirectional_attention": (False,)},
     "gpt_oss": {"attention_bias": (True,)},
+    "qwen3_next": _GATES,
+    "qwen3_5_text": _GATES,
+    "qwen3_5_moe_text": _GATES,
 }
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig, LatentConfig
+from verl_mg.models.linear_config import LinearConfig
 from verl_mg.models.stacked_tensors import StackedTensor
 
 
@@ -41,7 +42,7 @@ class GroupedAttention:
     """Tensors of grouped-query attention."""
 
     q: TensorSpec
-    """Query projection."""
+    """Query projection; with an output gate the rows of each head's query, then those of its gate."""
     k: TensorSpec
     """Key projection."""
     v: TensorSpec
@@ -79,6 +80,26 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Tensors of a gated delta net (arXiv:2412.06464): queries q, keys k, values v, gates z, strengths b, decays a."""
+
+    qkvz: tuple[TensorSpec, ...]
+    """Projections to q, k, v and z: one with the rows of each key head together, or that of q, k and v, and of z."""
+    ba: tuple[TensorSpec, ...]
+    """Projections to b and a: one with the rows of each key head together, or one each."""
+    conv: TensorSpec
+    """Convolution of q, k and v, a filter for each element."""
+    dt_bias: TensorSpec
+    """Bias of a."""
+    a_log: TensorSpec
+    """Logarithm of the rate of decay of each value head."""
+    norm: TensorSpec
+    """Norm of the output of a value head."""
+    out: TensorSpec
+    """Output projection."""
+
+
+@dataclass(frozen=True)
 class MLP:
     """Tensors of a gated feed-forward layer."""
 
@@ -108,6 +129,8 @@ class Experts:
     """Shared experts, fused into one feed-forward layer."""
     logit_bias: TensorSpec | None = None
     """Bias of the router's logits (gpt-oss)."""
+    shared_gate: TensorSpec | None = None
+    """Projection (1, hidden) to the gate of the shared experts."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +139,7 @@ class LayerSpec:
 
     input_norm: TensorSpec
     """Norm before attention."""
-    attention: GroupedAttention | LatentAttention
+    attention: GroupedAttention | LatentAttention | LinearAttention
     """Attention."""
     after_attention_norm: TensorSpec | None
     """Norm behind attention (Gemma 2)."""
@@ -278,6 +301,7 @@ def index_of(model: ModelSpec) -> TensorIndex:
 
 
 ATTENTION, FEED_FORWARD = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
+LINEAR_ATTENTION = "model.layers.{layer}.linear_attn."
 EXPERT_NAMES = {"mixtral": ("model.layers.{layer}.block_sparse_moe.", "w1", "w3", "w2")}
 """{architecture: (prefix of the experts, names of gate, up and down)} where they differ from other architectures'."""
 
@@ -285,13 +309,14 @@ EXPERT_NAMES = {"mixtral": ("model.layers.{layer}.block_sparse_moe.", "w1", "w3"
 def model_spec(c: HFConfig) -> ModelSpec:
     """Returns the tensors of a model's checkpoint."""
     embedding = TensorSpec("model.embed_tokens.weight", (c.vocab, c.hidden))
-    layers = {experts: _layer(c, experts) for experts in (False, True) if experts <= bool(c.experts)}
+    kinds = [(c.has_experts(layer), c.has_linear_attention(layer)) for layer in range(c.layers)]
+    layers = {kind: _layer(c, *kind) for kind in set(kinds)}
     return ModelSpec(
         embedding,
-        tuple(layers[c.has_experts(layer)] for layer in range(c.layers)),
+        tuple(layers[kind] for kind in kinds),
         TensorSpec("model.norm.weight", (c.hidden,)),
         embedding if c.tied else TensorSpec("lm_head.weight", (c.vocab, c.hidden)),
-        _multi_token(c, layers[True]) if c.multi_token else None,
+        _multi_token(c, layers[True, False]) if c.multi_token else None,
     )
 
 
@@ -320,13 +345,13 @@ def tensors_of(spec: object) -> Iterator[TensorSpec]:
             yield from tensors_of(getattr(spec, field.name))
 
 
-def _layer(c: HFConfig, with_experts: bool) -> LayerSpec:
+def _layer(c: HFConfig, with_experts: bool, with_linear_attention: bool) -> LayerSpec:
     def norm(name: str) -> TensorSpec:
         return TensorSpec("model.layers.{layer}." + name + "_layernorm.weight", (c.hidden,))
 
     return LayerSpec(
         input_norm=norm("input"),
-        attention=_latent_attention(c, c.latent) if c.latent else _grouped_attention(c),
+        attention=_linear_attention(c.hidden, c.linear) if c.linear and with_linear_attention else _attention(c),
         after_attention_norm=norm("post_attention") if c.sandwich_norms else None,
         mlp_norm=norm("pre_feedforward" if c.sandwich_norms else "post_attention"),
         mlp=_experts(c, c.experts) if with_experts and c.experts else _mlp(FEED_FORWARD, c.hidden, c.ffn),
@@ -334,8 +359,13 @@ def _layer(c: HFConfig, with_experts: bool) -> LayerSpec:
     )
 
 
+def _attention(c: HFConfig) -> GroupedAttention | LatentAttention:
+    return _latent_attention(c, c.latent) if c.latent else _grouped_attention(c)
+
+
 def _grouped_attention(c: HFConfig) -> GroupedAttention:
-    rows = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
+    width, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    rows = {"q": width * (1 + c.output_gate), "k": kv, "v": kv}
     q, k, v = (TensorSpec(f"{ATTENTION}{x}_proj.weight", (n, c.hidden)) for x, n in rows.items())
     biases = tuple(TensorSpec(f"{ATTENTION}{x}_proj.bias", (n,)) for x, n in rows.items())
     norms = tuple(TensorSpec(f"{ATTENTION}{x}_norm.weight", (c.head_dim,)) for x in "qk")
@@ -343,7 +373,7 @@ def _grouped_attention(c: HFConfig) -> GroupedAttention:
         q,
         k,
         v,
-        out=TensorSpec(ATTENTION + "o_proj.weight", (c.hidden, rows["q"])),
+        out=TensorSpec(ATTENTION + "o_proj.weight", (c.hidden, width)),
         biases=biases if c.qkv_bias else (),
         norms=norms if c.qk_norm else (),
         out_bias=TensorSpec(ATTENTION + "o_proj.bias", (c.hidden,)) if c.output_bias else None,
@@ -364,6 +394,32 @@ def _latent_attention(c: HFConfig, latent: LatentConfig) -> LatentAttention:
         kv_norm=tensor("kv_a_layernorm", latent.kv_rank),
         kv_up=tensor("kv_b_proj", c.heads * (latent.qk_nope_head_dim + latent.v_dim), latent.kv_rank),
         out=tensor("o_proj", c.hidden, c.heads * latent.v_dim),
+    )
+
+
+def _linear_attention(hidden: int, linear: LinearConfig) -> LinearAttention:
+    def tensor(name: str, *shape: int) -> TensorSpec:
+        return TensorSpec(LINEAR_ATTENTION + name, shape)
+
+    def projection(name: str, rows: int) -> TensorSpec:
+        return tensor(f"in_proj_{name}.weight", rows, hidden)
+
+    convolved, width, heads = linear.convolved_width, linear.value_width, linear.value_heads
+    qkvz: tuple[TensorSpec, ...]
+    ba: tuple[TensorSpec, ...]
+    if linear.by_key_head:
+        qkvz, ba = (projection("qkvz", convolved + width),), (projection("ba", 2 * heads),)
+    else:
+        qkvz = projection("qkv", convolved), projection("z", width)
+        ba = projection("b", heads), projection("a", heads)
+    return LinearAttention(
+        qkvz=qkvz,
+        ba=ba,
+        conv=tensor("conv1d.weight", convolved, 1, linear.kernel),
+        dt_bias=tensor("dt_bias", heads),
+        a_log=tensor("A_log", heads),
+        norm=tensor("norm.weight", linear.value_dim),
+        out=tensor("out_proj.weight", hidden, width),
     )
 
 
@@ -404,12 +460,15 @@ def _experts(c: HFConfig, experts: ExpertsConfig) -> Experts:
     prefix, *names = EXPERT_NAMES.get(c.architecture, (FEED_FORWARD, "gate_proj", "up_proj", "down_proj"))
     bias = TensorSpec(prefix + "gate.e_score_correction_bias", (experts.count,), float32=True)
     gate, up, down = names
+    shared = prefix + ("shared_expert" if experts.shared_gate else "shared_experts")
+    shared_gate = TensorSpec(f"{shared}_gate.weight", (1, c.hidden)) if experts.shared_gate else None
     return Experts(
         count=experts.count,
         router=TensorSpec(prefix + "gate.weight", (experts.count, c.hidden)),
         router_bias=bias if experts.router_bias else None,
         each=_mlp(prefix + "experts.{expert}.", c.hidden, experts.ffn, (gate, up, down)),
-        shared=_mlp(prefix + "shared_experts.", c.hidden, experts.shared_ffn) if experts.shared_ffn else None,
+        shared=_mlp(f"{shared}.", c.hidden, experts.shared_ffn) if experts.shared_ffn else None,
+        shared_gate=shared_gate if experts.shared_ffn else None,
     )
 
 
@@ -418,6 +477,8 @@ def linear_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
     attention = layer.attention
     if isinstance(attention, GroupedAttention):
         yield from (attention.q, attention.k, attention.v, attention.out)
+    elif isinstance(attention, LinearAttention):
+        yield from (*attention.qkvz, *attention.ba, attention.out)
     else:
         if attention.q_down:
             yield attention.q_down

@@ -36,6 +36,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"attention_bias": False, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     "gemma2": {},
+    "qwen3_next": {"attention_bias": False, "norm_topk_prob": True},
+    "qwen3_5_text": {"attention_bias": False},
+    "qwen3_5_moe_text": {"attention_bias": False},
     "granite": {
         "attention_bias": False,
         "mlp_bias": False,
@@ -52,8 +55,9 @@ LATENT = ("deepseek_v2", "deepseek_v3")
 WITH_SHARED_EXPERTS = (*LATENT, "glm4_moe")
 WIDE_EXPERTS = ("mixtral", "gpt_oss")
 """Architectures without dense layers, whose experts have the width of the model's field `intermediate_size`."""
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 COUNT_OF_EXPERTS = {
-    "qwen3_moe": "num_experts",
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), "num_experts"),
     **dict.fromkeys(WIDE_EXPERTS, "num_local_experts"),
     **dict.fromkeys(WITH_SHARED_EXPERTS, "n_routed_experts"),
 }
@@ -149,7 +153,8 @@ def make_tiny_model(
         heads: query heads.
         kv_heads: key-value heads.
         head_dim: width of one head; None: `hidden // heads`. Latent attention (DeepSeek) rotates half as many
-            additional elements, and compresses keys and values to `hidden // 2`; it has no `kv_heads`.
+            additional elements, and compresses keys and values to `hidden // 2`; it has no `kv_heads`. Linear
+            attention (Qwen3-Next) has as many value heads as `heads` and half as many key heads, each half as wide.
         ffn: width of a dense feed-forward layer.
         experts: experts of a layer, of which 2 process a token, where the architecture has any. They are half as wide
             as `ffn`, those of Mixtral and gpt-oss as wide.
@@ -161,8 +166,8 @@ def make_tiny_model(
         max_positions: maximum length of a row in tokens.
         fields: further or other fields of config.json, by Hugging Face's names.
         init_std: standard deviation of the initial matrices.
-        perturb: add small noise to norms and biases, which start at one or zero, so that a comparison
-            of two implementations covers them.
+        perturb: add small noise to norms and biases, which start at one or zero, and let linear attention remember
+            more tokens, so that a comparison of two implementations covers them.
         seed: seed of the initial weights.
 
     Returns:
@@ -185,6 +190,8 @@ def make_tiny_model(
     attention = {"num_key_value_heads": kv_heads, "head_dim": width}
     if architecture in LATENT:
         attention = _latent_attention(heads, width, kv_rank=hidden // 2, q_rank=q_rank)
+    if architecture in LINEAR:
+        attention |= _linear_attention(heads, width // 2)
     config = _config(
         architecture,
         tokenizer,
@@ -196,9 +203,7 @@ def make_tiny_model(
         max_position_embeddings=max_positions,
         initializer_range=init_std,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope_scaling or {}),
-        **attention,
-        **_mixture(architecture, experts, ffn // 2, shared_experts, dense_layers),
-        **(fields or {}),
+        **attention | _mixture(architecture, experts, ffn // 2, shared_experts, dense_layers) | dict(fields or {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -221,6 +226,15 @@ def _latent_attention(heads: int, width: int, kv_rank: int, q_rank: int) -> dict
     }
 
 
+def _linear_attention(heads: int, width: int) -> dict[str, Any]:
+    return {
+        "linear_num_key_heads": heads // 2,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+    }
+
+
 def _mixture(architecture: str, experts: int, width: int, shared: int, dense_layers: int) -> dict[str, Any]:
     if architecture not in COUNT_OF_EXPERTS:
         return {}
@@ -229,6 +243,8 @@ def _mixture(architecture: str, experts: int, width: int, shared: int, dense_lay
         fields["moe_intermediate_size"] = width
     if architecture in WITH_SHARED_EXPERTS:
         fields |= {"n_shared_experts": shared, "first_k_dense_replace": dense_layers}
+    if architecture in LINEAR:
+        fields |= {"shared_expert_intermediate_size": width * shared}
     return fields
 
 
@@ -256,3 +272,5 @@ def perturb_vectors(model: torch.nn.Module, std: float = 0.05) -> None:
     for name, tensor in model.state_dict().items():  # a router's bias is a buffer
         if tensor.dim() == 1 or name.endswith("_bias"):
             tensor.add_(torch.randn_like(tensor), alpha=std)
+        if name.endswith(".A_log"):  # slower decay, so that the state of linear attention lasts for several tokens
+            tensor.sub_(3.0)

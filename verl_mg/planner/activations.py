@@ -2,8 +2,8 @@
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), count 34 s b h
 bytes per layer outside the attention matrix, divided by tp under sequence parallelism. Here the same is counted for
-gated feed-forward layers, grouped and latent attention, and experts; without dropout there are no masks, and flash
-attention keeps one float32 normalizer per head in place of the matrix.
+gated feed-forward layers, grouped, latent and linear attention, and experts; without dropout there are no masks, and
+flash attention keeps one float32 normalizer per head in place of the matrix.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.models.linear_config import LinearConfig
 from verl_mg.planner.training_options import Recompute
 
+CHUNK = 64
+"""Tokens of a chunk in the kernels of linear attention."""
 FLOAT32_ELEMENTS = 2
 """Number of bf16 elements with the bytes of one float32 element."""
 
@@ -33,11 +36,11 @@ class KeptElements:
     compressed: int
     """Latent attention: compressed states before and after their norms."""
     heads: int
-    """Queries, keys and values, before and after their norms."""
+    """Queries, keys and values, before and after their norms or the convolution of linear attention; output gates."""
     attention_output: int
     """Output of attention, which is the input of its projection."""
     normalizer: int
-    """Normalizers of flash attention."""
+    """Normalizers of flash attention, or decays and the solved system of equations of linear attention."""
     mlp_hidden: int
     """Dense feed-forward layer: gate and up."""
     mlp_product: int
@@ -117,16 +120,17 @@ LINEAR_INPUTS = frozenset(
 """Parts that are inputs of linear layers, which Transformer Engine keeps in FP8 where it multiplies in FP8."""
 
 
-def kept_elements(c: HFConfig, with_experts: bool, etp: int) -> KeptElements:
+def kept_elements(c: HFConfig, with_experts: bool, etp: int, linear: bool = False) -> KeptElements:
     """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group.
 
     Args:
         c: the model.
         with_experts: whether the layer has experts.
         etp: expert-tensor-parallel size: a token is copied whole to each of the ranks that shard an expert.
+        linear: whether the layer has linear attention.
     """
     other_norms = c.hidden * (1 + c.sandwich_norms)
-    compressed, heads, output = _attention(c)
+    compressed, heads, output, normalizer = _linear_attention(c.linear) if linear and c.linear else _attention(c)
     e = c.experts if with_experts else None
     return KeptElements(
         layer_input=c.hidden,
@@ -136,7 +140,7 @@ def kept_elements(c: HFConfig, with_experts: bool, etp: int) -> KeptElements:
         compressed=compressed,
         heads=heads,
         attention_output=output,
-        normalizer=FLOAT32_ELEMENTS * c.heads,
+        normalizer=normalizer,
         mlp_hidden=0 if e else 2 * c.ffn,
         mlp_product=0 if e else c.ffn,
         router=FLOAT32_ELEMENTS * e.count if e else 0,
@@ -148,12 +152,21 @@ def kept_elements(c: HFConfig, with_experts: bool, etp: int) -> KeptElements:
     )
 
 
-def _attention(c: HFConfig) -> tuple[int, int, int]:
-    """Counts elements of compressed states, of heads, and of the output of attention."""
+def _linear_attention(c: LinearConfig) -> tuple[int, int, int, int]:
+    """Counts the same as `_attention`, with queries and keys repeated for each value head."""
+    repeated = 2 * c.value_heads * c.key_dim
+    numbers = 2 * FLOAT32_ELEMENTS * c.value_heads  # decays and strengths
+    return 0, 2 * c.convolved_width + repeated + c.value_width, 2 * c.value_width, numbers + c.value_heads * CHUNK
+
+
+def _attention(c: HFConfig) -> tuple[int, int, int, int]:
+    """Counts elements of compressed states, of heads, of the output of attention, and of what its kernel keeps."""
+    normalizer = FLOAT32_ELEMENTS * c.heads
     if c.latent is None:
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        return 0, q + 2 * kv + (q + kv if c.qk_norm else 0), q
+        gates = 2 * q if c.output_gate else 0  # gates, and the output before them
+        return 0, q + 2 * kv + (q + kv if c.qk_norm else 0) + gates, q, normalizer
     latent = c.latent
     compressed = 2 * latent.q_rank + 2 * latent.kv_rank + latent.rope_dim  # before and after their norms
     values = c.heads * latent.v_dim
-    return compressed, 2 * c.heads * (latent.qk_nope_head_dim + latent.rope_dim) + values, values
+    return compressed, 2 * c.heads * (latent.qk_nope_head_dim + latent.rope_dim) + values, values, normalizer

@@ -11,6 +11,7 @@ from verl_mg.layout import Layout
 from verl_mg.planner.inputs import GIGA, PlanInputs, model_size
 from verl_mg.planner.layer_time import (
     TERA,
+    LayerKind,
     MicroBatch,
     backward_seconds,
     forward_seconds,
@@ -122,18 +123,17 @@ def micro_batch_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: M
         work: whether it is inference or an update.
         micro: tokens of the micro-batch.
     """
-    c = inputs.weights.config
-    dense, experts = (_a_layer(inputs, layout, work, micro, with_experts) for with_experts in (False, True))
+    counts = stage_layers(inputs.weights.config, layout)
+    kinds = {kind for stage in counts for kind in stage}
+    a_layer = {kind: _a_layer(inputs, layout, work, micro, kind) for kind in kinds}
     head = head_seconds(inputs, layout, micro) * (HEAD_UPDATE if work is Work.UPDATE else 1)
-    stages = [layers.dense * dense + layers.experts * experts for layers in stage_layers(c, layout)]
+    stages = [sum(count * a_layer[kind] for kind, count in layers.items()) for layers in counts]
     stages[-1] += head
     return max(stages) + _between_stages(inputs, layout, work, micro)
 
 
-def _a_layer(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch, with_experts: bool) -> float:
-    if with_experts and inputs.weights.config.experts is None:
-        return 0.0
-    part, blocks = layer_seconds(inputs, layout, micro, with_experts), 1 if with_experts else 2
+def _a_layer(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch, kind: LayerKind) -> float:
+    part, blocks = layer_seconds(inputs, layout, micro, kind), 1 if kind.experts else 2
     seconds = forward_seconds(inputs, part, blocks)
     if work is Work.UPDATE:
         seconds += repeated_seconds(inputs, part, blocks) + backward_seconds(inputs, part, blocks)

@@ -9,11 +9,14 @@ computation: of it only what exceeds that computation counts. A backward pass re
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from verl_mg.layout import Layout
-from verl_mg.models.flops import layer_elements, pair_flops
+from verl_mg.models.flops import layer_elements, pair_flops, state_flops
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.planner.activations import kept_elements
 from verl_mg.planner.efficiency import UNFUSED
@@ -75,28 +78,38 @@ class LayerSeconds:
         return self.attention_linear + self.core_attention + self.mlp + self.experts + self.shared
 
 
-def layer_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch, with_experts: bool) -> LayerSeconds:
+class LayerKind(NamedTuple):
+    """Kind of a layer, by which its seconds differ."""
+
+    experts: bool
+    """Whether it is a mixture of experts."""
+    linear: bool
+    """Whether it has linear attention."""
+
+
+def layer_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch, kind: LayerKind) -> LayerSeconds:
     """Predicts the seconds of the forward pass over one layer.
 
     Args:
         inputs: inputs of the plan for the role.
         layout: layout of the role.
         micro: tokens of the micro-batch.
-        with_experts: whether the layer is a mixture of experts.
+        kind: kind of the layer.
     """
-    c, e, options = inputs.weights.config, inputs.efficiency, inputs.options
-    parts = layer_elements(c, with_experts)
+    c, e, options, with_experts = inputs.weights.config, inputs.efficiency, inputs.options, kind.experts
+    parts = layer_elements(c, *kind)
     rows = micro.tokens / layout.cp
     speed = inputs.flops * TERA * (e.fp8 if options.fp8 else 1.0)
     per_element = 2 * (rows + e.half_rows) / (layout.tp * speed)
-    kept = kept_elements(c, with_experts, layout.etp)
+    kept = kept_elements(c, with_experts, layout.etp, kind.linear)
     unfused = 1.0 if options.fused else UNFUSED
     an_element = e.elementwise * unfused * options.weight_bytes * rows / layout.tp / (inputs.memory_bandwidth * GIGA)
-    gather, exchange = _gather(inputs, layout, rows), _exchange(inputs, layout, rows)
+    gather, exchange = _gather(inputs, layout, rows), _exchange(inputs, layout, rows, kind.linear)
+    attention = state_flops(c) * micro.tokens if kind.linear else pair_flops(c) * micro.pairs
     return LayerSeconds(
         attention_linear=parts.attention * per_element,
         mla_up=parts.mla_up * per_element,
-        core_attention=pair_flops(c) * micro.pairs / (layout.tp * layout.cp * e.attention * inputs.flops * TERA),
+        core_attention=attention / (layout.tp * layout.cp * e.attention * inputs.flops * TERA),
         mlp=(parts.mlp + parts.router) * per_element,
         experts=_expert_seconds(inputs, layout, rows, speed) if with_experts else 0.0,
         shared=parts.shared * per_element,
@@ -126,13 +139,16 @@ def _gather(inputs: PlanInputs, layout: Layout, rows: float) -> float:
     return received / link_rate(inputs, layout.tp)
 
 
-def _exchange(inputs: PlanInputs, layout: Layout, rows: float) -> float:
+def _exchange(inputs: PlanInputs, layout: Layout, rows: float, linear: bool) -> float:
     """Predicts the seconds of exchanging tokens for heads and back around attention (Ulysses, arXiv:2309.14509).
 
     Or of receiving the keys and values of all other context-parallel ranks.
     """
     c = inputs.weights.config
-    if inputs.options.exchanged == "heads":
+    if linear and c.linear:
+        width = c.linear.convolved_width + 2 * c.linear.value_width + 2 * c.linear.value_heads
+        received = rows * width * (1 - 1 / layout.cp)
+    elif inputs.options.exchanged == "heads":
         received = rows * 2 * (c.heads + c.kv_heads) * c.head_dim * (1 - 1 / layout.cp)
     else:
         received = rows * 2 * c.kv_heads * c.head_dim * (layout.cp - 1)
@@ -246,30 +262,21 @@ def _exposed_gather(inputs: PlanInputs, part: LayerSeconds, rounds: int) -> floa
     return max(0.0, rounds * part.gather - hidden)
 
 
-@dataclass(frozen=True)
-class StageLayers:
-    """Layers of a pipeline stage."""
-
-    dense: int
-    """Dense layers."""
-    experts: int
-    """Mixtures of experts."""
-
-
 @cache
-def stage_layers(c: HFConfig, layout: Layout) -> tuple[StageLayers, ...]:
-    """Counts the layers of every pipeline stage.
+def stage_layers(c: HFConfig, layout: Layout) -> tuple[Mapping[LayerKind, int], ...]:
+    """Counts the layers of each kind of every pipeline stage.
 
     Args:
         c: the model.
         layout: layout of the role.
     """
-    stages = []
-    for stage in range(layout.pp):
-        layers = layout.stage(c.layers, stage).layers
-        experts = sum(c.has_experts(layer) for layer in layers)
-        stages.append(StageLayers(len(layers) - experts, experts))
-    return tuple(stages)
+    return tuple(
+        Counter(
+            LayerKind(c.has_experts(layer), c.has_linear_attention(layer))
+            for layer in layout.stage(c.layers, stage).layers
+        )
+        for stage in range(layout.pp)
+    )
 
 
 def head_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch) -> float:

@@ -254,6 +254,7 @@ def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:
 
     Grouped attention: keys and values of the rank's heads, at least one, which neighbouring ranks may share. Latent
     attention: the compressed state and the rotary key (DeepSeek-V2, arXiv:2405.04434, section 2.1), on every rank.
+    Linear attention: nothing, its state has the same size for a sample of any length.
 
     Args:
         weights: weight table of the model.
@@ -264,7 +265,8 @@ def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:
     width = (
         c.latent.kv_rank + c.latent.rope_dim if c.latent else 2 * c.head_dim * max(1, c.kv_heads // layout.attention_tp)
     )
-    return WEIGHT_BYTES * width * len(layout.layers(c.layers, stage))
+    with_cache = sum(not c.has_linear_attention(layer) for layer in layout.layers(c.layers, stage))
+    return WEIGHT_BYTES * width * max(1, with_cache)  # 0 would be a cache of any size
 
 
 def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
@@ -304,7 +306,7 @@ def activation_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
     """
     c = inputs.weights.config
     layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
-    every = [kept_elements(c, c.has_experts(layer), layout.etp) for layer in layers]
+    every = [kept_elements(c, c.has_experts(layer), layout.etp, c.has_linear_attention(layer)) for layer in layers]
     options = inputs.options
     kept = sum(layer.on_device(inputs.recompute, options.offload_modules, options.fp8) for layer in every)
     recomputed = max(layer.recomputed(inputs.recompute) for layer in every)
@@ -324,7 +326,8 @@ def inference_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
     """
     c = inputs.weights.config
     layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
-    widest = max(kept_elements(c, c.has_experts(layer), layout.etp).all for layer in layers)
+    every = [kept_elements(c, c.has_experts(layer), layout.etp, c.has_linear_attention(layer)) for layer in layers]
+    widest = max(layer.all for layer in every)
     tokens = inputs.longest_micro_batch / layout.cp
     item = inputs.options.weight_bytes
     output = item * tokens * c.hidden + _logit_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0

@@ -95,4 +95,5 @@ def check(inputs: PlanInputs, layout: Layout) -> None:
     """
     inputs.weights.check_layout(layout)
     if inputs.options.exchanged == "heads":
-        layout.check_context(inputs.weights.config.heads)
+        config = inputs.weights.config
+        layout.check_context(config.heads, config.linear_value_heads)

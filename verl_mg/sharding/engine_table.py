@@ -20,9 +20,11 @@ from verl_mg.models.hf_tensors import (
     GroupedAttention,
     LatentAttention,
     LayerSpec,
+    LinearAttention,
     ModelSpec,
     MultiTokenSpec,
 )
+from verl_mg.sharding import linear_attention
 from verl_mg.sharding.param_spec import (
     Axis,
     HeadRows,
@@ -35,12 +37,17 @@ from verl_mg.sharding.param_spec import (
 )
 
 VOCABULARY = VocabularyRows(64, on_each_rank=False)
-ATTENTION, FEED_FORWARD = "self_attn.", "mlp."
-"""Prefixes of attention and of the feed-forward layer or experts in a layer."""
-DATA_PARALLEL_ATTENTION = frozenset({"qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"})
+ATTENTION, LINEAR_ATTENTION, FEED_FORWARD = "self_attn.", "linear_attn.", "mlp."
+"""Prefixes of attention, of linear attention, and of the feed-forward layer or experts in a layer."""
+DATA_PARALLEL_ATTENTION = frozenset({
+    *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe"),
+})  # fmt: skip
 """Architectures whose attention SGLang can shard on a separate axis (data-parallel attention)."""
 DRAFT = "draft."
 """Prefix of the parameters of an engine's draft model, a model class of its own that the engine drafts tokens with."""
+WHOLE_EMBEDDING = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+"""Architectures whose embedding is whole on every rank with data-parallel attention."""
 EXPERT_BLOCK = {"mixtral": "block_sparse_moe."}
 """Prefix of the experts where it differs from `mlp.`."""
 ROUTER = {"gpt_oss": "router"}
@@ -81,16 +88,18 @@ class EngineRules:
     """(configuration, is the output layer tied, is it the first stage, is it the last) -> what the stage has."""
 
 
-def embedding_param(model: ModelSpec, config: HFConfig, rules: EngineRules) -> ParamSpec:
+def embedding_param(model: ModelSpec, config: HFConfig, rules: EngineRules, layout: EngineLayout) -> ParamSpec:
     """Returns the input embedding.
 
     Args:
         model: the Hugging Face tensors of the model.
         config: configuration of the model.
         rules: of the engine.
+        layout: layout of the engine.
     """
     name = rules.embedding.get(config.architecture, "embed_tokens")
-    return ParamSpec(f"model.{name}.weight", (model.embedding,), VOCABULARY, "vocabulary")
+    whole = layout.adp > 1 and config.architecture in WHOLE_EMBEDDING
+    return ParamSpec(f"model.{name}.weight", (model.embedding,), VOCABULARY, "replicated" if whole else "vocabulary")
 
 
 def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
@@ -123,16 +132,20 @@ def layer_params(layer: LayerSpec, config: HFConfig, rules: EngineRules) -> tupl
     mlp_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
     return (
         ParamSpec("input_layernorm.weight", (layer.input_norm,)),
-        *(
-            _grouped_attention(layer.attention, config, rules, axis)
-            if isinstance(layer.attention, GroupedAttention)
-            else _latent_attention(layer.attention, rules)
-        ),
+        *_attention(layer, config, rules, axis),
         *optional_param("post_attention_layernorm.weight", layer.after_attention_norm),
         ParamSpec(f"{mlp_norm}.weight", (layer.mlp_norm,)),
         *(_mlp(FEED_FORWARD, layer.mlp) if isinstance(layer.mlp, MLP) else _experts(layer.mlp, config, rules)),
         *optional_param("post_feedforward_layernorm.weight", layer.after_mlp_norm),
     )
+
+
+def _attention(layer: LayerSpec, config: HFConfig, rules: EngineRules, axis: Axis) -> tuple[ParamSpec, ...]:
+    if isinstance(layer.attention, LatentAttention):
+        return _latent_attention(layer.attention, rules)
+    if isinstance(layer.attention, LinearAttention):
+        return _linear_attention(layer.attention, config, axis)
+    return _grouped_attention(layer.attention, config, rules, axis)
 
 
 def _grouped_attention(a: GroupedAttention, config: HFConfig, rules: EngineRules, axis: Axis) -> tuple[ParamSpec, ...]:
@@ -148,6 +161,23 @@ def _grouped_attention(a: GroupedAttention, config: HFConfig, rules: EngineRules
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
         params.append(ParamSpec(f"{prefix}{name}_norm.weight", (norm,)))
     return tuple(params)
+
+
+def _linear_attention(a: LinearAttention, config: HFConfig, axis: Axis) -> tuple[ParamSpec, ...]:
+    assert config.linear
+    linear = config.linear
+    # The engines' modules compute with the checkpoint's order of rows.
+    qkvz = split_rows if linear.by_key_head else linear_attention.qkvz(linear)
+    ba = split_rows if linear.by_key_head else linear_attention.ba(linear)
+    return (
+        ParamSpec(LINEAR_ATTENTION + "in_proj_qkvz.weight", a.qkvz, qkvz, axis),
+        ParamSpec(LINEAR_ATTENTION + "in_proj_ba.weight", a.ba, ba, axis),
+        ParamSpec(LINEAR_ATTENTION + "conv1d.weight", (a.conv,), linear_attention.convolved(linear), axis),
+        ParamSpec(LINEAR_ATTENTION + "dt_bias", (a.dt_bias,), split_rows, axis),
+        ParamSpec(LINEAR_ATTENTION + "A_log", (a.a_log,), split_rows, axis),
+        ParamSpec(LINEAR_ATTENTION + "norm.weight", (a.norm,)),
+        ParamSpec(LINEAR_ATTENTION + "out_proj.weight", (a.out,), split_columns, axis),
+    )
 
 
 def _latent_attention(a: LatentAttention, rules: EngineRules) -> tuple[ParamSpec, ...]:
@@ -180,6 +210,7 @@ def _mlp(prefix: str, mlp: MLP) -> tuple[ParamSpec, ...]:
 def _experts(e: Experts, config: HFConfig, rules: EngineRules) -> tuple[ParamSpec, ...]:
     prefix = EXPERT_BLOCK.get(config.architecture, FEED_FORWARD)
     stacked, router = prefix + rules.experts, prefix + ROUTER.get(config.architecture, "gate")
+    shared = "shared_expert" if e.shared_gate else "shared_experts"
     return (
         ParamSpec(router + ".weight", (e.router,)),
         *optional_param(router + ".e_score_correction_bias", e.router_bias),
@@ -188,5 +219,6 @@ def _experts(e: Experts, config: HFConfig, rules: EngineRules) -> tuple[ParamSpe
         *optional_param(f"{stacked}w13_{rules.expert_bias}", e.each.gate_up_bias, split_rows, "expert"),
         ParamSpec(stacked + "w2_weight", (e.each.down,), split_columns, "expert"),
         *optional_param(f"{stacked}w2_{rules.expert_bias}", e.each.down_bias, on_first_rank, "expert"),
-        *(_mlp(prefix + "shared_experts.", e.shared) if e.shared else ()),
+        *(_mlp(f"{prefix}{shared}.", e.shared) if e.shared else ()),
+        *optional_param(f"{prefix}{shared}_gate.weight", e.shared_gate),
     )

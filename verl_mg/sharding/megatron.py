@@ -21,13 +21,18 @@ from verl_mg.models.hf_tensors import (
     GroupedAttention,
     LatentAttention,
     LayerSpec,
+    LinearAttention,
     ModelSpec,
     MultiTokenSpec,
     TensorSpec,
 )
+from verl_mg.sharding import linear_attention
 from verl_mg.sharding.param_spec import (
     FusedRows,
     ParamSpec,
+    Section,
+    SectionRows,
+    ShardRule,
     VocabularyRows,
     optional_param,
     replicate,
@@ -80,6 +85,9 @@ def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[
     if isinstance(layer.attention, GroupedAttention):
         attention = _grouped_attention(layer.attention, config)
         input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    elif isinstance(layer.attention, LinearAttention):
+        attention = _linear_attention(layer.attention, config)
+        input_norm = "self_attention.in_proj.layer_norm_weight" if fused else "input_layernorm.weight"
     else:
         attention = _latent_attention(layer.attention, fused)
         input_norm = "input_layernorm.weight"
@@ -97,8 +105,9 @@ def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[
 
 def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamSpec, ...]:
     by_query_group = FusedRows(config.kv_heads)
+    with_gate = _gated_query_groups(config) if config.output_gate else by_query_group
     params = [
-        ParamSpec("self_attention.linear_qkv.weight", (a.q, a.k, a.v), by_query_group, "tensor"),
+        ParamSpec("self_attention.linear_qkv.weight", (a.q, a.k, a.v), with_gate, "tensor"),
         ParamSpec("self_attention.linear_proj.weight", (a.out,), split_columns, "tensor"),
     ]
     if a.biases:
@@ -108,6 +117,28 @@ def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamSpec
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
         params.append(ParamSpec(f"self_attention.{name}_layernorm.weight", (norm,)))
     return tuple(params)
+
+
+def _gated_query_groups(config: HFConfig) -> ShardRule:
+    """Returns the rule of a query group with output gates: queries of its heads, gates of its heads, key, value."""
+    heads, width = config.heads // config.kv_heads, config.head_dim
+    query = [Section(0, 2 * head * width, width, 2 * heads * width) for head in range(heads)]
+    gate = [Section(0, (2 * head + 1) * width, width, 2 * heads * width) for head in range(heads)]
+    key_value = [Section(tensor, 0, width, width) for tensor in (1, 2)]
+    return SectionRows(config.kv_heads, (*query, *gate, *key_value), unit_major=True)
+
+
+def _linear_attention(a: LinearAttention, config: HFConfig) -> tuple[ParamSpec, ...]:
+    assert config.linear
+    inputs, convolved = linear_attention.inputs(config.linear), linear_attention.convolved(config.linear)
+    return (
+        ParamSpec("self_attention.in_proj.weight", (*a.qkvz, *a.ba), inputs, "tensor"),
+        ParamSpec("self_attention.conv1d.weight", (a.conv,), convolved, "tensor"),
+        ParamSpec("self_attention.dt_bias", (a.dt_bias,), split_rows, "tensor"),
+        ParamSpec("self_attention.A_log", (a.a_log,), split_rows, "tensor"),
+        ParamSpec("self_attention.out_norm.weight", (a.norm,)),
+        ParamSpec("self_attention.out_proj.weight", (a.out,), split_columns, "tensor"),
+    )
 
 
 def _latent_attention(a: LatentAttention, fused: bool) -> tuple[ParamSpec, ...]:
@@ -152,4 +183,5 @@ def _experts(e: Experts, fused: bool) -> tuple[ParamSpec, ...]:
         ParamSpec(each.format("linear_fc2"), (e.each.down,), split_columns, "expert"),
         *optional_param("mlp.experts.linear_fc2.bias", e.each.down_bias, replicate, "expert"),
         *(_mlp("mlp.shared_experts.", e.shared) if e.shared else ()),
+        *optional_param("mlp.shared_experts.gate_weight", e.shared_gate),
     )

@@ -169,6 +169,8 @@ class ModelTable(ABC):
         """Dimensions that layouts divide."""
         c, experts = self.config, self.config.experts
         dense = ModelDims(attention_heads=c.heads, kv_heads=c.kv_heads, layers=c.layers, ffn=c.ffn)
+        if c.linear:
+            dense = replace(dense, key_heads=c.linear.key_heads)
         if experts is None:
             return dense
         return replace(dense, experts=experts.count, expert_ffn=experts.ffn, shared_ffn=experts.shared_ffn)

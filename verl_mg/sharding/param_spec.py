@@ -97,6 +97,48 @@ class FusedRows:
 
 
 @dataclass(frozen=True)
+class Section:
+    """Slabs of rows of one tensor at equal distances, one for each unit of a fused parameter."""
+
+    tensor: int
+    """Index of the tensor among those of the parameter."""
+    start: int
+    """First row of the slab of unit 0."""
+    rows: int
+    """Rows of a slab."""
+    stride: int
+    """Rows from the start of a slab to that of the next."""
+
+
+@dataclass(frozen=True)
+class SectionRows:
+    """Rule for tensors whose rows are in another order than those of the parameter; a rank has a run of units.
+
+    The parameter is section after section, and in each the slabs of the rank's units. With `unit_major` it is unit
+    after unit, and in each a slab of every section.
+    """
+
+    units: int
+    """Number of units, a multiple of the ranks on the axis."""
+    sections: tuple[Section, ...]
+    """Sections in the order of the parameter."""
+    unit_major: bool = False
+    """Whether the sections of a unit are neighbours, and not the units of a section."""
+
+    def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+        """Returns the shard; all tensors have the same dimensions after the first."""
+        units = range(rank * self.units // size, (rank + 1) * self.units // size)
+        if self.unit_major:
+            slabs = [(section, unit) for unit in units for section in self.sections]
+        else:
+            slabs = [(section, unit) for section in self.sections for unit in units]
+        return _join([
+            (tensors[section.tensor], start := section.start + unit * section.stride, start + section.rows)
+            for section, unit in slabs
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True)
 class HeadRows:
     """Rule for q, k and v: a slab of each, where a rank has at least one key-value head.
 
@@ -202,11 +244,24 @@ def optional_param(
 
 def _concatenate(parts: list[tuple[TensorSpec, int, int]]) -> Shard:
     """Concatenates slabs along the first dimension; a part is (tensor, number of slabs, index of the slab)."""
-    pieces, row = [], 0
-    rest = parts[0][0].shape[1:]
+    runs = []
     for tensor, count, index in parts:
         height = tensor.shape[0] // count
-        source = ((index * height, (index + 1) * height), *full_box(rest))
-        pieces.append(Piece(tensor.name, source, ((row, row + height), *full_box(rest))))
+        runs.append((tensor, index * height, (index + 1) * height))
+    return _join(runs)
+
+
+def _join(runs: list[tuple[TensorSpec, int, int]]) -> Shard:
+    """Concatenates runs of rows (tensor, start, stop); neighbours that are neighbours in their tensor are one piece."""
+    joined: list[tuple[TensorSpec, int, int]] = []
+    for tensor, start, stop in runs:
+        if joined and joined[-1][0] is tensor and joined[-1][2] == start:
+            start = joined.pop()[1]
+        joined.append((tensor, start, stop))
+    pieces, row = [], 0
+    rest = runs[0][0].shape[1:]
+    for tensor, start, stop in joined:
+        height = stop - start
+        pieces.append(Piece(tensor.name, ((start, stop), *full_box(rest)), ((row, row + height), *full_box(rest))))
         row += height
     return Shard((row, *rest), tuple(pieces))

@@ -11,8 +11,10 @@ OUTPUT_ON_EVERY_STAGE = frozenset({"glm4_moe", "gpt_oss", "llama", "mixtral", "q
 """Architectures whose model class builds an output layer on every pipeline stage, and uses the last one."""
 SWIGLU_ALPHA = 1.702
 """Constant of gpt-oss's activation, which SGLang does not read from config.json under the name that it has there."""
-WITHOUT_PIPELINE = frozenset({"gemma2"})
+WITHOUT_PIPELINE = frozenset({"gemma2", "qwen3_next"})
 """Architectures without pipeline parallelism in SGLang."""
+EXPERTS_IN_EVERY_LAYER = frozenset({"qwen3_moe", "qwen3_next"})
+"""Architectures whose model class has no dense layers."""
 
 
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:
@@ -35,10 +37,10 @@ def check_supported(config: HFConfig, layout: EngineLayout) -> None:
         )
     if config.architecture == "gpt_oss":
         _check_gpt_oss(config, layout)
-    if config.architecture == "qwen3_moe" and config.experts and len(config.experts.layers) < config.layers:
+    if config.architecture in EXPERTS_IN_EVERY_LAYER and not all(map(config.has_experts, range(config.layers))):
         raise UserError(
-            "rollout.engine=sglang: SGLang builds experts in every layer of qwen3_moe, but this model has dense "
-            "layers among them. Use rollout.engine=hf."
+            f"rollout.engine=sglang: SGLang builds experts in every layer of {config.architecture}, but this model has "
+            "dense layers among them. Use rollout.engine=hf."
         )
 
 
@@ -71,7 +73,7 @@ RULES = EngineRules(
     name="SGLang",
     experts="experts.",
     expert_bias="weight_bias",
-    attention={},
+    attention=dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ""),
     embedding={},
     latent_down="fused_qkv_a_proj_with_mqa",
     check_supported=check_supported,

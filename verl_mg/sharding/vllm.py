@@ -13,6 +13,10 @@ ENDS_ON_EVERY_STAGE = frozenset({"gemma2", "gpt_oss", "mixtral", "qwen3_moe"})
 """Architectures whose model class builds embedding, final norm and output layer on every pipeline stage."""
 EXPERTS_ON_EVERY_STAGE = frozenset({"glm4_moe"})
 """Architectures whose model class refuses a pipeline stage without experts."""
+ALL_BUT_NORM_ON_EVERY_STAGE = frozenset({"qwen3_next"})
+"""Architectures whose model class builds embedding and output layer on every pipeline stage."""
+UNCHECKED = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+"""Architectures whose table no trace has confirmed: without torchvision, vLLM cannot import the class."""
 
 
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:
@@ -33,6 +37,11 @@ def check_supported(config: HFConfig, layout: EngineLayout) -> None:
         raise UserError(
             f"rollout.layout={layout}: vLLM distributes experts over all ranks of a stage or none. Write "
             f"ep{layout.tp}, or leave out ep."
+        )
+    if config.architecture in UNCHECKED:
+        raise UserError(
+            f"rollout.engine=vllm: the built-in table of {config.architecture} was not compared with vLLM's. Run "
+            "verl-mg trace, and set rollout.sharding_table to its file."
         )
     if (rows := VOCABULARY.padded(config.vocab, 1)) % layout.tp:
         raise UserError(
@@ -85,10 +94,11 @@ def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> Pipe
         first: whether it is the first stage.
         last: whether it is the last stage.
     """
-    everywhere = config.architecture in ENDS_ON_EVERY_STAGE
+    all_but_norm = config.architecture in ALL_BUT_NORM_ON_EVERY_STAGE
+    everywhere = all_but_norm or config.architecture in ENDS_ON_EVERY_STAGE
     return PipelineEnds(
         embedding=everywhere or first or (tied and last),
-        final_norm=everywhere or last,
+        final_norm=(everywhere and not all_but_norm) or last,
         output=(everywhere or last) and not tied,
     )
 

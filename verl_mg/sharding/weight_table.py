@@ -163,7 +163,7 @@ class WeightTable(ModelTable):
         layout, config, rules = placement.layout, self.config, ENGINE_RULES[self.engine]
         layer_params = cache(lambda layer: engine_table.layer_params(layer, config, rules))
         embedding, (final_norm, output) = (
-            engine_table.embedding_param(self.model, config, rules),
+            engine_table.embedding_param(self.model, config, rules, layout),
             engine_table.output_params(self.model),
         )
         stages = []

@@ -149,6 +149,11 @@ def check_on_cpu(config: HFConfig, model: ModelDims, layout: EngineLayout) -> No
         )
     if layout.ep > 1 or layout.adp > 1:
         raise UserError(f"rollout.layout={layout}: SGLang does not support ep and adp on the CPU. Remove them.")
+    if model.key_heads:
+        raise UserError(
+            "rollout.engine=sglang: on the CPU linear attention needs compiled kernels of SGLang that are not on PyPI. "
+            "Set rollout.engine=hf."
+        )
     widths = {"columns of the feed-forward layer": model.ffn, "columns of an expert": model.expert_ffn}
     for what, width in widths.items():
         if width % (CPU_TILE * layout.tp):

@@ -10,12 +10,14 @@ import torch
 from sglang.srt.entrypoints.engine import Engine as SGLang
 from sglang.srt.managers.scheduler import run_scheduler_process
 
+from verl_mg.rollout.sglang.default_device import default_to_the_cpu
+
 
 def run_scheduler(*arguments: Any) -> None:
     """Runs a scheduler process of SGLang."""
     if not torch.cuda.is_available():
         _skip_host_memory_registration()
-        _default_to_the_cpu()
+        default_to_the_cpu()
         _pin_no_memory()
     run_scheduler_process(*arguments)
 
@@ -25,12 +27,6 @@ def _skip_host_memory_registration() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *_, **__: None
-
-
-def _default_to_the_cpu() -> None:
-    """A torch that is built for CUDA returns CUDA's module by default, also on a machine without a GPU."""
-    module_of = torch.get_device_module
-    torch.get_device_module = lambda device=None: module_of(device or "cpu")  # type: ignore[assignment]
 
 
 def _pin_no_memory() -> None:

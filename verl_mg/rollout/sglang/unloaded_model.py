@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl_mg.layout import EngineLayout
+from verl_mg.rollout.sglang.default_device import default_to_the_cpu
 
 
 @contextmanager
@@ -25,6 +26,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     from sglang.srt import runtime_context
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
@@ -32,6 +34,8 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs
 
+    if not torch.cuda.is_available():
+        default_to_the_cpu()
     arguments = ServerArgs(
         model_path=model_dir,
         device="cpu",
@@ -58,8 +62,11 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     parallel_state.initialize_model_parallel()
     initialize_dp_attention(arguments)
     initialize_moe_config()
+    model = ModelConfig.from_server_args(arguments)
+    # On the CPU linear attention reads other fields, which SGLang's runner of models sets.
+    adjust_tp_num_heads_if_necessary(model.hf_text_config, layout.attention_tp, True)
     with set_default_torch_dtype(torch.float32):
-        yield _initialize_model(ModelConfig.from_server_args(arguments), LoadConfig())
+        yield _initialize_model(model, LoadConfig())
     torch.distributed.barrier()  # a rank that leaves its groups early breaks those that still connect to it
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()

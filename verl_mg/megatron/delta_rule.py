@@ -1,0 +1,180 @@
+"""Gated delta rule and short convolution over packed sequences (Gated DeltaNet, arXiv:2412.06464).
+
+The state S of a head is a matrix, key times value, which decays by exp(g) and is corrected towards v by a share beta:
+
+    S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T        o_t = S_t^T q_t / sqrt(key width)
+
+On GPUs in half precision the kernels of flash-linear-attention compute this where they are installed, elsewhere torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl_mg.device import copy_to
+
+CHUNK = 64
+"""Tokens whose states are computed together, as in the kernels of flash-linear-attention."""
+L2_EPS = 1e-6
+"""Added to the squared length by which queries and keys are normalized, as in `transformers`."""
+
+
+def has_fused_kernels(x: Tensor) -> bool:
+    """Returns whether flash-linear-attention computes this tensor; its kernels are not deterministic."""
+    return (
+        x.device.type == "cuda"
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and not torch.are_deterministic_algorithms_enabled()
+        and importlib.util.find_spec("fla") is not None
+    )
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks of packed sequences: first the first chunk of each sequence, then the second ones, and so on.
+
+    Sequences are in the order of their number of chunks, the longest first: those that have a further chunk are the
+    first of those before.
+    """
+
+    tokens: Tensor
+    """(chunks, CHUNK) int64, index of each token; the number of tokens for padding."""
+    places: Tensor
+    """(tokens,) int64, place of each token among those of all chunks."""
+    counts: tuple[int, ...]
+    """Number of sequences that have an n-th chunk, descending."""
+    positions: Tensor
+    """(tokens, 1) int64, position of each token in its sequence."""
+
+    @classmethod
+    def of(cls, lengths: Tensor, device: torch.device) -> Chunks:
+        """Cuts sequences into chunks.
+
+        Args:
+            lengths: (n,) int64 on the CPU, tokens of each sequence, at least 1.
+            device: device of the indices.
+        """
+        total = int(lengths.sum())
+        number = -(-lengths // CHUNK)
+        order = number.argsort(descending=True, stable=True)
+        counts = tuple(int((number > step).sum()) for step in range(int(number.max())))
+        starts = (lengths.cumsum(0) - lengths)[order]
+        offsets = torch.arange(CHUNK)
+        chunks = []
+        for step, count in enumerate(counts):
+            within = step * CHUNK + offsets
+            index = starts[:count, None] + within
+            chunks.append(index.masked_fill(within >= lengths[order[:count], None], total))
+        tokens = torch.cat(chunks)
+        places = torch.empty(total + 1, dtype=torch.int64).scatter_(0, tokens.flatten(), torch.arange(tokens.numel()))
+        positions = torch.arange(total) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        tokens, places, positions = (copy_to(device, each) for each in (tokens, places[:total], positions[:, None]))
+        return cls(tokens, places, counts, positions)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Returns the tokens of each chunk, 0 for padding: (tokens, heads, d) -> (chunks, heads, CHUNK, d)."""
+        padded = F.pad(x, (0, 0, 0, 0, 0, 1))
+        return padded.index_select(0, self.tokens.flatten()).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Returns the tokens in order, the inverse of `cut`."""
+        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
+
+
+def convolve(x: Tensor, filters: Tensor, chunks: Chunks, ends: Tensor) -> Tensor:
+    """Convolves each element over its last tokens, followed by SiLU; tokens before a sequence count as 0.
+
+    Args:
+        x: (tokens, elements).
+        filters: (elements, width), factors of the tokens width - 1 before, ..., 1 before, and of the token itself.
+        chunks: description of the sequences.
+        ends: (n + 1,) int32, cumulative lengths of the sequences.
+
+    Returns:
+        (tokens, elements) in the dtype of `x`.
+    """
+    if has_fused_kernels(x):
+        from fla.modules.convolution import causal_conv1d
+
+        convolved: Tensor = causal_conv1d(x=x[None], weight=filters, activation="silu", cu_seqlens=ends)[0]
+        return convolved.squeeze(0)
+    wide, factors = x.float(), filters.float()
+    total = wide * factors[:, -1]
+    for before in range(1, filters.shape[1]):
+        earlier = F.pad(wide, (0, 0, before, 0))[: len(x)]
+        total = total + torch.where(chunks.positions >= before, earlier, 0.0) * factors[:, -1 - before]
+    return F.silu(total).to(x.dtype)
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, ends: Tensor
+) -> Tensor:
+    """Computes the gated delta rule over packed sequences, with queries and keys normalized to length 1.
+
+    Args:
+        query: (tokens, heads, d).
+        key: (tokens, heads, d).
+        value: (tokens, heads, d_v).
+        decay: (tokens, heads) float32, g of each token, at most 0.
+        beta: (tokens, heads) float32, from 0 to 1.
+        chunks: description of the sequences.
+        ends: (n + 1,) int32, cumulative lengths of the sequences.
+
+    Returns:
+        (tokens, heads, d_v) in the dtype of `value`.
+    """
+    if has_fused_kernels(value):
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        inputs: dict[str, Any] = {"q": query, "k": key, "v": value, "g": decay, "beta": beta.to(value.dtype)}
+        batch = {name: x[None].contiguous() for name, x in inputs.items()}
+        output: Tensor = chunk_gated_delta_rule(**batch, use_qk_l2norm_in_kernel=True, cu_seqlens=ends.long())[0]
+        return output.squeeze(0)
+    query, key = _normalized(query.float()) * query.shape[-1] ** -0.5, _normalized(key.float())
+    numbers = [decay[..., None], beta[..., None]]
+    q, k, v, g, b = (chunks.cut(x) for x in (query, key, value.float(), *numbers))
+    return chunks.join(_by_chunk(q, k, v, g, b, chunks.counts)).to(value.dtype)
+
+
+def _by_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Computes the rule chunk by chunk (arXiv:2412.06464, section 3.3): all parts without the state at once.
+
+    With the decays G from the start of a chunk, the corrections u of its tokens solve a triangular system of equations,
+
+        u_i + beta_i sum_(j < i) exp(G_i - G_j) (k_i k_j) u_j = beta_i (v_i - exp(G_i) S^T k_i)
+
+    where S is the state before the chunk. Shapes: (chunks, heads, CHUNK, d), g and beta (chunks, heads, CHUNK, 1).
+    """
+    total = g.cumsum(2)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    between = (total - total.mT).masked_fill(later, -torch.inf).exp()
+    weighted = beta * k
+    solved = torch.linalg.solve_triangular(
+        weighted @ k.mT * between,
+        torch.cat([beta * v, total.exp() * weighted], dim=-1),
+        upper=False,
+        unitriangular=True,
+    )
+    of_values, of_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scores, from_state = q @ k.mT * between, total.exp() * q
+    last = total[:, :, -1:]
+    to_state, kept = ((last - total).exp() * k).mT, last.exp()
+
+    state, outputs, start = k.new_zeros(counts[0], k.shape[1], k.shape[-1], v.shape[-1]), [], 0
+    for count in counts:
+        here, state = slice(start, start + count), state[:count]
+        correction = of_values[here] - of_state[here] @ state
+        outputs.append(from_state[here] @ state + scores[here] @ correction)
+        state = kept[here] * state + to_state[here] @ correction
+        start += count
+    return torch.cat(outputs)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)

@@ -1,0 +1,90 @@
+"""Layers with linear attention: the sizes of a gated delta net, read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_mg.errors import UserError
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+"""Kinds of layers by their names in config.json."""
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Gated delta net (arXiv:2412.06464): linear attention with a state of keys times values for each value head.
+
+    Several value heads share the query and the key of one key head. Widths are in elements.
+    """
+
+    layers: frozenset[int]
+    """Indices of the layers with linear attention; the others have softmax attention."""
+    key_heads: int
+    """Heads of queries and keys."""
+    value_heads: int
+    """Heads of values, a multiple of the key heads."""
+    key_dim: int
+    """Width of a head of queries or keys."""
+    value_dim: int
+    """Width of a head of values."""
+    kernel: int
+    """Tokens that the convolution of queries, keys and values reads, the current one included."""
+    by_key_head: bool
+    """Whether the checkpoint has two input projections whose rows are in the order of key heads (Qwen3-Next), and not
+    four with the rows of queries, keys and values one after the other (Qwen3.5)."""
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def key_width(self) -> int:
+        """Width of all queries, and of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of the values of all heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def convolved_width(self) -> int:
+        """Width of queries, keys and values, which the convolution reads."""
+        return 2 * self.key_width + self.value_width
+
+
+def parse_linear(raw: dict[str, Any], layers: int, where: str) -> LinearConfig:
+    """Parses the fields of linear attention.
+
+    Args:
+        raw: the fields of config.json.
+        layers: number of layers of the model.
+        where: name of the file, for errors.
+
+    Raises:
+        UserError: a layer is of an unknown kind, or the heads do not fit together.
+    """
+    interval = int(raw["full_attention_interval"])
+    kinds = raw.get("layer_types") or [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(layers)]
+    if len(kinds) != layers or not set(LAYER_TYPES).issuperset(kinds):
+        raise UserError(
+            f"{where}: layer_types={kinds} is not supported. Write {' or '.join(map(repr, LAYER_TYPES))} for each of "
+            f"the {layers} layers."
+        )
+    linear = LinearConfig(
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LAYER_TYPES[0]),
+        key_heads=int(raw["linear_num_key_heads"]),
+        value_heads=int(raw["linear_num_value_heads"]),
+        key_dim=int(raw["linear_key_head_dim"]),
+        value_dim=int(raw["linear_value_head_dim"]),
+        kernel=int(raw["linear_conv_kernel_dim"]),
+        by_key_head=raw["model_type"] == "qwen3_next",
+    )
+    if linear.value_heads % linear.key_heads:
+        raise UserError(
+            f"{where}: linear_num_value_heads={linear.value_heads} is not a multiple of linear_num_key_heads="
+            f"{linear.key_heads}. Use the model's own config.json."
+        )
+    return linear
