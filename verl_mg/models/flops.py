@@ -132,8 +132,7 @@ def _linear_elements(config: HFConfig) -> int:
 
 def state_flops(config: HFConfig) -> float:
     """Returns the FLOPs of one layer's linear attention for each token: products of three vectors with the states."""
-    assert config.linear
-    return 6.0 * config.linear.key_dim * config.linear.value_width
+    return 6.0 * config.linear.key_dim * config.linear.value_width if config.linear else 0.0
 
 
 def pair_flops(config: HFConfig) -> float:
