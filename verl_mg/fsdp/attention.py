@@ -36,6 +36,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     packed: PackedRows | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each packed sequence.
@@ -50,12 +51,13 @@ def packed_attention(
         sliding_window: number of tokens that a token attends to at most, itself included; None for all.
         softcap: bound c of attention scores z, as c * tanh(z / c); None for none.
         packed: description of the sequences.
+        s_aux: attention sinks, which it does not have: `build_module` refuses such models.
         _: not read.
 
     Returns:
         (1, T / cp, heads, d_v), and None in place of attention weights.
     """
-    assert packed is not None and attention_mask is None and query.shape[0] == 1
+    assert packed is not None and attention_mask is None and s_aux is None and query.shape[0] == 1
     heads, tokens = query.shape[1], query.shape[2]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed.cp_group is not None:
