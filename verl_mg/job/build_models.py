@@ -160,7 +160,7 @@ class ModelRoleBuilder:
             self._groups_of(self._placement(role), section.dynamic_context, section.backend),
             self._context,
             dtype=self._dtype(role),
-            kernels=self._kernels(role),
+            kernels=self._kernels(role) if section.backend == "megatron" else "torch",
             temperature=self._config.rollout.temperature,
             tokens_per_micro_batch=section.tokens_per_micro_batch,
             megatron=self._config.megatron,
