@@ -17,11 +17,12 @@ from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import weight_table
 
 RANKS = 8
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 WITHOUT_PIPELINE = ("gemma2", "qwen3_next")
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", *LATENT)
-PARTLY_ROTATED = ("glm4_moe", *LINEAR)
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe_text", *LATENT)
+PARTLY_ROTATED = ("glm4_moe", "minimax_m2", *LINEAR)
+UNTIED = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
 
 
 def fields(family: str, **changes: Any) -> dict[str, Any]:
@@ -65,8 +66,10 @@ def fields(family: str, **changes: Any) -> dict[str, Any]:
     own = {
         "qwen3_moe": experts,
         "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+        "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2},
         "deepseek_v2": latent,
         "deepseek_v3": latent,
+        "glm4_moe_lite": latent,
         "glm4_moe": glm | {"attention_bias": True, "use_qk_norm": True},
         "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
         "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -95,7 +98,7 @@ def configs(draw: st.DrawFn) -> HFConfig:
         "head_dim": draw(st.integers(1, 3)) * (2 if family in PARTLY_ROTATED else 1),  # rotated in pairs
         "intermediate_size": 8 * draw(st.integers(1, 2)),
         "vocab_size": draw(st.integers(5, 150)),
-        "tie_word_embeddings": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()) and family not in UNTIED,
     }
     if family in LATENT:
         changes["q_lora_rank"] = draw(st.sampled_from([None, 4, 8]))
@@ -131,7 +134,7 @@ def engines(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> EnginePlacement
     pp = draw(st.sampled_from([1, 2])) if tp * 2 <= ranks and c.architecture not in WITHOUT_PIPELINE else 1
     divisors = [size for size in (1, 2, 4, 8) if tp % size == 0]
     ep = draw(st.sampled_from(divisors)) if c.experts and not c.attention_sinks else 1
-    with_adp = ("qwen3", "qwen3_moe", "glm4_moe", *LATENT, *LINEAR)
+    with_adp = ("qwen3", "qwen3_moe", *PARTLY_ROTATED, *LATENT)
     adp = draw(st.sampled_from(divisors)) if c.architecture in with_adp else 1
     stride = draw(st.sampled_from([size for size in (1, 2, 4) if ranks % (tp * pp * size) == 0]))
     return EnginePlacement(EngineLayout(tp=tp, pp=pp, ep=ep, adp=adp), tuple(range(ranks)), stride)

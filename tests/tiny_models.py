@@ -40,6 +40,9 @@ VARIANTS = {
                     "fields": {"n_group": 4, "topk_group": 2}},
     "glm4_moe": {"head_dim": 12, "shared_experts": 1, "dense_layers": 1, "experts": 8,
                  "fields": {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.7}},
+    "glm4_moe_lite": {"shared_experts": 1, "dense_layers": 1, "experts": 8, "q_rank": 12,
+                      "fields": {"routed_scaling_factor": 1.7}},
+    "minimax_m2": {"head_dim": 12, "experts": 8, "fields": {"rotary_dim": 8}},
     "gemma2": {"tie_embeddings": True, "head_dim": 12, "fields": {"sliding_window": 5, "attn_logit_softcapping": 0.5,
                                                                "final_logit_softcapping": 3.0}},
     "gpt_oss": {"head_dim": 12,
@@ -56,9 +59,9 @@ VARIANTS = {
 }  # fmt: skip
 TRAINED = ("llama", "qwen2", "qwen3", "gemma2")
 """The dense ones."""
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "minimax_m2")
 """The mixtures of experts without latent attention."""
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Those with it."""
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Those with linear attention."""

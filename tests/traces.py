@@ -77,6 +77,17 @@ GLM = EXPERTS | {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+FLASH = DEEPSEEK | {"num_hidden_layers": 4, "n_shared_experts": 1, "n_group": 1, "rope_parameters": None}
+MINIMAX = {
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}
 
 LINEAR = {
     "head_dim": 16,
@@ -99,6 +110,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2_lite": ("deepseek_v2", V2 | {"q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", V3),
     "glm4_moe": ("glm4_moe", GLM | {"attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_lite": ("glm4_moe_lite", FLASH),
+    "minimax_m2": ("minimax_m2", MINIMAX),
     "uneven": ("llama", {"vocab_size": 200, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "qwen3_next": ("qwen3_next", LINEAR | EXPERTS | {"num_experts": 8}),
     "qwen3_5": ("qwen3_5_text", LINEAR),
@@ -122,8 +135,9 @@ WITHOUT_TABLE: dict[str, tuple[str, dict[str, Any]]] = {"olmo2": ("olmo2", {})}
 """The same for models that the weight tables do not know."""
 
 DEEPSEEK_MIXTURES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-MIXTURES = ("qwen3_moe", "mixtral", *DEEPSEEK_MIXTURES, "glm4_moe", "qwen3_next", "qwen3_5_moe")
-ATTENTION_DP = ("qwen3", "qwen3_moe", *DEEPSEEK_MIXTURES, "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+GLM_AND_MINIMAX = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
+MIXTURES = ("qwen3_moe", "mixtral", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3_next", "qwen3_5_moe")
+ATTENTION_DP = ("qwen3", "qwen3_moe", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 def layouts_of(family: str) -> list[EngineLayout]:

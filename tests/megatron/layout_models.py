@@ -32,6 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"architecture": "qwen3_next", "layers": 5, "kv_heads": 4, "experts": 8, "init_std": 0.05},
     "linear dense": VARIANTS["qwen3_5_text"]
     | {"architecture": "qwen3_5_text", "layers": 5, "kv_heads": 4, "init_std": 0.05},
+    # Queries and keys are normalized over all heads, which tensor-parallel ranks divide.
+    "joint norms": {"architecture": "minimax_m2", "layers": 5, "kv_heads": 4, **VARIANTS["minimax_m2"]},
     "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
 }
 

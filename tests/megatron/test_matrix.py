@@ -23,6 +23,7 @@ LAYOUTS = [
     ("partly rotated", "tp2-cp2-pp2-ep4-etp1", False),
     ("sinks", "tp2-cp2-pp2-ep2", False),
     ("linear", "tp2-cp2-pp2-ep2-etp1", False),
+    ("joint norms", "tp4-cp2-ep2-etp1", True),
 ]
 NIGHTLY_RECOMPUTED = [
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
@@ -89,6 +90,9 @@ NIGHTLY_LAYOUTS = [
     ("linear dense", "cp8", False),
     ("linear dense", "tp2-cp4", False),
     ("linear dense", "tp2-pp4", True),
+    ("joint norms", "tp2-cp2-pp2-vpp2-ep2-etp1", False),
+    ("joint norms", "tp4-ep2-etp2", False),
+    ("joint norms", "pp4-ep2", False),
 ]
 # Values of tokens, and of whole rows at their last token.
 HEADS = {"critic": 1, "reward model": 0}

@@ -21,6 +21,7 @@ from verl_mg.megatron.microbatch import make_micro_batch
 from verl_mg.megatron.model_runner import ModelRunner, check_layout
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.boxes import numel, slices
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.training.token_order import TokenShard
@@ -80,11 +81,12 @@ def test_logits_under_layout_equal_transformers(ranks, model, layout, count):
     assert_logits(ranks, model, layout, count)
 
 
-def assert_logits(ranks, model, layout, count):
+def assert_logits(ranks, model, layout, count, module=None):
+    module = module or oracle(model)
     (logits,) = [part for part in ranks.run(count, all_logits, model, layout) if part is not None]
     rows = random_rows(5, read_config(model).vocab)
     with torch.no_grad():
-        expected = torch.cat([oracle(model)(rows.row("tokens", i)[None]).logits[0] for i in range(len(rows))])
+        expected = torch.cat([module(rows.row("tokens", i)[None]).logits[0] for i in range(len(rows))])
     assert expected.std() > 0.3
     assert (logits - expected).abs().max() < 1e-4
 
@@ -103,6 +105,18 @@ def test_logits_of_family_options_equal_transformers(ranks, tmp_path, name, fiel
     config = tiny_model(tmp_path / name, name) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
     assert_logits(ranks, tmp_path / name, "tp2", 2)
+
+
+@pytest.mark.parametrize(("model_type", "q_rank"), [("deepseek_v3", 0), ("kimi_k2", 12)])
+def test_logits_of_moonlight_and_kimi_equal_transformers(ranks, tmp_path, model_type, q_rank):
+    """One group of experts, queries without a low rank, a `model_type` that transformers does not know, and code."""
+    options = {"experts": 8, "shared_experts": 2, "dense_layers": 1, "init_std": 0.2, "perturb": True}
+    model = make_tiny_model(tmp_path, "deepseek_v3", hidden=32, layers=3, q_rank=q_rank, **options)
+    module = oracle(model)
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    config = json.loads((model / "config.json").read_text()) | {"model_type": model_type, "auto_map": code}
+    (model / "config.json").write_text(json.dumps(config))
+    assert_logits(ranks, model, "tp2", 2, module)
 
 
 def logprobs_and_entropy(model, layout, recompute):

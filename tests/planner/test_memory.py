@@ -20,6 +20,10 @@ from verl_mg.planner.memory_phases import problem
         ("deepseek_v3", 671.0),
         ("kimi_k2", 1026.4),
         ("llama_3_1_405b", 405.9),
+        ("glm_4_5", 352.8),  # 355 with the layer that predicts a second token
+        ("minimax_m2", 228.7),
+        ("glm_4_7_flash", 29.9),
+        ("moonlight_16b_a3b", 16.0),
     ],
 )
 def test_elements_of_published_models_equal_their_parameters(name, billions):

@@ -141,7 +141,7 @@ def expert_reference(c, tensors, layer, expert, etp, rank):
     if c.architecture == "gpt_oss":  # gate and up alternate
         gate_up, down = (tensors[f"{p}mlp.experts.{expert}.{name}"] for name in ("gate_up_proj", "down_proj"))
         return gate_up.chunk(etp)[rank], down.chunk(etp, dim=1)[rank]
-    names = ("block_sparse_moe", "w1", "w3", "w2") if c.architecture == "mixtral" else (
+    names = ("block_sparse_moe", "w1", "w3", "w2") if c.architecture in ("mixtral", "minimax_m2") else (
         "mlp", "gate_proj", "up_proj", "down_proj"
     )  # fmt: skip
     gate, up, down = (tensors[f"{p}{names[0]}.experts.{expert}.{name}.weight"] for name in names[1:])
@@ -204,7 +204,7 @@ def test_sglang_table_shards_equal_slices_of_full_tensors(data):
                 assert torch.equal(values[attention + "qkv_proj.weight"], torch.cat([q, k, v]))
             if c.has_experts(layer):
                 each = c.experts.count // layout.ep
-                block = "block_sparse_moe" if c.architecture == "mixtral" else "mlp"
+                block = "block_sparse_moe" if c.architecture in ("mixtral", "minimax_m2") else "mlp"
                 for own in range(each):
                     fc1, fc2 = expert_reference(c, tensors, layer, at.ep * each + own, layout.expert_tp, at.expert_tp)
                     assert torch.equal(values[f"{p}{block}.experts.w13_weight"][own], fc1)
@@ -431,6 +431,16 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
         ),
         (fields("qwen3_5_text", linear_num_value_heads=12), "linear_num_value_heads=12 is not a multiple of .*=8"),
         (fields("qwen3_5_text", attn_output_gate=False), "attn_output_gate=False .* Write True, or leave it out"),
+        (fields("glm4_moe", tie_word_embeddings=True), "tie_word_embeddings=True .* Write False, or leave it out"),
+        (
+            fields("glm4_moe_lite", mlp_layer_types=["dense", "dense", "sparse", "sparse"]),
+            "has other layers with experts than first_k_dense_replace=1",
+        ),
+        (
+            fields("glm4_moe_lite", rope_parameters={"partial_rotary_factor": 0.5}),
+            "partial_rotary_factor=0.5 is not supported for model_type 'glm4_moe_lite'",
+        ),
+        (fields("minimax_m2", use_qk_norm=False), "use_qk_norm=False is not supported for model_type 'minimax_m2'"),
         (fields("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         (fields("gemma2", layer_types=["full_attention"]), "layer_types=.* for each of the 4 layers"),
         (fields("gpt_oss", attention_bias=False), "attention_bias=False is not supported for model_type 'gpt_oss'"),

@@ -11,7 +11,7 @@ from tests.tiny_models import tiny_model, tiny_model_with_multi_token_layer
 from verl_mg.config import RecipeConfig, load_config
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import ModelRoleBuilder
-from verl_mg.job.job import read_tokenizer
+from verl_mg.models.tokenizer import read_tokenizer
 from verl_mg.roles.context import JobContext
 from verl_mg.support.answers import format_sizes
 from verl_mg.support.command import EXIT_PROBLEMS, show_model
@@ -89,7 +89,7 @@ def test_missing_and_unknown_files_are_named_in_the_report(models, tmp_path, cap
     output = capsys.readouterr().out
     assert f"no: {model}: no model.safetensors and no" in output and "no readable tokenizer" in output
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))  # for which transformers makes one
-    with pytest.raises(UserError, match="no tokenizer; add tokenizer.json"):
+    with pytest.raises(UserError, match="no tokenizer. Add tokenizer.json"):
         read_tokenizer(tmp_path)
     (model / "config.json").write_text(json.dumps({"model_type": "spiral"}))
     assert show_model(model) == EXIT_PROBLEMS

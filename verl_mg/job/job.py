@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
-from transformers import AutoTokenizer
 
 from verl_mg.batch import Batch
 from verl_mg.config import Config, RolloutConfig
@@ -25,6 +23,7 @@ from verl_mg.job.build_models import MODEL_ROLES, ModelRoleBuilder
 from verl_mg.job.engine_tables import actor_table
 from verl_mg.job.evaluation import evaluate
 from verl_mg.models.module_config import read_any_config
+from verl_mg.models.tokenizer import read_tokenizer
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
 from verl_mg.roles.async_rollout import AsyncRollout
@@ -41,9 +40,6 @@ from verl_mg.rollout.request_tracker import routed_shape
 from verl_mg.rollout.tools.chat_format import ToolCallFormat
 from verl_mg.rollout.tools.load import load_tools
 from verl_mg.rollout.tools.multi_turn import MultiTurnEngine
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 R = TypeVar("R", bound=Role)
 
@@ -376,15 +372,3 @@ def refuses_images(rollout: RolloutConfig) -> str | None:
     """Returns the part of a rollout that cannot get the images of prompts; None where all parts can."""
     refusing = (rollout.has_agents, "endpoints of agents"), (rollout.has_servers, "servers outside the job")
     return next((part for given, part in (*refusing, (rollout.engine == "vllm", "vllm")) if given), None)
-
-
-def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a Hugging Face directory; UserError where it has none that can be read."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a broken folder
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{model_dir}: no readable tokenizer ({reason}); add tokenizer.json to it") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without one
-        raise UserError(f"{model_dir}: no tokenizer; add tokenizer.json to it")
-    return tokenizer

@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl_mg import device
@@ -25,6 +24,7 @@ from verl_mg.megatron.multi_token import MultiTokenPrediction, NextTokens, loss_
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import block_spec, transformer_config
+from verl_mg.models.transformers_module import read_module_config
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable
 from verl_mg.training.logprobs import OutputLayer, vocab_parallel_logprobs
@@ -262,11 +262,13 @@ def rotary_frequencies(model_dir: Path, rotary_dim: int) -> tuple[Tensor, float]
         UserError: `transformers` cannot read config.json.
     """
     try:
-        config = AutoConfig.from_pretrained(model_dir).get_text_config()
+        config = read_module_config(model_dir).get_text_config()
         kind = config.rope_parameters["rope_type"]
         if kind != "default":
             return ROPE_INIT_FUNCTIONS[kind](config)
         theta = float(config.rope_parameters["rope_theta"])
+    except UserError:
+        raise
     except Exception as error:  # transformers raises many kinds for a field it cannot read
         reason = str(error).splitlines()[0] if str(error) else ""
         raise UserError(

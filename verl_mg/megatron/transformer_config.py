@@ -25,6 +25,7 @@ from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.config_fields import build_config, check_values, given_fields
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.experts import ExpertsLayer, GroupedExperts
+from verl_mg.megatron.joint_norms import JointlyNormedAttention
 from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
 from verl_mg.megatron.layers import BiasedRowParallelLinear, NormedRowParallelLinear, RMSNorm
 from verl_mg.megatron.linear_attention import linear_attention_spec
@@ -331,6 +332,8 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
     else:
         options = {"window": c.window(number), "softcap": c.attention_softcap, "sinks": c.attention_sinks}
         attention.core_attention = ModuleSpec(PackedAttention, options)
+        if c.joint_qk_norm:
+            parts.self_attention.module = JointlyNormedAttention
     if experts:
         layer.module = RoutedLayer
         parts.mlp = partial(
@@ -341,7 +344,7 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
                 shared_experts=submodules(parts.mlp).shared_experts,
             ),
         )
-    if c.qk_norm:
+    if c.qk_norm and not c.joint_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if c.output_bias:
         attention.linear_proj = BiasedRowParallelLinear
@@ -351,5 +354,8 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
 
 
 def _norms_inside_attention(c: HFConfig) -> bool:
-    """Returns whether attention has norms: of queries and keys, or of the latents of latent attention."""
-    return c.qk_norm or c.latent is not None
+    """Returns whether megatron-core builds norms in attention: of heads, or of the latents of latent attention.
+
+    It sums the gradients of such norms over the tensor-parallel ranks, which those of `joint_norms` must not be.
+    """
+    return (c.qk_norm and not c.joint_qk_norm) or c.latent is not None

@@ -35,6 +35,7 @@ from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from verl_mg.megatron.attention import PackedAttention, has_ragged_kernel
 from verl_mg.megatron.core_version import submodules
+from verl_mg.megatron.joint_norms import JointlyNormedAttention
 from verl_mg.megatron.latent_attention import LATENT_NORM_EPS, MultiLatentAttention, PackedMLA
 from verl_mg.megatron.layers import normalize_output
 from verl_mg.megatron.linear_attention import Projections, linear_attention_spec
@@ -69,7 +70,7 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
     layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts.count if experts else None,
         moe_grouped_gemm=True,
-        qk_layernorm=c.qk_norm or c.latent is not None,
+        qk_layernorm=(c.qk_norm and not c.joint_qk_norm) or c.latent is not None,
         multi_latent_attention=c.latent is not None,
     )
     parts = layer.submodules
@@ -87,6 +88,8 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
         kind = FusedAttention if fused and c.attention_softcap is None else PackedAttention
         options = {"window": c.window(number), "softcap": c.attention_softcap}
         attention.core_attention = ModuleSpec(kind, options)
+        if c.joint_qk_norm:
+            parts.self_attention.module = JointlyNormedAttention
     if experts:
         layer.module = RoutedLayer
         submodules(parts.mlp).router = partial(Router, experts=experts)

@@ -141,6 +141,8 @@ class HFConfig:
     """Whether the output projection of attention has a bias."""
     attention_sinks: bool = False
     """Whether each query head has a learned score to which no token belongs (arXiv:2309.17453)."""
+    joint_qk_norm: bool = False
+    """Whether queries and keys of all heads of a token are normalized together, and not each head by itself."""
     activation: str = "silu"
     """Activation of the feed-forward layers."""
     sandwich_norms: bool = False
@@ -248,6 +250,7 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
             tied=bool(raw.get("tie_word_embeddings", family.tied)),
             qkv_bias=_switch(raw, family.qkv_bias),
             qk_norm=_switch(raw, family.qk_norm),
+            joint_qk_norm=family.joint_qk_norm,
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             max_positions=int(raw.get("max_position_embeddings", 2048)),
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
@@ -273,7 +276,8 @@ def _rotary_dim(raw: Fields, head_dim: int, family: Family, where: str) -> int:
     """Returns the number of elements of a head with rotary embedding, as `transformers` computes it."""
     if not family.partial_rotary:
         return head_dim
-    share = float((raw | rope_fields(raw)).get("partial_rotary_factor", 1.0))
+    given = raw.get("rotary_dim")  # MiniMax-M2
+    share = float((raw | rope_fields(raw)).get("partial_rotary_factor", given / head_dim if given else 1.0))
     width = int(head_dim * share)
     if width % 2 or not 0 < width <= head_dim:
         raise UserError(
@@ -363,6 +367,11 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
         and (layer + 1) % int(raw.get("decoder_sparse_step", 1)) == 0
         and layer not in (raw.get("mlp_only_layers") or ())
     )
+    if (kinds := raw.get("mlp_layer_types")) and kinds != _layer_kinds(with_experts, layers):  # GLM-4.7-Flash
+        raise UserError(
+            f"{where}: mlp_layer_types={kinds} has other layers with experts than first_k_dense_replace="
+            f"{raw.get('first_k_dense_replace')}, which engines read. Correct one of them."
+        )
     if not int(count) or not with_experts:
         return None
     with_bias, gpt_oss = family.sigmoid_router, family.gpt_oss
@@ -390,6 +399,10 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
     if grouped:
         _check_groups(experts, where)
     return experts
+
+
+def _layer_kinds(with_experts: frozenset[int], layers: int) -> list[str]:
+    return ["sparse" if layer in with_experts else "dense" for layer in range(layers)]
 
 
 def _check_groups(experts: ExpertsConfig, where: str) -> None:

@@ -20,6 +20,8 @@ class Family:
     """Whether q, k and v have biases, or the field of config.json that says so."""
     qk_norm: bool | str = False
     """Whether queries and keys are normalized, or the field of config.json that says so."""
+    joint_qk_norm: bool = False
+    """Whether all heads of a token are normalized together, and not each by itself."""
     partial_rotary: bool = False
     """Whether only a part of a head may have rotary embedding."""
     gemma: bool = False
@@ -45,6 +47,8 @@ FAMILIES = {
     "glm4_moe": Family(
         qkv_bias="attention_bias", qk_norm="use_qk_norm", partial_rotary=True, experts=True, sigmoid_router=True
     ),
+    "glm4_moe_lite": Family(latent=True, experts=True, sigmoid_router=True),
+    "minimax_m2": Family(qk_norm=True, joint_qk_norm=True, partial_rotary=True, experts=True, sigmoid_router=True),
     "gemma2": Family(gemma=True, tied=True, activations=("gelu_pytorch_tanh",)),
     "gpt_oss": Family(qkv_bias=True, experts=True, gpt_oss=True),
     "qwen3_next": Family(qk_norm=True, partial_rotary=True, experts=True, linear=True),
@@ -85,6 +89,15 @@ DEFAULTS: Mapping[str, Fields] = {
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
+    "glm4_moe_lite": {
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+    },
+    "minimax_m2": {"head_dim": 128, "num_key_value_heads": 8, "eos_token_id": 200020, "norm_topk_prob": True},
     "gemma2": {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
@@ -113,7 +126,22 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "norm_topk_prob": (False,),
     },
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
-    "glm4_moe": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+    "glm4_moe": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "tie_word_embeddings": (False,)},
+    "glm4_moe_lite": {
+        "topk_method": ("noaux_tc",),
+        "scoring_func": ("sigmoid",),
+        "partial_rotary_factor": (1,),
+        "tie_word_embeddings": (False,),
+    },
+    "minimax_m2": {
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "scoring_func": ("sigmoid",),
+        "use_routing_bias": (True,),
+        "norm_topk_prob": (True,),
+        "shared_intermediate_size": (0,),
+        "tie_word_embeddings": (False,),
+    },
     "gemma2": {"use_bidirectional_attention": (False,)},
     "gpt_oss": {"attention_bias": (True,)},
     "qwen3_next": _GATES,
@@ -144,10 +172,11 @@ def check_supported(raw: Fields, family: Family, where: str) -> None:
     if raw["model_type"] == "mixtral" and raw.get("sliding_window"):
         window = raw["sliding_window"]
         raise UserError(f"{where}: sliding_window={window} is not supported. If no row is longer, write null.")
+    given = rope_fields(raw) | raw
     for field, supported in supported_values.items():
-        if raw.get(field) is not None and raw[field] not in supported:
+        if given.get(field) is not None and given[field] not in supported:
             raise UserError(
-                f"{where}: {field}={raw[field]!r} is not supported for model_type {raw['model_type']!r}. Write "
+                f"{where}: {field}={given[field]!r} is not supported for model_type {raw['model_type']!r}. Write "
                 f"{' or '.join(map(repr, supported))}, or leave it out."
             )
     if (kind := rope_type(rope_fields(raw))) in ("dynamic", "longrope"):

@@ -302,7 +302,7 @@ def index_of(model: ModelSpec) -> TensorIndex:
 
 ATTENTION, FEED_FORWARD = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 LINEAR_ATTENTION = "model.layers.{layer}.linear_attn."
-EXPERT_NAMES = {"mixtral": ("model.layers.{layer}.block_sparse_moe.", "w1", "w3", "w2")}
+EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax_m2"), ("model.layers.{layer}.block_sparse_moe.", "w1", "w3", "w2"))
 """{architecture: (prefix of the experts, names of gate, up and down)} where they differ from other architectures'."""
 
 
@@ -368,7 +368,9 @@ def _grouped_attention(c: HFConfig) -> GroupedAttention:
     rows = {"q": width * (1 + c.output_gate), "k": kv, "v": kv}
     q, k, v = (TensorSpec(f"{ATTENTION}{x}_proj.weight", (n, c.hidden)) for x, n in rows.items())
     biases = tuple(TensorSpec(f"{ATTENTION}{x}_proj.bias", (n,)) for x, n in rows.items())
-    norms = tuple(TensorSpec(f"{ATTENTION}{x}_norm.weight", (c.head_dim,)) for x in "qk")
+    norms = tuple(
+        TensorSpec(f"{ATTENTION}{x}_norm.weight", (rows[x] if c.joint_qk_norm else c.head_dim,)) for x in "qk"
+    )
     return GroupedAttention(
         q,
         k,
@@ -458,7 +460,8 @@ def _experts(c: HFConfig, experts: ExpertsConfig) -> Experts:
     if experts.alternating:
         return _stacked_experts(c.hidden, experts)
     prefix, *names = EXPERT_NAMES.get(c.architecture, (FEED_FORWARD, "gate_proj", "up_proj", "down_proj"))
-    bias = TensorSpec(prefix + "gate.e_score_correction_bias", (experts.count,), float32=True)
+    bias_prefix = prefix if c.architecture == "minimax_m2" else prefix + "gate."
+    bias = TensorSpec(bias_prefix + "e_score_correction_bias", (experts.count,), float32=True)
     gate, up, down = names
     shared = prefix + ("shared_expert" if experts.shared_gate else "shared_experts")
     shared_gate = TensorSpec(f"{shared}_gate.weight", (1, c.hidden)) if experts.shared_gate else None

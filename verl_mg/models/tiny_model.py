@@ -35,6 +35,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"attention_bias": False, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"attention_bias": False, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    "glm4_moe_lite": {"attention_bias": False, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    "minimax_m2": {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "gemma2": {},
     "qwen3_next": {"attention_bias": False, "norm_topk_prob": True},
     "qwen3_5_text": {"attention_bias": False},
@@ -51,9 +58,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gpt_oss": {},
 }
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 WITH_SHARED_EXPERTS = (*LATENT, "glm4_moe")
-WIDE_EXPERTS = ("mixtral", "gpt_oss")
+WIDE_EXPERTS = ("mixtral", "gpt_oss", "minimax_m2")
 """Architectures without dense layers, whose experts have the width of the model's field `intermediate_size`."""
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 COUNT_OF_EXPERTS = {
@@ -157,7 +164,7 @@ def make_tiny_model(
             attention (Qwen3-Next) has as many value heads as `heads` and half as many key heads, each half as wide.
         ffn: width of a dense feed-forward layer.
         experts: experts of a layer, of which 2 process a token, where the architecture has any. They are half as wide
-            as `ffn`, those of Mixtral and gpt-oss as wide.
+            as `ffn`, those of Mixtral, gpt-oss and MiniMax as wide.
         shared_experts: shared experts of a layer (DeepSeek, GLM).
         dense_layers: number of first layers without experts (DeepSeek, GLM).
         q_rank: width to which queries are compressed (DeepSeek); 0: they are not.
@@ -203,7 +210,9 @@ def make_tiny_model(
         max_position_embeddings=max_positions,
         initializer_range=init_std,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope_scaling or {}),
-        **attention | _mixture(architecture, experts, ffn // 2, shared_experts, dense_layers) | dict(fields or {}),
+        **attention
+        | _mixture(architecture, experts, ffn // 2, shared_experts, dense_layers, layers)
+        | dict(fields or {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -235,16 +244,20 @@ def _linear_attention(heads: int, width: int) -> dict[str, Any]:
     }
 
 
-def _mixture(architecture: str, experts: int, width: int, shared: int, dense_layers: int) -> dict[str, Any]:
+def _mixture(
+    architecture: str, experts: int, width: int, shared: int, dense_layers: int, layers: int
+) -> dict[str, Any]:
     if architecture not in COUNT_OF_EXPERTS:
         return {}
-    fields = {COUNT_OF_EXPERTS[architecture]: experts, "num_experts_per_tok": 2}
+    fields: dict[str, Any] = {COUNT_OF_EXPERTS[architecture]: experts, "num_experts_per_tok": 2}
     if architecture not in WIDE_EXPERTS:
         fields["moe_intermediate_size"] = width
     if architecture in WITH_SHARED_EXPERTS:
         fields |= {"n_shared_experts": shared, "first_k_dense_replace": dense_layers}
     if architecture in LINEAR:
         fields |= {"shared_expert_intermediate_size": width * shared}
+    if architecture == "glm4_moe_lite":
+        fields["mlp_layer_types"] = ["dense"] * dense_layers + ["sparse"] * (layers - dense_layers)
     return fields
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_mg.errors import UserError
+from verl_mg.models.hf_families import SAME_AS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -21,12 +23,16 @@ def read_module_config(model: str | Path) -> PretrainedConfig:
     Raises:
         UserError: it is missing, or this version of `transformers` cannot read it.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     path = Path(model) / "config.json"
     if not path.exists():
         raise UserError(f"{path}: missing. Set model.path or --model to a Hugging Face directory.")
     with _as_user_error(path):
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if kind := SAME_AS.get(raw.get("model_type")):  # transformers does not know the name, and would run its code
+            raw.pop("auto_map", None)
+            return CONFIG_MAPPING[kind].from_dict(raw | {"model_type": kind})
         return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
 
 

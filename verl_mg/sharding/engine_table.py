@@ -28,6 +28,7 @@ from verl_mg.sharding import linear_attention
 from verl_mg.sharding.param_spec import (
     Axis,
     HeadRows,
+    KeyRows,
     ParamSpec,
     VocabularyRows,
     on_first_rank,
@@ -37,18 +38,19 @@ from verl_mg.sharding.param_spec import (
 )
 
 VOCABULARY = VocabularyRows(64, on_each_rank=False)
+LAYER = "model.layers.{layer}."
 ATTENTION, LINEAR_ATTENTION, FEED_FORWARD = "self_attn.", "linear_attn.", "mlp."
 """Prefixes of attention, of linear attention, and of the feed-forward layer or experts in a layer."""
 DATA_PARALLEL_ATTENTION = frozenset({
     *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
 })  # fmt: skip
 """Architectures whose attention SGLang can shard on a separate axis (data-parallel attention)."""
 DRAFT = "draft."
 """Prefix of the parameters of an engine's draft model, a model class of its own that the engine drafts tokens with."""
 WHOLE_EMBEDDING = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 """Architectures whose embedding is whole on every rank with data-parallel attention."""
-EXPERT_BLOCK = {"mixtral": "block_sparse_moe."}
+EXPERT_BLOCK = dict.fromkeys(("mixtral", "minimax_m2"), "block_sparse_moe.")
 """Prefix of the experts where it differs from `mlp.`."""
 ROUTER = {"gpt_oss": "router"}
 """Name of the router in the block of experts where it differs from `gate`."""
@@ -159,7 +161,9 @@ def _grouped_attention(a: GroupedAttention, config: HFConfig, rules: EngineRules
     params += optional_param(prefix + "o_proj.bias", a.out_bias)
     params += optional_param(prefix + "sinks", a.sinks, split_rows, axis)
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
-        params.append(ParamSpec(f"{prefix}{name}_norm.weight", (norm,)))
+        parameter = f"{prefix}{name}_norm.weight"
+        joint = ParamSpec(parameter, (norm,), split_rows if name == "q" else KeyRows(config.kv_heads), axis)
+        params.append(joint if config.joint_qk_norm else ParamSpec(parameter, (norm,)))
     return tuple(params)
 
 
@@ -211,9 +215,10 @@ def _experts(e: Experts, config: HFConfig, rules: EngineRules) -> tuple[ParamSpe
     prefix = EXPERT_BLOCK.get(config.architecture, FEED_FORWARD)
     stacked, router = prefix + rules.experts, prefix + ROUTER.get(config.architecture, "gate")
     shared = "shared_expert" if e.shared_gate else "shared_experts"
+    bias = e.router_bias
     return (
         ParamSpec(router + ".weight", (e.router,)),
-        *optional_param(router + ".e_score_correction_bias", e.router_bias),
+        *((ParamSpec(bias.name.removeprefix(LAYER), (bias,)),) if bias else ()),
         *optional_param(router + ".bias", e.logit_bias),
         ParamSpec(stacked + "w13_weight", e.each.gate_up, split_rows, "expert"),
         *optional_param(f"{stacked}w13_{rules.expert_bias}", e.each.gate_up_bias, split_rows, "expert"),

@@ -115,7 +115,9 @@ def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamSpec
     params += optional_param("self_attention.linear_proj.bias", a.out_bias)
     params += optional_param("self_attention.core_attention.softmax_offset", a.sinks, split_rows, "tensor")
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
-        params.append(ParamSpec(f"self_attention.{name}_layernorm.weight", (norm,)))
+        parameter = f"self_attention.{name}_layernorm.weight"
+        joint = ParamSpec(parameter, (norm,), split_rows, "tensor")
+        params.append(joint if config.joint_qk_norm else ParamSpec(parameter, (norm,)))
     return tuple(params)
 
 

@@ -6,6 +6,7 @@ layers split rows in this sense.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -151,8 +152,19 @@ class HeadRows:
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
         """Returns the shard; the tensors are q, k and v."""
         q, *kv = tensors
-        parts = min(size, self.kv_heads)
-        return _concatenate([(q, size, rank), *((tensor, parts, rank * parts // size) for tensor in kv)])
+        return _concatenate([(q, size, rank), *_of_kv_heads(kv, self.kv_heads, rank, size)])
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """Rule for a tensor with rows for each key-value head, which ranks have as with `HeadRows`."""
+
+    kv_heads: int
+    """Key-value heads of a layer."""
+
+    def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
+        """Returns the shard."""
+        return _concatenate(_of_kv_heads(tensors, self.kv_heads, rank, size))
 
 
 @dataclass(frozen=True)
@@ -240,6 +252,14 @@ def optional_param(
         axis: the parallel axis that shards the parameter.
     """
     return (ParamSpec(name, (tensor,), rule, axis),) if tensor else ()
+
+
+def _of_kv_heads(
+    tensors: Sequence[TensorSpec], kv_heads: int, rank: int, size: int
+) -> list[tuple[TensorSpec, int, int]]:
+    """Returns the slab of each tensor with a rank's key-value heads, for `_concatenate`."""
+    parts = min(size, kv_heads)
+    return [(tensor, parts, rank * parts // size) for tensor in tensors]
 
 
 def _concatenate(parts: list[tuple[TensorSpec, int, int]]) -> Shard:

@@ -7,8 +7,10 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.engine_table import DATA_PARALLEL_ATTENTION, EngineRules, PipelineEnds
 
-OUTPUT_ON_EVERY_STAGE = frozenset({"glm4_moe", "gpt_oss", "llama", "mixtral", "qwen3_moe"})
+OUTPUT_ON_EVERY_STAGE = frozenset({"glm4_moe", "glm4_moe_lite", "gpt_oss", "llama", "mixtral", "qwen3_moe"})
 """Architectures whose model class builds an output layer on every pipeline stage, and uses the last one."""
+EMBEDDING_ON_EVERY_STAGE = frozenset({"minimax_m2"})
+"""Architectures whose model class builds an embedding on every pipeline stage, and uses the first one."""
 SWIGLU_ALPHA = 1.702
 """Constant of gpt-oss's activation, which SGLang does not read from config.json under the name that it has there."""
 WITHOUT_PIPELINE = frozenset({"gemma2", "qwen3_next"})
@@ -66,7 +68,8 @@ def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> Pipe
         last: whether it is the last stage.
     """
     has_output = last or config.architecture in OUTPUT_ON_EVERY_STAGE
-    return PipelineEnds(embedding=first, final_norm=last, output=has_output and not (tied and first))
+    has_embedding = first or config.architecture in EMBEDDING_ON_EVERY_STAGE
+    return PipelineEnds(embedding=has_embedding, final_norm=last, output=has_output and not (tied and first))
 
 
 RULES = EngineRules(

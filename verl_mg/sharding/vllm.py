@@ -11,7 +11,7 @@ SWIGLU = ClampedSwiGLU(alpha=1.702, limit=7.0)
 """Activation of gpt-oss's experts in vLLM, which does not read it from config.json."""
 ENDS_ON_EVERY_STAGE = frozenset({"gemma2", "gpt_oss", "mixtral", "qwen3_moe"})
 """Architectures whose model class builds embedding, final norm and output layer on every pipeline stage."""
-EXPERTS_ON_EVERY_STAGE = frozenset({"glm4_moe"})
+EXPERTS_ON_EVERY_STAGE = frozenset({"glm4_moe", "glm4_moe_lite"})
 """Architectures whose model class refuses a pipeline stage without experts."""
 ALL_BUT_NORM_ON_EVERY_STAGE = frozenset({"qwen3_next"})
 """Architectures whose model class builds embedding and output layer on every pipeline stage."""

@@ -19,13 +19,14 @@ from verl_mg.fsdp.mesh import check_mesh
 from verl_mg.fsdp.model import build_module, logit_scale_of, tensor_plan
 from verl_mg.fsdp.model_runner import check_module_layout
 from verl_mg.job.engine_adapters import check_adapters
-from verl_mg.job.job import read_tokenizer, refuses_images
+from verl_mg.job.job import refuses_images
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.megatron.model_runner import check_layout
 from verl_mg.megatron.multi_token import check_multi_token
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.tokenizer import read_tokenizer
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.module_table import module_table

@@ -7,17 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
+from verl_mg.models.transformers_module import read_module_config
 from verl_mg.rollout.engine import Finish, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.hf.decoding import decode, uniforms
 from verl_mg.rollout.hf.vision import VisionPrefill
@@ -51,7 +46,7 @@ class HFEngine(RolloutEngine):
         """
         if max_running_requests < 1:
             raise UserError(f"rollout.max_running_requests={max_running_requests}: out of range. Give at least 1.")
-        config = model if isinstance(model, PreTrainedConfig) else _read_config(Path(model))
+        config = model if isinstance(model, PreTrainedConfig) else read_module_config(model)
         if not load_weights:
             self.module = _allocate(config, dtype)
         elif isinstance(model, PreTrainedConfig):
@@ -209,21 +204,17 @@ def _finish(last: int, length: int, limit: int, sampling: Sampling) -> Finish:
     return "length" if length == limit else "abort"
 
 
-def _read_config(directory: Path) -> PreTrainedConfig:
-    if not (directory / "config.json").is_file():
-        raise UserError(f"{directory}: config.json is missing. Give the directory of a Hugging Face model.")
-    try:
-        return AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{directory / 'config.json'}: cannot be read ({error}). Correct it.") from error
-
-
 def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Reads the checkpoint, only from safetensors, since other formats can run code."""
-    attention = _attention(_read_config(directory))
+    config = read_module_config(directory)
     try:
-        loaded: Any = _auto_class(_read_config(directory)).from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention, use_safetensors=True, output_loading_info=True
+        loaded: Any = _auto_class(config).from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_attention(config),
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError) as error:
         raise UserError(
