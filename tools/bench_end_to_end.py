@@ -147,7 +147,7 @@ def make_model(folder: Path, hidden: int) -> None:
 
 
 def write_prompts(file: Path, count: int) -> None:
-    """Writes random prompts.
+    """Writes a file of random prompts.
 
     Args:
         file: file to write.
@@ -195,7 +195,7 @@ def run_verl_mg(folder: Path, place: Path, work: Workload, ranks: int, threads: 
 
 
 def run_trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
-    """Runs TRL's trainer.
+    """Runs the GRPOTrainer of TRL.
 
     Args:
         folder: folder of the model and the prompts.
