@@ -118,12 +118,12 @@ def unstacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint as the weight table has them: gpt-oss's experts one by one, matrices (out, in)."""
     result = {}
     for name, tensor in tensors.items():
-        prefix, found, part = name.rpartition("experts.")
+        prefix, found, part = name.rpartition(".experts.")
         if not found or not part.startswith(("gate_up_proj", "down_proj")):
             result[name] = tensor
             continue
         for expert, values in enumerate(tensor):
-            result[f"{prefix}experts.{expert}.{part}"] = values.mT if values.dim() == 2 else values
+            result[f"{prefix}.experts.{expert}.{part}"] = values.mT if values.dim() == 2 else values
     return result
 
 
