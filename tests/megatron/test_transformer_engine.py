@@ -52,6 +52,8 @@ WITH_EXPERTS = [
     ("tp2-pp2-ep2-etp1", 4),
     *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("ep2", 2), ("tp2-ep2", 4), ("pp3-ep2", 6))),
 ]
+FAMILIES = [family for family in VARIANTS if family != "gpt_oss"]
+"""Those with layers of Transformer Engine: its attention has no sinks here."""
 TRAINED = [
     ("deepseek_v3", "tp2-cp2-ep2-etp1", 4),
     ("qwen2", "tp2-cp2", 4),
@@ -59,8 +61,8 @@ TRAINED = [
         pytest.param(*case, marks=pytest.mark.nightly)
         for case in (
             ("qwen3_moe", "tp2-pp2", 4),
-            *((family, "tp1", 1) for family in VARIANTS),
-            *((family, "tp2-cp2", 4) for family in VARIANTS if family != "qwen2"),
+            *((family, "tp1", 1) for family in FAMILIES),
+            *((family, "tp2-cp2", 4) for family in FAMILIES if family != "qwen2"),
             *((family, layout, count) for family in ("mixtral", "deepseek_v3") for layout, count in (
                 ("ep2", 2), ("tp2-etp1", 2), ("tp2-ep2", 4), ("pp2-ep2", 4), ("cp2-ep2", 2), ("tp2-pp2-ep2-etp1", 4)
             )),
@@ -72,13 +74,13 @@ TRAINED = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, name, layers=2) for name in VARIANTS}
+    return {name: tiny_model(folder / name, name, layers=2) for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
-    configs = {name: read_config(tiny_model(folder / name, name)) for name in VARIANTS}
+    configs = {name: read_config(tiny_model(folder / name, name)) for name in FAMILIES}
     plain = configs["deepseek_v2"]
     return configs | {LOW_RANK_QUERIES: replace(plain, latent=replace(plain.latent, q_rank=12))}
 
@@ -208,8 +210,8 @@ def train_configured_for_fp8(model, layout, batch):
     """What `train` returns, and the tokens of this rank's micro-batches."""
     tokens = []
 
-    def recorded(*arguments):
-        micro = make_micro_batch(*arguments)
+    def recorded(*arguments, **options):
+        micro = make_micro_batch(*arguments, **options)
         tokens.append(micro.input_ids.shape[1])
         return micro
 

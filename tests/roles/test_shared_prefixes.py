@@ -1,7 +1,5 @@
 """Updates and log-probs of rows that share prefixes, against the same rows computed whole and `transformers`."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,7 +9,9 @@ from tests.roles.shared_updates import assert_same, passes
 from tests.roles.updates import TEMPERATURE
 from tests.tiny_models import oracle, oracle_outputs
 from verl_mg.config import LoraConfig, MegatronConfig
-from verl_mg.layout import Layout
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor, Critic
@@ -92,24 +92,26 @@ def test_update_and_values_of_shared_prefixes_equal_those_of_whole_rows(ranks, m
     ("layout", "dynamic", "fields", "model", "columns", "expected"),
     [
         ("cp2", False, {}, "dense", (), True),
-        ("cp1", False, {"cp_comm_type": "all_gather"}, "dense", (), True),
+        ("tp1", False, {"cp_comm_type": "all_gather"}, "dense", (), True),
         ("cp2", False, {"cp_comm_type": "all_gather"}, "dense", (), False),
         ("cp2", True, {}, "dense", (), False),
-        ("cp1", False, {}, "dense", ("routed_experts",), True),
-        ("cp1", False, {}, "mixture", ("routed_experts",), False),
+        ("tp1", False, {}, "dense", ("routed_experts",), True),
+        ("tp1", False, {}, "mixture", ("routed_experts",), False),
     ],
 )
 def test_can_share_prefixes_depends_on_ranks_and_prescribed_experts(
-    models, layout, dynamic, fields, model, columns, expected
+    ranks, models, layout, dynamic, fields, model, columns, expected
 ):
-    runner = SimpleNamespace(
-        layout=Layout.parse(layout),
-        megatron=MegatronConfig(transformer=fields),
-        groups=SimpleNamespace(dynamic_cp=dynamic),
-        table=weight_table(read_config(models[model])),
-    )
-    assert can_share_prefixes(runner, {"tokens", "prefix_of", "prefix_length", *columns}) == expected
-    assert not can_share_prefixes(runner, {"tokens", *columns})
+    for sharing in ranks.run(2, sharing_on, models[model], layout, dynamic, fields, columns):
+        assert sharing == (expected, False)
+
+
+def sharing_on(model, layout, dynamic, fields, columns):
+    """Whether a model shares the prefixes of rows with and without the columns of prefixes."""
+    groups = ParallelGroups(Placement.on(Layout.parse(layout), 2), dynamic_cp=dynamic)
+    runner = ModelRunner(model, groups, torch.float32, megatron=MegatronConfig(transformer=fields))
+    with_prefixes = {"tokens", "prefix_of", "prefix_length", *columns}
+    return tuple(can_share_prefixes(runner, names) for names in (with_prefixes, {"tokens", *columns}))
 
 
 @pytest.mark.nightly

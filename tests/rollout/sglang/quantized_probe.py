@@ -60,7 +60,7 @@ def main(folder: Path, rank: int) -> None:
     layout = EngineLayout.parse(job["layout"])
     codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
     with torch.no_grad(), unloaded_model(str(folder), layout, rank, folder / "store") as model:
-        write_rank_shards(folder / f"{rank}.json", _traced(model, codes))
+        write_rank_shards(folder / f"{rank}.json", _traced(model, codes, {}))
         if fields["quant_method"] == "w8a8_fp8":
             check_transposed(model)
 

@@ -108,6 +108,7 @@ def test_environment_on_gpus_is_what_sglang_reads(sglang_says):
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": False,
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": False,
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": True,
+        "SGLANG_VLM_CACHE_SIZE_MB": 0,
     }
 
 

@@ -328,7 +328,7 @@ def test_trace_with_dead_rank_raises_its_last_lines(monkeypatch):
 
 def test_trace_without_architectures_names_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tracer, "engine_python", lambda engine, python: sys.executable)
-    with pytest.raises(UserError, match=r"config\.json: not a readable configuration"):
+    with pytest.raises(UserError, match=r"config\.json: missing"):
         trace([(tmp_path, TP2)], SGLANG)
     with pytest.raises(UserError, match=r"config\.json: architectures is missing"):
         trace([(change_config(folder_of("llama"), tmp_path / "x", architectures=None), TP2)], SGLANG)

@@ -67,6 +67,7 @@ def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine)
         UserError: the engine is not installed, it cannot build or load a model, a parameter is not filled, or values
             are changed while loading. The first job that fails ends all.
     """
+    engine_python(engine.name, engine.python)  # an engine that is missing is the first error
     described = [_job(Path(model_dir), layout, _shapes(model_dir)) for model_dir, layout in jobs]
     return _trace(described, engine)[1]
 
@@ -89,6 +90,7 @@ def write_trace(
         engine: the engine.
         shapes: the tensors to load; None: all of the directory.
     """
+    engine_python(engine.name, engine.python)
     architecture = _architecture(Path(model_dir))
     shapes = shapes or _shapes(model_dir)
     traced = _traced_by_kinds(Path(model_dir), layout, engine, shapes)
@@ -139,6 +141,8 @@ def _config(model_dir: Path) -> dict[str, Any]:
     path = model_dir / "config.json"
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing. Set model.path or --model to a Hugging Face directory.") from None
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a readable configuration ({error}). Download the model again.") from None
 
