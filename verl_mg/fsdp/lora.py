@@ -36,19 +36,18 @@ ADAPTER = "adapter"
 class Adapter(nn.Module):
     """A and B of each tensor of a linear layer; the layer's output becomes x W + scale * (x A) B."""
 
-    def __init__(self, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], rows: list[list[int]], scale: float):
+    def __init__(self, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], scale: float) -> None:
         """Allocates the parameters, whose values are undefined.
 
         Args:
             shapes: shapes of A (r, in) and B (rows, r) of each tensor.
-            rows: rows of the layer's weight that each tensor has.
             scale: factor alpha / r.
         """
         super().__init__()
         place = device.current_device()
         self.a = nn.ParameterList(torch.empty(a, device=place) for a, _ in shapes)
         self.b = nn.ParameterList(torch.empty(b, device=place) for _, b in shapes)
-        self.rows, self.scale, self.enabled = rows, scale, True
+        self.scale, self.enabled = scale, True
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns what is added to the layer's output: (..., in) -> (..., out)."""
@@ -120,7 +119,7 @@ class ModuleAdapters:
         if sorted(row for shard in local for row in shard.rows) != [row for shard in local for row in shard.rows]:
             raise UserError(f"lora.targets: {name} has the rows of its tensors interleaved. Use backend: megatron.")
         shapes = [(shard.a.shape, shard.b.shape) for shard in local]
-        adapter = Adapter(shapes, [list(shard.rows) for shard in local], self.config.alpha / self.config.rank)
+        adapter = Adapter(shapes, self.config.alpha / self.config.rank)
         layer.add_module(ADAPTER, adapter)
         layer.register_forward_hook(_add_adapter)
         self._by_weight[name] = adapter

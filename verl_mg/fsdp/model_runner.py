@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -235,11 +234,6 @@ class ModuleRunner(Runner):
         """Yields the adapters on the first rank of the placement: every rank has them whole."""
         if self.lora and dist.get_rank() == self.placement.ranks[0]:
             yield from self.lora.boxes()
-
-    def unadapted(self) -> AbstractContextManager[None]:
-        """Returns a block in which the model is the one that the adapters are trained on."""
-        assert self.lora is not None
-        return self.lora.disabled()
 
     def trained(self) -> Mapping[str, Tensor]:
         """Returns this rank's parts of the trained parameters, or the adapters that are trained instead."""

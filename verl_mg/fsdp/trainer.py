@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,8 @@ from verl_mg.training.learning_rate import LearningRateSchedule
 from verl_mg.training.runner import LossClosure
 from verl_mg.training.storages import Snapshot, storages
 from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
-from verl_mg.training.trainer import LAST_GOOD, Trainer, TrainerCounters, to_host
-from verl_mg.training.update_guard import NON_FINITE_BUFFERS, Verdict, count_non_finite
+from verl_mg.training.trainer import Trainer, to_host
+from verl_mg.training.update_guard import NON_FINITE_BUFFERS, count_non_finite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's moments by their names in the optimizer's state, and in checkpoints."""
@@ -54,7 +53,6 @@ class ModuleTrainer(Trainer):
         super().__init__(runner, config, guard, name)
         check_optimizer(config, name)
         self._module = runner
-        self._last_good: Snapshot | None = None
         if runner.is_member:
             self._build()
             if self._guard.rolls_back:
@@ -82,11 +80,6 @@ class ModuleTrainer(Trainer):
         named: dict[str, Tensor] = dict(self._module.packed.module.named_parameters())
         return named | dict(self._module.adapters())
 
-    def allocate_moments(self) -> None:
-        """Creates the optimizer's moments if there are none yet: zeros, as the first step would create them."""
-        if self._steps_taken() is None:
-            self._make_moments(0.0)
-
     def _make_moments(self, steps: float) -> None:
         for weight in self._weights.values():
             if weight.numel():
@@ -99,14 +92,6 @@ class ModuleTrainer(Trainer):
             return float(state["step"])
         return None
 
-    def stored_boxes(self) -> Iterator[StoredBox]:
-        """Yields this rank's shards of weights and optimizer state for a checkpoint, see `Trainer.stored_boxes`."""
-        yield from self._state()
-        if self._last_good is not None and self._last_good.taken:
-            with self._last_good.in_place():
-                for box in self._state():
-                    yield replace(box, namespace=LAST_GOOD + box.namespace)
-
     def _state(self) -> Iterator[StoredBox]:
         shards = self._module.trained_shards()
         for name, weight in self._weights.items():
@@ -115,39 +100,11 @@ class ModuleTrainer(Trainer):
                 if values is not None:
                     yield from stored_boxes(namespace, shards[name], values, full_box(tuple(weight.shape)))
 
-    def counters(self) -> TrainerCounters:
-        """Returns the counters that belong to `stored_boxes`."""
-        last_good = None
-        if self._last_good is not None and self._last_good.taken:
-            with self._last_good.in_place():
-                last_good = (self._steps_taken(),)
-        return TrainerCounters(
-            schedule=self.scheduler.num_steps,
-            moments=self._steps_taken(),
-            last_good=last_good,
-            bad_in_a_row=self._guard.bad_in_a_row,
-        )
-
-    def load(self, fill: Callable[[StoredBox], None], counters: TrainerCounters) -> None:
-        """Restores a state that was written under any layout, by any backend, see `Trainer.load`."""
-        if self._last_good is not None and counters.last_good is not None:
-            self._fill(fill, LAST_GOOD, *counters.last_good)
-            self._last_good.take()
-        self._fill(fill, "", counters.moments)
-        self.scheduler = LearningRateSchedule(self.optimizer, self._config)
-        self.scheduler.step(counters.schedule)
-        self._guard.bad_in_a_row = counters.bad_in_a_row
-
-    def _fill(self, fill: Callable[[StoredBox], None], prefix: str, moments: float | None) -> None:
-        had_moments = self._steps_taken() is not None
+    def _clear_moments(self) -> None:
         self.optimizer.state.clear()
-        if moments is not None:
-            self._make_moments(moments)
-        for box in self._state():
-            fill(replace(box, namespace=prefix + box.namespace))
-        self._module.unrestored -= self._weights.keys()
-        if had_moments:
-            self.allocate_moments()
+
+    def _use_restored_weights(self) -> None:
+        self._module.unrestored -= self._weights.keys()  # optimizer and model have the same memory
 
     def state_storages(self) -> list[UntypedStorage]:
         """Returns the storages of the moments on the model's device."""
@@ -205,22 +162,12 @@ class ModuleTrainer(Trainer):
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
-    def _apply(self, verdict: Verdict) -> dict[str, float]:
-        grad_norm = 0.0
-        if verdict == "step":
-            if self._last_good is not None:
-                self._last_good.take()
-            self.scheduler.step(1)
-            with self._module.timer("optimizer"):
-                grad_norm = self._step()
-        elif verdict == "rollback" and self._last_good is not None:
-            self._last_good.restore()
-            self.scheduler = LearningRateSchedule(self.optimizer, self._config)
-        return {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
-
     @torch.no_grad()
     def _step(self) -> float:
-        """Clips the gradients, steps, and returns their norm."""
+        with self._module.timer("optimizer"):
+            return self._clip_and_step()
+
+    def _clip_and_step(self) -> float:
         for name, weight in self._weights.items():
             weight.grad = local_part(self._with_gradient(self._parameters[name]))
         norm = self._gradient_norm()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,9 +29,9 @@ from verl_mg.training.learning_rate import LearningRateSchedule
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report
 from verl_mg.training.storages import storages
-from verl_mg.training.trainer import LAST_GOOD, TrainerCounters, to_host
 from verl_mg.training.trainer import Trainer as BaseTrainer
-from verl_mg.training.update_guard import NON_FINITE_BUFFERS, Verdict, count_non_finite
+from verl_mg.training.trainer import to_host
+from verl_mg.training.update_guard import NON_FINITE_BUFFERS, count_non_finite
 
 MULTI_TOKEN_LOSS = "mtp_loss"
 """Metric: the loss of multi-token prediction in nats, without its factor; it is not a part of `loss`."""
@@ -92,60 +91,6 @@ class Trainer(BaseTrainer):
         if ddp.overlap_param_gather:
             runner.gathers = ParameterGathers(runner.model_chunks)
         weakref.finalize(self, _unhook, runner.model_chunks)
-
-    def allocate_moments(self) -> None:
-        """Creates the optimizer's moments if there are none yet: zeros, as the first step would create them."""
-        if steps_taken(self.optimizer) is None:
-            make_moments(self.optimizer, 0.0)
-
-    def stored_boxes(self) -> Iterator[StoredBox]:
-        """Yields this rank's shards of weights and optimizer state for a checkpoint.
-
-        The iterator must be exhausted, and each value copied before the next is requested.
-        """
-        yield from optimizer_state(self.runner, self.optimizer)
-        if self._last_good is not None and self._last_good.taken:
-            with self._last_good.in_place():
-                for box in optimizer_state(self.runner, self.optimizer):
-                    yield replace(box, namespace=LAST_GOOD + box.namespace)
-
-    def counters(self) -> TrainerCounters:
-        """Returns the counters that belong to `stored_boxes`."""
-        last_good = None
-        if self._last_good is not None and self._last_good.taken:
-            with self._last_good.in_place():
-                last_good = (steps_taken(self.optimizer),)
-        schedule, moments = self.scheduler.num_steps, steps_taken(self.optimizer)
-        return TrainerCounters(
-            schedule=schedule, moments=moments, last_good=last_good, bad_in_a_row=self._guard.bad_in_a_row
-        )
-
-    def load(self, fill: Callable[[StoredBox], None], counters: TrainerCounters) -> None:
-        """Restores a state that was written under any layout.
-
-        Args:
-            fill: writes the stored values of a box into its tensor.
-            counters: counters of the stored state.
-        """
-        if self._last_good is not None and counters.last_good is not None:
-            self._fill(fill, LAST_GOOD, *counters.last_good)
-            self._last_good.take()
-        self._fill(fill, "", counters.moments)
-        self.scheduler = LearningRateSchedule(self.optimizer, self._config)
-        self.scheduler.step(counters.schedule)
-        self._guard.bad_in_a_row = counters.bad_in_a_row
-
-    def _fill(self, fill: Callable[[StoredBox], None], prefix: str, moments: float | None) -> None:
-        had_moments = steps_taken(self.optimizer) is not None
-        for inner in inner_optimizers(self.optimizer):
-            inner.state.clear()
-        if moments is not None:
-            make_moments(self.optimizer, moments)
-        for box in optimizer_state(self.runner, self.optimizer):
-            fill(replace(box, namespace=prefix + box.namespace))
-        weights_from_optimizer(self.runner, self.optimizer)
-        if had_moments:
-            self.allocate_moments()
 
     def state_storages(self) -> list[UntypedStorage]:
         """Returns the storages of moments and main weights on the device."""
@@ -212,22 +157,29 @@ class Trainer(BaseTrainer):
 
         return with_loss
 
-    def _apply(self, verdict: Verdict) -> dict[str, float]:
-        """Steps, skips or rolls back; the verdict is the same on all ranks."""
-        grad_norm = 0.0
-        if verdict == "step":
-            if self._last_good is not None:
-                self._last_good.take()
-            self.scheduler.step(1)
-            self.runner.gathers.wait_for_all()
-            with self.runner.groups.active(), optimizer_calls(), self.runner.timer("optimizer"):
-                _, grad_norm, _ = self.optimizer.step()
-                self.runner.gathers.start()
-                self._expert_loads.update_biases()
-        elif verdict == "rollback" and self._last_good is not None:
-            self._last_good.restore()
-            self.scheduler = LearningRateSchedule(self.optimizer, self._config)
-        return {"grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
+    def _step(self) -> float:
+        self.runner.gathers.wait_for_all()
+        with self.runner.groups.active(), optimizer_calls(), self.runner.timer("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
+            self.runner.gathers.start()
+            self._expert_loads.update_biases()
+        return float(grad_norm)
+
+    def _state(self) -> Iterator[StoredBox]:
+        return optimizer_state(self.runner, self.optimizer)
+
+    def _steps_taken(self) -> float | None:
+        return steps_taken(self.optimizer)
+
+    def _make_moments(self, steps: float) -> None:
+        make_moments(self.optimizer, steps)
+
+    def _clear_moments(self) -> None:
+        for inner in inner_optimizers(self.optimizer):
+            inner.state.clear()
+
+    def _use_restored_weights(self) -> None:
+        weights_from_optimizer(self.runner, self.optimizer)
 
 
 def optimizer_calls() -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -15,10 +16,11 @@ from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
-from verl_mg.training.learning_rate import check_schedule
+from verl_mg.training.learning_rate import LearningRateSchedule, check_schedule
 from verl_mg.training.loss_inputs import LossInputs, loss_tokens
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report, Runner
+from verl_mg.training.storages import Snapshot
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict
 
 TRAJECTORY_TOKENS = "trajectory_tokens"
@@ -52,9 +54,12 @@ class Trainer(ABC):
 
     Attributes:
         optimizer: the optimizer of the backend; only on the ranks of the placement.
+        scheduler: its learning-rate schedule, there too.
     """
 
     optimizer: Any
+    scheduler: LearningRateSchedule
+    _last_good: Snapshot | None = None
 
     def __init__(self, runner: Runner, config: OptimizerConfig, guard: GuardConfig | None, name: str) -> None:
         """Stores the settings.
@@ -131,22 +136,33 @@ class Trainer(ABC):
             loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
             return loss_metrics | guard_metrics | self._apply(verdict)
 
-    @abstractmethod
     def allocate_moments(self) -> None:
         """Creates the optimizer's moments if there are none yet: zeros, as the first step would create them."""
+        if self._steps_taken() is None:
+            self._make_moments(0.0)
 
-    @abstractmethod
     def stored_boxes(self) -> Iterator[StoredBox]:
         """Yields this rank's shards of weights and optimizer state for a checkpoint.
 
         The iterator must be exhausted, and each value copied before the next is requested.
         """
+        yield from self._state()
+        if self._last_good is not None and self._last_good.taken:
+            with self._last_good.in_place():
+                for box in self._state():
+                    yield replace(box, namespace=LAST_GOOD + box.namespace)
 
-    @abstractmethod
     def counters(self) -> TrainerCounters:
         """Returns the counters that belong to `stored_boxes`."""
+        last_good = None
+        if self._last_good is not None and self._last_good.taken:
+            with self._last_good.in_place():
+                last_good = (self._steps_taken(),)
+        schedule, moments = self.scheduler.num_steps, self._steps_taken()
+        return TrainerCounters(
+            schedule=schedule, moments=moments, last_good=last_good, bad_in_a_row=self._guard.bad_in_a_row
+        )
 
-    @abstractmethod
     def load(self, fill: Callable[[StoredBox], None], counters: TrainerCounters) -> None:
         """Restores a state that was written under any layout, by any backend.
 
@@ -154,6 +170,37 @@ class Trainer(ABC):
             fill: writes the stored values of a box into its tensor.
             counters: counters of the stored state.
         """
+        if self._last_good is not None and counters.last_good is not None:
+            self._fill(fill, LAST_GOOD, *counters.last_good)
+            self._last_good.take()
+        self._fill(fill, "", counters.moments)
+        self.scheduler = LearningRateSchedule(self.optimizer, self._config)
+        self.scheduler.step(counters.schedule)
+        self._guard.bad_in_a_row = counters.bad_in_a_row
+
+    def _fill(self, fill: Callable[[StoredBox], None], prefix: str, moments: float | None) -> None:
+        had_moments = self._steps_taken() is not None
+        self._clear_moments()
+        if moments is not None:
+            self._make_moments(moments)
+        for box in self._state():
+            fill(replace(box, namespace=prefix + box.namespace))
+        self._use_restored_weights()
+        if had_moments:
+            self.allocate_moments()
+
+    def _apply(self, verdict: Verdict) -> dict[str, float]:
+        """Steps, skips or rolls back; the verdict is the same on all ranks."""
+        grad_norm = 0.0
+        if verdict == "step":
+            if self._last_good is not None:
+                self._last_good.take()
+            self.scheduler.step(1)
+            grad_norm = self._step()
+        elif verdict == "rollback" and self._last_good is not None:
+            self._last_good.restore()
+            self.scheduler = LearningRateSchedule(self.optimizer, self._config)
+        return {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
     @abstractmethod
     def state_storages(self) -> list[UntypedStorage]:
@@ -174,8 +221,28 @@ class Trainer(ABC):
         """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
 
     @abstractmethod
-    def _apply(self, verdict: Verdict) -> dict[str, float]:
-        """Steps, skips or rolls back; the verdict is the same on all ranks."""
+    def _step(self) -> float:
+        """Takes an optimizer step with clipped gradients, and returns their norm before."""
+
+    @abstractmethod
+    def _state(self) -> Iterator[StoredBox]:
+        """Yields this rank's share of the weights, in the precision of the optimizer, and of its moments if any."""
+
+    @abstractmethod
+    def _steps_taken(self) -> float | None:
+        """Returns the number of steps in the moments; None before the first."""
+
+    @abstractmethod
+    def _make_moments(self, steps: float) -> None:
+        """Creates zero moments that count as having taken a number of steps."""
+
+    @abstractmethod
+    def _clear_moments(self) -> None:
+        """Removes the moments, as before the first step."""
+
+    @abstractmethod
+    def _use_restored_weights(self) -> None:
+        """Makes the model compute with the weights that were restored into the optimizer."""
 
 
 def to_host(reports: Sequence[Report]) -> list[dict[str, float]]:
