@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import megatron
 import torch
 from torch import Tensor
 from torch.nn import attention
@@ -22,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
+FOLDERS = [Path(__file__).parents[1] / "verl_mg", *map(Path, megatron.__path__)]
+"""Packages in which an operation is placed by file and function."""
 aten, c10d = torch.ops.aten, torch.ops.c10d
 WAITING = {
     *(aten.nonzero, aten.masked_select, aten.bincount, aten._unique2, aten.unique_consecutive, aten.unique_dim),
@@ -213,10 +217,9 @@ def _place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        for package in ("verl_mg", "megatron"):
-            _, found, below = file.rpartition(f"/{package}/")
-            if found:
-                return f"{package}/{below}:{frame.f_code.co_name}"
+        for folder in FOLDERS:  # not any folder of such a name: a checkout may be called verl_mg too
+            if file.startswith(f"{folder}/"):
+                return f"{folder.name}{file.removeprefix(str(folder))}:{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
 
