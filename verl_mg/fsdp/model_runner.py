@@ -40,9 +40,9 @@ from verl_mg.sharding.boxes import Box, Shard
 from verl_mg.sharding.model_table import SCORE, Head
 from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.shard_map import ShardMap
-from verl_mg.training.runner import LossClosure, Report, Runner, fresh_head
+from verl_mg.training.runner import LossClosure, Report, Runner
 from verl_mg.training.storages import storages
-from verl_mg.training.weight_loading import load_weights
+from verl_mg.training.weight_loading import load_directory
 
 
 class ModuleRunner(Runner):
@@ -131,18 +131,8 @@ class ModuleRunner(Runner):
             fit_expert_kernels(module)
             self.packed = PackedModule(module, groups, scale)
             shard_over_data(self.packed, groups, self._options, dtype, apart)
-        self._load(model_dir, directories or ModelDirectories(), lora, from_checkpoint)
-
-    def _load(
-        self, model_dir: Path, directories: ModelDirectories, lora: LoraConfig | None, from_checkpoint: bool
-    ) -> None:
         stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
-        read = {name: shard for name, shard in self.table.huggingface().items() if name not in stored}
-        head_values = fresh_head(SCORE, self.table.config.hidden) if SCORE in read else {}
-        directory = directories.open(model_dir, read, frozenset(head_values))
-        load_weights(directory, self._shard_map, self.parameters(), self._stored_dtype, head_values, stored)
-        shards = self._shard_map.shards(dist.get_rank())
-        self.unrestored = {name for name, shard in shards.items() if any(p.tensor in stored for p in shard.pieces)}
+        self.unrestored = load_directory(self, model_dir, directories, self._stored_dtype, stored)
         if self.lora and not from_checkpoint:
             self.lora.initialize()
         self.unrestored.update(self.adapters() if from_checkpoint else ())

@@ -39,9 +39,9 @@ from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import SCORE, Head, weight_table
 from verl_mg.training.microbatch import MicroBatch
-from verl_mg.training.runner import LossClosure, Report, Runner, fresh_head
+from verl_mg.training.runner import LossClosure, Report, Runner
 from verl_mg.training.storages import storages
-from verl_mg.training.weight_loading import load_weights
+from verl_mg.training.weight_loading import load_directory
 
 
 class ModelRunner(Runner):
@@ -113,18 +113,12 @@ class ModelRunner(Runner):
         self.balance_factors = factors(self.megatron, self.table.config)
         self.multi_token_factor = loss_factor(self.megatron) if self.table.model.multi_token else 0.0
         stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
-        read = {name: shard for name, shard in self.table.huggingface().items() if name not in stored}
-        whole, head_values = self.shard_map(), fresh_head(SCORE, self.table.config.hidden) if SCORE in read else {}
-        directory = (directories or ModelDirectories()).open(
-            model_dir, read, frozenset(head_values), self.table.tensor_index.stacked
-        )
-        load_weights(directory, whole, self.parameters(), dtype, head_values, stored)
-        shards = whole.shards(torch.distributed.get_rank())
+        self.unrestored = load_directory(self, model_dir, directories, dtype, stored)
         self.lora: Adapters | None = None
         if lora:
             chunks, expert_group = chunks_by_prefix(self.chunks), getattr(groups.collection, "expt_tp", None)
+            shards = self.shard_map().shards(torch.distributed.get_rank())
             self.lora = Adapters(self.table, chunks, shards, lora, expert_group, not from_checkpoint)
-        self.unrestored = {name for name, shard in shards.items() if any(p.tensor in stored for p in shard.pieces)}
         self.unrestored.update(self.adapters() if from_checkpoint else ())
 
     def _trained_tensors(self, lora: LoraConfig | None) -> frozenset[str]:

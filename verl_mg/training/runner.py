@@ -23,9 +23,6 @@ Report = dict[str, Tensor]
 LossClosure = Callable[[MicroBatch[Any], Tensor], tuple[Tensor, Report]]
 """(micro-batch, output of the last stage) -> (scalar to differentiate, report)."""
 
-HEAD_SEED = 1
-"""Seed of a value head that the checkpoint does not contain."""
-
 
 class Runner(ABC):
     """Model on the ranks of a placement. Methods that compute are called by all ranks of the placement at once.
@@ -242,14 +239,3 @@ class Runner(ABC):
     @abstractmethod
     def drop_caches(self) -> None:
         """Frees what is derived from the weights and kept between passes; the next pass makes it again."""
-
-
-def fresh_head(name: str, hidden: int) -> dict[str, Tensor]:
-    """Draws a value head of deviation 1 / (h + 1), so that first values are near 0 (arXiv:2009.01325, appendix B).
-
-    Args:
-        name: name of the tensor.
-        hidden: h, the hidden size.
-    """
-    generator = torch.Generator().manual_seed(HEAD_SEED)
-    return {name: torch.randn(1, hidden, generator=generator) / (hidden + 1)}

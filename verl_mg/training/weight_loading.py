@@ -5,7 +5,7 @@ reader of a box   file -> its parameter -> the parameters of the other replicas,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,47 +13,63 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
-from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap
 from verl_mg.reshard import execute, plan, schedule
 from verl_mg.sharding.boxes import Piece, Shard
-from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.model_table import SCORE
+from verl_mg.training.runner import Runner
+
+HEAD_SEED = 1
+"""Seed of a value head that the checkpoint does not contain."""
 
 
-def load_weights(
-    directory: ModelDirectory,
-    whole: ShardMap,
-    parameters: Mapping[str, Tensor],
+def load_directory(
+    runner: Runner,
+    model_dir: Path,
+    directories: ModelDirectories | None,
     dtype: torch.dtype,
-    initial_values: Mapping[str, Tensor],
     left_out: frozenset[str] = frozenset(),
-) -> None:
-    """Fills the parameters of all ranks; all ranks of the job call it together.
+) -> set[str]:
+    """Fills the weights of a model from its directory; all ranks of the job call it together.
 
     Args:
-        directory: the model directory, without the files of tensors that are left out.
-        whole: shards of all ranks.
-        parameters: {parameter: tensor} of this rank; {} on a rank without any.
+        runner: the model, with memory for its weights.
+        model_dir: Hugging Face directory; it need not have a value head, which is drawn instead.
+        directories: the model directories that the job has read; None for new ones.
         dtype: dtype of the weights, except those that are float32 in every runtime.
-        initial_values: values of tensors that the directory may not contain, such as a new value head.
-        left_out: tensors that keep the values of the parameters' memory.
+        left_out: tensors that keep the values of the parameters' memory, and whose files are not read.
+
+    Returns:
+        Names of this rank's parameters that have parts of tensors which are left out.
 
     Raises:
-        UserError: on a reader whose file is damaged.
+        UserError: the directory does not have the tensors, or a file is damaged.
         ValueError: table and model differ, which is a programming error.
     """
-    rank = dist.get_rank()
+    rank, table, whole, parameters = dist.get_rank(), runner.table, runner.shard_map(), runner.parameters()
     shards = whole.shards(rank)
     if shards.keys() != parameters.keys():
         raise ValueError(f"table and model have different parameters: {sorted(shards.keys() ^ parameters.keys())}")
-    drawn = frozenset(initial_values.keys() - directory.file_of.keys())
+    read = {name: shard for name, shard in table.huggingface().items() if name not in left_out}
+    head = _fresh_head(table.config.hidden) if SCORE in read else {}
+    opened = directories or ModelDirectories()
+    directory = opened.open(model_dir, read, frozenset(head), table.tensor_index.stacked)
+    drawn = frozenset(head.keys() - directory.file_of.keys())
     readers = ReaderShardMap(whole, directory.file_of)
-    with CheckpointReader(directory, initial_values) as reader:
+    with CheckpointReader(directory, head) as reader:
         load_shards(reader, readers.shards(rank), parameters)
         load_shards(reader, {name: _not_in_files(shard, drawn) for name, shard in shards.items()}, parameters)
     moves = plan(readers, whole, device.ranks_of_a_node(dist.get_world_size()), keep=drawn | left_out)
     # The parameters are source and target: a box that a rank has read itself stays where it is.
     execute(schedule(moves, rank, dtype), parameters, parameters)
+    return {name for name, shard in shards.items() if any(piece.tensor in left_out for piece in shard.pieces)}
+
+
+def _fresh_head(hidden: int) -> dict[str, Tensor]:
+    """Draws a value head of deviation 1 / (h + 1), so that first values are near 0 (arXiv:2009.01325, appendix B)."""
+    generator = torch.Generator().manual_seed(HEAD_SEED)
+    return {SCORE: torch.randn(1, hidden, generator=generator) / (hidden + 1)}
 
 
 def _not_in_files(shard: Shard, drawn: frozenset[str]) -> Shard:
