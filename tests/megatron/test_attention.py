@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +22,17 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import verl_mg.megatron  # noqa: F401
 from tests.rank_pool import RankPool
+from verl_mg.megatron import attention as megatron_attention
 from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.training import flash_attention
 from verl_mg.training.flex_attention import block_mask
+from verl_mg.training.packed_attention import (
+    Scores,
+    attend_by_blocks,
+    attend_run_by_run,
+    attend_with_ragged_kernel,
+)
 from verl_mg.training.token_order import zigzag_tokens
 
 LENGTHS, HEADS, WIDTH = (5, 1, 7), 6, 8
@@ -102,9 +110,9 @@ def test_ragged_kernel_gets_what_it_takes(
     drawn = (torch.randn(count, *shape, generator=generator) for count, shape in zip(counts, shapes, strict=True))
     query, key, value = drawn
     packed = described(LENGTHS, keys)
-    module = attention(window)
-    context = module._with_ragged_kernel(query, key, value, packed)
-    expected = module._length_by_length(query, key, value, packed)
+    scores = Scores(0.3, window)
+    context = attend_with_ragged_kernel(query, key, value, packed, scores)
+    expected = attend_run_by_run(query, key, value, packed, scores)
     assert context.shape == (sum(LENGTHS), HEADS, value_width)
     assert torch.allclose(context, expected, atol=1e-6)
     repeats = kv_heads < HEADS and "enable_gqa" not in signature.parameters
@@ -129,8 +137,9 @@ def attend_with_feature(kv_heads: int, window: int | None, shares: bool, feature
     packed = described((150, 1, 7, 100), (150, 141, 8, 190) if shares else None)
     packed.cp_group = dist.group.WORLD
     module = attention(window, **feature)
-    functions = (module._with_block_mask, module._length_by_length)
-    return outputs_and_gradients(functions, module, packed, 258, kv_heads, 489 if shares else 258)
+    options = {"sequences": packed, "scores": module._scores(packed.cp_group)}
+    functions = [partial(attend, **options) for attend in (attend_by_blocks, attend_run_by_run)]
+    return outputs_and_gradients(functions, module, 258, kv_heads, 489 if shares else 258)
 
 
 @pytest.mark.parametrize("feature", [{}, {"softcap": 0.5}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
@@ -149,17 +158,17 @@ def attend_to_gathered(feature: dict[str, Any], window: int | None) -> list[list
     packed.cp_group, packed.zigzag = dist.group.WORLD, True
     module = attention(window, **feature)
 
-    def to_gathered(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda query, key, value, packed: attend(query, *module._gathered(key, value, packed), packed)
+    def by_blocks(*inputs: Tensor) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(megatron_attention, "has_ragged_kernel", lambda *_: True)
+            return module.local_context(*inputs, packed)
 
-    functions = [to_gathered(attend) for attend in (module._with_block_mask, module._length_by_length)]
-    return outputs_and_gradients(functions, module, packed, 382, 2, 382)
+    return outputs_and_gradients([by_blocks, partial(module.local_context, packed=packed)], module, 382, 2, 382)
 
 
 def outputs_and_gradients(
     functions: Iterable[Callable[..., Tensor]],
     module: PackedAttention,
-    packed: PackedSequences,
     tokens: int,
     kv_heads: int,
     keys: int,
@@ -175,7 +184,7 @@ def outputs_and_gradients(
         warnings.simplefilter("ignore")
         for attend in functions:
             leaves = [values.clone().requires_grad_() for values in inputs]
-            context = attend(*leaves, packed)
+            context = attend(*leaves)
             results.append([context.detach(), *torch.autograd.grad(context, [*leaves, *module.parameters()], gradient)])
     return results
 

@@ -127,12 +127,13 @@ def load(folder: Path) -> None:
     for name in TRITON:
         del sys.modules[name]
 
-    from verl_mg.megatron import attention  # the CPU platform: devices named cuda are the CPU
+    from verl_mg.training import packed_attention
 
-    attention.has_ragged_kernel = lambda *_: True  # type: ignore[assignment]
-    torch_attention: Any = attention.PackedAttention
+    kernels: Any = packed_attention
+    kernels.has_ragged_kernel = lambda *_: True
     # torch's own kernels need a GPU.
-    torch_attention._with_ragged_kernel = torch_attention._with_block_mask = torch_attention._length_by_length
+    kernels.attend_with_ragged_kernel = kernels.attend_by_blocks = kernels.attend_run_by_run
+
     _pass_for_a_gpu(torch)
 
 

@@ -34,19 +34,6 @@ class _SumBackward(torch.autograd.Function):
         return total, None
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(values, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, values.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(gradients[0], ctx.group), None
-
-
 def sum_values(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sums values over the ranks of a group; each rank's gradient is that of the sum.
 
@@ -67,17 +54,3 @@ def sum_gradients(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     same: Tensor = _SumBackward.apply(values, group) if group is not None else values
     return same
-
-
-def all_to_all(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sends slice i of the first dimension to rank i, and receives its slice for this rank in place i.
-
-    Args:
-        values: (ranks, ...).
-        group: the ranks.
-
-    Returns:
-        A tensor of the same shape.
-    """
-    received: Tensor = _AllToAll.apply(values, group)
-    return received

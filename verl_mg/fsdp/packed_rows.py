@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from verl_mg.batch import Batch
 from verl_mg.device import copy_to
 from verl_mg.fsdp.vision import ImagePacker, PackedImages
 from verl_mg.layout import Stage
-from verl_mg.training.flex_attention import block_mask
 from verl_mg.training.microbatch import MicroBatch, pack_rows
+from verl_mg.training.packed_attention import Sequences
 from verl_mg.training.token_order import TokenShard, token_order
 
 WHOLE = Stage((), is_first=True, is_last=True)
@@ -24,42 +22,23 @@ WHOLE = Stage((), is_first=True, is_last=True)
 
 
 @dataclass
-class PackedRows:
+class PackedRows(Sequences):
     """Description of packed sequences, which the attention of every layer reads."""
 
     lengths: Tensor
     """(n,) int64 on the CPU, tokens of each sequence."""
     position_ids: Tensor
     """(1, T / cp) int64, position of each of this rank's tokens in its sequence."""
-    cu_seqlens: Tensor
+    cu_seqlens_q: Tensor
     """(n + 1,) int32, where each sequence begins, and the end."""
     cp_group: dist.ProcessGroup | None
     """Ranks that share the micro-batch; None for this rank alone."""
     images: PackedImages | None = None
     """Images of the rows, for a vision-language module."""
-    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    """Masks of all layers with the same window, see `block_mask`."""
 
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return int(self.lengths.max())
-
-    @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """(number of sequences, tokens of each) of neighbouring sequences of one length."""
-        sizes, counts = self.lengths.unique_consecutive(return_counts=True)
-        return list(zip(counts.tolist(), sizes.tolist(), strict=True))
-
-    def block_mask(self, window: int | None) -> BlockMask:
-        """Returns the block mask of all tokens, see `flex_attention`.
-
-        Args:
-            window: number of tokens that a token attends to at most, itself included; None for all.
-        """
-        if window not in self.block_masks:
-            self.block_masks[window] = block_mask(self.lengths, window, self.cu_seqlens.device)
-        return self.block_masks[window]
+    def __post_init__(self) -> None:
+        self.key_lengths, self.cu_seqlens_kv = self.lengths, self.cu_seqlens_q
+        self.max_seqlen_q = self.max_seqlen_kv = int(self.lengths.max())
 
 
 def make_micro_batch(
@@ -80,7 +59,7 @@ def make_micro_batch(
     packed = PackedRows(
         lengths=order.lengths,
         position_ids=copy_to(device, positions[order.local][None]),
-        cu_seqlens=copy_to(device, F.pad(ends, (1, 0)).int()),
+        cu_seqlens_q=copy_to(device, F.pad(ends, (1, 0)).int()),
         cp_group=shard.group,
         images=packer.pack(rows, order, shard, device) if packer else None,
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from verl_mg.megatron.attention import to_heads, to_tokens
 from verl_mg.megatron.delta_rule import convolve, delta_rule
 from verl_mg.megatron.layers import RMSNorm
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.models.linear_config import LinearConfig
+from verl_mg.training.head_exchange import heads_of_rank, to_heads, to_tokens
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class GatedDeltaNet(MegatronModule):
         of_values = torch.cat([x.unflatten(-1, (self.value_heads, -1)) for x in (v, z, b, a)], dim=-1)
         of_values, q, k = to_heads(of_values, q, k, group)
         v, z, b, a = of_values.split([linear.value_dim, linear.value_dim, 1, 1], dim=-1)
-        weights = *self._local_filters(group), self._local(self.A_log, group), self._local(self.dt_bias, group)
+        weights = *self._local_filters(group), heads_of_rank(self.A_log, group), heads_of_rank(self.dt_bias, group)
 
         def core(*tensors: Tensor) -> Tensor:
             return self._core(packed, *tensors)
@@ -172,10 +171,5 @@ class GatedDeltaNet(MegatronModule):
         keys = self.key_heads * linear.key_dim
         heads = [self.key_heads, self.key_heads, self.value_heads]
         parts = filters.split([keys, keys, self.value_heads * linear.value_dim])
-        local = [self._local(x.unflatten(0, (n, -1)), group) for x, n in zip(parts, heads, strict=True)]
+        local = [heads_of_rank(x.unflatten(0, (n, -1)), group) for x, n in zip(parts, heads, strict=True)]
         return (torch.cat([x.flatten(0, 1) for x in local]),)
-
-    def _local(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Returns the heads of this context-parallel rank, (heads, ...), as `to_heads` distributes them."""
-        size = group.size()
-        return x.repeat_interleave(size // gcd(len(x), size), dim=0).chunk(size)[group.rank()]

@@ -24,12 +24,12 @@ from verl_mg.megatron.balance_losses import RowsOfTokens
 from verl_mg.megatron.delta_rule import Chunks
 from verl_mg.megatron.gathered_attention import order_of_gathered
 from verl_mg.megatron.multi_token import NextTokens
-from verl_mg.training.flex_attention import BlockMask, block_mask
+from verl_mg.training.packed_attention import Sequences
 from verl_mg.training.token_order import zigzag_tokens
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):
+class PackedSequences(Sequences, PackedSeqParams):
     """Description of packed sequences, computed once for a micro-batch and read by the attention of every layer."""
 
     cos: Tensor | None = None
@@ -41,9 +41,9 @@ class PackedSequences(PackedSeqParams):
     """(rotary width / 2,) float32, frequencies of the rotary embedding."""
     attention_scaling: float = 1.0
     """Factor of cosines and sines of the rotary embedding, which `cos` and `sin` contain."""
-    lengths: Tensor | None = None
+    lengths: Tensor = field(kw_only=True)
     """(n,) int64 on the CPU, tokens of each sequence that are computed for it."""
-    key_lengths: Tensor | None = None
+    key_lengths: Tensor = field(kw_only=True)
     """(n,) int64 on the CPU, tokens of each sequence, those included that another one computes."""
     keys: Tensor | None = None
     """(K,) int64 on the device, index of each key among the T tokens; None where K = T and the keys are in order."""
@@ -59,8 +59,6 @@ class PackedSequences(PackedSeqParams):
     """Ranks that share the micro-batch."""
     zigzag: bool = False
     """Whether a rank has two chunks of each sequence, see `token_order`, and not T / cp neighbouring tokens."""
-    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    """Masks of all layers with the same window, see `block_mask`."""
 
     def keep(self, local: Tensor) -> None:
         """Keeps the rotary embeddings of this rank's tokens only, for ranks with two chunks of each sequence.
@@ -84,43 +82,25 @@ class PackedSequences(PackedSeqParams):
         """`angles` of the elements of a head whose rotary pairs are one half apart: (longest, 1, 1, rotary width)."""
         return self.angles.repeat(1, 2)[:, None, None, :]
 
-    def block_mask(self, window: int | None) -> BlockMask:
-        """Returns the block mask of this rank's queries, see `flex_attention`.
-
-        Args:
-            window: number of tokens that a token attends to at most, itself included; None for all.
-        """
-        if window not in self.block_masks:
-            assert self.lengths is not None and self.key_lengths is not None and self.cos is not None
-            queries = None
-            if self.keys is not None:
-                queries = self._places_among_keys()
-            elif self.zigzag:
-                assert self.cp_group is not None
-                queries = zigzag_tokens(self.lengths, self.cp_group.size(), self.cp_group.rank())
-            self.block_masks[window] = block_mask(self.key_lengths, window, self.cos.device, queries)
-        return self.block_masks[window]
+    def query_places(self) -> Tensor | None:
+        """Returns the index of each of this rank's queries among all keys, see `packed_attention`."""
+        if self.keys is not None:
+            return self._places_among_keys()
+        if not self.zigzag:
+            return None
+        assert self.cp_group is not None
+        return zigzag_tokens(self.lengths, self.cp_group.size(), self.cp_group.rank())
 
     @cached_property
     def gathered_order(self) -> Tensor:
         """Index of each token among those of all context-parallel ranks, with `zigzag`: (T,) int64."""
-        assert self.lengths is not None and self.cos is not None and self.cp_group is not None
+        assert self.cos is not None and self.cp_group is not None
         return order_of_gathered(self.lengths, self.cp_group.size(), self.cos.device)
-
-    @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(number of sequences, queries, keys) of neighbouring sequences with equally many queries and keys.
-
-        Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied.
-        """
-        assert self.lengths is not None and self.key_lengths is not None
-        sizes, counts = torch.stack([self.lengths, self.key_lengths]).unique_consecutive(return_counts=True, dim=1)
-        return list(zip(counts.tolist(), *sizes.tolist(), strict=True))
 
     @cached_property
     def chunks(self) -> Chunks:
         """Chunks of the sequences with all their keys, for linear attention."""
-        assert self.key_lengths is not None and self.cos is not None
+        assert self.cos is not None
         return Chunks.of(self.key_lengths, self.cos.device)
 
     @cached_property
@@ -131,7 +111,6 @@ class PackedSequences(PackedSeqParams):
 
     def _places_among_keys(self) -> Tensor:
         """Returns the indices of the T tokens among the K keys of their sequences, ascending, on the CPU."""
-        assert self.lengths is not None and self.key_lengths is not None
         behind = self.key_lengths.cumsum(0) - self.lengths.cumsum(0)
         return torch.arange(int(self.lengths.sum())) + torch.repeat_interleave(behind, self.lengths)
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from verl_mg.megatron.attention import PackedAttention, has_ragged_kernel
+from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.joint_norms import JointlyNormedAttention
 from verl_mg.megatron.latent_attention import LATENT_NORM_EPS, MultiLatentAttention, PackedMLA
@@ -42,6 +42,7 @@ from verl_mg.megatron.linear_attention import Projections, linear_attention_spec
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.training.packed_attention import has_ragged_kernel
 
 
 def config_fields(c: HFConfig) -> dict[str, Any]:
@@ -136,12 +137,16 @@ class FusedAttention(PackedAttention):
     def local_context(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """Computes attention of this rank's tokens; the kernel exchanges keys and values with the other ranks."""
         if has_ragged_kernel(query.device, query.dtype):
-            return self._with_ragged_kernel(query, key, value, packed)
+            return self._with_fused_kernel(query, key, value, packed)
         return super().local_context(query, key, value, packed)
 
-    def _with_ragged_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        if packed.keys is not None:  # of fewer queries than keys its causal mask would be that of the first tokens
-            return super()._with_ragged_kernel(query, key, value, packed)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        # Of fewer queries than keys its causal mask would be that of the first tokens.
+        if packed.keys is None and has_ragged_kernel(query.device, query.dtype):
+            return self._with_fused_kernel(query, key, value, packed)
+        return super()._attend(query, key, value, packed)
+
+    def _with_fused_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         group = packed.cp_group if packed.zigzag else None
         shape = (query.shape[1], key.shape[1], query.shape[2], value.shape[2], group.size() if group else 1)
         if shape not in self._kernels:

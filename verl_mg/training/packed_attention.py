@@ -1,0 +1,193 @@
+"""Causal attention within each of the packed sequences of a micro-batch: kernels of torch, and matrices on the CPU.
+
+On GPUs in half precision torch's variable-length kernel, with a softcap or sinks a kernel of FlexAttention. Elsewhere
+scaled-dot-product attention once for each run of sequences of one length, with a softcap or sinks matrix products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from verl_mg.training.flash_attention import takes_value_width
+from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
+
+
+class Sequences:
+    """Queries and keys of packed sequences, as attention reads them; descriptions of packed sequences inherit it.
+
+    A sequence may have more keys than queries: its queries are then those of its last tokens.
+    """
+
+    lengths: Tensor
+    """(n,) int64 on the CPU, queries of each sequence."""
+    key_lengths: Tensor
+    """(n,) int64 on the CPU, keys of each sequence."""
+    cu_seqlens_q: Tensor
+    """(n + 1,) int32 on the device, where the queries of each sequence begin, and the end."""
+    cu_seqlens_kv: Tensor
+    """(n + 1,) int32 on the device, where the keys of each sequence begin, and the end."""
+    max_seqlen_q: int
+    """Queries of the sequence with the most."""
+    max_seqlen_kv: int
+    """Keys of the sequence with the most."""
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(number of sequences, queries, keys) of neighbouring sequences with equally many queries and keys.
+
+        Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied.
+        """
+        sizes, counts = torch.stack([self.lengths, self.key_lengths]).unique_consecutive(return_counts=True, dim=1)
+        return list(zip(counts.tolist(), *sizes.tolist(), strict=True))
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Returns the block mask of the queries, see `flex_attention`; layers with the same window share it.
+
+        Args:
+            window: number of tokens that a token attends to at most, itself included; None for all.
+        """
+        if window not in self._block_masks:
+            self._block_masks[window] = block_mask(
+                self.key_lengths, window, self.cu_seqlens_q.device, self.query_places()
+            )
+        return self._block_masks[window]
+
+    def query_places(self) -> Tensor | None:
+        """Returns the index of each query among the keys, ascending: int64 on the CPU; None where they are the same."""
+        return None
+
+    @cached_property
+    def _block_masks(self) -> dict[int | None, BlockMask]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the scores of queries and keys."""
+
+    scale: float | None = None
+    """Factor of the scores; None for 1 / sqrt(d)."""
+    window: int | None = None
+    """Number of tokens that a token attends to at most, itself included; None for all."""
+    softcap: float | None = None
+    """Bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
+    sinks: Tensor | None = None
+    """(heads,) further scores of each head's softmax, without values (gpt-oss, arXiv:2508.10925); None for none."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether every kernel of attention computes them."""
+        return self.softcap is None and self.sinks is None
+
+
+def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether torch has a kernel for packed sequences of different lengths.
+
+    Args:
+        device: device of the model.
+        dtype: dtype of queries, keys and values.
+    """
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+    """Computes causal attention within each packed sequence by the fastest kernel that can.
+
+    Args:
+        query: (T, heads, d), all sequences one after the other.
+        key: (K, kv_heads, d); kv_heads divides the heads.
+        value: (K, kv_heads, d_v).
+        sequences: description of the sequences.
+        scores: what becomes of the scores.
+
+    Returns:
+        (T, heads, d_v).
+    """
+    if not has_ragged_kernel(query.device, query.dtype):
+        return attend_run_by_run(query, key, value, sequences, scores)
+    if scores.are_plain:
+        return attend_with_ragged_kernel(query, key, value, sequences, scores)
+    return attend_by_blocks(query, key, value, sequences, scores)
+
+
+def attend_with_ragged_kernel(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores
+) -> Tensor:
+    """Computes `attend` by torch's variable-length kernel, for plain scores."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    left_window = -1 if scores.window is None else scores.window - 1
+    options: dict[str, Any] = {"scale": scores.scale, "window_size": (left_window, 0)}
+    repeat, width = query.shape[1] // key.shape[1], value.shape[2]
+    if repeat > 1 and "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    elif repeat > 1:  # torch 2.11
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    if not takes_value_width(query.shape[2], width):
+        value = F.pad(value, (0, query.shape[2] - width))
+    ends, longest = (sequences.cu_seqlens_q, sequences.cu_seqlens_kv), (sequences.max_seqlen_q, sequences.max_seqlen_kv)
+    # With fewer queries than keys the kernel takes the queries for the last tokens of their sequence.
+    context = varlen_attn(query, key, value, *ends, *longest, **options)
+    assert isinstance(context, Tensor)
+    return context[..., :width]
+
+
+def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+    """Computes `attend` by FlexAttention, also for queries that are any tokens of their sequences."""
+    mask = sequences.block_mask(scores.window)
+    return attend_with_block_mask(query, key, value, mask, scores.scale, scores.softcap, scores.sinks)
+
+
+def attend_run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+    """Computes `attend` by matrices, over neighbouring sequences of one length at once."""
+    sizes, key_sizes = ([run[0] * run[kind] for run in sequences.runs] for kind in (1, 2))
+    outputs = []
+    parts = query.split(sizes), key.split(key_sizes), value.split(key_sizes)
+    for (count, length, keys), *heads in zip(sequences.runs, *parts, strict=True):
+        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in heads)  # (count, heads, length, d)
+        bounded = scores.window is not None and scores.window < keys
+        if scores.are_plain and not bounded and length == keys:
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=True)
+        else:
+            visible = torch.ones(length, keys, dtype=torch.bool, device=q.device).tril(keys - length)
+            if scores.window is not None:
+                visible = visible.triu(keys - length + 1 - scores.window)
+            context = attend_where(q, k, v, visible, scores)
+        outputs.append(context.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
+
+
+def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
+    """Attends from the queries of sequences to their visible keys; `scores.window` is not read.
+
+    Args:
+        query: (n, heads, L, d).
+        key: (n, kv_heads, K, d).
+        value: (n, kv_heads, K, d_v).
+        visible: (L, K) bool, the same for every sequence.
+        scores: what becomes of the scores.
+
+    Returns:
+        (n, heads, L, d_v).
+    """
+    if scores.are_plain:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scores.scale, enable_gqa=True)
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    products = query @ key.mT * (query.shape[3] ** -0.5 if scores.scale is None else scores.scale)
+    if scores.softcap is not None:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    products = products.masked_fill(~visible, -torch.inf)
+    if scores.sinks is not None:
+        additional = scores.sinks.to(products.dtype)[:, None, None].expand(*products.shape[:-1], 1)
+        products = torch.cat([products, additional], dim=-1)
+    shares = products.softmax(-1, dtype=torch.float32)[..., : visible.shape[1]]
+    return shares.to(value.dtype) @ value
