@@ -13,6 +13,8 @@ from tests.tiny_models import tiny_model, unstacked
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import SINGLE, ModelDirectory
 from verl_mg.errors import UserError
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.model_runner import ModuleRunner
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
@@ -36,10 +38,13 @@ def expected(model):
     return unstacked(dequantized_by_transformers(model))
 
 
-def different_boxes(model, layout, expected):
+def different_boxes(model, backend, layout, expected):
     """Loads the model on these ranks; returns how many boxes this rank has, and the tensors that differ."""
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
-    runner = ModelRunner(model, ParallelGroups(placement), torch.bfloat16)
+    if backend == "fsdp":
+        runner = ModuleRunner(model, MeshGroups(placement), torch.bfloat16, trained=False)
+    else:
+        runner = ModelRunner(model, ParallelGroups(placement), torch.bfloat16)
     parameters = runner.parameters()
     pieces = [(name, p) for name, shard in runner.shard_map().shards(dist.get_rank()).items() for p in shard.pieces]
     different = []
@@ -51,16 +56,17 @@ def different_boxes(model, layout, expected):
 
 
 @pytest.mark.parametrize(
-    ("layout", "count"),
+    ("backend", "layout", "count"),
     [
-        ("tp2-pp2-ep2-etp1", 4),
-        pytest.param("tp1", 1, marks=pytest.mark.nightly),
-        pytest.param("tp2", 2, marks=pytest.mark.nightly),
+        ("megatron", "tp2-pp2-ep2-etp1", 4),
+        pytest.param("megatron", "tp1", 1, marks=pytest.mark.nightly),
+        pytest.param("megatron", "tp2", 2, marks=pytest.mark.nightly),
+        ("fsdp", "dp2", 2),
     ],
 )
-def test_model_runner_mxfp4_checkpoint_has_the_values_of_transformers(ranks, model, expected, layout, count):
+def test_runner_mxfp4_checkpoint_has_the_values_of_transformers(ranks, model, expected, backend, layout, count):
     assert expected[EXPERT].unique().numel() > 20
-    results = ranks.run(count, different_boxes, model, layout, expected)
+    results = ranks.run(count, different_boxes, model, backend, layout, expected)
     assert all(number and not different for number, different in results)
 
 

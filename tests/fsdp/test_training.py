@@ -17,6 +17,7 @@ LAYOUTS = [
     ("mixture", "dp4", 2, False),
     ("mixture", "tp2-dp2", 1, False),
     ("capped", "cp2-dp2", 1, False),
+    ("sinks", "cp2-dp2", 1, False),
 ]
 NIGHTLY_LAYOUTS = [
     ("dense", "dp4", 1, True),
@@ -29,6 +30,8 @@ NIGHTLY_LAYOUTS = [
     ("capped", "dp4", 2, True),
     ("capped", "tp2-dp2", 1, False),
     ("tied", "tp2-dp2", 1, True),
+    ("sinks", "dp2", 1, True),
+    ("sinks", "dp4", 2, False),
     ("latent", "dp4", 1, False),
     ("latent", "cp2-dp2", 1, False),
 ]

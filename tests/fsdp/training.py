@@ -31,7 +31,8 @@ def train(model: Path, layout: str, replicas: int, rows: Batch, recompute: bool 
     step = trainer._step
 
     def seen() -> float:
-        named = {n: local_part(trainer._with_gradient(p)) for n, p in trainer._parameters.items()}
+        gradient = trainer._with_gradient
+        named = {n: runner.as_described(n, local_part(gradient(p))) for n, p in trainer._parameters.items()}
         gradients.extend([] if gradients else parts_of(runner, named))
         return step()
 

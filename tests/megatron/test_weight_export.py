@@ -10,16 +10,21 @@ from safetensors.torch import load_file
 from tests.tiny_models import tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.model_directory import SINGLE
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.model_runner import ModuleRunner
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.training import weight_export
 
 
-def write_counting(model, target, layout, chunk_bytes):
+def write_counting(model, target, layout, chunk_bytes, backend="megatron"):
     """Writes the model; returns the number of runs that this rank wrote."""
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
-    runner = ModelRunner(model, ParallelGroups(placement), torch.float32)
+    if backend == "fsdp":
+        runner = ModuleRunner(model, MeshGroups(placement), torch.float32)
+    else:
+        runner = ModelRunner(model, ParallelGroups(placement), torch.float32)
     table = runner.table
     writer = CheckpointWriter(target, table.huggingface(), torch.float32, stacked=table.tensor_index.stacked)
     if dist.get_rank() == 0:
@@ -53,15 +58,19 @@ def test_write_weights_writes_each_box_in_one_run(ranks, tmp_path, name, layout,
 
 
 @pytest.mark.parametrize(
-    ("layout", "count"),
+    ("layout", "count", "backend"),
     [
-        ("tp2-pp2", 4),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("tp1", 1), ("tp2-ep2-etp1", 2), ("ep2", 2))),
+        ("tp2-pp2", 4, "megatron"),
+        ("dp2", 2, "fsdp"),
+        *(
+            pytest.param(*case, "megatron", marks=pytest.mark.nightly)
+            for case in (("tp1", 1), ("tp2-ep2-etp1", 2), ("ep2", 2))
+        ),
     ],
 )
-def test_write_weights_of_stacked_experts_restores_the_directory(ranks, tmp_path, layout, count):
+def test_write_weights_of_stacked_experts_restores_the_directory(ranks, tmp_path, layout, count, backend):
     model = tiny_model(tmp_path / "model", "gpt_oss")
-    ranks.run(count, write_counting, model, tmp_path / "written", layout, 4096)
+    ranks.run(count, write_counting, model, tmp_path / "written", layout, 4096, backend)
     expected, written = load_file(model / SINGLE), load_file(tmp_path / "written" / SINGLE)
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[tensor], expected[tensor]) for tensor in written)

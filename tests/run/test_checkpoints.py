@@ -14,6 +14,7 @@ from tests.fuzzing import rewrite_sums
 from tests.rank_pool import RankError, job_store
 from tests.run.resumed_jobs import job, opened_files, without_weights
 from tests.tiny_jobs import RECIPES, files_of, metrics_of
+from tests.tiny_models import tiny_model
 from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
@@ -172,9 +173,13 @@ def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, t
             assert here[metric] == pytest.approx(there[metric], abs=1e-5, rel=1e-5), metric
 
 
-@pytest.mark.parametrize(("model", "lora"), [("mixture", False), ("wide", True)])
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [("mixture", False), ("wide", True), pytest.param("gpt_oss", False, marks=pytest.mark.nightly)],
+)
 def test_resume_on_the_other_backend_is_the_same_to_1e5(ranks, inputs, tmp_path, model, lora):
-    overrides = [f"model.path={inputs / model}", *(["actor.lora={rank: 4}"] if lora else [])]
+    path = tiny_model(tmp_path / model, model) if model == "gpt_oss" else inputs / model
+    overrides = [f"model.path={path}", *(["actor.lora={rank: 4}"] if lora else [])]
     written = [*overrides, "actor.backend=fsdp", "critic.layout=tp2", "checkpoint.every=1"]
     resumed = [*overrides, "actor.layout=pp2", "critic.backend=fsdp"]
     ranks.run(2, job, "ppo", inputs, tmp_path / "same", 1, written)

@@ -65,10 +65,10 @@ def test_model_of_transformers_alone_is_trained_by_no_table_of_the_project(tmp_p
     assert not answers["tokenizer"].works and answers["LoRA"].text.startswith("q_proj ")
 
 
-def test_attention_sinks_are_refused_by_the_backend_that_has_none(tmp_path):
+def test_tensor_parallelism_of_the_output_layer_alone_is_none(tmp_path):
     model = tiny_model(tmp_path / "model", "gpt_oss")
     answers = {answer.topic: answer for answer in ModelSupport(model).answers()}
-    assert answers["backend megatron"].works and "attention sinks" in answers["backend fsdp"].text
+    assert answers["backend fsdp"].works and "no plan of tensor parallelism" in answers["fsdp tp"].text
 
 
 def test_layer_of_multi_token_prediction_is_among_the_answers(models, tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl_mg.models.checkpoint_shapes import BLOCKS, SCALES
 from verl_mg.models.stacked_tensors import StackedTensor
 from verl_mg.sharding.boxes import Box
 
@@ -23,7 +24,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def packed_names(stack: str) -> tuple[str, str]:
     """Returns the names of the blocks and the scales of a stacked tensor."""
-    return f"{stack}_blocks", f"{stack}_scales"
+    return stack + BLOCKS, stack + SCALES
 
 
 def packed_shapes(place: StackedTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -30,8 +30,6 @@ from verl_mg.training.microbatch import MicroBatch
 
 HEAD = "score"
 """Name of the value head's module."""
-SINKS = ".sinks"
-"""End of the names of attention sinks in modules of `transformers`, which attention over packed rows does not have."""
 GROUPED_BYTES = 16
 """Divisor of the rows of matrices in torch's grouped product."""
 PARTIAL = "replicated_with_grad_allreduce"
@@ -109,10 +107,6 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
     config = read_module_config(model_dir)
     config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
     module: Any = meta_module(config, model_dir, dtype)
-    if any(name.endswith(SINKS) for name, _ in module.named_parameters()):
-        raise UserError(
-            f"{model_dir / 'config.json'}: it has attention sinks. Use backend: megatron, or another model."
-        )
     if has_images(config) and marks_images(module.base_model):
         module.set_attn_implementation("sdpa")  # with masks of all pairs of tokens
     module.get_input_embeddings().padding_idx = None  # nothing is padded: every token's embedding has a gradient
@@ -163,10 +157,10 @@ def tensor_plan(module: Any, where: str) -> dict[str, str]:
         where: file of its configuration, for errors.
 
     Raises:
-        UserError: it has none.
+        UserError: it has none, or for the output layer alone.
     """
     plan = dict(module.tp_plan or {})
-    if not plan:
+    if not any(name.startswith(f"{module.base_model_prefix}.") for name in plan):
         raise UserError(f"{where}: transformers has no plan of tensor parallelism for this model. Leave out tp.")
     return plan
 

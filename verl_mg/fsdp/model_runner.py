@@ -120,6 +120,7 @@ class ModuleRunner(Runner):
         if self.is_member:
             self.summed_gradients = shard_tensors(module, groups, where)
         splits = parameter_splits(module, groups, apart)
+        splits |= {name: splits[name].transposed() for name in self.table.transposed_parameters}
         if groups.layout.tp > 1:  # ranks outside the placement do not know the plan
             fields = {name: (s.tensor_dim, s.parts, s.dim) for name, s in splits.items()}
             first = all_gather_json(fields if dist.get_rank() == self.placement.ranks[0] else None)
@@ -181,7 +182,19 @@ class ModuleRunner(Runner):
         if self.packed is None:
             return {}
         named, known = local_tensors(self.packed.module), self._shard_map.shards(dist.get_rank())
-        return {name: named[name] for name in known}
+        return {name: self.as_described(name, named[name]) for name in known}
+
+    def as_described(self, name: str, local: Tensor) -> Tensor:
+        """Returns this rank's part of a parameter, or of what belongs to it, as its shard describes it.
+
+        Args:
+            name: name of the parameter.
+            local: elements as the module has them.
+
+        Returns:
+            A view of them.
+        """
+        return local.mT if name in self.table.transposed_parameters else local
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Returns at once: parameters are complete."""

@@ -43,6 +43,11 @@ class ParameterSplit:
         parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         return cls(placement.dim % parameter.dim(), parts, dim)
 
+    def transposed(self) -> ParameterSplit:
+        """Returns the split of stacked matrices that are described transposed: their second and third dimension."""
+        dims = {None: None, 0: 0, 1: 2, 2: 1}
+        return ParameterSplit(dims[self.tensor_dim], self.parts, dims[self.dim])
+
 
 def fsdp_shard_map(
     whole: Mapping[str, Shard],

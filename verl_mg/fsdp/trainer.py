@@ -67,7 +67,7 @@ class ModuleTrainer(Trainer):
         # As megatron-core: neither vectors nor biases decay.
         kinds = {1.0: [], 0.0: []}  # type: dict[float, list[nn.Parameter]]
         for name, weight in filled.items():
-            kinds[0.0 if self._parameters[name].dim() == 1 or name.endswith(".bias") else 1.0].append(weight)
+            kinds[0.0 if self._parameters[name].dim() == 1 or name.endswith("bias") else 1.0].append(weight)
         groups = [{"params": weights, "wd_mult": factor} for factor, weights in kinds.items() if weights]
         c = self._config
         self.optimizer = torch.optim.AdamW(
@@ -98,7 +98,8 @@ class ModuleTrainer(Trainer):
             kinds = {WEIGHTS: weight.detach(), **{k: self.optimizer.state.get(weight, {}).get(k) for k in MOMENTS}}
             for namespace, values in kinds.items():
                 if values is not None:
-                    yield from stored_boxes(namespace, shards[name], values, full_box(tuple(weight.shape)))
+                    values = self._module.as_described(name, values)
+                    yield from stored_boxes(namespace, shards[name], values, full_box(tuple(values.shape)))
 
     def _clear_moments(self) -> None:
         self.optimizer.state.clear()

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Shapes = dict[str, tuple[int, ...]]
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Ends of the names of the two tensors that stand for one in MXFP4."""
+ELEMENTS_OF_BYTE = 2
+"""Elements of a byte of MXFP4."""
 
 
 def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = None) -> Shapes:
     """Returns names and shapes of the checkpoint's tensors, sorted by name.
 
     They are read from the safetensors files; without any, from the module that `transformers` builds for config.json.
+    Tensors in MXFP4 have name and shape of those that they become.
 
     Args:
         model_dir: Hugging Face directory.
@@ -37,9 +42,21 @@ def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = No
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: not a readable safetensors file ({error}). Download the model again.") from None
+    shapes = _unpacked(shapes)
     if not shapes:
         shapes = _saved_shapes(module if module is not None else meta_module(read_module_config(model_dir), model_dir))
     return dict(sorted(shapes.items()))
+
+
+def _unpacked(shapes: Shapes) -> Shapes:
+    """Replaces blocks (experts, rows, n, bytes) of MXFP4 and their scales by (experts, columns, rows)."""
+    result = dict(shapes)
+    for name, shape in shapes.items():
+        stack = name.removesuffix(BLOCKS)
+        if stack != name and len(shape) == 4 and stack + SCALES in shapes:
+            del result[name], result[stack + SCALES]
+            result[stack] = (shape[0], shape[2] * shape[3] * ELEMENTS_OF_BYTE, shape[1])
+    return result
 
 
 def _files(model_dir: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.hf_tensors import TensorEntry, TensorIndex, TensorSpec
 from verl_mg.models.module_config import module_config
+from verl_mg.models.stacked_tensors import expert_shapes
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.model_table import SCORE, Head, ModelTable
 from verl_mg.sharding.module_shards import ModuleShards, module_shards
@@ -87,6 +88,11 @@ class ModuleTable(ModelTable):
         """Names in the module of the parameters that only images pass through."""
         return frozenset(self.module.shards.keys() - self.module.text)
 
+    @property
+    def transposed_parameters(self) -> frozenset[str]:
+        """Names of the parameters that are described transposed, as the built-in table does."""
+        return self.builtin.transposed_parameters if self.builtin else frozenset()
+
     def shard_map_replicated(self, ranks: Sequence[int]) -> ExplicitShardMap:
         """Returns the shards of ranks that each have the whole module of `transformers`."""
         return ExplicitShardMap(dict.fromkeys(ranks, self.parameter_shards()), self.tensor_index.tensors)
@@ -144,6 +150,9 @@ def module_table(model_dir: str | Path, head: Head = "language") -> ModuleTable:
     module = module_shards(model_dir, headless=head == "value")
     builtin = _builtin(Path(model_dir), head, module)
     config = builtin.config if builtin else _config(Path(model_dir), module)
+    if builtin and (stacked := builtin.tensor_index.stacked):
+        described, stacks = builtin.transformers(), {place.name for place in stacked.values()}
+        module = replace(module, shards=module.shards | {name: described[name] for name in stacks})
     return ModuleTable(config, head, model_dir=Path(model_dir), module=module, builtin=builtin)
 
 
@@ -153,7 +162,7 @@ def _builtin(model_dir: Path, head: Head, module: ModuleShards) -> WeightTable |
     except UserError:  # not an architecture of the project, or a variant that Megatron does not have
         return None
     shapes = {name: info.shape for name, info in table.tensor_index.tensors.items() if name != SCORE}
-    return table if shapes == module.shapes else None
+    return table if shapes == expert_shapes(module.shapes, table.tensor_index.stacked) else None
 
 
 def _config(model_dir: Path, module: ModuleShards) -> HFConfig:
