@@ -27,14 +27,14 @@ KERNELS = {
     "qwen2": 14,
     "qwen3": 15,
     "gemma2": 15,
-    "qwen3_moe": 32,
-    "mixtral": 30,
-    "deepseek_v2": 43,
-    "deepseek_v3": 45,
-    "glm4_moe": 37,
-    "gpt_oss": 46,
+    "qwen3_moe": 30,
+    "mixtral": 28,
+    "deepseek_v2": 41,
+    "deepseek_v3": 43,
+    "glm4_moe": 35,
+    "gpt_oss": 44,
 }
-"""Kernels of the forward pass of a layer, four of a mixture to count the loads of experts; docs/benchmarks.md has the
+"""Kernels of the forward pass of a layer, two of a mixture to count the loads of experts; docs/benchmarks.md has the
 same numbers."""
 COPIES_OF_HEADS = {"repeat_interleave", "repeat", "expand_copy", "constant_pad_nd"}
 EVERY_UPDATE = ("_to_copy", "verl_mg/training/trainer.py:to_host")

@@ -43,7 +43,7 @@ class ExpertLoads:
         self._reports = at.tp == at.cp == at.dp == 0
         experts = runner.table.config.experts
         self._layers = len(experts.layers) + (runner.multi_token_factor > 0) if experts else 0
-        self._loads = torch.empty(0)
+        self._loads = torch.empty(0)  # (layers of this rank with experts, experts) int64
         balance, z = runner.balance_factors
         self.losses = BalanceLosses(balance, z, runner.groups.collection.tp) if balance or z else None
 
@@ -51,9 +51,12 @@ class ExpertLoads:
         """Sets the sums to 0, for the next mini-batch."""
         if self.losses:
             self.losses.sums = None
-        for router in self._routers:
-            router.losses = self.losses
-            router.load = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
+        if self._routers:
+            first = self._routers[0]
+            shape = len(self._routers), first.config.num_moe_experts
+            self._loads = torch.zeros(shape, dtype=torch.int64, device=first.weight.device)
+        for router, load in zip(self._routers, self._loads, strict=True):
+            router.losses, router.load = self.losses, load
 
     def sum_over_ranks(self) -> dict[str, Tensor]:
         """Completes the loads of a mini-batch; all ranks of the placement call it.
@@ -64,7 +67,6 @@ class ExpertLoads:
         if not self._routers:
             return {}
         losses = {} if self.losses is None else self.losses.report(self._layers)
-        self._loads = torch.stack([load for router in self._routers if (load := router.load) is not None])
         dist.all_reduce(self._loads, group=self._group)
         if not self._reports:
             return losses

@@ -57,7 +57,7 @@ def make_micro_batch(
         packed.keep(copy_to(device, order.local))
     packed.experts = routed_experts(rows, order, shard, replayed, device)
     occurrences = order.occurrences[order.local].chunk(shard.tp)[shard.tp_index]
-    packed.occurrences = copy_to(device, occurrences.float())
+    packed.occurrences = copy_to(device, occurrences)
     packed.cp_group = shard.group
     if balanced:
         row_of = torch.full((order.total,), len(rows))

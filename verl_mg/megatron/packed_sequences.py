@@ -50,7 +50,7 @@ class PackedSequences(Sequences, PackedSeqParams):
     experts: Mapping[int, Tensor] | None = None
     """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
     occurrences: Tensor | None = None
-    """(T / (cp * tp),) float32, number of rows that contain each of this rank's tokens; 0 for padding."""
+    """(T / (cp * tp),) int64, number of rows that contain each of this rank's tokens; 0 for padding."""
     rows_of_tokens: RowsOfTokens | None = None
     """Rows of this rank's tokens; None without a balance loss."""
     next_tokens: NextTokens | None = None

@@ -106,10 +106,8 @@ class Router(TopKRouter):
     bias: Any
     given: Tensor | None = None
     """(t, k) prescribed experts of this micro-batch; a row with -1 leaves its token to the router."""
-    occurrences: Tensor | None = None
-    """(t,) float32, number of rows of this micro-batch that contain each token, see `PackedSequences`."""
     packed: PackedSequences | None = None
-    """Description of the sequences of this micro-batch, where auxiliary losses need it."""
+    """Description of the sequences of this micro-batch."""
     losses: BalanceLosses | None = None
     """Auxiliary losses of the model; None without."""
     load: Tensor | None = None
@@ -173,8 +171,9 @@ class Router(TopKRouter):
             scores, ratings = _scores(logits, bias, self._experts.sigmoid)
             chosen = self._choose(ratings)
         if self.load is not None and torch.is_grad_enabled():  # a pass that is recomputed counts once, the second time
-            assert self.occurrences is not None
-            self.load += _load(chosen, self.occurrences, self._experts.count)
+            assert self.packed is not None and self.packed.occurrences is not None
+            counts = self.packed.occurrences[:, None].expand(chosen.shape)
+            self.load.scatter_add_(0, chosen.flatten(), counts.flatten())
         weights: Tensor = _Weights.apply(logits, scores, chosen, self._experts)
         return weights, chosen
 
@@ -238,13 +237,6 @@ def _gradient_of_logits(
 
 
 @fused
-def _load(chosen: Tensor, occurrences: Tensor, experts: int) -> Tensor:
-    """Counts the tokens of each expert: (t, k) -> (experts,) int64, exact below 2**24."""
-    counts = occurrences[:, None].expand(chosen.shape)
-    return occurrences.new_zeros(len(chosen), experts).scatter(1, chosen, counts).sum(0).long()
-
-
-@fused
 def _of_groups(by_group: Tensor, groups: Tensor) -> Tensor:
     """Excludes experts of other groups: (t, groups, n) ratings and (t, m) groups -> (t, groups * n)."""
     numbers = torch.arange(by_group.shape[1], device=groups.device)
@@ -295,7 +287,7 @@ class RoutedLayer(TransformerLayer):
         """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""
         given = packed_seq_params.experts
         self.mlp.router.given = None if given is None else given.get(self.layer_number - 1)
-        self.mlp.router.occurrences, self.mlp.router.packed = packed_seq_params.occurrences, packed_seq_params
+        self.mlp.router.packed = packed_seq_params
         output: tuple[Tensor, Any] = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
         self.mlp.token_dispatcher.probs = None  # it would keep the autograd graph of this pass alive
         return output
@@ -303,10 +295,10 @@ class RoutedLayer(TransformerLayer):
     def _recomputed(self, forward: Callable[..., Any], hidden: Tensor, *arguments: Any, **options: Any) -> Any:
         """Runs the experts without storing activations; the backward pass computes them again, equally routed."""
         router, config = self.mlp.router, self.config
-        given, occurrences, packed = router.given, router.occurrences, router.packed
+        given, packed = router.given, router.packed
 
         def routed(hidden: Tensor) -> Any:
-            router.given, router.occurrences, router.packed = given, occurrences, packed
+            router.given, router.packed = given, packed
             output = forward(hidden, *arguments, **options)
             self.mlp.token_dispatcher.probs = None
             return output
