@@ -126,10 +126,12 @@ class ModuleTable(ModelTable):
         template = _EXPERT.sub(".experts.{expert}.", name) if expert else name
         template = _LAYER.sub(".{layer}.", template, count=1) if layer else template
         count = self.config.experts.count if self.config.experts else None
+        place = self.module.stacked.get(name)
+        stack = _LAYER.sub(".{layer}.", place.name, count=1) if place else None
         stacked = not expert and shape[:1] == (count,) and (len(shape) > 2 or ".experts." in name)
         return TensorEntry(
             0,
-            TensorSpec(template, shape, float32),
+            TensorSpec(template, shape, float32, stack),
             int(layer[1]) if layer else None,
             int(expert[1]) if expert else None,
             stacked,

@@ -180,6 +180,14 @@ def shard_of(parameter: str, tensor: SymbolicTensor) -> Shard:
     return shard
 
 
+def transposed_stack(tensor: SymbolicTensor) -> str | None:
+    """Returns the tensor of the checkpoint of which another is the stack of transposed matrices; None for others."""
+    part, whole = tensor.parts[0], torch.empty(tensor.parts[0].whole, device="meta")
+    if len(tensor.parts) > 1 or whole.dim() != 3 or part.elements.shape != whole.mT.shape:
+        return None
+    return part.tensor if part.elements.stride() == whole.mT.stride() != whole.stride() else None
+
+
 def _pieces(parameter: str, part: Part) -> Iterator[Piece]:
     """Yields the boxes of a part: one, or one for each index of a dimension in which its elements are not adjacent."""
     view, strides = part.elements, torch.empty(part.whole, device="meta").stride()
