@@ -24,7 +24,9 @@ GEMMA_TOKENS = (GEMMA_SIDE // GEMMA_PATCH // MERGE) ** 2
 """Tokens of an image of Gemma 3."""
 QWEN_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GEMMA_WORDS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+"""Experts of a mixture, less wide than a feed-forward layer."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -130,8 +132,10 @@ def _qwen(architecture: str, text: dict[str, Any], ids: Mapping[str, int], tied:
     half = text["head_dim"] // 2
     sections = [half - 2 * (half // 3), half // 3, half // 3]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
-    if architecture == "qwen3_vl":
+    if architecture != "qwen2_5_vl":
         rope["mrope_interleaved"] = True
+    if architecture == "qwen3_vl_moe":
+        text |= EXPERTS
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     return {
         "text_config": text | {"rope_parameters": rope, "tie_word_embeddings": tied},

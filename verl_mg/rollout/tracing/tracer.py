@@ -33,6 +33,7 @@ from verl_mg.rollout.tracing.layer_kinds import layer_kinds, text_fields, write_
 from verl_mg.rollout.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file, version_file
 from verl_mg.rollout.vllm.arguments import ON_CPU as VLLM_ON_CPU
 from verl_mg.sharding.boxes import Shard
+from verl_mg.sharding.module_shards import module_shards
 from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_shards, write_traced_table
 
 LOG_LINES = 8  # of a failed rank, in the error
@@ -155,10 +156,11 @@ def _architecture(model_dir: Path) -> str:
 
 
 def stacked_tensors(model_dir: Path) -> dict[str, StackedTensor]:
-    """Returns the places of experts' tensors that a model's files stack; none for a family without a weight table."""
+    """Returns the places of experts' tensors that a model's files stack, transposed."""
     fields = _config(model_dir)
     if fields.get("model_type") not in FAMILIES:
-        return {}
+        stacks = any(".experts." in name and len(shape) == 3 for name, shape in checkpoint_shapes(model_dir).items())
+        return dict(module_shards(model_dir).stacked) if stacks else {}
     return index_of(model_spec(parse_config(fields, str(model_dir / "config.json")))).stacked
 
 
