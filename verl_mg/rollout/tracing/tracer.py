@@ -69,7 +69,9 @@ def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine)
             are changed while loading. The first job that fails ends all.
     """
     engine_python(engine.name, engine.python)  # an engine that is missing is the first error
-    described = [_job(Path(model_dir), layout, _shapes(model_dir)) for model_dir, layout in jobs]
+    described = [
+        _job(Path(model_dir), layout, _shapes(model_dir), stacked_tensors(Path(model_dir))) for model_dir, layout in jobs
+    ]
     return _trace(described, engine)[1]
 
 
@@ -94,16 +96,21 @@ def write_trace(
     engine_python(engine.name, engine.python)
     architecture = _architecture(Path(model_dir))
     shapes = shapes or _shapes(model_dir)
-    traced = _traced_by_kinds(Path(model_dir), layout, engine, shapes)
+    stacked = stacked_tensors(Path(model_dir))
+    traced = _traced_by_kinds(Path(model_dir), layout, engine, shapes, stacked)
     if traced is None:
-        version, (ranks,) = _trace([_job(Path(model_dir), layout, shapes)], engine)
+        version, (ranks,) = _trace([_job(Path(model_dir), layout, shapes, stacked)], engine)
         traced = version, ranks
     version, ranks = traced
     write_traced_table(output, TracedTable(architecture, engine.name, version, layout, tuple(ranks)))
 
 
 def _traced_by_kinds(
-    model_dir: Path, layout: EngineLayout, engine: TracedEngine, shapes: Mapping[str, tuple[int, ...]]
+    model_dir: Path,
+    layout: EngineLayout,
+    engine: TracedEngine,
+    shapes: Mapping[str, tuple[int, ...]],
+    stacked: Mapping[str, StackedTensor],
 ) -> tuple[str, list[dict[str, Shard]]] | None:
     """Returns the version of the engine and its ranks' shards from a trace of the first layer of each kind.
 
@@ -117,7 +124,7 @@ def _traced_by_kinds(
     with tempfile.TemporaryDirectory(prefix="layers-") as name:
         write_first_layers(fields, kinds.count, Path(name))
         try:
-            version, (ranks,) = _trace([_job(Path(name), layout, kinds.first_layers(shapes))], engine)
+            version, (ranks,) = _trace([_job(Path(name), layout, kinds.first_layers(shapes), stacked)], engine)
             return version, [kinds.extended(shards) for shards in ranks]
         except UserError:  # the configuration cannot be cut; or the whole one fails too, and has the better message
             return None
@@ -168,10 +175,15 @@ def _shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
     return expert_shapes(checkpoint_shapes(model_dir), stacked_tensors(Path(model_dir)))
 
 
-def _job(model_dir: Path, layout: EngineLayout, shapes: Mapping[str, tuple[int, ...]]) -> TraceJob:
+def _job(
+    model_dir: Path,
+    layout: EngineLayout,
+    shapes: Mapping[str, tuple[int, ...]],
+    stacked: Mapping[str, StackedTensor],
+) -> TraceJob:
     _architecture(model_dir)
     stacks: dict[str, list[str]] = defaultdict(list)
-    for name, place in stacked_tensors(model_dir).items():
+    for name, place in stacked.items():
         if name in shapes:
             stacks[place.name].append(name)
     return {
