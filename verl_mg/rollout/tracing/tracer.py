@@ -70,7 +70,8 @@ def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine)
     """
     engine_python(engine.name, engine.python)  # an engine that is missing is the first error
     described = [
-        _job(Path(model_dir), layout, _shapes(model_dir), stacked_tensors(Path(model_dir))) for model_dir, layout in jobs
+        _job(Path(model_dir), layout, _shapes(model_dir), stacked_tensors(Path(model_dir)))
+        for model_dir, layout in jobs
     ]
     return _trace(described, engine)[1]
 
