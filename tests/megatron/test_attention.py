@@ -29,9 +29,9 @@ from verl_mg.training import flash_attention
 from verl_mg.training.flex_attention import block_mask
 from verl_mg.training.packed_attention import (
     Scores,
+    _run_by_run,
+    _with_ragged_kernel,
     attend_by_blocks,
-    attend_run_by_run,
-    attend_with_ragged_kernel,
 )
 from verl_mg.training.token_order import zigzag_tokens
 
@@ -111,8 +111,8 @@ def test_ragged_kernel_gets_what_it_takes(
     query, key, value = drawn
     packed = described(LENGTHS, keys)
     scores = Scores(0.3, window)
-    context = attend_with_ragged_kernel(query, key, value, packed, scores)
-    expected = attend_run_by_run(query, key, value, packed, scores)
+    context = _with_ragged_kernel(query, key, value, packed, scores)
+    expected = _run_by_run(query, key, value, packed, scores)
     assert context.shape == (sum(LENGTHS), HEADS, value_width)
     assert torch.allclose(context, expected, atol=1e-6)
     repeats = kv_heads < HEADS and "enable_gqa" not in signature.parameters
@@ -138,7 +138,7 @@ def attend_with_feature(kv_heads: int, window: int | None, shares: bool, feature
     packed.cp_group = dist.group.WORLD
     module = attention(window, **feature)
     options = {"sequences": packed, "scores": module._scores(packed.cp_group)}
-    functions = [partial(attend, **options) for attend in (attend_by_blocks, attend_run_by_run)]
+    functions = [partial(attend, **options) for attend in (attend_by_blocks, _run_by_run)]
     return outputs_and_gradients(functions, module, 258, kv_heads, 489 if shares else 258)
 
 

@@ -132,7 +132,7 @@ def load(folder: Path) -> None:
     kernels: Any = packed_attention
     kernels.has_ragged_kernel = lambda *_: True
     # torch's own kernels need a GPU.
-    kernels.attend_with_ragged_kernel = kernels.attend_by_blocks = kernels.attend_run_by_run
+    kernels._with_ragged_kernel = kernels.attend_by_blocks = kernels._run_by_run
 
     _pass_for_a_gpu(torch)
 

@@ -151,6 +151,6 @@ class PackedAttention(MegatronModule):
         return attend(query, key, value, packed, self._scores(packed.cp_group))
 
     def _scores(self, group: dist.ProcessGroup | None) -> Scores:
-        """Returns what becomes of the scores; group: ranks that divide the heads among themselves."""
+        """Returns the treatment of scores; group: ranks that divide the heads among themselves."""
         sinks = None if self.softmax_offset is None else heads_of_rank(self.softmax_offset, group)
         return Scores(self.scale, self.window, self.softcap, sinks)

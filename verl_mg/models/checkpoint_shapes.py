@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Ends of the names of the two tensors that stand for one in MXFP4."""
+"""Ends of the names of the two tensors that are one in MXFP4."""
 ELEMENTS_OF_BYTE = 2
 """Elements of a byte of MXFP4."""
 

@@ -71,7 +71,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the scores of queries and keys."""
+    """Treatment of the scores of queries and keys."""
 
     scale: float | None = None
     """Factor of the scores; None for 1 / sqrt(d)."""
@@ -106,21 +106,64 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scor
         key: (K, kv_heads, d); kv_heads divides the heads.
         value: (K, kv_heads, d_v).
         sequences: description of the sequences.
-        scores: what becomes of the scores.
+        scores: treatment of the scores.
 
     Returns:
         (T, heads, d_v).
     """
     if not has_ragged_kernel(query.device, query.dtype):
-        return attend_run_by_run(query, key, value, sequences, scores)
+        return _run_by_run(query, key, value, sequences, scores)
     if scores.are_plain:
-        return attend_with_ragged_kernel(query, key, value, sequences, scores)
+        return _with_ragged_kernel(query, key, value, sequences, scores)
     return attend_by_blocks(query, key, value, sequences, scores)
 
 
-def attend_with_ragged_kernel(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores
-) -> Tensor:
+def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+    """Computes attention by FlexAttention, also for queries that are any tokens of their sequences.
+
+    Args:
+        query: (T, heads, d).
+        key: (K, kv_heads, d).
+        value: (K, kv_heads, d_v).
+        sequences: description of the sequences.
+        scores: treatment of the scores.
+
+    Returns:
+        (T, heads, d_v).
+    """
+    mask = sequences.block_mask(scores.window)
+    return attend_with_block_mask(query, key, value, mask, scores.scale, scores.softcap, scores.sinks)
+
+
+def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
+    """Attends from the queries of sequences to their visible keys; `scores.window` is not read.
+
+    Args:
+        query: (n, heads, L, d).
+        key: (n, kv_heads, K, d).
+        value: (n, kv_heads, K, d_v).
+        visible: (L, K) bool, the same for every sequence.
+        scores: treatment of the scores.
+
+    Returns:
+        (n, heads, L, d_v).
+    """
+    if scores.are_plain:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scores.scale, enable_gqa=True)
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    products = query @ key.mT * (query.shape[3] ** -0.5 if scores.scale is None else scores.scale)
+    if scores.softcap is not None:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    products = products.masked_fill(~visible, -torch.inf)
+    if scores.sinks is not None:
+        additional = scores.sinks.to(products.dtype)[:, None, None].expand(*products.shape[:-1], 1)
+        products = torch.cat([products, additional], dim=-1)
+    shares = products.softmax(-1, dtype=torch.float32)[..., : visible.shape[1]]
+    return shares.to(value.dtype) @ value
+
+
+def _with_ragged_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Computes `attend` by torch's variable-length kernel, for plain scores."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -140,13 +183,7 @@ def attend_with_ragged_kernel(
     return context[..., :width]
 
 
-def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
-    """Computes `attend` by FlexAttention, also for queries that are any tokens of their sequences."""
-    mask = sequences.block_mask(scores.window)
-    return attend_with_block_mask(query, key, value, mask, scores.scale, scores.softcap, scores.sinks)
-
-
-def attend_run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+def _run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Computes `attend` by matrices, over neighbouring sequences of one length at once."""
     sizes, key_sizes = ([run[0] * run[kind] for run in sequences.runs] for kind in (1, 2))
     outputs = []
@@ -163,31 +200,3 @@ def attend_run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequ
             context = attend_where(q, k, v, visible, scores)
         outputs.append(context.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
-
-
-def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
-    """Attends from the queries of sequences to their visible keys; `scores.window` is not read.
-
-    Args:
-        query: (n, heads, L, d).
-        key: (n, kv_heads, K, d).
-        value: (n, kv_heads, K, d_v).
-        visible: (L, K) bool, the same for every sequence.
-        scores: what becomes of the scores.
-
-    Returns:
-        (n, heads, L, d_v).
-    """
-    if scores.are_plain:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scores.scale, enable_gqa=True)
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-    products = query @ key.mT * (query.shape[3] ** -0.5 if scores.scale is None else scores.scale)
-    if scores.softcap is not None:
-        products = scores.softcap * torch.tanh(products / scores.softcap)
-    products = products.masked_fill(~visible, -torch.inf)
-    if scores.sinks is not None:
-        additional = scores.sinks.to(products.dtype)[:, None, None].expand(*products.shape[:-1], 1)
-        products = torch.cat([products, additional], dim=-1)
-    shares = products.softmax(-1, dtype=torch.float32)[..., : visible.shape[1]]
-    return shares.to(value.dtype) @ value
