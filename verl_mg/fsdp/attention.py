@@ -52,7 +52,8 @@ def packed_attention(
     """
     assert packed is not None and attention_mask is None and query.shape[0] == 1
     heads, tokens, group = query.shape[1], query.shape[2], packed.cp_group
-    q, k, v = to_heads(*(x[0].transpose(0, 1) for x in (query, key, value)), group)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = to_heads(q, k, v, group)
     sinks = None if s_aux is None else heads_of_rank(s_aux, group)
     context = to_tokens(attend(q, k, v, packed, Scores(scaling, sliding_window, softcap, sinks)), group)
     return context.view(1, tokens, heads, -1), None

@@ -154,7 +154,7 @@ def module_table(model_dir: str | Path, head: Head = "language") -> ModuleTable:
     config = builtin.config if builtin else _config(Path(model_dir), module)
     if builtin and (stacked := builtin.tensor_index.stacked):
         described, stacks = builtin.transformers(), {place.name for place in stacked.values()}
-        module = replace(module, shards=module.shards | {name: described[name] for name in stacks})
+        module = replace(module, shards={**module.shards, **{name: described[name] for name in stacks}})
     return ModuleTable(config, head, model_dir=Path(model_dir), module=module, builtin=builtin)
 
 
