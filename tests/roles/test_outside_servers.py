@@ -2,26 +2,32 @@
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests.rank_pool import job_store
 from tests.roles.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from tests.sglang_servers import RunningServer, receiving_server
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
+from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.sglang.servers.pool import ServerPool
+from verl_mg.rollout.sglang.servers.pool_member import State
+from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.boxes import numel
 from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = needs_sglang
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
+FEW, MANY = 6, 1000
+"""Samples of a rank before and after the disturbance of a rollout, which has 36."""
 
 
 @pytest.fixture(scope="module")
@@ -120,55 +126,77 @@ def test_job_that_shares_changes_in_a_folder_generates_with_the_exported_weights
     assert [path.name for path in tmp_path.iterdir()] == ["changes-2"]
 
 
+class Ration:
+    """How many samples a pool may still take: the others wait until what shall happen to its servers has happened."""
+
+    def __init__(self, pool: ServerPool, patch: pytest.MonkeyPatch) -> None:
+        self.left = 0
+        free, submit = pool.num_free_slots, pool.submit
+
+        def submit_counted(requests: Sequence[Request], sampling: Sampling) -> None:
+            self.left -= len(requests)
+            submit(requests, sampling)
+
+        patch.setattr(pool, "num_free_slots", lambda: min(free(), self.left))
+        patch.setattr(pool, "num_queue_slots", lambda: 0)
+        patch.setattr(pool, "submit", submit_counted)
+
+
 def come_and_go(folder: Path, urls: list[str], processes: list[int]) -> dict[str, object]:
     """Servers 0 and 1 at first; 2 joins and 0 is removed in the first rollout, 1 is killed in the second one."""
-    rank, file = dist.get_rank(), folder / "servers.txt"
+    rank, store, file = dist.get_rank(), job_store(), folder / "servers.txt"
     file.write_text(f"{urls[0]}\n\n# a comment\n{urls[1]}/\n")
     dist.barrier()
     job, recipe = engine_job(
         folder, f"rollout.urls_file={file}", "actor.layout=tp2", "rollout.max_running_requests=1",
-        "rollout.max_new_tokens=50", "algorithm.prompts_per_iteration=16", "algorithm.group_size=6",
-        *OF_KEYS,
+        "rollout.max_new_tokens=50", "algorithm.group_size=6", *OF_KEYS,
     )  # fmt: skip
     pool = job.rollout._engines.engine
-    served: dict[int, set[int]] = {}
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.005):
-            for number, server in list(pool._servers.items()):
-                if server.client:
-                    served.setdefault(number, set()).update(request.id for request, _ in server.client.in_flight())
+    served: list[set[int]] = [set(), set()]  # numbers of the servers that this rank sent samples to, for each rollout
+    rollouts = iter(served)
 
     def join_and_remove() -> None:
-        if rank == 0:
-            wait_until(lambda: bool(served.get(0)))
-            file.write_text("\n".join(urls))
-            wait_until(lambda: bool(served.get(2)))
-            file.write_text("\n".join(urls[1:]))
+        wait_until(lambda: 0 in now)
+        file.write_text("\n".join(urls))
+        wait_until(lambda: 2 in pool.views(State.READY))
+        ration.left += FEW
+        wait_until(lambda: 2 in now)
+        file.write_text("\n".join(urls[1:]))
+        wait_until(lambda: 0 not in pool.views(State.READY))
+        store.set("removed", "")
 
-    def kill() -> None:
-        if rank == 1:
-            wait_until(lambda: bool(served.get(1)))
-            os.killpg(processes[1], signal.SIGKILL)
+    def disturbed(disturbance: Callable[[], None], event: str) -> None:
+        disturbance()
+        wait_until(lambda: store.check([event]))
+        ration.left = MANY
 
-    threading.Thread(target=watch, daemon=True).start()
-    with ThreadPoolExecutor(1) as threads:
-        disturbance = threads.submit(join_and_remove)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        submit = RemoteEngine.submit
+
+        def submit_noted(self: RemoteEngine, requests: Sequence[Request], sampling: Sampling) -> None:
+            number = urls.index(self.url)
+            submit(self, requests, sampling)
+            now.add(number)
+            if number == 1 and now is served[1] and not store.check(["killed"]):
+                os.killpg(processes[1], signal.SIGKILL)
+                store.set("killed", "")
+
+        patch.setattr(RemoteEngine, "submit", submit_noted)
+        ration = Ration(pool, patch)
+        now, ration.left = next(rollouts), FEW
+        end = threads.submit(disturbed, join_and_remove if rank == 0 else lambda: None, "removed")
         recipe.iteration(job, job.config.algorithm)
-        disturbance.result()
-        first = {number: len(ids) for number, ids in served.items()}
+        end.result()
         servers = job.rollout.metrics["rollout/servers"]
-        served.clear()
-        disturbance = threads.submit(kill)
+        now, ration.left = next(rollouts), FEW
+        end = threads.submit(disturbed, lambda: None, "killed")
         job.rollout.generate(list(job.prompts)[:6], num_samples=6)
-        disturbance.result()
-    done.set()
+        end.result()
     job.rollout.update_weights(job.actor)
     batches, metrics = job.rollout.train_batches, job.rollout.metrics
     job.rollout.close()
     return {
-        "served": [first, {number: len(ids) for number, ids in served.items()}],
+        "served": served,
         "servers": [servers, metrics["rollout/servers"]],
         "lost": metrics["rollout/lost_servers"],
         "cache_hits": metrics["time/prompt_cache_hits"],
@@ -183,7 +211,7 @@ def come_and_go(folder: Path, urls: list[str], processes: list[int]) -> dict[str
 def test_servers_that_come_and_go_lose_no_sample(folder, servers, ranks):
     urls, processes = [server.url for server in servers], [server.pid for server in servers]
     results = ranks.run(2, with_keys, come_and_go, folder, urls, processes)
-    for call, expected in enumerate([range(96), range(96, 132)]):
+    for call, expected in enumerate([range(36), range(36, 72)]):
         assert sorted(i for rank in results for i in rank["ids"][call]) == list(expected)
         assert {v for rank in results for v in rank["versions"][call]} == {call}
         assert all(rank["ended"][call] for rank in results)
@@ -191,9 +219,7 @@ def test_servers_that_come_and_go_lose_no_sample(folder, servers, ranks):
         assert (rank["servers"], rank["lost"]) == ([2, 1], 1)
         assert 0 < rank["cache_hits"] < 1  # six samples of each prompt
     # Server 2 joined in the first rollout, and in the second one took over the samples of server 1, which was killed.
-    leads_first, leads_second = results
-    assert leads_first["served"][0][2] and leads_second["served"][0][1]
-    assert leads_second["served"][1][1] and leads_second["served"][1][2] and leads_first["served"][1][2]
+    assert [rank["served"] for rank in results] == [[{0, 2}, {2}], [{1}, {1, 2}]]
 
 
 def complaint(folder: Path, url: str) -> str:

@@ -2,9 +2,8 @@
 
 import json
 import math
-import threading
-import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engines import SGLANG, VLLM_NIGHTLY, process_of, workers_of
+from tests.rank_pool import job_store
 from tests.roles.engine_jobs import engine_job, inputs
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.job.job import Job
 from verl_mg.roles.weight_sync import engines as engines_sync
+from verl_mg.rollout.engine import Request, Sampling
 from verl_mg.rollout.work_queue import StaticWorkQueue
 
 TOKENS = 180
@@ -117,24 +118,28 @@ def updated_with_death(job: Job) -> int:
 
 
 def killed(job: Job) -> dict[str, object]:
-    """A process of one engine that computes is killed while samples are drawn."""
-    engine = job.rollout._engines.engine
-    killing = []
+    """The process of rank 1's engine that computes is killed with samples half drawn; rank 0 starts none before."""
+    engine, store = job.rollout._engines.engine, job_store()
+    submit, victims = engine.submit, workers_of(engine)
+    submitted, in_flight = [], []
 
-    def kill() -> None:
-        while len(engine._running) < 4:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        (victim,) = workers_of(engine)
-        killing.append(len(engine._running))
-        victim.kill()
+    def submit_and_kill(requests: Sequence[Request], sampling: Sampling) -> None:
+        submit(requests, sampling)
+        submitted.extend(requests)
+        # Where one is complete, those that were submitted with it are on their way.
+        if not in_flight and len(submitted) > len(engine._running):
+            in_flight.append(len(engine._running))
+            (victim,) = victims
+            victim.kill()
+            store.set("killed", "")
 
-    thread = threading.Thread(target=kill)
-    if dist.get_rank() == 1:
-        thread.start()
-    batch = job.rollout.generate(list(job.prompts)[:24], num_samples=4)
-    if dist.get_rank() == 1:
-        thread.join()
+    def submit_late(requests: Sequence[Request], sampling: Sampling) -> None:
+        store.wait(["killed"])
+        submit(requests, sampling)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "submit", submit_and_kill if dist.get_rank() == 1 else submit_late)
+        batch = job.rollout.generate(list(job.prompts)[:8], num_samples=4)
     deaths = job.rollout.metrics["rollout/engine_deaths"]
     greedy = job.rollout.generate_greedy(list(job.prompts)[:6])
     loads = updated_with_death(job)
@@ -143,7 +148,7 @@ def killed(job: Job) -> dict[str, object]:
         "rows": rows(batch),
         "greedy": rows(greedy),
         "again": rows(again),
-        "in_flight": killing,
+        "in_flight": in_flight,
         "deaths": deaths,
         "loads": loads,
     }
@@ -231,15 +236,15 @@ def test_partial_rollout_resumes_groups_with_the_version_of_each_token(reported)
 def test_killed_engine_restarts_without_losing_samples(reported):
     folder, results = reported
     (in_flight,) = everywhere(results, "killed", "in_flight")
-    assert in_flight >= 4 and results[0]["killed"]["deaths"] == 1
+    assert in_flight >= 8 and results[0]["killed"]["deaths"] == 1
     assert 0 < results[0]["killed"]["loads"] < results[1]["killed"]["loads"], "it ended in the middle of the transfer"
     ids = sorted(everywhere(results, "killed", "rows"), key=lambda row: row["id"])
     first = ids[0]["id"]
-    assert [row["id"] for row in ids] == list(range(first, first + 96))
+    assert [row["id"] for row in ids] == list(range(first, first + 32))
     assert Counter(row["prompt"] for row in ids) == dict.fromkeys({row["prompt"] for row in ids}, 4)
     # The engine that was started anew has the weights of now.
     model = AutoModelForCausalLM.from_pretrained(folder / "trained", dtype=torch.float32)
-    for row in [*everywhere(results, "killed", "greedy"), *everywhere(results, "killed", "again"), *ids[::5]]:
+    for row in [*everywhere(results, "killed", "greedy"), *everywhere(results, "killed", "again"), *ids[::3]]:
         scores = model(torch.tensor([row["tokens"]])).logits[0].log_softmax(-1)[:-1]
         own = scores.gather(1, torch.tensor(row["tokens"])[1:, None])[row["length"] - 1 :, 0]
         torch.testing.assert_close(torch.tensor(row["logprobs"][row["length"] :]), own, atol=1e-4, rtol=0)
