@@ -13,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # torch asks the driver whether there are GPUs. If it asked CUDA, processes forked from this one could not use them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+# The processes of pytest-xdist, which inherit it, have the servers of `warm_start` in common.
+os.environ.setdefault("WARM_START_OWNER", str(os.getpid()))
 
 import pytest
 import torch

@@ -140,12 +140,37 @@ MIXTURES = ("qwen3_moe", "mixtral", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3
 ATTENTION_DP = ("qwen3", "qwen3_moe", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
+ONE_STAGE = ("gemma2", "qwen3_next")
+"""Families that SGLang does not cut into stages."""
+THOROUGH = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next")
+"""A family of each kind: dense, mixture, with latent and with linear attention."""
+
+
 def layouts_of(family: str) -> list[EngineLayout]:
-    """The layouts in which a family is traced; at tp4 there are fewer key-value heads than ranks."""
+    """The layouts in which SGLang loads a family daily: one that cuts all its layers, and all where it is thorough."""
+    if family in THOROUGH or family == "uneven":
+        return _layouts_of(family)
+    if family in MIXTURES:
+        return [EngineLayout(tp=2, ep=2)]
+    return [EngineLayout(tp=4) if family in ONE_STAGE else EngineLayout(tp=2, pp=2)]
+
+
+def nightly_layouts_of(family: str) -> list[EngineLayout]:
+    """The other layouts in which SGLang loads a family."""
+    layouts = _layouts_of(family)
+    if family in MIXTURES:
+        layouts += [EngineLayout(tp=4, ep=2)]
+    if family in ATTENTION_DP:
+        layouts += [EngineLayout(tp=4, adp=2)]
+    return [layout for layout in layouts if layout not in layouts_of(family)]
+
+
+def _layouts_of(family: str) -> list[EngineLayout]:
+    """The layouts of all sizes; at tp4 there are fewer key-value heads than ranks."""
     if family == "uneven":  # a vocabulary of which the last rank has none
         return [EngineLayout(tp=3)]
     layouts = [EngineLayout(), EngineLayout(tp=2), EngineLayout(tp=4)]
-    if family not in ("gemma2", "qwen3_next"):  # which SGLang does not cut into stages
+    if family not in ONE_STAGE:
         layouts += [EngineLayout(pp=2), EngineLayout(tp=2, pp=2)]
     if family in MIXTURES:
         layouts += [EngineLayout(tp=2, ep=2)]
@@ -164,12 +189,6 @@ def vllm_layouts_of(family: str) -> list[EngineLayout]:
     if family == "gpt_oss":  # which needs a key-value head on each rank
         return [*(layout for layout in layouts if layout.tp <= 2), EngineLayout(tp=2, ep=2)]
     return layouts + ([EngineLayout(tp=2, ep=2), EngineLayout(tp=4, ep=4)] if family in MIXTURES else [])
-
-
-def nightly_layouts_of(family: str) -> list[EngineLayout]:
-    """Further layouts of a family with the same dimensions."""
-    layouts = [EngineLayout(tp=4, ep=2)] if family in MIXTURES else []
-    return layouts + ([EngineLayout(tp=4, adp=2)] if family in ATTENTION_DP else [])
 
 
 @cache

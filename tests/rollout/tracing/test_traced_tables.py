@@ -4,9 +4,7 @@ import pytest
 
 from tests.oracles.transformers_trace import trace_transformers
 from tests.traces import (
-    ATTENTION_DP,
     FAMILIES,
-    MIXTURES,
     folder_of,
     layouts_of,
     needs_sglang,
@@ -60,14 +58,12 @@ def test_transformers_table_equals_from_pretrained(family):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sglang_table_equals_load_weights(traces, family):
-    layouts = layouts_of(family)
-    assert family == "uneven" or {(layout.tp, layout.ep) for layout in layouts} >= {(1, 1), (2, 1), (4, 1)}
-    assert_table_equals({layout: traces[family, layout] for layout in layouts}, family)
+    assert_table_equals({layout: traces[family, layout] for layout in layouts_of(family)}, family)
 
 
 @needs_sglang
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", sorted({*MIXTURES, *ATTENTION_DP}))
+@pytest.mark.parametrize("family", [family for family in FAMILIES if nightly_layouts_of(family)])
 def test_sglang_table_of_further_layouts_equals_load_weights(family):
     traced = sglang_traces([(family, layout) for layout in nightly_layouts_of(family)])
     assert_table_equals({layout: ranks for (_, layout), ranks in traced.items()}, family)
