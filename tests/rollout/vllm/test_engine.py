@@ -34,8 +34,9 @@ SETTINGS = EngineSettings(
     routed_experts=True,
     python=Path(warm_start.vllm().python) if warm_start.VLLM_PYTHON.exists() else None,
 )
-LONG, SHORT = Sampling(max_new_tokens=900), Sampling(max_new_tokens=5)
-GREEDY = Sampling(max_new_tokens=900, temperature=0.0)
+LENGTH = 400
+LONG, SHORT = Sampling(max_new_tokens=LENGTH), Sampling(max_new_tokens=5)
+GREEDY = Sampling(max_new_tokens=LENGTH, temperature=0.0)
 
 
 def made(folder: Path, architecture: str, seed: int = 3, **fields: object) -> Path:
@@ -109,13 +110,13 @@ def test_engine_given_partial_samples_continues_them(engine):
     engine.collect(0.15)
     engine.abort()
     cut = all_of(engine, 6)
-    assert {sample.finish for sample in cut} == {"abort"} and all(len(sample.tokens) < 900 for sample in cut)
+    assert {sample.finish for sample in cut} == {"abort"} and all(len(sample.tokens) < LENGTH for sample in cut)
     again = [Request(r.id, r.prompt, r.seed, partial=s) for r, s in zip(requests(), cut, strict=True)]
     joined = engine.generate(again, GREEDY)
     assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
     for one, other in zip(joined, whole, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
-        assert len(one.policy_versions) == 900 and torch.equal(one.routed_experts, other.routed_experts)
+        assert len(one.policy_versions) == LENGTH and torch.equal(one.routed_experts, other.routed_experts)
 
 
 def test_engine_continuation_of_a_partial_sample_draws_other_numbers(engine):
@@ -141,8 +142,8 @@ def test_engine_request_over_its_time_is_cut_alone(engine, monkeypatch):
     monkeypatch.setattr(engine, "_request_timeout", 100.0)
     engine.submit([Request(2, (6, 7), 1)], LONG)
     late, other = all_of(engine, 2, wait=0.01)
-    assert late.finish == "timeout" and len(late.tokens) < 900
-    assert other.finish == "length" and len(other.tokens) == 900
+    assert late.finish == "timeout" and len(late.tokens) < LENGTH
+    assert other.finish == "length" and len(other.tokens) == LENGTH
 
 
 def updated_in_flight(engine, models, keep_cache: bool) -> list[Sample]:
