@@ -97,6 +97,15 @@ def test_launcher_given_sigint_ends_without_traceback():
 
 
 @needs_mpirun
+def test_ranks_of_mpirun_are_one_job():
+    steps = watched("if step == 3: raise UserError(f'rank {rank} of {world.size}')")
+    with started(steps, [*MPIRUN, "-n", "2"], warm=False) as process:
+        code, out, err = ended(process)
+    assert code == 2 and out.startswith("steps done\n") and [line[-5:] for line in error_lines(err)] == [" of 2"], err
+
+
+@pytest.mark.nightly
+@needs_mpirun
 def test_mpirun_and_torchrun_train_bitwise_identical(tmp_path):
     inputs = write_inputs(tmp_path / "inputs")
     for name, before, launcher in (("torchrun", [], torchrun(2)), ("mpirun", [*MPIRUN, "-n", "2"], [])):

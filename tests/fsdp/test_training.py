@@ -12,7 +12,6 @@ from verl_mg.models.hf_config import read_config
 
 LAYOUTS = [
     ("dense", "dp2", 1, False),
-    ("dense", "tp2-dp2", 1, False),
     ("dense", "cp2-dp2", 1, True),
     ("mixture", "dp4", 2, False),
     ("mixture", "tp2-dp2", 1, False),
@@ -22,6 +21,7 @@ LAYOUTS = [
 NIGHTLY_LAYOUTS = [
     ("dense", "dp4", 1, True),
     ("dense", "dp4", 2, False),
+    ("dense", "tp2-dp2", 1, False),
     ("dense", "tp2-cp2", 1, False),
     ("mixture", "dp2", 1, False),
     ("mixture", "dp4", 1, True),

@@ -199,7 +199,11 @@ def resumed(model, layout, guard):
     return whole, parts, other.runner.unrestored
 
 
-@pytest.mark.parametrize("guard", [GuardConfig(), GuardConfig(max_kl=1.0, action="rollback")])
+@pytest.mark.parametrize(
+    "guard",
+    [pytest.param(GuardConfig(), marks=pytest.mark.nightly), GuardConfig(max_kl=1.0, action="rollback")],
+    ids=["no guard", "rollback"],
+)
 def test_restored_role_continues_with_its_biases_bitwise(ranks, model, guard):
     for whole, parts, unrestored in ranks.run(2, resumed, model, "tp2", guard):
         assert not unrestored

@@ -19,7 +19,7 @@ from verl_mg.run.mode import RunMode
 
 pytestmark = needs_sglang
 RECIPE = Path(__file__).with_name("killed_grpo.py")
-ITERATIONS, PROMPTS, GROUP = 6, 1, 4
+ITERATIONS, PROMPTS, GROUP = 5, 1, 2
 ASYNC = [
     "rollout.mode=async",
     "rollout.max_staleness=2",
@@ -53,7 +53,7 @@ def trained(run: Path, iteration: int) -> dict[int, tuple[int, list[int]]]:
 def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks, tmp_path):
     folder = inputs(tmp_path, "qwen3", positions=400, unused=2000)
     run = folder / "run"
-    for iteration, delay in ((3, 0.3), (5, 0.05)):
+    for iteration, delay in ((2, 0.3), (4, 0.05)):
         (folder / "kill.json").write_text(json.dumps({"iteration": iteration, "delay": delay}))
         pool = RankPool(Machine.this(), 3)
         try:

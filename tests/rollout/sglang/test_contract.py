@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,16 +188,23 @@ def gpu_formulas() -> list[Any]:
     return found
 
 
-def ranks_of_part(layout: EngineLayout, nodes: int, node: int) -> dict[str, Any]:
-    """Ranks of stages and in a stage that SGLang places on a node, and how many there are, by its own function."""
+@cache
+def rank_ranges() -> tuple[str, Any]:
+    """Name and code of SGLang's function that gives the ranks of a node."""
     spec = importlib.util.find_spec("sglang")
     assert spec and spec.origin
     tree = ast.parse((Path(spec.origin).parent / "srt" / "entrypoints" / "engine.py").read_text())
     (found,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "_calculate_rank_ranges"]
+    return found.name, compile(ast.Module([found], []), "engine.py", "exec")
+
+
+def ranks_of_part(layout: EngineLayout, nodes: int, node: int) -> dict[str, Any]:
+    """Ranks of stages and in a stage that SGLang places on a node, and how many there are, by its own function."""
+    name, code = rank_ranges()
     parallel = SimpleNamespace(nnodes=nodes, pp_size=layout.pp, tp_size=layout.tp)
     names: dict[str, Any] = {"get_parallel": lambda: parallel, "Tuple": tuple}
-    exec(compile(ast.Module([found], []), "engine.py", "exec"), names)
-    return dict(zip(("pp", "tp", "pp_size_per_node", "tp_size_per_node"), names[found.name](node), strict=True))
+    exec(code, names)
+    return dict(zip(("pp", "tp", "pp_size_per_node", "tp_size_per_node"), names[name](node), strict=True))
 
 
 def gpus_of(formula: Any, layout: EngineLayout, arguments: dict[str, Any]) -> dict[int, int]:
