@@ -43,6 +43,17 @@ def test_checkpoint_writer_boxes_of_two_processes_form_the_tensors(tmp_path, ten
         assert torch.equal(reader.read("a", box), tensors["a"].to(dtype)[1:3, 2:4])
 
 
+def test_checkpoint_writer_keeps_tensors_that_are_float32(tmp_path, tensors):
+    writer = CheckpointWriter(tmp_path, WHOLE, torch.bfloat16, float32=["b"])
+    writer.create()
+    for name, tensor in tensors.items():
+        writer.write(name, full_box(tensor.shape), tensor)
+    expected = {name: tensor if name == "b" else tensor.bfloat16() for name, tensor in tensors.items()}
+    read = load_file(tmp_path / SINGLE)
+    assert {name: tensor.dtype for name, tensor in read.items()} == {n: tensor.dtype for n, tensor in expected.items()}
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+
+
 def test_load_shards_fills_requested_slices_and_zeroes_padding(tmp_path, tensors):
     save_file(tensors, tmp_path / SINGLE)
     shard = Shard((4, 2), (Piece("a", ((2, 5), (1, 3)), ((0, 3), (0, 2))),), padding=(((3, 4), (0, 2)),))

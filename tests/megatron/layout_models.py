@@ -23,6 +23,19 @@ MODELS: dict[str, dict[str, Any]] = {
         **VARIANTS["deepseek_v3"],
         "q_rank": 16,
     },
+    # Compressed queries, one group of experts.
+    "latent flash": VARIANTS["glm4_moe_lite"]
+    | {"architecture": "glm4_moe_lite", "layers": 5, "head_dim": 8, "init_std": 0.1, "q_rank": 16},
+    # As Moonlight: one group of experts, queries without a low rank.
+    "latent without query rank": {
+        "architecture": "deepseek_v3",
+        "layers": 5,
+        "head_dim": 8,
+        "init_std": 0.1,
+        "shared_experts": 2,
+        "dense_layers": 1,
+        "experts": 8,
+    },
     # Biases and norms of queries and keys, of which a half is rotated, beside a sigmoid router and shared experts.
     "partly rotated": {"architecture": "glm4_moe", "layers": 5, "kv_heads": 4, "ffn": 48, **VARIANTS["glm4_moe"]},
     # Attention sinks, biases and windows; experts in stacked tensors.
@@ -30,12 +43,26 @@ MODELS: dict[str, dict[str, Any]] = {
     # Linear and softmax attention in turns, gated, with experts; and without, of which cp8 has no whole key head.
     "linear": VARIANTS["qwen3_next"]
     | {"architecture": "qwen3_next", "layers": 5, "kv_heads": 4, "experts": 8, "init_std": 0.05},
+    "linear mixture": VARIANTS["qwen3_5_moe_text"]
+    | {"architecture": "qwen3_5_moe_text", "layers": 5, "kv_heads": 4, "experts": 8, "init_std": 0.05},
     "linear dense": VARIANTS["qwen3_5_text"]
     | {"architecture": "qwen3_5_text", "layers": 5, "kv_heads": 4, "init_std": 0.05},
     # Queries and keys are normalized over all heads, which tensor-parallel ranks divide.
     "joint norms": {"architecture": "minimax_m2", "layers": 5, "kv_heads": 4, **VARIANTS["minimax_m2"]},
     "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
 }
+
+
+class ModelFolders(dict[str, Path]):
+    """Directories of the models by name, each made when it is first read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = make_model(self._folder / name, name)
+        return self[name]
 
 
 def make_model(folder: Path, name: str, **changes: Any) -> Path:

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.megatron.layout_models import MODELS, make_model
+from tests.megatron.layout_models import ModelFolders
 from tests.megatron.training import assert_equal, one_rank, train
 from tests.tiny_models import random_rows
 from verl_mg.config import MegatronConfig
@@ -73,6 +73,12 @@ NIGHTLY_LAYOUTS = [
     ("latent", "pp4-ep2", True),
     ("latent", "cp2-pp2-vpp2", False),
     ("latent", "tp2-pp2-vpp2-ep2", False),
+    ("latent flash", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
+    ("latent flash", "tp4-ep2-etp2", False),
+    ("latent flash", "pp4-ep2", False),
+    ("latent flash", "cp4-ep8", False),
+    ("latent without query rank", "tp2-cp2-pp2-ep2-etp1", False),
+    ("latent without query rank", "tp4-ep8-etp1", True),
     ("capped", "tp2-pp2-vpp2", True),
     ("partly rotated", "tp4-ep2-etp2", False),
     ("partly rotated", "ep8", True),
@@ -87,6 +93,9 @@ NIGHTLY_LAYOUTS = [
     ("linear", "tp4-ep2-etp2", False),
     ("linear", "ep8", False),
     ("linear", "tp2-pp2-vpp2-ep2", True),
+    ("linear mixture", "tp2-cp2-pp2-ep2-etp1", False),
+    ("linear mixture", "cp4-ep4", True),
+    ("linear mixture", "tp4-pp2-ep2-etp2", False),
     ("linear dense", "cp8", False),
     ("linear dense", "tp2-cp4", False),
     ("linear dense", "tp2-pp4", True),
@@ -141,8 +150,7 @@ def with_nightly(cases, nightly):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder / name, name) for name in MODELS}
+    return ModelFolders(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

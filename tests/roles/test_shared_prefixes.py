@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.megatron.layout_models import MODELS, make_model
+from tests.megatron.layout_models import ModelFolders
 from tests.megatron.shared_rows import positions_computed_once, sharing_rows
 from tests.roles.shared_updates import assert_same, passes
 from tests.roles.updates import TEMPERATURE
@@ -48,8 +48,7 @@ CASES = [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.nightly) for case in 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder / name, name) for name in MODELS}
+    return ModelFolders(tmp_path_factory.mktemp("models"))
 
 
 def flops_of_tokens(model):

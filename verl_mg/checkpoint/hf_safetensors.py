@@ -11,7 +11,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -140,32 +140,37 @@ class CheckpointWriter:
         file_bytes: int = 5 * 10**9,
         copies: Mapping[str, str] | None = None,
         stacked: Mapping[str, StackedTensor] | None = None,
+        float32: Collection[str] = (),
     ) -> None:
         """Lays the files out, without writing.
 
         Args:
             folder: directory to write.
             shapes: the tensors of the model, `WeightTable.huggingface()`.
-            dtype: dtype of all tensors in the files.
+            dtype: dtype of the tensors in the files.
             file_bytes: size from which a new file begins.
             copies: {further tensor: the tensor whose values it has}, which is written with it.
             stacked: places of the tensors that are in stacked tensors, see `TensorIndex.stacked`; None for no such
                 tensors.
+            float32: tensors that are float32 in the files, whatever the dtype of the others.
         """
-        self.folder, self._dtype = Path(folder), dtype
+        self.folder = Path(folder)
         self._copies, self._stacked = dict(copies or {}), stacked or {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for tensor, shard in shapes.items():
             place = self._stacked.get(tensor)
             self._shapes[place.name if place else tensor] = place.shape if place else shard.shape
         self._shapes |= {name: self._shapes[original] for name, original in self._copies.items()}
+        self._dtypes = dict.fromkeys(self._shapes, dtype) | dict.fromkeys(float32, torch.float32)
         groups = split_by_size(self._shapes, dtype.itemsize, file_bytes)
         many = len(groups) > 1
         self._headers: dict[str, bytes] = {}
         self._offsets: dict[str, tuple[str, int]] = {}
         for number, group in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else SINGLE
-            self._headers[name], offsets = header({t: (dtype, self._shapes[t]) for t in group})
+            # The widest first: readers view the bytes in place, so a tensor begins at a multiple of its item size.
+            group.sort(key=lambda tensor: -self._dtypes[tensor].itemsize)
+            self._headers[name], offsets = header({t: (self._dtypes[t], self._shapes[t]) for t in group})
             self._offsets |= {tensor: (name, offset) for tensor, offset in offsets.items()}
 
     def create(self) -> None:
@@ -198,18 +203,18 @@ class CheckpointWriter:
             tensor, box = place.name, place.box(box)
         name, offset = self._offsets[tensor]
         shape = self._shapes[tensor]
-        data = values.detach().to(self._dtype).contiguous().cpu().reshape(box_shape(box))
+        data = values.detach().to(self._dtypes[tensor]).contiguous().cpu().reshape(box_shape(box))
         descriptor = os.open(self.folder / name, os.O_WRONLY)
         try:
             for start, run in _contiguous_runs(shape, box, data):
                 # Not through numpy: a storage that numpy has exported can never be resized again.
                 content = ctypes.string_at(run.data_ptr(), run.nbytes)
-                os.pwrite(descriptor, content, offset + start * self._dtype.itemsize)
+                os.pwrite(descriptor, content, offset + start * data.itemsize)
         finally:
             os.close(descriptor)
 
     def _bytes(self, tensor: str) -> int:
-        return math.prod(self._shapes[tensor]) * self._dtype.itemsize
+        return math.prod(self._shapes[tensor]) * self._dtypes[tensor].itemsize
 
 
 def _contiguous_runs(shape: tuple[int, ...], box: Box, data: Tensor) -> list[tuple[int, Tensor]]:

@@ -252,8 +252,14 @@ class TrainableRole(Role):
         partial = folder.with_name(folder.name + ".partial")
         lora, dtype = self.runner.lora, self.runner.dtype
         table = self.runner.table
-        shapes, stacked = table.huggingface(), table.tensor_index.stacked
-        writer = CheckpointWriter(partial, shapes, dtype, copies=copied_tensors(table.config), stacked=stacked)
+        writer = CheckpointWriter(
+            partial,
+            table.huggingface(),
+            dtype,
+            copies=copied_tensors(table.config),
+            stacked=table.tensor_index.stacked,
+            float32=[name for name, tensor in table.tensor_index.tensors.items() if tensor.float32],
+        )
         adapter_writer = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
