@@ -15,8 +15,8 @@ EXPERTS_ON_EVERY_STAGE = frozenset({"glm4_moe", "glm4_moe_lite"})
 """Architectures whose model class refuses a pipeline stage without experts."""
 ALL_BUT_NORM_ON_EVERY_STAGE = frozenset({"qwen3_next"})
 """Architectures whose model class builds embedding and output layer on every pipeline stage."""
-UNCHECKED = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
-"""Architectures whose table no trace has confirmed: without torchvision, vLLM cannot import the class."""
+EMBEDDING_ON_EVERY_STAGE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+"""Architectures whose model class builds the embedding on every pipeline stage."""
 
 
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:
@@ -37,11 +37,6 @@ def check_supported(config: HFConfig, layout: EngineLayout) -> None:
         raise UserError(
             f"rollout.layout={layout}: vLLM distributes experts over all ranks of a stage or none. Write "
             f"ep{layout.tp}, or leave out ep."
-        )
-    if config.architecture in UNCHECKED:
-        raise UserError(
-            f"rollout.engine=vllm: the built-in table of {config.architecture} was not compared with vLLM's. Run "
-            "verl-mg trace, and set rollout.sharding_table to its file."
         )
     if (rows := VOCABULARY.padded(config.vocab, 1)) % layout.tp:
         raise UserError(
@@ -94,12 +89,12 @@ def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> Pipe
         first: whether it is the first stage.
         last: whether it is the last stage.
     """
-    all_but_norm = config.architecture in ALL_BUT_NORM_ON_EVERY_STAGE
-    everywhere = all_but_norm or config.architecture in ENDS_ON_EVERY_STAGE
+    kind = config.architecture
+    output_everywhere = kind in ENDS_ON_EVERY_STAGE | ALL_BUT_NORM_ON_EVERY_STAGE
     return PipelineEnds(
-        embedding=everywhere or first or (tied and last),
-        final_norm=(everywhere and not all_but_norm) or last,
-        output=(everywhere or last) and not tied,
+        embedding=output_everywhere or kind in EMBEDDING_ON_EVERY_STAGE or first or (tied and last),
+        final_norm=kind in ENDS_ON_EVERY_STAGE or last,
+        output=(output_everywhere or last) and not tied,
     )
 
 
