@@ -7,6 +7,7 @@ micro-batch come from `data.image_processor.ImageProcessor.model_inputs`.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,23 @@ class Image:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels; reads the header alone."""
+        import PIL.Image
+
+        with PIL.Image.open(BytesIO(self.data)) as file:
+            return file.size
+
+    @property
+    def data_url(self) -> str:
+        """The image as `data:image/png;base64,...`."""
+        import PIL.Image
+
+        with PIL.Image.open(BytesIO(self.data)) as file:
+            kind = file.get_format_mimetype()
+        return f"data:{kind};base64,{base64.b64encode(self.data).decode()}"
 
     def pixels(self) -> Pixels:
         """Returns the decoded image in RGB; OSError or ValueError where the file is corrupt."""

@@ -113,6 +113,37 @@ class ImageProcessor:
         replacements = [self._replacement(size) for size in sizes]
         return str(self._processor.get_text_with_replacements([text], replacements)[0][0])
 
+    def unexpanded(self, tokens: Sequence[int], images: RowImages) -> list[int]:
+        """Returns tokens with one placeholder for each image, for engines that expand them again.
+
+        Args:
+            tokens: token ids with one placeholder for each feature.
+            images: images of the tokens, in the order of their placeholders.
+
+        Raises:
+            ValueError: an image has no placeholders.
+        """
+        left, result = list(tokens), list[int]()
+        for number, image in enumerate(images, start=1):
+            whole = self._token_ids(self._replacement(image.size))
+            starts = (i for i, token in enumerate(left) if token == whole[0] and left[i : i + len(whole)] == whole)
+            start = next(starts, None)
+            if start is None:
+                raise ValueError(f"the {len(whole)} placeholders of image {number} are not among the tokens")
+            result += [*left[:start], *self._token_ids(self._processor.image_token)]
+            left = left[start + len(whole) :]
+        return result + left
+
+    def _token_ids(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def num_placeholders(self, text: str) -> int:
+        """Returns how many placeholders of images, videos and sounds a text has that was not expanded."""
+        processor = self._processor
+        words = {processor.image_token, *processor.tokenizer.convert_ids_to_tokens(list(self.placeholder_ids))}
+        return sum(text.count(word) for word in words)
+
     def _replacement_of_size(self, size: tuple[int, int]) -> str:
         """Returns the text in place of an image, which depends on its size alone."""
         import PIL.Image

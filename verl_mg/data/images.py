@@ -59,11 +59,7 @@ class ImageSource:
         """
         image = self._loaded() if self._loaded else None
         if image is None:
-            image = Image(self.data if self.path is None else _read(self.path, self.place))
-            try:
-                image.pixels()
-            except (OSError, ValueError, SyntaxError) as error:  # the last one of broken PNG files
-                raise _corrupt(self.place, error) from None
+            image = decoded(self.data if self.path is None else _read(self.path, self.place), self.place)
             self._loaded = ref(image)
         return image
 
@@ -114,13 +110,7 @@ def _source(value: Any, folder: Path, place: str, limits: ImageLimits) -> ImageS
         path = folder / path
         if not path.is_file():
             raise UserError(f"{place}: there is no file {path}. Write its path relative to the data file.")
-    size = _size(BytesIO(data) if path is None else path, place)
-    if size[0] * size[1] > limits.max_pixels:
-        raise UserError(
-            f"{place}: it has {size[0]} x {size[1]} pixels, data.max_image_pixels is {limits.max_pixels}. Raise it, or "
-            "reduce the image."
-        )
-    return ImageSource(place, size, path, data)
+    return ImageSource(place, checked_size(BytesIO(data) if path is None else path, place, limits), path, data)
 
 
 def _path_or_bytes(value: Any, place: str) -> tuple[Path | None, bytes]:
@@ -154,18 +144,51 @@ def decode_data_url(text: str, place: str) -> bytes:
         raise UserError(f"{place}: not an image in base64 ({error}). Write data:image/png;base64,...") from None
 
 
-def _size(file: BytesIO | Path, place: str) -> tuple[int, int]:
-    """Returns width and height; reads the header alone."""
+def checked_size(file: BytesIO | Path, place: str, limits: ImageLimits) -> tuple[int, int]:
+    """Returns width and height of an image; reads the header alone.
+
+    Args:
+        file: the encoded image.
+        place: where it is, for errors.
+        limits: limits of its size.
+
+    Raises:
+        UserError: it is too large, or no image.
+    """
     import PIL.Image
 
     try:
         with warnings.catch_warnings(), PIL.Image.open(file) as image:
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # data.max_image_pixels is the limit
-            return image.size
+            width, height = image.size
     except PIL.Image.DecompressionBombError as error:
         raise UserError(f"{place}: too large ({error}). Reduce the image.") from None
     except (OSError, ValueError, SyntaxError) as error:
         raise _corrupt(place, error) from None
+    if width * height > limits.max_pixels:
+        raise UserError(
+            f"{place}: it has {width} x {height} pixels, data.max_image_pixels is {limits.max_pixels}. Raise it, or "
+            "reduce the image."
+        )
+    return width, height
+
+
+def decoded(data: bytes, place: str) -> Image:
+    """Returns an image that can be decoded.
+
+    Args:
+        data: the encoded image.
+        place: where it is, for errors.
+
+    Raises:
+        UserError: it cannot be decoded.
+    """
+    image = Image(data)
+    try:
+        image.pixels()
+    except (OSError, ValueError, SyntaxError) as error:  # the last one of broken PNG files
+        raise _corrupt(place, error) from None
+    return image
 
 
 def _read(path: Path, place: str) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verl_mg.config.roles import RolloutConfig
+from verl_mg.data.images import ImageLimits
 from verl_mg.errors import UserError
 from verl_mg.import_function import load_function
 from verl_mg.roles.engine_group import EngineWrapper
@@ -22,6 +23,8 @@ from verl_mg.rollout.engine import RolloutEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl_mg.data.image_processor import ImageProcessor
 
 
 def check_agents(rollout: RolloutConfig) -> None:
@@ -42,7 +45,12 @@ def check_agents(rollout: RolloutConfig) -> None:
 
 
 def agent_wrapper(
-    rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], max_positions: int
+    rollout: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+    max_positions: int,
+    processor: ImageProcessor | None,
+    image_limits: ImageLimits,
 ) -> EngineWrapper:
     """Returns a function that starts agents around an engine.
 
@@ -51,12 +59,14 @@ def agent_wrapper(
         tokenizer: tokenizer of the policy.
         stop_token_ids: tokens that end a reply.
         max_positions: largest number of tokens of a context with its reply.
+        processor: processor of a policy that reads images; None for others.
+        image_limits: limits of an image in a request.
 
     Raises:
         UserError: there is no such agent, or the tokenizer has no chat template, or SGLang no such parser.
     """
     agent = _agent(rollout)
-    renderer = ConversationRenderer(tokenizer, stop_token_ids, rollout.chat_template_options)
+    renderer = ConversationRenderer(tokenizer, stop_token_ids, rollout.chat_template_options, processor)
     parser = ReplyParser(tokenizer, rollout.tool_call_parser, rollout.reasoning_parser)
     settings = AgentSettings(
         timeout=rollout.agent_timeout_s,
@@ -70,7 +80,13 @@ def agent_wrapper(
 
     def wrap(engine: RolloutEngine) -> RolloutEngine:
         return AgentEngine(
-            engine, agent, settings, sessions, concurrency=rollout.agent_concurrency, host=rollout.agent_host
+            engine,
+            agent,
+            settings,
+            sessions,
+            concurrency=rollout.agent_concurrency,
+            host=rollout.agent_host,
+            image_limits=image_limits if processor else None,
         )
 
     return wrap

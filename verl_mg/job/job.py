@@ -15,6 +15,7 @@ from verl_mg.batch import Batch
 from verl_mg.config import Config, RolloutConfig
 from verl_mg.data import Prompt, PromptFeed, Prompts, demonstrations_batch, pairs_batch, read_prompts
 from verl_mg.data.image_processor import ImageProcessor
+from verl_mg.data.images import ImageLimits
 from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper, check_agents
@@ -293,7 +294,9 @@ class Job:
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
         )
         if config.has_agents:
-            wrap = agent_wrapper(config, self.tokenizer, sampling.stop_token_ids, model.max_positions)
+            limits = ImageLimits(self.config.data.max_image_pixels, self.config.data.max_images)
+            stop_ids = sampling.stop_token_ids
+            wrap = agent_wrapper(config, self.tokenizer, stop_ids, model.max_positions, self.processor, limits)
         else:
             wrap = self._with_tools()
         engines = build_engine_group(self.config, self.actor, self.context, wrap, self.processor)
@@ -347,7 +350,7 @@ class Job:
         if refuses and (shown := next((prompt for prompt in prompts if prompt.images), None)):
             raise UserError(
                 f"{shown.place}: the prompt has images, which {refuses} cannot get. Leave out such records, or use "
-                "rollout.engine=hf or sglang in the job, without an agent."
+                "rollout.engine=hf or sglang in the job."
             )
 
     def _check_prompt_lengths(self, prompts: Prompts | PromptFeed, positions: int) -> None:
@@ -370,5 +373,5 @@ class Job:
 
 def refuses_images(rollout: RolloutConfig) -> str | None:
     """Returns the part of a rollout that cannot get the images of prompts; None where all parts can."""
-    refusing = (rollout.has_agents, "endpoints of agents"), (rollout.has_servers, "servers outside the job")
-    return next((part for given, part in (*refusing, (rollout.engine == "vllm", "vllm")) if given), None)
+    refusing = (rollout.has_servers, "servers outside the job"), (rollout.engine == "vllm", "vllm")
+    return next((part for given, part in refusing if given), None)

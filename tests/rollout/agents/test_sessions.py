@@ -14,6 +14,7 @@ from tests.rollout.agents.conversations import KEEPING, chat_tokenizer, renderer
 from verl_mg.errors import UserError
 from verl_mg.rollout.agents import parsers
 from verl_mg.rollout.agents.call import Call, RequestError
+from verl_mg.rollout.agents.history import Context
 from verl_mg.rollout.agents.parsers import ParsedReply, ReplyParser
 from verl_mg.rollout.agents.sessions import OpenSession, Sessions
 from verl_mg.rollout.engine import Finish, Sample, Sampling
@@ -34,7 +35,7 @@ def test_reply_with_stop_texts_ends_before_the_first(stops: tuple[str, ...], con
     tokens = renderer.tokens("one two<|im_end|>")
     sample = Sample(0, tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop")
 
-    async def generate(session: OpenSession, context: tuple[int, ...], sampling: Sampling) -> Sample:
+    async def generate(session: OpenSession, context: Context, sampling: Sampling) -> Sample:
         return sample
 
     sessions = Sessions(renderer, ReplyParser(chat_tokenizer(KEEPING), "qwen25", None), generate, 512, ())
@@ -49,7 +50,7 @@ def test_reply_with_stop_texts_ends_before_the_first(stops: tuple[str, ...], con
 CALL = Call(({"role": "user", "content": "count"},))
 
 
-async def generate_two(session: OpenSession, context: tuple[int, ...], sampling: Sampling) -> Sample:
+async def generate_two(session: OpenSession, context: Context, sampling: Sampling) -> Sample:
     tokens = renderer_of(KEEPING).tokens("two<|im_end|>")
     return Sample(0, tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop")
 
@@ -96,7 +97,7 @@ def test_session_closed_while_a_reply_is_recorded_has_all_of_it() -> None:
     ("finish", "message"), [("abort", "was aborted"), ("timeout", "no token within its time limit")]
 )
 def test_reply_without_tokens_is_refused_and_not_recorded(finish: Finish, message: str) -> None:
-    async def generate(session: OpenSession, context: tuple[int, ...], sampling: Sampling) -> Sample:
+    async def generate(session: OpenSession, context: Context, sampling: Sampling) -> Sample:
         return Sample(0, (), (), (), finish)
 
     parser = ReplyParser(chat_tokenizer(KEEPING), "qwen25", None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from verl_mg.images import Image, RowImages
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class Call:
     """
 
     messages: tuple[dict[str, Any], ...]
-    """Messages in the form of OpenAI's chat completions: `role` (system, user, assistant, tool) and `content` (text);
-    of the assistant also `tool_calls` and `reasoning_content`, of a tool `tool_call_id`."""
+    """Messages in the form of OpenAI's chat completions: `role` (system, user, assistant, tool) and `content`; of the
+    assistant also `tool_calls` and `reasoning_content`, of a tool `tool_call_id`. A content is text, or where there are
+    images a list of parts `{"type": "text", "text": ...}` and `{"type": "image", "image": KEY}`."""
     tools: tuple[dict[str, Any], ...] = ()
     """Tools that the policy may call, as `{"type": "function", "function": {...}}`."""
     model: str = ""
@@ -37,6 +41,28 @@ class Call:
     """Largest number of tokens of the reply; None: as many as the sample may still have."""
     stop: tuple[str, ...] = ()
     """Texts at which the reply ends."""
+    images: Mapping[str, Image] = field(default_factory=dict)
+    """Images of the session by their keys, those of the messages among them."""
+
+    @property
+    def shown_images(self) -> RowImages:
+        """Returns the images of the messages, in their order."""
+        return tuple(self.images[part["image"]] for message in self.messages for part in image_parts(message))
+
+
+def image_parts(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the parts of a message of `Call.messages` that are images."""
+    content = message.get("content")
+    return (part for part in (content if isinstance(content, list) else ()) if part["type"] == "image")
+
+
+def for_people(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message of `Call.messages` with text as content, which names images by their keys."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = (f"(image {part['image']})" if part["type"] == "image" else part["text"] for part in content)
+    return {**message, "content": "\n".join(texts)}
 
 
 @dataclass(frozen=True)

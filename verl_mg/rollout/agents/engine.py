@@ -19,8 +19,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from verl_mg.data.images import ImageLimits
 from verl_mg.errors import UserError
 from verl_mg.rollout.agents.agent import Agent
+from verl_mg.rollout.agents.history import Context
 from verl_mg.rollout.agents.runner import AgentRunner, AgentSettings
 from verl_mg.rollout.agents.server import AgentServer
 from verl_mg.rollout.agents.sessions import Generate, OpenSession, Sessions
@@ -71,6 +73,7 @@ class AgentEngine(RolloutEngine):
         *,
         concurrency: int | None,
         host: str,
+        image_limits: ImageLimits | None = None,
     ) -> None:
         """Starts the server and the threads.
 
@@ -81,6 +84,7 @@ class AgentEngine(RolloutEngine):
             sessions: makes the sessions, which obtain tokens by the function that it is given.
             concurrency: largest number of agents at the same time; None: as many as the engine has free slots.
             host: address that the server listens on.
+            image_limits: limits of an image in a request; None for a policy that reads text alone.
         """
         self._engine, self._concurrency = engine, concurrency
         self._events: queue.SimpleQueue[_Turn | Sample] = queue.SimpleQueue()
@@ -99,7 +103,7 @@ class AgentEngine(RolloutEngine):
         self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._sessions = sessions(self._generate)
-        self._server = AgentServer(self._sessions, host, self._fail)
+        self._server = AgentServer(self._sessions, host, self._fail, image_limits=image_limits)
         self._server.start()
         self._runner = AgentRunner(agent, settings, self._sessions, self._server)
         self._loop = asyncio.new_event_loop()
@@ -178,11 +182,12 @@ class AgentEngine(RolloutEngine):
         else:
             self._events.put(task.result())
 
-    async def _generate(self, session: OpenSession, context: tuple[int, ...], sampling: Sampling) -> Sample:
+    async def _generate(self, session: OpenSession, context: Context, sampling: Sampling) -> Sample:
         """Returns the reply of the engine; called in the server's thread."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         seed = _turn_seed(session.request.seed, next(session.seeds))
-        turn = _Turn(session.request.id, Request(number, context, seed), sampling, loop.create_future(), loop)
+        request = Request(number, context.tokens, seed, images=context.images)
+        turn = _Turn(session.request.id, request, sampling, loop.create_future(), loop)
         self._events.put(turn)
         return await turn.reply
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_mg.images import RowImages
 from verl_mg.rollout.agents.call import Call, RequestError
 from verl_mg.rollout.agents.renderer import ConversationRenderer
 from verl_mg.rollout.engine import Sample
@@ -41,6 +42,7 @@ class _GrowingSegment:
     prefix_length: int
     truncated: bool = False
     routed_experts: Tensor | None = None
+    images: RowImages = ()
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
         self.tokens += tokens
@@ -80,6 +82,8 @@ class _KnownReply:
     """Last token of the reply."""
     reasoning: str
     """Reasoning of the reply, which agents need not send back."""
+    num_images: int
+    """Images in front of the reply; it has none itself."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class Context:
     """The conversation as text."""
     keys: tuple[bytes, ...]
     """Keys of the tools, and of each beginning of the messages with them."""
+    images: RowImages = ()
+    """Images whose placeholders the tokens have, in their order."""
 
 
 class ConversationHistory:
@@ -125,17 +131,19 @@ class ConversationHistory:
         keys = _prefix_keys(call)
         messages = self._with_reasoning(call.messages, keys)
         rendered = self._renderer.render(messages, call.tools, for_reply=True)
-        segment, length, tail = self._known_part(messages, call.tools, keys, rendered)
-        tokens = (*(segment.tokens[:length] if segment else ()), *self._renderer.tokens(tail))
+        known, length, tail = self._known_part(messages, call.tools, keys, rendered)
+        segment, images = known.segment if known else None, call.shown_images
+        new = self._renderer.tokens(tail, images[known.num_images if known else 0 :])
+        tokens = (*(segment.tokens[:length] if segment else ()), *new)
         if not tokens:
             raise RequestError(400, "messages: the chat template makes no text of them. Add a message.", "messages")
         seen = max((i for i, key in enumerate(keys) if key in self._replies or key in self._prompts), default=0)
-        return Context(tokens, length, call.messages[seen:], segment, rendered, keys)
+        return Context(tokens, length, call.messages[seen:], segment, rendered, keys, images)
 
     def _known_part(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], keys: Sequence[bytes], rendered: str
-    ) -> tuple[_GrowingSegment | None, int, str]:
-        """Returns a segment, how many of its first tokens the conversation begins with, and the text behind them.
+    ) -> tuple[_KnownReply | None, int, str]:
+        """Returns a reply, how many tokens of its segment the conversation begins with, and the text behind them.
 
         Args:
             messages: all messages, with the reasoning of known replies.
@@ -146,10 +154,10 @@ class ConversationHistory:
         for i in range(len(messages), 0, -1):
             for known in reversed(self._replies.get(keys[i], ())):
                 if (end := self._end_of(known, rendered, messages[:i], tools)) is not None:
-                    return known.segment, known.length, end
+                    return known, known.length, end
             for known in reversed(self._prompts.get(keys[i], ())):
                 if known.prompt.begins(rendered):
-                    return known.segment, known.prompt_length, rendered[known.prompt.length :]
+                    return known, known.prompt_length, rendered[known.prompt.length :]
         return None, 0, rendered
 
     def add(
@@ -181,7 +189,7 @@ class ConversationHistory:
         start = len(segment.tokens)
         versions = sample.policy_versions if trained else (NOT_GENERATED,) * len(sample.tokens)
         segment.extend(sample.tokens, sample.logprobs if trained else [0.0] * len(sample.tokens), versions)
-        segment.truncated = truncated
+        segment.truncated, segment.images = truncated, context.images
         if sample.routed_experts is not None:
             before = segment.routed_experts
             new = sample.routed_experts if before is None else sample.routed_experts[len(before) :]
@@ -195,6 +203,7 @@ class ConversationHistory:
             len(segment.tokens),
             sample.tokens[-1] if sample.tokens else NOT_GENERATED,
             str(message.get("reasoning_content", "")).strip(),
+            len(context.images),
         )
         self._prompts[context.keys[-1]].append(known)
         self._replies[_next_key(context.keys[-1], message)].append(known)
@@ -211,6 +220,7 @@ class ConversationHistory:
                 segment.prefix_of,
                 segment.prefix_length,
                 segment.routed_experts,
+                segment.images,
             )
             for segment in self._segments
         )
@@ -271,6 +281,9 @@ class ConversationHistory:
                 source = known[-1].segment
                 pairs = enumerate(zip(source.tokens, context.tokens, strict=False))
                 kept = next((i for i, (a, b) in pairs if a != b), min(len(source.tokens), len(context.tokens)))
+                if any(a != b for a, b in zip(source.images, context.images, strict=False)):
+                    # Other images may have the same placeholders.
+                    kept = min(kept, self._renderer.first_placeholder(context.tokens))
                 return (source, kept) if kept else (None, 0)
         return None, 0
 

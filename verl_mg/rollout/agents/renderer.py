@@ -8,17 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_mg.errors import UserError
+from verl_mg.images import RowImages
 from verl_mg.rollout.agents.call import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl_mg.data.image_processor import ImageProcessor
 
 
 class ConversationRenderer:
     """Renders messages, tokenizes new text and decodes replies; used in one thread."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], options: Mapping[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        options: Mapping[str, Any],
+        processor: ImageProcessor | None = None,
     ) -> None:
         """Copies the tokenizer, which is not safe to use in two threads.
 
@@ -26,6 +33,7 @@ class ConversationRenderer:
             tokenizer: tokenizer of the policy.
             stop_token_ids: tokens that end a reply.
             options: variables of the chat template, such as {"enable_thinking": False}.
+            processor: processor of a policy that reads images; None for others.
 
         Raises:
             UserError: the tokenizer has no chat template.
@@ -35,7 +43,7 @@ class ConversationRenderer:
                 "rollout.agent: the tokenizer of model.path has no chat template, by which the messages of agents are "
                 "written. Use an instruction-tuned model, or add chat_template.jinja to its folder."
             )
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self._tokenizer, self._processor = copy.deepcopy(tokenizer), processor
         self._options = dict(options)
         self._pieces: dict[int, str] = {}
         self._stops = {token: self.decode([token]) for token in stop_token_ids}
@@ -65,6 +73,9 @@ class ConversationRenderer:
         ) from errors[0]
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], for_reply: bool) -> str:
+        if self._processor is not None:
+            plain = [_without_keys(message) for message in messages]
+            return self._processor.render(plain, list(tools), add_generation_prompt=for_reply, **self._options)
         described: dict[str, Any] = {"tools": list(tools)} if tools else {}
         return str(
             self._tokenizer.apply_chat_template(
@@ -72,9 +83,32 @@ class ConversationRenderer:
             )
         )
 
-    def tokens(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of a part of a rendered conversation; the template has written special tokens."""
+    def tokens(self, text: str, images: RowImages = ()) -> tuple[int, ...]:
+        """Returns the token ids of a part of a rendered conversation; the template has written special tokens.
+
+        Args:
+            text: the part, with one placeholder for each image.
+            images: its images.
+
+        Raises:
+            RequestError: it has another number of placeholders.
+        """
+        if self._processor is not None:
+            found = self._processor.num_placeholders(text)
+            if found != len(images):
+                raise RequestError(
+                    400,
+                    f"messages: rendered, they have {found} placeholders for {len(images)} images. Send images as "
+                    "parts of messages whose role has them in the chat template, and no placeholders in texts.",
+                    "messages",
+                )
+            text = self._processor.expand(text, [image.size for image in images]) if images else text
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+
+    def first_placeholder(self, tokens: Sequence[int]) -> int:
+        """Returns the index of the first token that stands for an image; the number of tokens where none does."""
+        placeholders = self._processor.placeholder_ids if self._processor else ()
+        return next((i for i, token in enumerate(tokens) if token in placeholders), len(tokens))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included."""
@@ -115,6 +149,14 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, 
     with_values = [_with_argument_values(message) for message in messages]
     forms = [with_values, list(messages), _with_late_system_as_user(with_values), _with_late_system_as_user(messages)]
     return (form for i, form in enumerate(forms) if form not in forms[:i])
+
+
+def _without_keys(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message as templates get it, whose images have no keys."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
 
 
 def _with_late_system_as_user(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from verl_mg.errors import UserError
+from verl_mg.images import RowImages
 from verl_mg.rewards.reward import Reward
 from verl_mg.rewards.reward import Sample as Task
 from verl_mg.rollout.agents.agent import Agent, Session
@@ -94,12 +96,32 @@ class AgentRunner:
         given = Session(
             f"{self._server.url}/sessions/{session.id}/v1",
             session.key,
-            [dict(message) for message in prompt.messages],
+            _with_images(prompt.messages, prompt.load_images()),
             self._settings.options,
             session.write_log,
         )
         task = Task(prompt.text, "", prompt.answer, prompt.record, "stop")
         return await self._agent(given, task)
+
+
+def _with_images(messages: Sequence[Mapping[str, Any]], images: RowImages) -> list[dict[str, Any]]:
+    """Returns messages as OpenAI's chat completions write them, with their images in base64.
+
+    Args:
+        messages: messages whose parts of type image stand for images.
+        images: the images, in the order of these parts.
+    """
+    left = iter(images)
+
+    def part(given: dict[str, Any]) -> dict[str, Any]:
+        is_image = given["type"] == "image"
+        return {"type": "image_url", "image_url": {"url": next(left).data_url}} if is_image else given
+
+    filled = [dict(message) for message in messages]
+    for message in filled if images else ():
+        if isinstance(message.get("content"), list):
+            message["content"] = list(map(part, message["content"]))
+    return filled
 
 
 def _is_cancelled() -> bool:

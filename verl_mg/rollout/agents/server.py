@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from verl_mg.data.images import ImageLimits
 from verl_mg.rollout.agents.call import Call, Reply, RequestError
 from verl_mg.rollout.agents.protocols.chat_completions import ChatCompletions
 from verl_mg.rollout.agents.protocols.exchange import Exchange, JsonObject, Protocol
@@ -87,6 +88,7 @@ class AgentServer:
         host: str = "127.0.0.1",
         on_error: Callable[[BaseException], None] | None = None,
         models: tuple[str, ...] = ("policy",),
+        image_limits: ImageLimits | None = None,
     ) -> None:
         """Creates the server without starting it.
 
@@ -96,8 +98,10 @@ class AgentServer:
             on_error: called in the server's thread with an unexpected exception, whose request gets status 500; None
                 writes one line to stderr.
             models: names that `/v1/models` lists; requests may name others.
+            image_limits: limits of an image in a request; None for a policy that reads text alone.
         """
         self._backend, self._host, self._models = backend, host, models
+        self._image_limits = image_limits
         self._on_error = on_error or _print
         self._memories: dict[str, SessionMemory] = {}
         self._tasks: set[asyncio.Task[JsonObject]] = set()
@@ -214,7 +218,7 @@ class AgentServer:
         return parse(data)
 
     def _memory(self, session: str) -> SessionMemory:
-        return self._memories.setdefault(session, SessionMemory())
+        return self._memories.setdefault(session, SessionMemory(self._image_limits))
 
     async def _count(self, request: Request, protocol: Protocol) -> Response:
         session = request.path_params["session"]

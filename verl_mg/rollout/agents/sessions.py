@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from verl_mg.rewards.reward import Reward
-from verl_mg.rollout.agents.call import Call, Reply, ReplyToken, RequestError
+from verl_mg.rollout.agents.call import Call, Reply, ReplyToken, RequestError, for_people
 from verl_mg.rollout.agents.history import Context, ConversationHistory
 from verl_mg.rollout.agents.parsers import ReplyParser
 from verl_mg.rollout.agents.renderer import ConversationRenderer
@@ -24,8 +24,8 @@ from verl_mg.rollout.trajectory import ConversationTurn, Trajectory
 LOG_CHARACTERS = 1 << 16
 """End of an agent's log that is kept."""
 
-Generate = Callable[["OpenSession", tuple[int, ...], Sampling], Awaitable[Sample]]
-"""Generates a reply: the session, the tokens in front of the reply, and how it is drawn."""
+Generate = Callable[["OpenSession", Context, Sampling], Awaitable[Sample]]
+"""Generates a reply: the session, what is in front of the reply, and how it is drawn."""
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Sessions:
         context = self._context(state, call)
         left = self._tokens_left(state, context)
         limit = left if call.max_tokens is None else min(left, call.max_tokens)
-        sample = await self._generate(state, context.tokens, replace(state.sampling, max_new_tokens=limit))
+        sample = await self._generate(state, context, replace(state.sampling, max_new_tokens=limit))
         if sample.finish == "abort":
             raise _aborted()
         if not sample.tokens:  # its time in the engine is up
@@ -213,7 +213,7 @@ class Sessions:
                 trained=trained,
                 started=started - state.started,
                 seconds=time.monotonic() - started,
-                messages=context.new_messages,
+                messages=tuple(map(for_people, context.new_messages)),
                 reply=reply.message,
                 prompt_tokens=len(context.tokens),
                 tokens=len(sample.tokens),

@@ -31,7 +31,9 @@ class PolicyClient:
     def add_observation(self, text: str) -> None:
         """Adds text of the environment: to the last message if that is the user's, since templates want turns."""
         last = self.messages[-1] if self.messages else {}
-        if last.get("role") == "user":
+        if last.get("role") == "user" and isinstance(last["content"], list):  # with images
+            last["content"] = [*last["content"], {"type": "text", "text": text}]
+        elif last.get("role") == "user":
             last["content"] = "\n\n".join(filter(None, (last["content"], text)))
         else:
             self.messages.append({"role": "user", "content": text})

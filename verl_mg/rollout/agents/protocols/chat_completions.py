@@ -33,6 +33,7 @@ from verl_mg.rollout.agents.protocols.fields import (
     text_of,
     with_one_system,
 )
+from verl_mg.rollout.agents.protocols.images import Content, content_of
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
 
 
@@ -103,6 +104,7 @@ class ChatCompletions(Protocol):
                 model=request.model,
                 max_tokens=request.max_completion_tokens or request.max_tokens,
                 stop=tuple(request.stop or ()),
+                images=memory.images,
             ),
             stream=bool(request.stream),
             logprobs=bool(request.logprobs),
@@ -138,15 +140,17 @@ def _refuse_unsupported(request: _Request) -> None:
 
 def _message(message: _Message, field: str, memory: SessionMemory) -> JsonObject:
     refuse_unless(message.function_call is None, f"{field}.function_call", message.function_call, "Use tool_calls")
-    separator = PIECES if message.role == "assistant" else LINES
-    content = text_of(message.content, f"{field}.content", separator)
+    place = f"{field}.content"
     if message.role == "assistant":
-        return _assistant(message, content, memory)
+        return _assistant(message, text_of(message.content, place, PIECES), memory)
     if message.content is None:
-        raise refusal(f"{field}.content", "missing", "Add the field to the request")
+        raise refusal(place, "missing", "Add the field to the request")
+    if message.role in ("system", "developer"):
+        return {"role": "system", "content": text_of(message.content, place, LINES)}
+    content = content_of(message.content, place, LINES, memory)
     if message.role == "tool":
         return _tool_result(message, content, field)
-    return {"role": "system" if message.role == "developer" else message.role, "content": content}
+    return {"role": "user", "content": content}
 
 
 def _assistant(message: _Message, content: str, memory: SessionMemory) -> JsonObject:
@@ -164,7 +168,7 @@ def _called(call: _ToolCall, memory: SessionMemory) -> JsonObject:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _tool_result(message: _Message, content: str, field: str) -> JsonObject:
+def _tool_result(message: _Message, content: Content, field: str) -> JsonObject:
     if message.tool_call_id is None:
         raise refusal(f"{field}.tool_call_id", "missing", "Add the id of the tool call")
     result = {"role": "tool", "content": content, "tool_call_id": message.tool_call_id}

@@ -148,10 +148,19 @@ def text_of(content: Any, field: str, separator: str) -> str:
         return content
     if not isinstance(content, list):
         raise refusal(field, "neither text nor a list of parts", "Send text")
-    return separator.join(_part_text(part, f"{field}[{number}]") for number, part in enumerate(content))
+    return separator.join(part_text(part, f"{field}[{number}]") for number, part in enumerate(content))
 
 
-def _part_text(part: Any, field: str) -> str:
+def part_text(part: Any, field: str) -> str:
+    """Returns the text of a part of a content.
+
+    Args:
+        part: the part.
+        field: path of the part in the request.
+
+    Raises:
+        RequestError: the part is not text.
+    """
     if not isinstance(part, dict):
         raise refusal(field, "not an object", 'Send parts as {"type": "text", "text": ...}')
     kind = part.get("type")

@@ -1,4 +1,4 @@
-"""State of a session between its requests: responses that are continued, and arguments of tool calls."""
+"""State of a session between its requests: responses that are continued, arguments of tool calls, and images."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from verl_mg.data.images import ImageLimits
+from verl_mg.images import Image
 from verl_mg.rollout.agents.protocols.fields import json_object
 
 MAX_RESPONSES = 256
@@ -26,10 +28,17 @@ class StoredResponse:
 
 
 class SessionMemory:
-    """State of one session, bounded: the oldest entries are dropped."""
+    """State of one session, bounded: the oldest entries are dropped, except for images, which its tokens need."""
 
-    def __init__(self) -> None:
-        """Creates an empty memory."""
+    def __init__(self, image_limits: ImageLimits | None = None) -> None:
+        """Creates an empty memory.
+
+        Args:
+            image_limits: limits of an image; None for a policy that reads text alone.
+        """
+        self.image_limits = image_limits
+        self.images: dict[str, Image] = {}
+        """Images of all requests by their keys."""
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._arguments: OrderedDict[str, str] = OrderedDict()
 

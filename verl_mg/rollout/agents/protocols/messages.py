@@ -35,6 +35,7 @@ from verl_mg.rollout.agents.protocols.fields import (
     text_of,
     with_one_system,
 )
+from verl_mg.rollout.agents.protocols.images import Content, content_of, image_part, text_part
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
 
 MALFORMED = "malformed_arguments"
@@ -142,7 +143,8 @@ def _call(request: _Context, memory: SessionMemory, max_tokens: int | None, stop
     )
     tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ()))
     offered = request.tool_choice is None or request.tool_choice.type != "none"
-    return Call(with_one_system((*system, *messages)), tools if offered else (), request.model, max_tokens, stop)
+    offers = tools if offered else ()
+    return Call(with_one_system((*system, *messages)), offers, request.model, max_tokens, stop, memory.images)
 
 
 def _tool(tool: _Tool, field: str) -> JsonObject:
@@ -162,7 +164,7 @@ def _messages(message: _Message, field: str, memory: SessionMemory) -> Iterator[
     if message.role == "assistant":
         yield _assistant(named, memory)
     else:
-        yield from _others(message.role, named)
+        yield from _others(message.role, named, memory)
 
 
 def _kind(block: Any, field: str) -> Any:
@@ -197,24 +199,32 @@ def _assistant(blocks: list[tuple[Any, str]], memory: SessionMemory) -> JsonObje
     return message
 
 
-def _others(role: str, blocks: list[tuple[Any, str]]) -> Iterator[JsonObject]:
-    """Messages of a user's or the system's blocks: each result of a tool is one, and the texts between them."""
-    texts: list[str] = []
+def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> Iterator[JsonObject]:
+    """Messages of a user's or the system's blocks: each result of a tool is one, and the blocks between them."""
+    parts: list[JsonObject] = []
     for block, field in blocks:
         match _kind(block, field):
             case "text":
-                texts.append(read(_Text, block, field).text)
+                parts.append(text_part(read(_Text, block, field).text))
+            case "image" if role == "user" and memory.image_limits:
+                parts.append(image_part(block, field, memory))
             case "tool_result" if role == "user":
-                if texts:
-                    yield {"role": role, "content": LINES.join(texts)}
-                    texts = []
+                if parts:
+                    yield {"role": role, "content": _joined(parts)}
+                    parts = []
                 result = read(_ToolResult, block, field)
-                content = text_of(result.content, f"{field}.content", LINES)
+                content = content_of(result.content, f"{field}.content", LINES, memory)
                 yield {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
             case kind:
                 raise _unsupported(kind, field, "blocks of type text or tool_result")
-    if texts or not blocks:
-        yield {"role": role, "content": LINES.join(texts)}
+    if parts or not blocks:
+        yield {"role": role, "content": _joined(parts)}
+
+
+def _joined(parts: list[JsonObject]) -> Content:
+    """The parts as they are where some are images, else their text."""
+    has_images = any(part["type"] == "image" for part in parts)
+    return parts if has_images else LINES.join(part["text"] for part in parts)
 
 
 def _arguments(use: _ToolUse, memory: SessionMemory) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from verl_mg.rollout.agents.call import Reply
 from verl_mg.rollout.agents.protocols.exchange import JsonObject
 from verl_mg.rollout.agents.protocols.fields import LINES, PIECES, Fields, Name, quoted, read, refusal, text_of
+from verl_mg.rollout.agents.protocols.images import content_of
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
 from verl_mg.rollout.agents.protocols.response_tools import OfferedTool, read_call, written_call
 
@@ -52,7 +53,7 @@ def messages_of(items: str | list[Any], memory: SessionMemory) -> tuple[JsonObje
         memory: has the items that the input refers to.
 
     Raises:
-        RequestError: an item is invalid, or is not text.
+        RequestError: an item is invalid, or is neither text nor an image.
     """
     if isinstance(items, str):
         return ({"role": "user", "content": items},)
@@ -86,7 +87,7 @@ def _read(item: Any, field: str, memory: SessionMemory) -> JsonObject:
         raise refusal(field, "not an object", "Send items of a response")
     match item.get("type") or ("message" if "role" in item else "item_reference"):
         case "message":
-            return _read_message(read(_Message, item, field), field)
+            return _read_message(read(_Message, item, field), field, memory)
         case "reasoning":
             text = _reasoning(read(_Reasoning, item, field), field)
             return {"role": "assistant", "reasoning_content": text} if text else {"role": "assistant"}
@@ -94,7 +95,7 @@ def _read(item: Any, field: str, memory: SessionMemory) -> JsonObject:
             return {"role": "assistant", "tool_calls": [read_call(item, field, memory)]}
         case "function_call_output" | "custom_tool_call_output":
             output = read(_Output, item, field)
-            content = text_of(output.output, f"{field}.output", LINES)
+            content = content_of(output.output, f"{field}.output", LINES, memory)
             return {"role": "tool", "content": content, "tool_call_id": output.call_id}
         case "item_reference":
             name = read(_Reference, item, field).id
@@ -106,14 +107,16 @@ def _read(item: Any, field: str, memory: SessionMemory) -> JsonObject:
             raise refusal(f"{field}.type", f"{quoted(kind)} is not supported", "The policy reads text and tool calls")
 
 
-def _read_message(message: _Message, field: str) -> JsonObject:
+def _read_message(message: _Message, field: str, memory: SessionMemory) -> JsonObject:
     if message.content is None:
         raise refusal(f"{field}.content", "missing", "Add the field to the request")
     if message.role == "assistant":
         return {"role": "assistant", "content": text_of(message.content, f"{field}.content", PIECES)}
     if message.role not in ROLES:
         raise refusal(f"{field}.role", f"{quoted(message.role)} is not a role", "Use user, assistant or system")
-    return {"role": ROLES[message.role], "content": text_of(message.content, f"{field}.content", LINES)}
+    if ROLES[message.role] == "system":
+        return {"role": "system", "content": text_of(message.content, f"{field}.content", LINES)}
+    return {"role": "user", "content": content_of(message.content, f"{field}.content", LINES, memory)}
 
 
 def _reasoning(item: _Reasoning, field: str) -> str:

@@ -73,6 +73,7 @@ class Responses(Protocol):
                 tools=tuple(tool.schema for tool in tools if request.tool_choice != "none"),
                 model=request.model,
                 max_tokens=request.max_output_tokens,
+                images=memory.images,
             ),
             stream=bool(request.stream),
             id=f"resp_{uuid.uuid4().hex}",
