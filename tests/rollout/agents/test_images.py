@@ -119,7 +119,7 @@ async def converse(session: Session, sample: Any) -> float:
         messages.append({"role": "assistant", "content": reply.choices[0].message.content})
         messages.append({"role": "tool", "tool_call_id": "c1", "content": content})
     await openai_client.chat.completions.create(model="policy", messages=messages, max_tokens=6)
-    for wrong in ([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}], "<|image_pad|>"):
+    for wrong in ([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}], "<|image_pad|><start_of_image>"):
         with pytest.raises(openai.BadRequestError):
             await openai_client.chat.completions.create(model="policy", messages=[{"role": "user", "content": wrong}])
     client = anthropic.AsyncAnthropic(base_url=session.anthropic_base_url, api_key=session.api_key, max_retries=0)

@@ -281,9 +281,6 @@ class ConversationHistory:
                 source = known[-1].segment
                 pairs = enumerate(zip(source.tokens, context.tokens, strict=False))
                 kept = next((i for i, (a, b) in pairs if a != b), min(len(source.tokens), len(context.tokens)))
-                if any(a != b for a, b in zip(source.images, context.images, strict=False)):
-                    # Other images may have the same placeholders.
-                    kept = min(kept, self._renderer.first_placeholder(context.tokens))
                 return (source, kept) if kept else (None, 0)
         return None, 0
 

@@ -75,7 +75,8 @@ class ConversationRenderer:
     def _apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], for_reply: bool) -> str:
         if self._processor is not None:
             plain = [_without_keys(message) for message in messages]
-            return self._processor.render(plain, list(tools), add_generation_prompt=for_reply, **self._options)
+            schemas = [dict(tool) for tool in tools]
+            return self._processor.render(plain, schemas, add_generation_prompt=for_reply, **self._options)
         described: dict[str, Any] = {"tools": list(tools)} if tools else {}
         return str(
             self._tokenizer.apply_chat_template(
@@ -94,21 +95,16 @@ class ConversationRenderer:
             RequestError: it has another number of placeholders.
         """
         if self._processor is not None:
-            found = self._processor.num_placeholders(text)
-            if found != len(images):
+            count = self._processor.num_placeholders(text)
+            if count != len(images):
                 raise RequestError(
                     400,
-                    f"messages: rendered, they have {found} placeholders for {len(images)} images. Send images as "
+                    f"messages: rendered, they have {count} placeholders for {len(images)} images. Send images as "
                     "parts of messages whose role has them in the chat template, and no placeholders in texts.",
                     "messages",
                 )
             text = self._processor.expand(text, [image.size for image in images]) if images else text
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
-
-    def first_placeholder(self, tokens: Sequence[int]) -> int:
-        """Returns the index of the first token that stands for an image; the number of tokens where none does."""
-        placeholders = self._processor.placeholder_ids if self._processor else ()
-        return next((i for i, token in enumerate(tokens) if token in placeholders), len(tokens))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included."""

@@ -108,7 +108,7 @@ def _with_images(messages: Sequence[Mapping[str, Any]], images: RowImages) -> li
     """Returns messages as OpenAI's chat completions write them, with their images in base64.
 
     Args:
-        messages: messages whose parts of type image stand for images.
+        messages: messages with a part of type image in place of each image.
         images: the images, in the order of these parts.
     """
     left = iter(images)
