@@ -17,12 +17,13 @@ from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import weight_table
 
 RANKS = 8
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE)
 WITHOUT_PIPELINE = ("gemma2", "qwen3_next")
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe_text", *LATENT)
 PARTLY_ROTATED = ("glm4_moe", "minimax_m2", *LINEAR)
-UNTIED = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
+UNTIED = ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "minimax_m2")
 
 
 def fields(family: str, **changes: Any) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def fields(family: str, **changes: Any) -> dict[str, Any]:
         "qk_rope_head_dim": 4,
         "v_head_dim": 3,
     }
+    sparse = latent | {"index_n_heads": 3, "index_head_dim": 5}
     glm = experts | {"n_routed_experts": 8, "first_k_dense_replace": 1, "partial_rotary_factor": 1.0}
     linear = {
         "partial_rotary_factor": 1.0,
@@ -70,6 +72,8 @@ def fields(family: str, **changes: Any) -> dict[str, Any]:
         "deepseek_v2": latent,
         "deepseek_v3": latent,
         "glm4_moe_lite": latent,
+        "deepseek_v32": sparse,
+        "glm_moe_dsa": sparse | {"indexer_rope_interleave": True},
         "glm4_moe": glm | {"attention_bias": True, "use_qk_norm": True},
         "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
         "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -101,7 +105,7 @@ def configs(draw: st.DrawFn) -> HFConfig:
         "tie_word_embeddings": draw(st.booleans()) and family not in UNTIED,
     }
     if family in LATENT:
-        changes["q_lora_rank"] = draw(st.sampled_from([None, 4, 8]))
+        changes["q_lora_rank"] = draw(st.sampled_from([4, 8] if family in SPARSE else [None, 4, 8]))
         changes["n_shared_experts"] = draw(st.integers(0, 2))
     if family in LINEAR:
         changes["linear_num_value_heads"] = 8 * draw(st.integers(1, 3))
@@ -148,7 +152,8 @@ def shard_map(c: HFConfig) -> st.SearchStrategy[ShardMap]:
 @st.composite
 def sources(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> ShardMap:
     """The model in any dialect that weights come from, on `ranks` ranks."""
-    dialects = ["megatron", "megatron", "modules", *(() if c.attention_sinks else ("transformer_engine",))]
+    only_torch = c.attention_sinks or c.indexer
+    dialects = ["megatron", "megatron", "modules", *(() if only_torch else ("transformer_engine",))]
     dialect = draw(st.sampled_from(dialects))
     if dialect == "modules":
         return weight_table(c).shard_map_replicated(range(ranks))

@@ -42,6 +42,11 @@ VARIANTS = {
                  "fields": {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.7}},
     "glm4_moe_lite": {"shared_experts": 1, "dense_layers": 1, "experts": 8, "q_rank": 12,
                       "fields": {"routed_scaling_factor": 1.7}},
+    "deepseek_v32": {"shared_experts": 1, "dense_layers": 1, "experts": 8, "q_rank": 12,
+                     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+                                      "original_max_position_embeddings": 16},
+                     "fields": {"n_group": 4, "topk_group": 2}},
+    "glm_moe_dsa": {"shared_experts": 1, "dense_layers": 1, "experts": 8, "q_rank": 12},
     "minimax_m2": {"head_dim": 12, "experts": 8, "fields": {"rotary_dim": 8}},
     "gemma2": {"tie_embeddings": True, "head_dim": 12, "fields": {"sliding_window": 5, "attn_logit_softcapping": 0.5,
                                                                "final_logit_softcapping": 3.0}},
@@ -63,6 +68,8 @@ MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "minimax_m2")
 """The mixtures of experts without latent attention."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Those with it."""
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+"""Those whose tokens attend to 8 selected ones."""
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Those with linear attention."""
 

@@ -78,6 +78,14 @@ GLM = EXPERTS | {
     "first_k_dense_replace": 1,
 }
 FLASH = DEEPSEEK | {"num_hidden_layers": 4, "n_shared_experts": 1, "n_group": 1, "rope_parameters": None}
+SPARSE = {
+    "num_hidden_layers": 4,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 0,
+    "index_n_heads": 4,
+    "index_head_dim": 128,  # the width that the engines' kernels have
+    "index_topk": 8,
+}
 MINIMAX = {
     "head_dim": 16,
     "rotary_dim": 8,
@@ -111,6 +119,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", V3),
     "glm4_moe": ("glm4_moe", GLM | {"attention_bias": True, "use_qk_norm": True}),
     "glm4_moe_lite": ("glm4_moe_lite", FLASH),
+    "deepseek_v32": ("deepseek_v32", V3 | SPARSE),
+    # SGLang has its plain rotary embedding on GPUs only.
+    "glm_moe_dsa": ("glm_moe_dsa", V3 | SPARSE | {"n_group": 1, "indexer_rope_interleave": True}),
     "minimax_m2": ("minimax_m2", MINIMAX),
     "uneven": ("llama", {"vocab_size": 200, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "qwen3_next": ("qwen3_next", LINEAR | EXPERTS | {"num_experts": 8}),
@@ -135,7 +146,7 @@ WITHOUT_TABLE: dict[str, tuple[str, dict[str, Any]]] = {"olmo2": ("olmo2", {})}
 """The same for models that the weight tables do not know."""
 
 DEEPSEEK_MIXTURES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-GLM_AND_MINIMAX = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
+GLM_AND_MINIMAX = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa")
 MIXTURES = ("qwen3_moe", "mixtral", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3_next", "qwen3_5_moe")
 ATTENTION_DP = ("qwen3", "qwen3_moe", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3_next", "qwen3_5", "qwen3_5_moe")
 

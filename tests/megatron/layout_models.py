@@ -33,6 +33,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "dense_layers": 1,
         "experts": 8,
     },
+    # Selected keys, which every rank needs of all tokens.
+    "sparse": {
+        "architecture": "glm_moe_dsa",
+        "layers": 5,
+        "head_dim": 8,
+        "init_std": 0.1,
+        **VARIANTS["glm_moe_dsa"],
+        "q_rank": 16,
+        "experts": 4,
+    },
     # Biases and norms of queries and keys, of which a half is rotated, beside a sigmoid router and shared experts.
     "partly rotated": {"architecture": "glm4_moe", "layers": 5, "kv_heads": 4, "ffn": 48, **VARIANTS["glm4_moe"]},
     # Attention sinks, biases and windows; experts in stacked tensors.

@@ -14,7 +14,7 @@ from tests.fake_cuda import ROOT, FakeCudaProcess, recorded_cuda_calls
 from tests.megatron import fake_cuda_cases as cases
 from tests.megatron.shared_rows import sharing_micro_batch
 from tests.megatron.training import assert_equal, assert_logprobs_near, train_in_plain_torch
-from tests.tiny_models import LATENT, MIXTURES, VARIANTS, oracle, oracle_outputs, tiny_model
+from tests.tiny_models import LATENT, MIXTURES, SPARSE, VARIANTS, oracle, oracle_outputs, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.config import MegatronConfig
 from verl_mg.models.hf_config import read_config
@@ -203,10 +203,11 @@ def test_train_family_on_cuda_has_values_of_transformers(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("family", [family for family in VARIANTS if family not in SPARSE])
 def test_train_layout_on_cuda_runs_on_every_rank(
     fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str, layout: str
 ) -> None:
+    """Without sparse attention: its ranks need each other's selections, and here each gets its own as the others'."""
     ranks = 4 if "-" in layout else 2
     for rank in range(ranks):
         assert_trains(fake_cuda.run(cases.train, models[family], layout, ranks, rank, False))

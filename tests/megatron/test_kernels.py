@@ -52,9 +52,12 @@ def test_transformer_engine_that_is_not_installed_is_refused_with_the_remedy(mac
         resolve_kernels("transformer_engine", torch.bfloat16)
 
 
-def test_attention_sinks_have_kernels_of_torch(machine):
+@pytest.mark.parametrize(
+    ("family", "words"), [("gpt_oss", "no attention sinks"), ("deepseek_v32", "no sparse attention here, which")]
+)
+def test_families_without_modules_of_transformer_engine_have_kernels_of_torch(machine, family, words):
     machine(True, True)
-    model = config("gpt_oss")
+    model = config(family)
     assert resolve_kernels("auto", torch.bfloat16, model) == "torch"
-    with pytest.raises(UserError, match=r"^model.kernels: .* no attention sinks .* gpt_oss needs. Set model.kernels="):
+    with pytest.raises(UserError, match=rf"^model.kernels: .* {words} .*{family} needs. Set model.kernels="):
         resolve_kernels("transformer_engine", torch.bfloat16, model)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
-from tests.tiny_models import LATENT, LINEAR, MIXTURES, oracle, random_rows, tiny_model
+from tests.tiny_models import LATENT, LINEAR, MIXTURES, SPARSE, oracle, random_rows, tiny_model
 from verl_mg.config import MegatronConfig
 from verl_mg.models.hf_config import read_config
 
@@ -44,6 +44,14 @@ LATENT_LAYOUTS = [
         for layout in (("tp2", 2), ("pp2", 2), ("ep2", 2), ("tp4", 4), ("tp2-cp2-ep2", 4))
     ),
 ]
+SPARSE_LAYOUTS = [
+    ("glm_moe_dsa", "tp2-cp2", 4),
+    *(
+        pytest.param(name, *layout, marks=pytest.mark.nightly)
+        for name in SPARSE
+        for layout in (("tp2-pp2-ep2-etp1", 4), ("cp2", 2), ("ep4", 4), ("tp2-cp2-ep2", 4))
+    ),
+]
 LINEAR_LAYOUTS = [
     ("tp2-cp2", 4),
     *(pytest.param(*layout, marks=pytest.mark.nightly) for layout in (("tp2", 2), ("cp2", 2), ("cp4", 4), ("pp2", 2))),
@@ -59,7 +67,7 @@ GEMMA_LAYOUTS = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    names = ("qwen3", "gemma2", *MIXTURES, *LATENT, *LINEAR)
+    names = ("qwen3", "gemma2", *MIXTURES, *LATENT, *SPARSE, *LINEAR)
     models = {name: tiny_model(folder / name, name, layers=2) for name in names}
     models["unnormalized"] = shutil.copytree(models["qwen3_moe"], folder / "unnormalized")
     config = models["unnormalized"] / "config.json"
@@ -77,7 +85,7 @@ def rows(model):
     return random_rows(ROWS, read_config(model).vocab)
 
 
-@pytest.mark.parametrize("name", ["gemma2", *MIXTURES, "unnormalized", *LATENT, *LINEAR])
+@pytest.mark.parametrize("name", ["gemma2", *MIXTURES, "unnormalized", *LATENT, *SPARSE, *LINEAR])
 def test_train_on_one_rank_equals_transformers(ranks, models, tmp_path, name):
     expected = train_in_plain_torch(oracle(models[name]), rows(models[name]), tmp_path)
     assert not expected.idle()
@@ -95,6 +103,15 @@ def test_train_mixture_under_layout_equals_one_rank(ranks, models, single, layou
 def test_train_latent_attention_under_layout_equals_one_rank(ranks, models, single, name, layout, count):
     recompute = "pp2" in layout
     assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), recompute), single[name], 1e-5)
+
+
+@pytest.mark.parametrize(("name", "layout", "count"), SPARSE_LAYOUTS)
+def test_train_sparse_attention_under_layout_equals_one_rank(ranks, models, single, name, layout, count):
+    """Of rows with more tokens than a token attends to, and with fewer."""
+    model, recompute = models[name], layout != "cp2"
+    top_k = read_config(model).indexer.top_k
+    assert rows(model).lengths.min() < top_k and (rows(model).lengths > top_k + 3).sum() > 2
+    assert_equal(ranks.run(count, train, model, layout, rows(model), recompute), single[name], 1e-5)
 
 
 @pytest.mark.parametrize(("layout", "count"), LINEAR_LAYOUTS)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_models import tiny_model, vision_model
+from tests.tiny_models import SPARSE, tiny_model, vision_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.fsdp.mesh import MeshGroups
@@ -48,7 +48,11 @@ def write_counting(model, target, layout, chunk_bytes, backend="megatron"):
 
 @pytest.mark.parametrize(
     ("name", "layout", "count"),
-    [("qwen3", "tp2", 4), pytest.param("qwen3_moe", "tp2-pp2-etp2", 4, marks=pytest.mark.nightly)],
+    [
+        ("qwen3", "tp2", 4),
+        *(pytest.param(name, "tp2-pp2", 4, marks=pytest.mark.nightly) for name in SPARSE),
+        pytest.param("qwen3_moe", "tp2-pp2-etp2", 4, marks=pytest.mark.nightly),
+    ],
 )
 def test_write_weights_writes_each_box_in_one_run(ranks, tmp_path, name, layout, count):
     model = tiny_model(tmp_path / "model", name)

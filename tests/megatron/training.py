@@ -31,6 +31,7 @@ from verl_mg.training.loss_inputs import LossInputs
 from verl_mg.training.microbatch import MicroBatch
 
 ROUTER_BIAS = "e_score_correction_bias"  # a buffer
+INDEXER = ".indexer."  # without gradients
 TEMPERATURE, STEPS = 0.8, 2
 # A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
 OPTIMIZER = OptimizerConfig(lr=0.02, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
@@ -235,11 +236,16 @@ def train_in_plain_torch(model: torch.nn.Module, rows: Batch, folder: Path) -> E
         seen.append(loss.item())
         if step == 0:
             outputs = [output.detach() for output in per_row]
-            gradients = _as_checkpoint(net, lambda weight: weight.grad, folder / "gradients")
-            gradients = {name: values for name, values in gradients.items() if not name.endswith(ROUTER_BIAS)}
+            gradients = _as_checkpoint(net, _gradient, folder / "gradients")
+            gradients = {name: x for name, x in gradients.items() if not name.endswith(ROUTER_BIAS)}
+            gradients = {name: x for name, x in gradients.items() if INDEXER not in name}
         norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), OPTIMIZER.clip_grad).item())
         optimizer.step()
     return Expected(outputs, gradients, _as_checkpoint(net, lambda weight: weight, folder / "weights"), norms, seen)
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
 def _as_checkpoint(net: torch.nn.Module, values: Callable[[Tensor], Tensor], folder: Path) -> dict[str, Tensor]:

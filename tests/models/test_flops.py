@@ -55,7 +55,9 @@ def test_row_flops_value_head_has_no_vocabulary(tmp_path):
     assert language.per_token - value.per_token == 2 * (config.vocab - 1) * config.hidden
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3", "qwen3_32b", "llama_3_1_405b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3", "deepseek_v3_2", "glm_5", "qwen3_32b", "llama_3_1_405b"]
+)
 def test_layer_elements_add_up_to_the_active_elements(name):
     """Against the tensors of the checkpoint; norms and biases, which are no matrices, are below a thousandth."""
     config = read_config(Path(__file__).parents[2] / "tools" / "model_configs" / f"{name}.json")

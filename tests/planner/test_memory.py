@@ -23,6 +23,7 @@ from verl_mg.planner.memory_phases import problem
         ("glm_4_5", 352.8),  # 355 with the layer that predicts a second token
         ("minimax_m2", 228.7),
         ("glm_4_7_flash", 29.9),
+        ("glm_5", 743.9),
         ("moonlight_16b_a3b", 16.0),
     ],
 )

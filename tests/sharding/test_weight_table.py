@@ -311,6 +311,17 @@ def test_stacked_tensors_of_gpt_oss_are_transposed():
     assert stacked["model.layers.2.mlp.experts.3.down_proj_bias"].box(((4, 6),)) == ((3, 4), (4, 6))
 
 
+def test_tensors_of_an_indexer_are_frozen_and_partly_unquantized():
+    table = weight_table(config("deepseek_v32"))
+    prefix = "model.layers.2.self_attn.indexer."
+    names = {f"{prefix}{name}" for name in ("wq_b.weight", "wk.weight", "weights_proj.weight")}
+    assert names < table.indexers and len(table.indexers) == 4 * 5
+    assert {name for name in names if name in table.unquantized} == {prefix + "weights_proj.weight"}
+    assert {name.rsplit(".", 1)[0] for name in table.indexers if table.tensor_index.tensors[name].float32} == {
+        f"model.layers.{layer}.self_attn.indexer.k_norm" for layer in range(4)
+    }
+
+
 def test_tensor_index_only_router_bias_is_float32():
     tensors = weight_table(config("deepseek_v3")).tensor_index.tensors
     names = {name for name, info in tensors.items() if info.float32}
@@ -394,6 +405,12 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
             for theirs, ours in renames.items():
                 name = name.replace(theirs, ours)
             renamed[name] = shard
+        if c.indexer:  # vLLM has keys and weights of heads of an indexer in one projection
+            apart, fused = sorted(name for name in renamed if re.search(r"indexer\.w(k|eights_proj)\.", name)), []
+            for name in [name for name in vllm if "wk_weights_proj" in name]:
+                fused += [piece.tensor for piece in vllm[name].pieces]
+                vllm = {other: shard for other, shard in vllm.items() if other != name}
+            assert apart and sorted(fused) == [renamed.pop(name).pieces[0].tensor for name in apart]
         assert renamed == dict(vllm)
 
 
@@ -434,6 +451,12 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
             fields("glm4_moe_lite", rope_parameters={"partial_rotary_factor": 0.5}),
             "partial_rotary_factor=0.5 is not supported for model_type 'glm4_moe_lite'",
         ),
+        (fields("glm_moe_dsa", index_topk_freq=4), "keys that an earlier layer selected .index_topk_freq"),
+        (fields("glm_moe_dsa", indexer_types=["full", "shared"] * 2), "keys that an earlier layer selected"),
+        (fields("glm_moe_dsa", indexer_rope_interleave=None), "indexer_rope_interleave=None is not that .* Write true"),
+        (fields("deepseek_v32", index_head_dim=2), "index_head_dim=2 is below qk_rope_head_dim=4"),
+        (fields("deepseek_v32", q_lora_rank=None), "q_lora_rank is missing, which the indexer needs"),
+        (fields("deepseek_v32", rope_interleave=False), "rope_interleave=False .* Write True, or leave it out"),
         (fields("minimax_m2", use_qk_norm=False), "use_qk_norm=False is not supported for model_type 'minimax_m2'"),
         (fields("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         (fields("gemma2", layer_types=["full_attention"]), "layer_types=.* for each of the 4 layers"),

@@ -71,6 +71,12 @@ def test_tensor_parallelism_of_the_output_layer_alone_is_none(tmp_path):
     assert answers["backend fsdp"].works and "no plan of tensor parallelism" in answers["fsdp tp"].text
 
 
+def test_sparse_attention_is_refused_by_the_backend_that_has_none(tmp_path):
+    model = tiny_model(tmp_path / "model", "glm_moe_dsa")
+    answers = {answer.topic: answer for answer in ModelSupport(model).answers()}
+    assert answers["backend megatron"].works and "sparse attention" in answers["backend fsdp"].text
+
+
 def test_layer_of_multi_token_prediction_is_among_the_answers(models, tmp_path):
     topic = "multi-token prediction"
     assert not {answer.topic: answer for answer in ModelSupport(models["deepseek_v3"]).answers()}[topic].works

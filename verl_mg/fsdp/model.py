@@ -107,6 +107,10 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
     config = read_module_config(model_dir)
     config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
     module: Any = meta_module(config, model_dir, dtype)
+    if getattr(config.get_text_config(), "index_topk", None):
+        raise UserError(
+            f"{model_dir / 'config.json'}: it has sparse attention. Use backend: megatron, or another model."
+        )
     if has_images(config) and marks_images(module.base_model):
         module.set_attn_implementation("sdpa")  # with masks of all pairs of tokens
     module.get_input_embeddings().padding_idx = None  # nothing is padded: every token's embedding has a gradient

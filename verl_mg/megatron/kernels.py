@@ -43,6 +43,11 @@ def _problem(model: HFConfig | None) -> str | None:
             f"the modules of Transformer Engine have no attention sinks and no biases of experts here, which "
             f"{model.architecture} needs. Set model.kernels=auto or torch."
         )
+    if model and model.indexer:
+        return (
+            f"the modules of Transformer Engine have no sparse attention here, which {model.architecture} needs. Set "
+            "model.kernels=auto or torch."
+        )
     if not torch.cuda.is_available():
         return "Transformer Engine needs a GPU, and torch finds none here. Set model.kernels=auto or torch."
     if not HAVE_TE:

@@ -130,7 +130,7 @@ class ModelRunner(Runner):
         tensors = self.table.tensor_index.tensors.keys()
         if lora:
             return frozenset(tensors & {SCORE})
-        frozen: set[str] = set()
+        frozen = set(self.table.indexers)
         if not self.bias_update_rate:
             frozen |= self.table.router_biases
         if not self.multi_token_factor:

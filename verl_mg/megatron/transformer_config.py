@@ -31,6 +31,7 @@ from verl_mg.megatron.layers import BiasedRowParallelLinear, NormedRowParallelLi
 from verl_mg.megatron.linear_attention import linear_attention_spec
 from verl_mg.megatron.refused_fields import TRANSFORMER
 from verl_mg.megatron.routing import IndexRouter, RoutedLayer
+from verl_mg.megatron.sparse_attention import PackedSparseMLA, SparseLatentAttention
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.training.flash_attention import use_fastest_kernels
@@ -179,8 +180,9 @@ def _check_exchange(c: HFConfig, kernels: Kernels, kind: Any) -> None:
     key = f"megatron.transformer.cp_comm_type={kind}"
     if kind not in ("a2a", "p2p", "all_gather"):
         raise UserError(f"{key}: it is not supported. Write a2a, all_gather or p2p.")
-    if c.linear and kind != "a2a":
-        raise UserError(f"{key}: linear attention, which the model has, exchanges heads. Leave it out.")
+    if kind != "a2a" and (c.linear or c.indexer):
+        has = "linear attention" if c.linear else "sparse attention"
+        raise UserError(f"{key}: {has}, which the model has, exchanges heads. Leave it out.")
     if kind != "p2p":
         return
     if kernels == "torch":
@@ -327,6 +329,10 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
         parts.self_attention.module = MultiLatentAttention
         attention.core_attention = ModuleSpec(PackedMLA, {"interleaved": c.latent.interleaved})
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        if c.indexer:
+            parts.self_attention.module = SparseLatentAttention
+            parts.self_attention.params = parts.self_attention.params | {"indexer": c.indexer}
+            attention.core_attention.module = PackedSparseMLA
     elif c.linear and c.has_linear_attention(number):
         parts.self_attention = linear_attention_spec(c.linear)
     else:

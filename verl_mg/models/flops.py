@@ -119,6 +119,9 @@ def _attention_elements(config: HFConfig) -> tuple[int, int]:
         up += config.heads * latent.q_rank * key
     down = config.hidden * (latent.kv_rank + latent.rope_dim)
     down += config.hidden * (latent.q_rank or config.heads * key)
+    if config.indexer:
+        index = config.indexer
+        down += index.heads * index.head_dim * latent.q_rank + config.hidden * (index.head_dim + index.heads)
     return up + down + config.heads * latent.v_dim * config.hidden, up
 
 
@@ -136,7 +139,11 @@ def state_flops(config: HFConfig) -> float:
 
 
 def pair_flops(config: HFConfig) -> float:
-    """Returns the FLOPs of one layer's softmax attention for each squared token of a row, all heads together."""
+    """Returns the FLOPs of one layer's softmax attention for each squared token of a row, all heads together.
+
+    Sparse attention is computed to all keys, with a mask. The scores of its indexer, which rows of up to `top_k` tokens
+    do not need, are left out.
+    """
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     return config.heads * (config.head_dim + value_dim)
 

@@ -19,6 +19,7 @@ from verl_mg.models.hf_families import (
     rope_fields,
     rope_type,
 )
+from verl_mg.models.indexer_config import IndexerConfig, parse_indexer
 from verl_mg.models.linear_config import LinearConfig, parse_linear
 
 
@@ -161,6 +162,8 @@ class HFConfig:
     """Whether the output of softmax attention is multiplied by the sigmoid of a further projection (Qwen3-Next)."""
     linear: LinearConfig | None = None
     """Layers with linear attention; None for a model without."""
+    indexer: IndexerConfig | None = None
+    """Sparse attention, which is latent attention to selected keys; None where queries attend to all keys."""
     latent: LatentConfig | None = None
     """Latent attention; None for grouped-query attention."""
     experts: ExpertsConfig | None = None
@@ -256,6 +259,7 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
             attention_scale=_attention_scale(raw, head_dim, family),
             latent=latent,
+            indexer=parse_indexer(raw, layers, where) if family.indexer else None,
             experts=_experts(raw, layers, family, where) if family.experts else None,
             **(_gemma(raw, layers, where) if family.gemma else {}),
             **(_gpt_oss(raw, layers, where) if family.gpt_oss else {}),

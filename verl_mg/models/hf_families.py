@@ -32,6 +32,8 @@ class Family:
     sigmoid_router: bool = False
     """Whether the router scores by sigmoid in float32, with a bias for the choice of experts, as DeepSeek-V3's does."""
     gpt_oss: bool = False
+    indexer: bool = False
+    """Whether attention is sparse: an indexer selects the keys of each query."""
     linear: bool = False
     """Whether there are layers with linear attention, and gates of softmax attention and of shared experts."""
 
@@ -48,6 +50,8 @@ FAMILIES = {
         qkv_bias="attention_bias", qk_norm="use_qk_norm", partial_rotary=True, experts=True, sigmoid_router=True
     ),
     "glm4_moe_lite": Family(latent=True, experts=True, sigmoid_router=True),
+    "deepseek_v32": Family(latent=True, indexer=True, experts=True, sigmoid_router=True),
+    "glm_moe_dsa": Family(latent=True, indexer=True, experts=True, sigmoid_router=True),
     "minimax_m2": Family(qk_norm=True, joint_qk_norm=True, partial_rotary=True, experts=True, sigmoid_router=True),
     "gemma2": Family(gemma=True, tied=True, activations=("gelu_pytorch_tanh",)),
     "gpt_oss": Family(qkv_bias=True, experts=True, gpt_oss=True),
@@ -69,17 +73,29 @@ _LINEAR: Fields = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+_DEEPSEEK_V3: Fields = {
+    "q_lora_rank": 1536,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 # Defaults of `transformers` for missing fields, where they differ from the defaults of other families.
 DEFAULTS: Mapping[str, Fields] = {
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
-    "deepseek_v3": {
-        "q_lora_rank": 1536,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3 | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
+    "glm_moe_dsa": _DEEPSEEK_V3
+    | {
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 2048,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
     },
     "glm4_moe": {
         "rms_norm_eps": 1e-5,
@@ -117,6 +133,7 @@ DEFAULTS: Mapping[str, Fields] = {
     "qwen3_5_moe_text": _LINEAR | {"intermediate_size": 512, "shared_expert_intermediate_size": 512},
 }
 
+_NO_AUX: Mapping[str, tuple[object, ...]] = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
 _GATES: Mapping[str, tuple[object, ...]] = {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}
 # Supported values of fields that select a variant of the architecture.
 SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
@@ -125,14 +142,11 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "scoring_func": ("softmax",),
         "norm_topk_prob": (False,),
     },
-    "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
-    "glm4_moe": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "tie_word_embeddings": (False,)},
-    "glm4_moe_lite": {
-        "topk_method": ("noaux_tc",),
-        "scoring_func": ("sigmoid",),
-        "partial_rotary_factor": (1,),
-        "tie_word_embeddings": (False,),
-    },
+    "deepseek_v3": _NO_AUX,
+    "glm4_moe": _NO_AUX | {"tie_word_embeddings": (False,)},
+    "glm4_moe_lite": _NO_AUX | {"partial_rotary_factor": (1,), "tie_word_embeddings": (False,)},
+    "deepseek_v32": _NO_AUX | {"rope_interleave": (True,)},
+    "glm_moe_dsa": _NO_AUX | {"rope_interleave": (True,), "tie_word_embeddings": (False,)},
     "minimax_m2": {
         "use_qk_norm": (True,),
         "qk_norm_type": ("per_layer",),

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig, LatentConfig
+from verl_mg.models.indexer_config import IndexerConfig
 from verl_mg.models.linear_config import LinearConfig
 from verl_mg.models.stacked_tensors import StackedTensor
 
@@ -60,6 +61,20 @@ class GroupedAttention:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Tensors of the indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
+
+    q: TensorSpec
+    """Projection of the low-rank queries of latent attention to the queries of all heads."""
+    k: TensorSpec
+    """Projection of hidden states to keys."""
+    k_norm: tuple[TensorSpec, TensorSpec]
+    """Weight and bias of the layer normalization of keys."""
+    head_weights: TensorSpec
+    """Projection of hidden states to the weight of each head."""
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Tensors of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
 
@@ -77,6 +92,8 @@ class LatentAttention:
     """Up projection of keys and values."""
     out: TensorSpec
     """Output projection."""
+    indexer: Indexer | None = None
+    """Indexer of sparse attention."""
 
 
 @dataclass(frozen=True)
@@ -396,6 +413,20 @@ def _latent_attention(c: HFConfig, latent: LatentConfig) -> LatentAttention:
         kv_norm=tensor("kv_a_layernorm", latent.kv_rank),
         kv_up=tensor("kv_b_proj", c.heads * (latent.qk_nope_head_dim + latent.v_dim), latent.kv_rank),
         out=tensor("o_proj", c.hidden, c.heads * latent.v_dim),
+        indexer=_indexer(c.hidden, latent, c.indexer) if c.indexer else None,
+    )
+
+
+def _indexer(hidden: int, latent: LatentConfig, indexer: IndexerConfig) -> Indexer:
+    def tensor(name: str, *shape: int) -> TensorSpec:
+        return TensorSpec(f"{ATTENTION}indexer.{name}.weight", shape)
+
+    norm = [TensorSpec(f"{ATTENTION}indexer.k_norm.{x}", (indexer.head_dim,), True) for x in ("weight", "bias")]
+    return Indexer(
+        q=tensor("wq_b", indexer.heads * indexer.head_dim, latent.q_rank),
+        k=tensor("wk", indexer.head_dim, hidden),
+        k_norm=(norm[0], norm[1]),
+        head_weights=tensor("weights_proj", indexer.heads, hidden),
     )
 
 

@@ -36,6 +36,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"attention_bias": False, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     "glm4_moe_lite": {"attention_bias": False, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    "deepseek_v32": {"attention_bias": False, "n_group": 1, "topk_group": 1},
+    "glm_moe_dsa": {"attention_bias": False, "n_group": 1, "topk_group": 1, "indexer_rope_interleave": True},
     "minimax_m2": {
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",
@@ -58,7 +60,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gpt_oss": {},
 }
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE)
 WITH_SHARED_EXPERTS = (*LATENT, "glm4_moe")
 WIDE_EXPERTS = ("mixtral", "gpt_oss", "minimax_m2")
 """Architectures without dense layers, whose experts have the width of the model's field `intermediate_size`."""
@@ -167,7 +170,8 @@ def make_tiny_model(
             as `ffn`, those of Mixtral, gpt-oss and MiniMax as wide.
         shared_experts: shared experts of a layer (DeepSeek, GLM).
         dense_layers: number of first layers without experts (DeepSeek, GLM).
-        q_rank: width to which queries are compressed (DeepSeek); 0: they are not.
+        q_rank: width to which queries are compressed (DeepSeek); 0: they are not, or to half of `hidden` with sparse
+            attention.
         tie_embeddings: use the embedding as output layer.
         rope_scaling: `rope_type` and its factors with Hugging Face's names, for example of "llama3".
         max_positions: maximum length of a row in tokens.
@@ -197,6 +201,9 @@ def make_tiny_model(
     attention = {"num_key_value_heads": kv_heads, "head_dim": width}
     if architecture in LATENT:
         attention = _latent_attention(heads, width, kv_rank=hidden // 2, q_rank=q_rank)
+    if architecture in SPARSE:
+        attention |= {"q_lora_rank": q_rank or hidden // 2}
+        attention |= {"index_n_heads": 2 * heads, "index_head_dim": width, "index_topk": 8}
     if architecture in LINEAR:
         attention |= _linear_attention(heads, width // 2)
     config = _config(
@@ -256,7 +263,7 @@ def _mixture(
         fields |= {"n_shared_experts": shared, "first_k_dense_replace": dense_layers}
     if architecture in LINEAR:
         fields |= {"shared_expert_intermediate_size": width * shared}
-    if architecture == "glm4_moe_lite":
+    if architecture in ("glm4_moe_lite", *SPARSE):
         fields["mlp_layer_types"] = ["dense"] * dense_layers + ["sparse"] * (layers - dense_layers)
     return fields
 

@@ -28,9 +28,9 @@ from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
 
 
 def quantized_tensors(table: ModelTable) -> frozenset[str]:
-    """Returns the tensors that engines quantize: the matrices of the layers, but for routers."""
+    """Returns the tensors that engines quantize: the matrices of the layers, but for routers and the like."""
     entries = table.tensor_index.entries.items()
-    return frozenset(name for name, entry in entries if entry.is_layer_matrix) - table.routers
+    return frozenset(name for name, entry in entries if entry.is_layer_matrix) - table.unquantized
 
 
 class EncodedShardMap(ABC):

@@ -25,6 +25,7 @@ from verl_mg.models.hf_tensors import (
     MultiTokenSpec,
 )
 from verl_mg.sharding import linear_attention
+from verl_mg.sharding.indexer import indexer_params
 from verl_mg.sharding.param_spec import (
     Axis,
     HeadRows,
@@ -43,7 +44,7 @@ ATTENTION, LINEAR_ATTENTION, FEED_FORWARD = "self_attn.", "linear_attn.", "mlp."
 """Prefixes of attention, of linear attention, and of the feed-forward layer or experts in a layer."""
 DATA_PARALLEL_ATTENTION = frozenset({
     *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "minimax_m2"),
 })  # fmt: skip
 """Architectures whose attention SGLang can shard on a separate axis (data-parallel attention)."""
 DRAFT = "draft."
@@ -82,6 +83,8 @@ class EngineRules:
     """Prefix of grouped-query attention in the model class of an architecture where it differs from `self_attn.`."""
     embedding: Mapping[str, str]
     """Name of the input embedding in the model class of an architecture where it differs from `embed_tokens`."""
+    fused_indexer: bool
+    """Whether an indexer's keys and head weights are one projection."""
     latent_down: str
     """Name of the fused down-projections of queries, keys and values of latent attention."""
     check_supported: Callable[[HFConfig, EngineLayout], None]
@@ -190,6 +193,8 @@ def _latent_attention(a: LatentAttention, rules: EngineRules) -> tuple[ParamSpec
         ParamSpec(ATTENTION + "kv_b_proj.weight", (a.kv_up,), split_rows, "attention"),
         ParamSpec(ATTENTION + "o_proj.weight", (a.out,), split_columns, "attention"),
     ]
+    if a.indexer:
+        params += indexer_params(ATTENTION + "indexer.", a.indexer, rules.fused_indexer)
     if a.q_down is None or a.q_norm is None:
         return (
             ParamSpec(ATTENTION + "q_proj.weight", (a.q,), split_rows, "attention"),

@@ -27,6 +27,7 @@ from verl_mg.models.hf_tensors import (
     TensorSpec,
 )
 from verl_mg.sharding import linear_attention
+from verl_mg.sharding.indexer import indexer_params
 from verl_mg.sharding.param_spec import (
     FusedRows,
     ParamSpec,
@@ -156,6 +157,8 @@ def _latent_attention(a: LatentAttention, fused: bool) -> tuple[ParamSpec, ...]:
         ),
         ParamSpec("self_attention.linear_proj.weight", (a.out,), split_columns, "tensor"),
     ]
+    if a.indexer:
+        params += indexer_params("self_attention.indexer.", a.indexer)
     if a.q_down is None or a.q_norm is None:
         return (ParamSpec("self_attention.linear_q_proj.weight", (a.q,), split_rows, "tensor"), *params)
     q_norm = "self_attention.linear_q_up_proj.layer_norm_weight" if fused else "self_attention.q_layernorm.weight"

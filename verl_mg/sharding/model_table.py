@@ -90,6 +90,11 @@ class ModelTable(ABC):
     def routers(self) -> frozenset[str]:
         """Names of the weights of routers, which engines do not quantize."""
 
+    @property
+    def unquantized(self) -> frozenset[str]:
+        """Names of the matrices of layers that engines do not quantize."""
+        return self.routers
+
     @abstractmethod
     def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
         """Returns the names of the weights of linear layers, which adapters can adapt; routers are not among them.

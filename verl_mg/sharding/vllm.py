@@ -104,6 +104,7 @@ RULES = EngineRules(
     expert_bias="bias",
     attention={"gpt_oss": "attn."},
     embedding={"gpt_oss": "embedding"},
+    fused_indexer=True,
     latent_down="fused_qkv_a_proj",
     check_supported=check_supported,
     pipeline_ends=pipeline_ends,

@@ -70,10 +70,20 @@ class WeightTable(ModelTable):
         return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.multi_token)
 
     @cached_property
+    def indexers(self) -> frozenset[str]:
+        """Names of the tensors of indexers of sparse attention: the choice of keys has no gradient."""
+        return frozenset(name for name in self.tensor_index.entries if ".indexer." in name)
+
+    @cached_property
     def routers(self) -> frozenset[str]:
         """Names of the weights of routers, which engines do not quantize."""
         routers = {layer.mlp.router for layer in self.model.all_layers if isinstance(layer.mlp, Experts)}
         return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.tensor in routers)
+
+    @cached_property
+    def unquantized(self) -> frozenset[str]:
+        """Names of the matrices of layers that engines do not quantize: routers, and head weights of indexers."""
+        return self.routers | {name for name in self.indexers if name.endswith("weights_proj.weight")}
 
     def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
         """Returns the names of the weights of linear layers, which adapters can adapt; routers are not among them.

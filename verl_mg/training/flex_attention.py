@@ -24,7 +24,13 @@ BLOCK = 128
 _flex_attention: Any = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
 
 
-def block_mask(lengths: Tensor, window: int | None, device: torch.device, queries: Tensor | None = None) -> BlockMask:
+def block_mask(
+    lengths: Tensor,
+    window: int | None,
+    device: torch.device,
+    queries: Tensor | None = None,
+    selected: Tensor | None = None,
+) -> BlockMask:
     """Returns the causal block mask of packed sequences: a token sees earlier ones of its sequence, and itself.
 
     Args:
@@ -32,6 +38,8 @@ def block_mask(lengths: Tensor, window: int | None, device: torch.device, querie
         window: number of tokens that a token attends to at most, itself included; None for all.
         device: device of queries and keys.
         queries: (T of the queries,) int64 on the CPU, their indices among all tokens, ascending; None for all tokens.
+        selected: (T of the queries, bytes) uint8 on the device, one bit for each token of the query's sequence that it
+            may see, the lowest one first; None for all of them. Not with a window.
     """
     total = int(lengths.sum())
     tokens = torch.arange(total)
@@ -47,6 +55,9 @@ def block_mask(lengths: Tensor, window: int | None, device: torch.device, querie
     seen = (first_key <= positions[last][:, None]) & (last_key >= first_seen[first][:, None])
     whole = (last_key <= positions[first][:, None]) & (first_key >= first_seen[last][:, None])
     whole &= (last - first == BLOCK - 1)[:, None]  # torch reads these without a mask
+    if selected is not None:
+        assert window is None
+        whole = torch.zeros_like(whole)
     partly = seen & ~whole
     listed = [_listed(blocks) for blocks in (partly, whole, partly.T, whole.T)]
     (in_part, part), (in_whole, full), (of_part, q_part), (of_whole, q_full) = (
@@ -56,6 +67,11 @@ def block_mask(lengths: Tensor, window: int | None, device: torch.device, querie
 
     def visible(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= bounds[0, query]) & (key <= bounds[1, query])
+
+    def visible_and_selected(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert selected is not None
+        place = (key - bounds[0, query]).clamp(0, 8 * selected.shape[1] - 1)
+        return visible(_, __, query, key) & ((selected[query, place // 8] >> (place % 8)) & 1 > 0)
 
     return BlockMask(
         seq_lengths=(len(positions), total),
@@ -68,7 +84,7 @@ def block_mask(lengths: Tensor, window: int | None, device: torch.device, querie
         full_q_num_blocks=of_whole,
         full_q_indices=q_full,
         BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=visible,
+        mask_mod=visible if selected is None else visible_and_selected,
     )
 
 

@@ -12,6 +12,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
+    GlmMoeDsaConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -55,6 +57,12 @@ MIXTURES: dict[str, PreTrainedConfig] = {
     "qwen3-moe": Qwen3MoeConfig(**MOE, num_experts=4),
     "deepseek-v3": DeepseekV3Config(**{**MOE, "num_key_value_heads": 4}, **LATENT, **GROUPS),
 }
+INDEXER: dict[str, Any] = {"num_key_value_heads": 4, "index_topk": 6, "index_n_heads": 16, "index_head_dim": 8}
+SPARSE: dict[str, PreTrainedConfig] = {
+    "deepseek-v3.2": DeepseekV32Config(**{**MOE, **INDEXER}, **LATENT, **GROUPS),
+    "glm-5": GlmMoeDsaConfig(**{**MOE, **INDEXER}, **LATENT, **GROUPS),
+}
+"""Whose tokens attend to 6 selected ones."""
 
 
 @pytest.fixture(autouse=True)
@@ -117,9 +125,9 @@ def test_generate_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
         assert list(sample.tokens) == expected[0, len(request.prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *SPARSE])
 def test_generate_logprobs_equal_a_forward_without_cache(name: str, tmp_path: Path) -> None:
-    engine = engine_of(save(CONFIGS[name], tmp_path))
+    engine = engine_of(save((CONFIGS | SPARSE)[name], tmp_path))
     sampling = Sampling(max_new_tokens=16, temperature=1.5, top_k=40, stop_token_ids=(1, 2, 3, 4))
     requested = requests()
     for request, sample in zip(requested, engine.generate(requested, sampling), strict=True):

@@ -263,6 +263,13 @@ def test_check_on_cpu_given_padded_model_raises(layout, sizes, words):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a rule of the CPU")
+def test_check_on_cpu_given_sparse_attention_raises():
+    table = weight_table(config("glm_moe_dsa"))
+    with pytest.raises(UserError, match=r"SGLang has no sparse attention on the CPU. Set rollout.engine=hf"):
+        check_on_cpu(table.config, table.model_dims, EngineLayout())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a rule of the CPU")
 def test_check_on_cpu_given_attention_sinks_raises():
     table = weight_table(config("gpt_oss", intermediate_size=32))
     with pytest.raises(UserError, match=r"attention sinks only in kernels for AMX.* Set rollout.engine=hf"):

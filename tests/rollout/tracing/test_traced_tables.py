@@ -80,6 +80,7 @@ def test_vllm_table_equals_load_weights():
         ("qwen3_moe", EngineLayout(tp=2)),
         ("mixtral", EngineLayout(pp=2)),
         ("deepseek_v3", EngineLayout(tp=2, ep=2)),
+        ("deepseek_v32", EngineLayout(tp=2)),
         ("gpt_oss", EngineLayout(tp=2)),
     ])  # fmt: skip
     for (family, layout), ranks in traced.items():

@@ -337,6 +337,7 @@ def tiny_latent_model(folder: Path, seed: int, latent: dict[str, int]) -> Path:
         ("tp2-ep2", "qwen3_moe", {}, "does not support ep on the CPU"),
         ("tp4", "qwen3_moe", {"kv_heads": 4}, "the columns of an expert on each rank is 8"),
         ("tp1", "qwen3_moe", {"hidden": 48}, "the hidden size is 48"),
+        ("tp1", "glm_moe_dsa", {"kv_heads": 4}, "vLLM has no sparse attention on the CPU"),
         ("tp1", "deepseek_v2", {"kv_heads": 4}, "kv_lora_rank 512 and qk_rope_head_dim 64, but this model 32 and 16"),
     ],
 )

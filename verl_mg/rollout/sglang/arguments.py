@@ -64,8 +64,9 @@ ON_CPU = {
 few small functions that SGLang compiles would delay the first request to each process by seconds."""
 
 
-NO_FEATURES_KEPT = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
-"""Environment of all engines: SGLang would keep the features of images over updates of the vision tower."""
+OF_ALL_ENGINES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1"}
+"""Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
+fuse two projections of an indexer that the weight table has apart."""
 
 
 def has_multi_token_draft(arguments: Mapping[str, Any]) -> bool:
@@ -147,6 +148,10 @@ def check_on_cpu(config: HFConfig, model: ModelDims, layout: EngineLayout) -> No
             "rollout.engine=sglang: on the CPU SGLang has attention sinks only in kernels for AMX, which this project "
             "does not use. Set rollout.engine=hf, or use a GPU."
         )
+    if config.indexer:
+        raise UserError(
+            "rollout.engine=sglang: SGLang has no sparse attention on the CPU. Set rollout.engine=hf, or use a GPU."
+        )
     if layout.ep > 1 or layout.adp > 1:
         raise UserError(f"rollout.layout={layout}: SGLang does not support ep and adp on the CPU. Remove them.")
     if model.key_heads:
@@ -190,10 +195,10 @@ def environment(settings: EngineSettings) -> dict[str, str]:
     if settings.nodes.rank:
         inherited["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else `sglang.Engine` would not return on this node
     if torch.cuda.is_available():
-        return _variables_on_gpus(settings) | inherited | NO_FEATURES_KEPT
+        return _variables_on_gpus(settings) | inherited | OF_ALL_ENGINES
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(settings.layout.ranks))
-    return inherited | ON_CPU | NO_FEATURES_KEPT | {"SGLANG_CPU_OMP_THREADS_BIND": binding}
+    return inherited | ON_CPU | OF_ALL_ENGINES | {"SGLANG_CPU_OMP_THREADS_BIND": binding}
 
 
 def _variables_on_gpus(settings: EngineSettings) -> dict[str, str]:

@@ -55,7 +55,8 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
         mem_fraction_static=0.1,
     )
     ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
-    runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+    with _capability_of_a_gpu():
+        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
     parallel_state.init_distributed_environment(
         layout.ranks, rank, f"file://{store.absolute()}", local_rank=rank, backend="gloo"
     )
@@ -66,8 +67,24 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     # On the CPU linear attention reads other fields, which SGLang's runner of models sets.
     adjust_tp_num_heads_if_necessary(model.hf_text_config, layout.attention_tp, True)
     with set_default_torch_dtype(torch.float32):
-        yield _initialize_model(model, LoadConfig())
+        built = _initialize_model(model, LoadConfig())
+    for parameter in built.parameters():
+        if parameter.dtype is torch.bfloat16:  # as those of an indexer whatever the dtype of the model
+            parameter.data = parameter.data.float()
+    yield built
     torch.distributed.barrier()  # a rank that leaves its groups early breaks those that still connect to it
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     runtime_context.reset_context()
+
+
+@contextmanager
+def _capability_of_a_gpu() -> Iterator[None]:
+    """Answers SGLang's question for a GPU's capability, which it asks for sparse attention whatever the device is."""
+    asked = torch.cuda.get_device_capability
+    if not torch.cuda.is_available():
+        torch.cuda.get_device_capability = lambda _=None: (9, 0)
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = asked

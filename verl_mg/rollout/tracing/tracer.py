@@ -28,6 +28,7 @@ from verl_mg.models.hf_families import FAMILIES
 from verl_mg.models.hf_tensors import index_of, model_spec
 from verl_mg.models.stacked_tensors import StackedTensor, expert_shapes
 from verl_mg.rollout.engine_python import NAMES, engine_python
+from verl_mg.rollout.sglang.arguments import OF_ALL_ENGINES
 from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU
 from verl_mg.rollout.tracing.layer_kinds import layer_kinds, text_fields, write_first_layers
 from verl_mg.rollout.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file, version_file
@@ -39,7 +40,7 @@ from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_sha
 LOG_LINES = 8  # of a failed rank, in the error
 
 
-ON_CPU = {"sglang": SGLANG_ON_CPU, "vllm": VLLM_ON_CPU}
+ON_CPU = {"sglang": SGLANG_ON_CPU | OF_ALL_ENGINES, "vllm": VLLM_ON_CPU}
 """Environment of the processes of each engine."""
 
 

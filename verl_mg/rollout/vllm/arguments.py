@@ -120,6 +120,10 @@ def check_on_cpu(config: HFConfig, layout: EngineLayout) -> None:
         return
     if layout.ep > 1:
         raise UserError(f"rollout.layout={layout}: vLLM does not support ep on the CPU. Leave it out.")
+    if config.indexer:
+        raise UserError(
+            "rollout.engine=vllm: vLLM has no sparse attention on the CPU. Set rollout.engine=hf, or use a GPU."
+        )
     if config.latent and (config.latent.kv_rank, config.latent.rope_dim) != CPU_LATENT:
         raise UserError(
             "rollout.engine=vllm: on the CPU vLLM's latent attention has kv_lora_rank 512 and qk_rope_head_dim 64, but "

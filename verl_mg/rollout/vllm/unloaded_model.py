@@ -14,6 +14,9 @@ import torch
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.vllm.arguments import layer_partition
 
+SPARSE_BACKEND = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+"""Kernels of sparse attention by their name in vLLM."""
+
 
 @contextmanager
 def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
@@ -52,7 +55,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(layout.ranks, rank, f"file://{store.absolute()}", rank, "gloo")
         parallel_state.initialize_model_parallel(layout.tp, layout.pp)
-        with set_default_torch_dtype(torch.float32):
+        with set_default_torch_dtype(torch.float32), _layers_with_sparse_attention():
             model = initialize_model(config)
         yield model
         torch.distributed.barrier()  # a rank that leaves its groups early breaks those that still connect to it
@@ -63,3 +66,26 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
             os.unlink(path)
     # What other stages have is remembered by the address of the model, where the next model may be.
     model_utils._model_to_pp_missing_layer_names.clear()
+
+
+@contextmanager
+def _layers_with_sparse_attention() -> Iterator[None]:
+    """Lets vLLM build layers with sparse attention on the CPU, where it has no kernels for them; none is called."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker import workspace
+
+    selected = CpuPlatform.__dict__["get_attn_backend_cls"]
+
+    def select(cls: Any, selected_backend: Any, attn_selector_config: Any, **options: Any) -> str:
+        if attn_selector_config.use_sparse:
+            return SPARSE_BACKEND
+        backend: str = selected.__func__(cls, selected_backend, attn_selector_config, **options)
+        return backend
+
+    CpuPlatform.get_attn_backend_cls = classmethod(select)
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(torch.device("cpu"))
+    try:
+        yield
+    finally:
+        CpuPlatform.get_attn_backend_cls = selected

@@ -1,0 +1,104 @@
+"""Selection of keys against a search among all scores, and attention to them by a block mask and by a full one."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+import verl_mg.megatron  # noqa: F401
+from tests.random_models import config
+from tests.rank_pool import RankPool
+from verl_mg.config import MegatronConfig
+from verl_mg.errors import UserError
+from verl_mg.layout import Layout
+from verl_mg.megatron import sparse_attention
+from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
+from verl_mg.megatron.sparse_attention import attend_to_selected, selected_bits
+from verl_mg.megatron.transformer_config import transformer_config
+
+TOP_K, HEADS, WIDTH = 5, 3, 8
+LENGTHS, KEYS = (19, 5, 9, 3), (19, 12, 9, 6)
+"""Queries of sequences, and keys where the first tokens of some are computed with others."""
+
+
+def described(keys: tuple[int, ...] | None, lengths: tuple[int, ...] = LENGTHS) -> PackedSequences:
+    gathered = (torch.tensor(keys), torch.zeros(sum(keys), dtype=torch.int64)) if keys else ()
+    return describe_sequences(torch.tensor(lengths), torch.ones(WIDTH // 2), 1.0, *gathered)
+
+
+def drawn(queries: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and weights of heads of few small integers, so that many scores are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((queries, HEADS, WIDTH), (keys, WIDTH), (queries, HEADS))
+    query, key, weights = (torch.randint(-1, 2, shape, generator=generator).float() for shape in shapes)
+    return query, key, weights
+
+
+def searched(query: Tensor, key: Tensor, weights: Tensor, keys: tuple[int, ...]) -> list[list[int]]:
+    """Positions of the chosen keys of each query, by sorting."""
+    chosen, sequences = [], zip(query.split(LENGTHS), key.split(keys), weights.split(LENGTHS), strict=True)
+    for queries, own, factors in sequences:
+        for number, (heads, factor) in enumerate(zip(queries, factors, strict=True)):
+            seen = own[: len(own) - len(queries) + number + 1]
+            scores = sum(w * torch.relu(seen @ head) for w, head in zip(factor, heads, strict=True))
+            chosen.append(sorted(sorted(range(len(seen)), key=lambda s: (-scores[s], s))[:TOP_K]))
+    return chosen
+
+
+@pytest.mark.parametrize("scores_at_a_time", [2**27, 100])
+@pytest.mark.parametrize("keys", [None, KEYS])
+@pytest.mark.parametrize(("first", "last"), [(0, 36), (7, 30), (20, 22)])
+def test_selected_bits_are_the_first_keys_with_the_highest_scores(
+    monkeypatch: pytest.MonkeyPatch, first: int, last: int, keys: tuple[int, ...] | None, scores_at_a_time: int
+) -> None:
+    monkeypatch.setattr(sparse_attention, "SCORES", scores_at_a_time)
+    packed, lengths = described(keys), keys or LENGTHS
+    query, key, weights = drawn(sum(LENGTHS), sum(lengths))
+    bits = selected_bits(query[first:last], key, weights[first:last], packed, TOP_K, first)
+    assert bits.shape == (last - first, 3)
+    positions = [
+        count for own, whole in zip(LENGTHS, lengths, strict=True) for count in range(whole - own + 1, whole + 1)
+    ]
+    found = [
+        [s for s in range(positions[first + row]) if int(own[s // 8]) >> s % 8 & 1] for row, own in enumerate(bits)
+    ]
+    assert found == searched(query, key, weights, lengths)[first:last]
+
+
+def test_exchange_of_keys_is_refused() -> None:
+    fields = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
+    with pytest.raises(UserError, match=r"cp_comm_type=all_gather: sparse attention, .* exchanges heads. Leave it out"):
+        transformer_config(config("deepseek_v32"), Layout(cp=2), torch.float32, False, megatron=fields)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_attention_to_selected_keys_by_block_mask_equals_that_by_a_full_mask(ranks: RankPool, shares: bool) -> None:
+    # Gradients through torch's compiler start threads in a process, from which no ranks could be forked again.
+    ((found, expected, dense),) = ranks.run(1, attend, shares)
+    for a, b, c in zip(found, expected, dense, strict=True):
+        assert torch.allclose(a, b, atol=1e-5) and b.abs().max() > 0.1 and (b - c).abs().max() > 0.1
+
+
+def attend(shares: bool) -> list[list[Tensor]]:
+    """Output and gradients by a block mask, by a full one, and of attention to all keys."""
+    lengths, keys = (150, 1, 7, 100), (150, 141, 8, 190) if shares else None
+    packed, total = described(keys, lengths), sum(keys or lengths)
+    bits, everything = selected_bits(*drawn(sum(lengths), total), packed, TOP_K, 0), torch.tensor([[255]])
+    every = everything.to(torch.uint8).expand(len(bits), bits.shape[1])
+    generator, results = torch.Generator().manual_seed(0), []
+    inputs = [torch.randn(n, HEADS, WIDTH, generator=generator) for n in (sum(lengths), total, total)]
+    gradient = torch.randn(inputs[0].shape, generator=generator)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # torch refuses gradients on the CPU, for its compiler; not compiled it computes them, and warns.
+        patch.setattr(flex_attention, "_validate_device", lambda *_: None)
+        warnings.simplefilter("ignore")
+        for on_gpus, selected in ((True, bits), (False, bits), (False, every)):
+            patch.setattr(sparse_attention, "has_ragged_kernel", lambda *_, answer=on_gpus: answer)
+            leaves = [values.clone().requires_grad_() for values in inputs]
+            context = attend_to_selected(*leaves, packed, selected, 0.3)
+            results.append([context.detach(), *torch.autograd.grad(context, leaves, gradient)])
+    return results

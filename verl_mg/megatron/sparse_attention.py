@@ -1,0 +1,254 @@
+"""Sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1): latent attention to keys that an indexer selects.
+
+The index score of a key s for a query t is a sum over the indexer's heads h, each a product with the same key:
+
+    score[t, s] = sum over h of weight[t, h] * relu(q[t, h] . k[s])
+
+A query attends to the `top_k` keys of its sequence with the highest scores, and of equal ones to the first. Up to
+`top_k` keys it attends to all of them: micro-batches of such rows compute no scores. The choice has no gradient, and
+the indexer's weights are frozen.
+
+Each tensor-parallel and context-parallel rank selects for its own T / (cp * tp) tokens; keys are gathered before that
+and selections behind it, as one bit for each key of the longest sequence. Scores exist for a few queries at a time.
+Attention itself is computed with a mask, and takes as long as that to all keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
+from verl_mg.megatron.packed_sequences import PackedSequences
+from verl_mg.megatron.rotary_embedding import rotate_end
+from verl_mg.models.indexer_config import IndexerConfig
+from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
+from verl_mg.training.packed_attention import Scores, attend_where, has_ragged_kernel
+
+NORM_EPS = 1e-6
+"""Epsilon of the norm of keys: the checkpoints' modules use it whatever rms_norm_eps is."""
+SCORES = 2**27
+"""Products of queries and keys that exist at a time, in float32."""
+
+
+class Indexer(nn.Module):
+    """Selects the keys of each query; its weights are frozen and whole on every rank."""
+
+    def __init__(self, config: TransformerConfig, indexer: IndexerConfig, q_rank: int) -> None:
+        """Creates the module.
+
+        Args:
+            config: megatron-core's configuration.
+            indexer: sizes of the indexer.
+            q_rank: rank of the compressed queries of latent attention.
+        """
+        super().__init__()
+        self.sizes = indexer
+        options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        self.wq_b = nn.Linear(q_rank, indexer.heads * indexer.head_dim, bias=False, **options)
+        self.wk = nn.Linear(config.hidden_size, indexer.head_dim, bias=False, **options)
+        self.k_norm = nn.LayerNorm(indexer.head_dim, NORM_EPS, **options | {"dtype": torch.float32})
+        self.weights_proj = nn.Linear(config.hidden_size, indexer.heads, bias=False, **options)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor, q_latent: Tensor, packed: PackedSequences, tp: dist.ProcessGroup) -> Tensor:
+        """Selects the keys of the queries of all sequences; a collective of the ranks that share them.
+
+        Args:
+            hidden: (T / (cp * tp), h), inputs of attention at this rank's tokens.
+            q_latent: (T / (cp * tp), rank), normalized compressed queries.
+            packed: description of the sequences.
+            tp: the tensor-parallel ranks.
+
+        Returns:
+            (T, longest / 8) uint8, see `selected_bits`.
+        """
+        cp = packed.cp_group
+        assert cp is not None and packed.cos is not None and packed.sin is not None
+        first = (cp.rank() * tp.size() + tp.rank()) * len(hidden)
+        cos, sin = (part[first : first + len(hidden)] for part in (packed.cos, packed.sin))
+        query = self._rotated(self.wq_b(q_latent).unflatten(-1, (self.sizes.heads, -1)), cos, sin)
+        key = self._rotated(self.k_norm(self.wk(hidden).float()).to(query.dtype)[:, None], cos, sin)[:, 0]
+        scale = (self.sizes.heads * self.sizes.head_dim) ** -0.5
+        weights = F.linear(hidden.float(), self.weights_proj.weight.float()) * scale
+        keys = _gathered(_gathered(key, tp), cp)
+        if packed.keys is not None:
+            keys = keys[packed.keys]
+        bits = selected_bits(query, keys, weights, packed, self.sizes.top_k, first)
+        whole: Tensor = _gathered(_gathered(bits, tp), cp)
+        return whole
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates the first elements of each head, and moves them behind the others; products are unchanged."""
+        return rotate_end(x.roll(-cos.shape[-1], dims=-1), cos, sin, self.sizes.interleaved)
+
+
+def selected_bits(
+    query: Tensor, key: Tensor, weights: Tensor, packed: PackedSequences, top_k: int, first: int
+) -> Tensor:
+    """Selects the keys with the highest scores, for some neighbouring tokens.
+
+    Args:
+        query: (n, heads, d), of tokens `first` to `first` + n.
+        key: (K, d), of all keys of all sequences.
+        weights: (n, heads) float32, factor of each head's products.
+        packed: description of the sequences.
+        top_k: keys that a query attends to at most.
+        first: index of the first of these tokens among all T.
+
+    Returns:
+        (n, longest / 8) uint8, where `longest` is the number of keys of the longest sequence: bit s % 8 of byte s // 8
+        says whether a token attends to key s of its sequence, among those up to itself.
+    """
+    bits = torch.full((len(query), -(-packed.max_seqlen_kv // 8)), 255, dtype=torch.uint8, device=query.device)
+    ends, key_ends = packed.lengths.cumsum(0).tolist(), packed.key_lengths.cumsum(0).tolist()
+    for length, end, keys, key_end in zip(
+        packed.lengths.tolist(), ends, packed.key_lengths.tolist(), key_ends, strict=True
+    ):
+        # A token at position p of its sequence has p + 1 keys, and attends to all of them up to position top_k - 1.
+        behind = end - keys  # index of the token at position 0, were it among these tokens
+        begin = max(end - length, behind + top_k, first)
+        stop = min(end, first + len(query))
+        step = max(1, SCORES // (query.shape[1] * keys))
+        for start in range(begin, stop, step):
+            tokens = slice(start - first, min(start + step, stop) - first)
+            last = tokens.stop + first - behind  # keys of the last of these tokens
+            seen = key[key_end - keys : key_end - keys + last]
+            scores = _index_scores(query[tokens], seen, weights[tokens])
+            positions = torch.arange(last - len(scores), last, device=query.device)
+            later = torch.arange(last, device=query.device) > positions[:, None]
+            chosen = _packed_bits(_largest(scores.masked_fill_(later, -torch.inf), top_k))
+            bits[tokens, : chosen.shape[1]] = chosen
+    return bits
+
+
+def _index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """Computes scores: (n, heads, d), (K, d), (n, heads) -> (n, K) float32."""
+    products = (query.flatten(0, 1).float() @ key.float().T).relu_().unflatten(0, query.shape[:2])
+    return (weights[:, None] @ products).squeeze(1)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Returns which `count` scores of each row are the largest, of equal ones the first: (n, K) -> (n, K) bool."""
+    least = scores.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above, equal = scores > least, scores == least
+    return above | (equal & (equal.cumsum(1) <= count - above.sum(1, keepdim=True)))
+
+
+def _packed_bits(chosen: Tensor) -> Tensor:
+    """Packs eight columns into a byte, the first one as the lowest bit: (n, K) bool -> (n, K / 8) uint8."""
+    padded = F.pad(chosen, (0, -chosen.shape[1] % 8)).unflatten(1, (-1, 8))
+    return (padded * (1 << torch.arange(8, dtype=torch.uint8, device=chosen.device))).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked_bits(bits: Tensor, count: int) -> Tensor:
+    """Returns the first `count` bits of each row: (n, bytes) uint8 -> (n, count) bool."""
+    each = bits[..., None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
+    return each.flatten(1)[:, :count].bool()
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the rows of all ranks of a group, in their order."""
+    if group.size() == 1:
+        return part
+    whole = part.new_empty(group.size() * len(part), *part.shape[1:])
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
+
+
+class SparseLatentAttention(MultiLatentAttention):
+    """Multi-head latent attention with an indexer, which leaves its selection in the description of the sequences."""
+
+    def __init__(self, *arguments: Any, indexer: IndexerConfig, **options: Any) -> None:
+        """Creates the module.
+
+        Args:
+            arguments: arguments of `MultiLatentAttention`.
+            indexer: sizes of the indexer.
+            options: further arguments of `MultiLatentAttention`.
+        """
+        super().__init__(*arguments, **options)
+        self.indexer = Indexer(self.config, indexer, self.config.q_lora_rank)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Projects hidden states to the inputs of `PackedSparseMLA`, and selects keys.
+
+        Args:
+            hidden_states: (T / (cp * tp), 1, h).
+            key_value_states: not read.
+            position_ids: not read.
+            packed_seq_params: description of the sequences.
+            _: not read.
+
+        Returns:
+            As `MultiLatentAttention`.
+        """
+        projected = super().get_query_key_value_tensors(hidden_states)
+        packed, q_latent = packed_seq_params, projected[3]
+        assert packed is not None
+        if packed.max_seqlen_kv > self.indexer.sizes.top_k and self.layer_number not in packed.selected:
+            selected = self.indexer(hidden_states.squeeze(1), q_latent.squeeze(1), packed, self.pg_collection.tp)
+            packed.selected[self.layer_number] = selected
+        return projected
+
+
+class PackedSparseMLA(PackedMLA):
+    """Packed latent attention to the keys that `SparseLatentAttention` has selected."""
+
+    def __init__(self, *arguments: Any, layer_number: int, **options: Any) -> None:
+        """Creates the module.
+
+        Args:
+            arguments: arguments of `PackedMLA`.
+            layer_number: number of the layer, from 1.
+            options: further arguments of `PackedMLA`.
+        """
+        super().__init__(*arguments, **options)
+        self.layer_number = layer_number
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        if self.layer_number not in packed.selected:
+            return super()._attend(query, key, value, packed)
+        return attend_to_selected(query, key, value, packed, packed.selected[self.layer_number], self.scale)
+
+
+def attend_to_selected(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, bits: Tensor, scale: float | None
+) -> Tensor:
+    """Computes causal attention of each token to selected keys of its sequence.
+
+    Args:
+        query: (T, heads, d), all sequences one after the other.
+        key: (K, heads, d).
+        value: (K, heads, d_v).
+        packed: description of the sequences.
+        bits: (T, bytes) uint8, the selected keys, see `selected_bits`.
+        scale: factor of scores.
+
+    Returns:
+        (T, heads, d_v).
+    """
+    if has_ragged_kernel(query.device, query.dtype):
+        mask = block_mask(packed.key_lengths, None, query.device, packed.query_places(), bits)
+        return attend_with_block_mask(query, key, value, mask, scale)
+    sizes, key_sizes = packed.lengths.tolist(), packed.key_lengths.tolist()
+    parts = bits.split(sizes), query.split(sizes), key.split(key_sizes), value.split(key_sizes)
+    outputs = []
+    for selected, *heads in zip(*parts, strict=True):
+        q, k, v = (part.transpose(0, 1)[None] for part in heads)  # (1, heads, length, d)
+        visible = _unpacked_bits(selected, k.shape[2]).tril(k.shape[2] - q.shape[2])
+        outputs.append(attend_where(q, k, v, visible, Scores(scale))[0].transpose(0, 1))
+    return torch.cat(outputs)
