@@ -133,7 +133,7 @@ DEFAULTS: Mapping[str, Fields] = {
     "qwen3_5_moe_text": _LINEAR | {"intermediate_size": 512, "shared_expert_intermediate_size": 512},
 }
 
-_NO_AUX: Mapping[str, tuple[object, ...]] = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
+_NO_AUX: dict[str, tuple[object, ...]] = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
 _GATES: Mapping[str, tuple[object, ...]] = {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}
 # Supported values of fields that select a variant of the architecture.
 SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {

@@ -76,7 +76,7 @@ def _layers_with_sparse_attention() -> Iterator[None]:
 
     selected = CpuPlatform.__dict__["get_attn_backend_cls"]
 
-    def select(cls: Any, selected_backend: Any, attn_selector_config: Any, **options: Any) -> str:
+    def select(cls: Any, /, selected_backend: Any, attn_selector_config: Any, **options: Any) -> str:
         if attn_selector_config.use_sparse:
             return SPARSE_BACKEND
         backend: str = selected.__func__(cls, selected_backend, attn_selector_config, **options)
