@@ -8,6 +8,7 @@ from tests.fsdp.training import train
 from tests.megatron.layout_models import make_model
 from tests.megatron.training import assert_equal, train_in_plain_torch
 from tests.tiny_models import oracle, random_rows
+from verl_mg.config import FsdpConfig
 from verl_mg.models.hf_config import read_config
 
 LAYOUTS = [
@@ -35,6 +36,7 @@ NIGHTLY_LAYOUTS = [
     ("latent", "dp4", 1, False),
     ("latent", "cp2-dp2", 1, False),
 ]
+MESHES = [("dp4", 2), ("tp2-dp2", 1), ("cp2-dp2", 1)]
 
 
 def cases():
@@ -64,3 +66,15 @@ def test_update_on_any_mesh_equals_plain_torch(ranks, expected, name, layout, re
     for result in results:
         assert result.losses == pytest.approx(plain.losses, rel=1e-5)
         assert result.norms == pytest.approx(plain.norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "replicas"),
+    [("mixture", "dp2", 1), *(pytest.param("dense", *mesh, marks=pytest.mark.nightly) for mesh in MESHES)],
+)
+def test_update_with_weights_in_host_memory_equals_plain_torch(ranks, expected, name, layout, replicas):
+    """torch's policy of offload runs on CPU ranks too: tests/fsdp/test_offload.py has the devices of its tensors."""
+    model, rows, plain = expected(name)
+    options = FsdpConfig(cpu_offload=True)
+    results = ranks.run(2 if layout == "dp2" else 4, train, model, layout, replicas, rows, False, options)
+    assert_equal(results, plain, 2e-5)

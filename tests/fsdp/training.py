@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.megatron.training import OPTIMIZER, STEPS, TEMPERATURE, Trained, parts_of, token_loss
 from verl_mg.batch import Batch
+from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model import local_part
 from verl_mg.fsdp.model_runner import ModuleRunner
@@ -16,10 +17,18 @@ from verl_mg.fsdp.trainer import ModuleTrainer
 from verl_mg.layout import Layout, Placement
 
 
-def train(model: Path, layout: str, replicas: int, rows: Batch, recompute: bool = False, head: str = "language"):
+def train(
+    model: Path,
+    layout: str,
+    replicas: int,
+    rows: Batch,
+    recompute: bool = False,
+    options: FsdpConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Trained:
     """Every rank is given all rows."""
     groups = MeshGroups(Placement.on(Layout.parse(layout), dist.get_world_size()), replicas)
-    runner = ModuleRunner(model, groups, torch.float32, recompute, head)
+    runner = ModuleRunner(model, groups, dtype, recompute, options=options)
     at = groups.coordinates
     assert at is not None
     own = list(range(at.dp, len(rows), groups.layout.dp))

@@ -225,6 +225,8 @@ def shard_over_data(
         whole: names of parameters of the module that every rank has whole.
     """
     module, place = packed.module, device.current_device()
+    # On a CPU device the policy does the same, only the memory is not pinned.
+    policy = CPUOffloadPolicy(pin_memory=place.type == "cuda") if options.cpu_offload else OffloadPolicy()
     stored = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     mixed = stored != {dtype}
     precision = MixedPrecisionPolicy(
@@ -236,7 +238,7 @@ def shard_over_data(
     shared: dict[str, Any] = {
         "mesh": groups.data_mesh,
         "mp_policy": precision,
-        "offload_policy": CPUOffloadPolicy() if options.cpu_offload and place.type == "cuda" else OffloadPolicy(),
+        "offload_policy": policy,
         "shard_placement_fn": lambda parameter: None if (d := shard_dim(parameter, groups)) == 0 else _split(d),
         "ignored_params": kept,
     }
@@ -247,8 +249,7 @@ def shard_over_data(
         if isinstance(child, FSDPModule):  # losses are divided by their global normalizers already
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
-    host = options.cpu_offload and place.type == "cuda"
-    where = torch.device("cpu") if host else place
+    where = torch.device("cpu") if options.cpu_offload else place
     packed._apply(lambda tensor: torch.empty_like(tensor, device=where) if tensor.is_meta else tensor)
 
 

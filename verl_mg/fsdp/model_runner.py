@@ -201,16 +201,17 @@ class ModuleRunner(Runner):
 
     @property
     def computed_parameters(self) -> frozenset[str]:
-        """Names of the parameters that are cast to `dtype`, or into which adapters are merged."""
-        if self._stored_dtype is not self.dtype:
-            return frozenset(name for name, tensor in self.parameters().items() if self._is_cast(name, tensor))
-        return self.lora.adapted_parameters if self.lora else frozenset()
+        """Names of the parameters that are cast or copied to the device, or into which adapters are merged."""
+        place, adapted = device.current_device(), self.lora.adapted_parameters if self.lora else frozenset()
+        moved = {n for n, t in self.parameters().items() if t.device.type != place.type or self._is_cast(n, t)}
+        return adapted | moved
 
     def served_parameters(self) -> Mapping[str, Tensor]:
-        """Returns the parameters in `dtype` with adapters merged into them, each computed on access."""
+        """Returns the parameters on the device, in `dtype` and with adapters merged into them, computed on access."""
         return _ServedParameters(self.parameters(), self._served)
 
     def _served(self, name: str, weight: Tensor) -> Tensor:
+        weight = weight.to(device.current_device())
         merged = self.lora.merged(name, weight, self._rows(name)) if self.lora else weight
         return merged.to(self.dtype) if self._is_cast(name, merged) else merged
 
@@ -257,12 +258,11 @@ class ModuleRunner(Runner):
         return [self.packed] if self.packed is not None else []
 
     def weight_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of this rank's parts of the parameters, of adapters and of buffers."""
+        """Returns the storages on the device of this rank's parts of the parameters, of adapters and of buffers."""
         if self.packed is None:
             return []
-        place = device.current_device().type
-        tensors = [*local_tensors(self.packed.module).values(), *self.packed.buffers(), *self.adapters().values()]
-        return storages(tensor for tensor in tensors if tensor.device.type == place)
+        local = local_tensors(self.packed.module)
+        return storages_here([*local.values(), *self.packed.buffers(), *self.adapters().values()])
 
     def drop_caches(self) -> None:
         """Frees gathered parameters."""
@@ -299,6 +299,12 @@ def check_module_layout(module: Any, layout: Layout, where: str) -> None:
         raise UserError(f"layout {layout}: no cp with images that attend to themselves, of {where}. Leave out cp.")
     if layout.cp > 1 and others:
         raise UserError(f"layout {layout}: no cp with layers of the kind {min(others)} of {where}. Leave out cp.")
+
+
+def storages_here(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Returns the distinct storages of those tensors that are on this rank's device."""
+    place = device.current_device().type
+    return storages(tensor for tensor in tensors if tensor.device.type == place)
 
 
 class _ServedParameters(Mapping[str, Tensor]):

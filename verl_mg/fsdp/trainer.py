@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 
+from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.model import local_part
-from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.fsdp.model_runner import ModuleRunner, storages_here
 from verl_mg.sharding.boxes import full_box
 from verl_mg.training.learning_rate import LearningRateSchedule
 from verl_mg.training.runner import LossClosure
@@ -108,16 +109,13 @@ class ModuleTrainer(Trainer):
         self._module.unrestored -= self._weights.keys()  # optimizer and model have the same memory
 
     def state_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of the moments on the model's device."""
-        place = {weight.device for weight in self._weights.values()}
+        """Returns the storages of the moments on the device: none with `fsdp.cpu_offload`."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
-        return storages(
-            value for value in states if isinstance(value, Tensor) and value.dim() and value.device in place
-        )
+        return storages_here(value for value in states if isinstance(value, Tensor) and value.dim())
 
     def gradient_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of the gradients."""
-        return storages(local_part(grad) for grad in self._gradients())
+        """Returns the storages of the gradients on the device."""
+        return storages_here(local_part(grad) for grad in self._gradients())
 
     def _updated_storages(self) -> list[UntypedStorage]:
         states = (value for state in self.optimizer.state.values() for value in state.values())
@@ -151,7 +149,7 @@ class ModuleTrainer(Trainer):
         ):
             grads = [local_part(self._with_gradient(self._parameters[n])) for n in sorted(names & self._weights.keys())]
             if grads and group is not None and group.size() > 1:
-                flat = torch.cat([grad.flatten() for grad in grads])
+                flat = torch.cat([grad.flatten() for grad in grads]).to(device.current_device())
                 dist.all_reduce(flat, group=group)
                 parts = flat.split([grad.numel() for grad in grads])
                 for grad, part in zip(grads, parts, strict=True):

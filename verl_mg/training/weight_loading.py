@@ -5,6 +5,8 @@ reader of a box   file -> its parameter -> the parameters of the other replicas,
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -62,7 +64,8 @@ def load_directory(
         load_shards(reader, {name: _not_in_files(shard, drawn) for name, shard in shards.items()}, parameters)
     moves = plan(readers, whole, device.ranks_of_a_node(dist.get_world_size()), keep=drawn | left_out)
     # The parameters are source and target: a box that a rank has read itself stays where it is.
-    execute(schedule(moves, rank, dtype), parameters, parameters)
+    with _in_one_memory(parameters) as memory:
+        execute(schedule(moves, rank, dtype), memory, memory)
     return {name for name, shard in shards.items() if any(piece.tensor in left_out for piece in shard.pieces)}
 
 
@@ -70,6 +73,23 @@ def _fresh_head(hidden: int) -> dict[str, Tensor]:
     """Draws a value head of deviation 1 / (h + 1), so that first values are near 0 (arXiv:2009.01325, appendix B)."""
     generator = torch.Generator().manual_seed(HEAD_SEED)
     return {SCORE: torch.randn(1, hidden, generator=generator) / (hidden + 1)}
+
+
+@contextmanager
+def _in_one_memory(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+    """Context manager: the parameters, or copies in host memory where only some are there, which are written back.
+
+    A message has values of several parameters, and is received in memory of the kind from which it is sent.
+    """
+    if len({tensor.device.type for tensor in parameters.values()}) < 2:
+        yield parameters
+        return
+    copies = {name: tensor.detach().cpu() for name, tensor in parameters.items()}
+    yield copies
+    with torch.no_grad():
+        for name, tensor in parameters.items():
+            if tensor.device != copies[name].device:
+                tensor.copy_(copies[name])
 
 
 def _not_in_files(shard: Shard, drawn: frozenset[str]) -> Shard:
