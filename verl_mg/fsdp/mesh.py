@@ -59,7 +59,7 @@ class MeshGroups:
         self.coordinates = placement.coordinates(dist.get_rank())
         process_groups, backend = process_groups or ProcessGroups(), device.group_backend()
         layout, rank = placement.layout, dist.get_rank()
-        self.ranks = torch.tensor(placement.ranks).view(replicas, -1, layout.tp)
+        self.ranks = rank_grid(placement, replicas)
         groups: list[dist.ProcessGroup] = []
         for dim in self._dims():
             for ranks in self.ranks.movedim(dim, -1).flatten(0, -2).tolist():
@@ -126,6 +126,16 @@ class MeshGroups:
             for ranks in smaller_cp_groups(layout):
                 if len(ranks) > 1:
                     yield tuple(self.placement.ranks[index] for index in ranks)
+
+
+def rank_grid(placement: Placement, replicas: int) -> torch.Tensor:
+    """Returns the ranks of a placement, int64 (replicas, sharding ranks, tp).
+
+    Args:
+        placement: ranks and layout.
+        replicas: copies of the model; a divisor of dp.
+    """
+    return torch.tensor(placement.ranks).view(replicas, -1, placement.layout.tp)
 
 
 def check_mesh(layout: Layout, replicas: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -169,12 +170,12 @@ def tensor_plan(module: Any, where: str) -> dict[str, str]:
     return plan
 
 
-def shard_tensors(module: Any, groups: MeshGroups, where: str) -> frozenset[str]:
+def shard_tensors(module: Any, mesh: DeviceMesh | None, where: str) -> frozenset[str]:
     """Divides a module among tensor-parallel ranks by its own plan.
 
     Args:
         module: the module.
-        groups: process groups of the placement.
+        mesh: the tensor-parallel ranks; None for this one alone.
         where: file of the configuration, for errors.
 
     Returns:
@@ -183,7 +184,7 @@ def shard_tensors(module: Any, groups: MeshGroups, where: str) -> frozenset[str]
     Raises:
         UserError: the model has no plan.
     """
-    if groups.tensor_mesh is None:
+    if mesh is None:
         return frozenset()
     plan = tensor_plan(module, where)
     # The output layer is whole on every rank, which computes a part of its rows, and so is an embedding tied to it.
@@ -193,7 +194,7 @@ def shard_tensors(module: Any, groups: MeshGroups, where: str) -> frozenset[str]
     names = {name for name, child in module.named_modules() if any(child is end for end in ends)}
     plan = {name: style for name, style in plan.items() if name not in names}
     summed = {name for name, style in plan.items() if style == PARTIAL}
-    apply_tensor_parallelism(module, groups.tensor_mesh, {n: s for n, s in plan.items() if s != PARTIAL})
+    apply_tensor_parallelism(module, mesh, {n: s for n, s in plan.items() if s != PARTIAL})
     return frozenset(
         name
         for name, _ in module.named_parameters()
@@ -234,15 +235,16 @@ def shard_over_data(
         reduce_dtype=torch.float32 if dtype is not torch.float32 else None,
         cast_forward_inputs=False,
     )
+    sharding = groups.ranks.shape[1]
     kept = {parameter for name, parameter in module.named_parameters() if name in whole}
     shared: dict[str, Any] = {
         "mesh": groups.data_mesh,
         "mp_policy": precision,
         "offload_policy": policy,
-        "shard_placement_fn": lambda parameter: None if (d := shard_dim(parameter, groups)) == 0 else _split(d),
+        "shard_placement_fn": lambda parameter: None if (d := shard_dim(parameter, sharding)) == 0 else _split(d),
         "ignored_params": kept,
     }
-    for block in _blocks(module):
+    for block in sharded_blocks(module):
         fully_shard(block, reshard_after_forward=options.reshard_after_forward, **shared)
     fully_shard(packed, reshard_after_forward=False, **shared)
     for child in packed.modules():
@@ -253,30 +255,29 @@ def shard_over_data(
     packed._apply(lambda tensor: torch.empty_like(tensor, device=where) if tensor.is_meta else tensor)
 
 
-def shard_dim(parameter: Tensor, groups: MeshGroups) -> int:
+def shard_dim(parameter: Tensor, sharding: int) -> int:
     """Returns the dimension that the sharding ranks divide: the first, or the second where the first is too short.
 
     Args:
         parameter: parameter of the module.
-        groups: process groups of the placement.
+        sharding: number of sharding ranks.
     """
-    ranks = groups.ranks.shape[1]
     shape = tuple(parameter.shape)
     is_whole = not isinstance(parameter, DTensor)
-    return int(is_whole and len(shape) > 2 and shape[0] < ranks and shape[1] % ranks == 0)
+    return int(is_whole and len(shape) > 2 and shape[0] < sharding and shape[1] % sharding == 0)
 
 
-def parameter_splits(module: Any, groups: MeshGroups, whole: frozenset[str]) -> dict[str, ParameterSplit]:
+def parameter_splits(module: Any, sharding: int, whole: frozenset[str] = frozenset()) -> dict[str, ParameterSplit]:
     """Returns how each parameter and persistent buffer is divided, before `shard_over_data`.
 
     Args:
         module: the module, after `shard_tensors`.
-        groups: process groups of the placement.
+        sharding: number of sharding ranks.
         whole: names of parameters that every rank has whole.
     """
     splits = {name: ParameterSplit() for name, _ in module.named_buffers()}
     for name, parameter in module.named_parameters():
-        dim = None if name in whole else shard_dim(parameter, groups)
+        dim = None if name in whole else shard_dim(parameter, sharding)
         splits[name] = ParameterSplit.of(parameter, dim)
     return splits
 
@@ -305,8 +306,8 @@ def _split(dim: int) -> Any:
     return Shard(dim)
 
 
-def _blocks(module: Any) -> Iterator[nn.Module]:
-    """Yields the layers, whose parameters are gathered together."""
+def sharded_blocks(module: Any) -> Iterator[nn.Module]:
+    """Yields the layers, of each of which the parameters are gathered together; all others are gathered at once."""
     names = set(module._no_split_modules or ())
     for child in module.modules():
         if type(child).__name__ in names and any(True for _ in child.parameters()):

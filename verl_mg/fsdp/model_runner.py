@@ -118,14 +118,14 @@ class ModuleRunner(Runner):
         self.summed_gradients: frozenset[str] = frozenset()
         check_module_layout(module, groups.layout, where)
         if self.is_member:
-            self.summed_gradients = shard_tensors(module, groups, where)
-        splits = parameter_splits(module, groups, apart)
+            self.summed_gradients = shard_tensors(module, groups.tensor_mesh, where)
+        splits = parameter_splits(module, groups.ranks.shape[1], apart)
         splits |= {name: splits[name].transposed() for name in self.table.transposed_parameters}
         if groups.layout.tp > 1:  # ranks outside the placement do not know the plan
             fields = {name: (s.tensor_dim, s.parts, s.dim) for name, s in splits.items()}
             first = all_gather_json(fields if dist.get_rank() == self.placement.ranks[0] else None)
             splits = {name: ParameterSplit(*s) for name, s in first[self.placement.ranks[0]].items()}
-        self._shard_map = fsdp_shard_map(whole, splits, groups, self.table.tensor_index.tensors)
+        self._shard_map = fsdp_shard_map(whole, splits, groups.ranks, self.table.tensor_index.tensors)
         if self.is_member:
             if recompute:
                 recompute_layers(module)

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as SplitDim
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.models.hf_tensors import TensorInfo
 from verl_mg.sharding.boxes import Box, Piece, Shard, intersect, translate_box
 from verl_mg.sharding.shard_map import ExplicitShardMap
@@ -48,11 +47,26 @@ class ParameterSplit:
         dims = {None: None, 0: 0, 1: 2, 2: 1}
         return ParameterSplit(dims[self.tensor_dim], self.parts, dims[self.dim])
 
+    def first_part(self, shape: Sequence[int], sharding: int, tp: int) -> tuple[int, ...]:
+        """Returns the shape of the part on the first rank, to which all other ranks' parts are padded.
+
+        Args:
+            shape: shape of the whole parameter.
+            sharding: number of sharding ranks.
+            tp: number of tensor-parallel ranks.
+        """
+        sizes = list(shape)
+        if self.tensor_dim is not None:
+            sizes[self.tensor_dim] = self.parts * -(-sizes[self.tensor_dim] // (self.parts * tp))
+        if self.dim is not None:
+            sizes[self.dim] = -(-sizes[self.dim] // sharding)
+        return tuple(sizes)
+
 
 def fsdp_shard_map(
     whole: Mapping[str, Shard],
     splits: Mapping[str, ParameterSplit],
-    groups: MeshGroups,
+    ranks: Tensor,
     tensors: Mapping[str, TensorInfo],
 ) -> ExplicitShardMap:
     """Returns the shards of all ranks of a placement.
@@ -60,17 +74,17 @@ def fsdp_shard_map(
     Args:
         whole: the whole parameters of the module, as pieces of the checkpoint's tensors.
         splits: how each parameter is divided.
-        groups: the placement.
+        ranks: int64 (replicas, sharding ranks, tp), see `rank_grid`.
         tensors: the tensors of the model.
     """
     shards: dict[int, Mapping[str, Shard]] = {}
-    _, sharding, tp = groups.ranks.shape
+    _, sharding, tp = ranks.shape
     for index, tp_index in product(range(sharding), range(tp)):
         # Ranks of different copies share one object.
         local = {
             name: _local_shard(shard, splits[name], (tp_index, tp), (index, sharding)) for name, shard in whole.items()
         }
-        shards |= dict.fromkeys(groups.ranks[:, index, tp_index].tolist(), local)
+        shards |= dict.fromkeys(ranks[:, index, tp_index].tolist(), local)
     return ExplicitShardMap(shards, tensors)
 
 
