@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.config import GuardConfig, OptimizerConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.model import local_part
 from verl_mg.fsdp.model_runner import ModuleRunner, storages_here
@@ -206,6 +206,21 @@ class ModuleTrainer(Trainer):
             for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
             if not placement.is_replicate()
         )
+
+
+def check_trainable(role: TrainableConfig, name: str) -> None:
+    """Checks that the backend can train a role as it is configured.
+
+    Args:
+        role: section of the role.
+        name: name of the section.
+
+    Raises:
+        UserError: it has not such an optimizer, or recomputes whole layers alone.
+    """
+    check_optimizer(role.optimizer, name)
+    if isinstance(role.recompute, list):
+        raise UserError(f"{name}.recompute: no parts of layers with backend: fsdp. Write true or false.")
 
 
 def check_optimizer(config: OptimizerConfig, name: str) -> None:

@@ -12,7 +12,7 @@ from verl_mg.checkpoint.peft import adapted_tensors
 from verl_mg.config import Config, ReferenceConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups, check_mesh
-from verl_mg.fsdp.trainer import check_optimizer
+from verl_mg.fsdp.trainer import check_trainable
 from verl_mg.layout import Layout, Placement, parse_ranks
 from verl_mg.layout.suggest import resolve_layout
 from verl_mg.megatron.balance_losses import check_balance_losses
@@ -100,9 +100,7 @@ class ModelRoleBuilder:
         except UserError as error:
             raise UserError(f"{name}.layout={section.layout}{where}: {error}") from None
         if isinstance(section, TrainableConfig):
-            check_optimizer(section.optimizer, name)
-            if isinstance(section.recompute, list):
-                raise UserError(f"{name}.recompute: no parts of layers with backend: fsdp. Write true or false.")
+            check_trainable(section, name)
         if role == "actor" and self._config.rollout.replay_routing:
             raise UserError("rollout.replay_routing: not with actor.backend=fsdp. Leave it out.")
 

@@ -6,10 +6,13 @@
     training_options.py kernels, precision, recomputation and overlap, read from `model.kernels` and `megatron`
     length_spread.py    lengths of samples of which the mean and the longest are known
     activations.py      elements that each part of a layer keeps for the backward pass
-    memory.py           bytes on one rank: weights, gradients, optimizer states, activations, KV cache
+    activation_memory.py  bytes of activations on one rank
+    memory.py           bytes on one rank: weights, gradients, optimizer states, KV cache
+    module_memory.py    the same of a role with the FSDP backend, and bytes of its collectives
     memory_phases.py    bytes that are on a device at the same time, and whether they fit
     roles.py            auxiliary roles: critic, reference, reward models
     layer_time.py       predicted seconds of one layer, by part
+    sharding_time.py    seconds of the FSDP backend's collectives that nothing overlaps
     cost.py             predicted seconds of training and inference
     generation_time.py  predicted seconds of generation
     iteration_time.py   predicted seconds of a weight sync and of an iteration of all roles

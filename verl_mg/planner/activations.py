@@ -9,7 +9,8 @@ flash attention keeps one float32 normalizer per head in place of the matrix.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.linear_config import LinearConfig
@@ -19,6 +20,25 @@ CHUNK = 64
 """Tokens of a chunk in the kernels of linear attention."""
 FLOAT32_ELEMENTS = 2
 """Number of bf16 elements with the bytes of one float32 element."""
+
+
+class LayerKind(NamedTuple):
+    """Kind of a layer, by which its seconds and its activations differ."""
+
+    experts: bool
+    """Whether it is a mixture of experts."""
+    linear: bool
+    """Whether it has linear attention."""
+
+    @classmethod
+    def of(cls, c: HFConfig, layer: int) -> LayerKind:
+        """Returns the kind of a layer.
+
+        Args:
+            c: the model.
+            layer: index of the layer.
+        """
+        return cls(c.has_experts(layer), c.has_linear_attention(layer))
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,14 @@ class KeptElements:
     """Shared experts: gate and up."""
     shared_product: int
     """Product of both, the input of their down projection."""
+
+    def without_sequence_parallelism(self, tp: int) -> KeptElements:
+        """Returns the elements where each tensor-parallel rank has whole tokens outside of heads and experts.
+
+        Args:
+            tp: number of tensor-parallel ranks.
+        """
+        return replace(self, **{part: tp * getattr(self, part) for part in TOKENS})
 
     @property
     def all(self) -> int:
@@ -111,6 +139,8 @@ INPUTS: Mapping[str, str] = {
 }
 """Parts that are the input of an offloaded module, by megatron-core's names of modules."""
 
+TOKENS = ("layer_input", "norm_inputs", "attention_norm_output", "norm_outputs", "compressed", "router")
+"""Parts that tensor-parallel ranks divide by tokens, with sequence parallelism alone."""
 LINEAR_INPUTS = frozenset(
     (
         *("attention_norm_output", "norm_outputs", "attention_output", "dispatched"),

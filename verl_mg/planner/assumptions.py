@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from verl_mg.planner.efficiency import CALIBRATION
 from verl_mg.planner.inputs import PlanInputs
-from verl_mg.planner.training_options import Recompute
+from verl_mg.planner.training_options import Recompute, TrainingOptions
 
 
 def assumptions(inputs: PlanInputs) -> list[str]:
@@ -17,12 +17,11 @@ def assumptions(inputs: PlanInputs) -> list[str]:
     """
     steps = f"{inputs.epochs} x {inputs.minibatches} optimizer steps"
     mean = f", {inputs.lengths.mean:g} in the mean" if inputs.mean_sequence else ""
+    parallelism = "tokens whole on tensor-parallel ranks" if inputs.options.fsdp else "sequence parallelism"
     return [
-        f"weights are bf16; gradients take {inputs.options.gradient_bytes} bytes and states of the optimizer "
-        f"{inputs.options.state_bytes}, the latter sharded by the distributed optimizer over dp*cp, those of experts "
-        "over edp",
+        _states(inputs.options),
         f"activations: a micro-batch has {inputs.longest_micro_batch} tokens, {_recomputation(inputs.recompute)}; "
-        "flash attention, sequence parallelism, experts evenly loaded, logits in chunks",
+        f"flash attention, {parallelism}, experts evenly loaded, logits in chunks",
         f"an iteration has {inputs.tokens_per_iteration} tokens in samples of {inputs.sequence}{mean}, and {steps}; "
         "every role runs inference once over each token, roles on disjoint ranks compute at the same time; "
         "the KV cache is bf16",
@@ -34,6 +33,22 @@ def assumptions(inputs: PlanInputs) -> list[str]:
         f"seconds are predicted by a model {CALIBRATION}; no run of this project was compared with it",
         *inputs.notes,
     ]
+
+
+def _states(options: TrainingOptions) -> str:
+    """Describes what the actor stores of its weights, gradients and optimizer, and where."""
+    if options.fsdp is None:
+        return (
+            f"weights are bf16; gradients take {options.gradient_bytes} bytes and states of the optimizer "
+            f"{options.state_bytes}, the latter sharded by the distributed optimizer over dp*cp, those of experts "
+            "over edp"
+        )
+    where = "in host memory" if options.fsdp.cpu_offload else "on the device"
+    gathers = "for each pass" if options.fsdp.reshard_after_forward else "once for both passes"
+    return (
+        f"backend fsdp: float32 weights, gradients and moments take 16 bytes, {where}, sharded over dp*cp ranks in "
+        f"{options.fsdp.replicas} copies; layers are gathered in bf16 {gathers}, each while another one computes"
+    )
 
 
 def _encodings(inputs: PlanInputs) -> Iterator[str]:

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from verl_mg.config import FsdpConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import format_suggestions
@@ -29,7 +30,16 @@ from verl_mg.planner.search import (
     search,
     train_side,
 )
-from verl_mg.planner.training_options import RECOMPUTABLE, Recompute, recompute
+from verl_mg.planner.training_options import (
+    DEFAULT_OPTIONS,
+    RECOMPUTABLE,
+    Recompute,
+    TrainingOptions,
+    fsdp_options,
+    recompute,
+)
+from verl_mg.sharding.model_table import Head, ModelTable
+from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.weight_table import weight_table
 
 OPTIONS = (
@@ -75,11 +85,12 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     model = options.model or job.model
     if model is None:
         raise UserError("--model: no model is given. Pass --model, or RECIPE and --config, a file with model.path.")
-    inputs = PlanInputs(
-        weight_table(read_config(Path(model))).for_engine(job.engine).with_traced_table(job.sharding_table),
-        **{**job.fields, **sheet, **measured, **given},
-    )
-    roles = _roles(inputs, options, job)
+    if options.backend:
+        given["options"] = fsdp_options(FsdpConfig(), "bfloat16") if options.backend == "fsdp" else DEFAULT_OPTIONS
+    fields = {**job.fields, **sheet, **measured, **given}
+    table = _table(model, "language", fields.get("options", DEFAULT_OPTIONS))
+    inputs = PlanInputs(table.for_engine(job.engine).with_traced_table(job.sharding_table), **fields)
+    roles = _roles(inputs, model, options, job)
     inputs = replace(inputs, auxiliary_roles=tuple(auxiliary_role(inputs, role) for role in roles), notes=job.notes)
     train, rollout = _layouts(inputs, options, PlanRequest() if options.search else job)
     if options.search:
@@ -114,7 +125,12 @@ def _data_sheet(name: str) -> dict[str, float]:
     return FITTED.figures(sheet) | {"node": sheet.node}
 
 
-def _roles(inputs: PlanInputs, options: argparse.Namespace, job: PlanRequest) -> list[PlannedRole]:
+def _table(model: str, head: Head, options: TrainingOptions) -> ModelTable:
+    """Returns the weight table of a role's model, for the backend of the role."""
+    return module_table(model, head) if options.fsdp else weight_table(read_config(Path(model)), head)
+
+
+def _roles(inputs: PlanInputs, model: str, options: argparse.Namespace, job: PlanRequest) -> list[PlannedRole]:
     """Returns the auxiliary roles of the job, with layouts from options, and those only given by options."""
     described = {role.name: role for role in job.roles}
     for name, is_trained in ROLE_OPTIONS.items():
@@ -125,7 +141,7 @@ def _roles(inputs: PlanInputs, options: argparse.Namespace, job: PlanRequest) ->
         PlannedRole(
             role.name,
             role.layout,
-            weight_table(read_config(Path(role.model)) if role.model else inputs.weights.config, role.head),
+            _table(role.model or model, role.head, role.options),
             role.is_trained,
             role.micro_batch,
             role.recompute,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from enum import Enum
 
 from verl_mg.layout import Layout
+from verl_mg.planner.activation_memory import micro_batches
 from verl_mg.planner.inputs import GIGA, PlanInputs, model_size
 from verl_mg.planner.layer_time import (
     TERA,
@@ -22,7 +23,8 @@ from verl_mg.planner.layer_time import (
     stage_layers,
 )
 from verl_mg.planner.length_spread import packed
-from verl_mg.planner.memory import micro_batches
+from verl_mg.planner.module_memory import sharded_module
+from verl_mg.planner.sharding_time import exposed_seconds
 
 HEAD_UPDATE = 4
 """Products of the output layer in an update, relative to inference: logits twice, their gradient's two products."""
@@ -100,7 +102,7 @@ def _through_stages(layout: Layout, seconds: float, count: int) -> float:
 def mean_micro_batch(inputs: PlanInputs, layout: Layout, count: int) -> MicroBatch:
     """Returns the mean micro-batch of an iteration, or the mean of the longest where ranks wait for each other in each.
 
-    Ranks that share experts wait in every layer for the one with the most tokens.
+    Ranks that share experts wait in every layer for the one with the most tokens, and so do ranks that share weights.
 
     Args:
         inputs: inputs of the plan for the role.
@@ -110,6 +112,7 @@ def mean_micro_batch(inputs: PlanInputs, layout: Layout, count: int) -> MicroBat
     spread = inputs.lengths
     samples = inputs.tokens_per_iteration / spread.mean / layout.dp / count
     waiting = min(layout.dp, max(1, layout.ep * layout.etp // (layout.tp * layout.cp)))
+    waiting = layout.dp if inputs.options.fsdp else waiting
     longest = packed(spread, inputs.micro_batch).longest_of(waiting) if waiting > 1 else 1.0
     return MicroBatch(samples * spread.mean * longest, samples * spread.mean_square * longest)
 
@@ -129,7 +132,10 @@ def micro_batch_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: M
     head = head_seconds(inputs, layout, micro) * (HEAD_UPDATE if work is Work.UPDATE else 1)
     stages = [sum(count * a_layer[kind] for kind, count in layers.items()) for layers in counts]
     stages[-1] += head
-    return max(stages) + _between_stages(inputs, layout, work, micro)
+    seconds = max(stages) + _between_stages(inputs, layout, work, micro)
+    if inputs.options.fsdp:
+        seconds += exposed_seconds(inputs, layout, work is Work.UPDATE, seconds)
+    return seconds
 
 
 def _a_layer(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch, kind: LayerKind) -> float:
@@ -152,13 +158,16 @@ def _between_stages(inputs: PlanInputs, layout: Layout, work: Work, micro: Micro
 def optimizer_seconds(inputs: PlanInputs, layout: Layout) -> float:
     """Predicts the seconds of an optimizer step: collectives that nothing overlaps, and the step itself.
 
-    Gradients are reduce-scattered and bf16 weights all-gathered, over dp * cp and, those of experts, over edp.
+    Gradients are reduce-scattered and bf16 weights all-gathered, over dp * cp and, those of experts, over edp; with the
+    FSDP backend in each micro-batch instead.
 
     Args:
         inputs: inputs of the plan for the role.
         layout: layout of the role.
     """
     options = inputs.options
+    if options.fsdp:
+        return _step_seconds(inputs, layout)
     reduced, gathered = (
         _data_parallel(inputs, layout, size) for size in (options.gradient_bytes, options.weight_bytes)
     )
@@ -190,9 +199,11 @@ def _local_elements(inputs: PlanInputs, layout: Layout) -> tuple[float, float]:
 
 def _step_seconds(inputs: PlanInputs, layout: Layout) -> float:
     """Predicts the seconds of the step on a rank's states: bytes of its memory, of the host, and Muon's products."""
+    options = inputs.options
     dense, experts = _local_elements(inputs, layout)
     states = dense / (layout.dp * layout.cp) + experts / layout.edp
-    options = inputs.options
+    if options.fsdp:  # gradients are sharded too
+        states, dense, experts = float(sharded_module(inputs, layout).trained), 0.0, 0.0
     away = options.offloaded_states
     moved = states * (1 - away) * (2 * options.state_bytes + options.gradient_bytes + options.weight_bytes)
     norms = 2 * (dense + experts) * options.gradient_bytes

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from verl_mg.config import Config, CriticConfig, ReferenceConfig, TrainableConfig
 from verl_mg.errors import UserError
+from verl_mg.fsdp.trainer import check_trainable
 from verl_mg.layout import parse_ranks
 from verl_mg.planner.training_options import (
     DEFAULT_OPTIONS,
     Recompute,
     TrainingOptions,
     frozen_options,
+    fsdp_options,
     recompute,
     training_options,
 )
@@ -168,11 +170,18 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
             yield f"{name}.dynamic_context: counted as if every row were sharded over all context-parallel ranks"
 
 
-def _options(config: Config, section: str) -> TrainingOptions:
-    optimizer = getattr(config, section).optimizer
+def _options(config: Config, section: str, is_trained: bool = True) -> TrainingOptions:
+    role, dtype = getattr(config, section), config.dtype_of(section)
+    if role.backend == "fsdp":
+        if is_trained:
+            check_trainable(role, section)
+        return fsdp_options(config.fsdp, dtype)
+    if not is_trained:
+        return frozen_options(config.model.kernels, dtype)
+    optimizer = role.optimizer
     megatron = config.megatron.model_dump()
     moments = (optimizer.cpu_offload, optimizer.moments_dtype)
-    return training_options(config.model.kernels, megatron, *moments, optimizer.kind, config.dtype_of(section))
+    return training_options(config.model.kernels, megatron, *moments, optimizer.kind, dtype)
 
 
 def _role(config: Config, name: str, key: str) -> RoleRequest:
@@ -189,5 +198,5 @@ def _role(config: Config, name: str, key: str) -> RoleRequest:
         str(path) if path else None,
         parse_ranks(section.ranks) if section.ranks else (),
         section.offload,
-        _options(config, key) if trained else frozen_options(config.model.kernels, config.dtype_of(key)),
+        _options(config, key, trained is not None),
     )

@@ -21,12 +21,20 @@ from verl_mg.planner.gpus import DEFAULT_GPU, GPUS
 from verl_mg.planner.length_spread import LengthSpread
 from verl_mg.planner.training_options import DEFAULT_OPTIONS, Recompute, TrainingOptions
 from verl_mg.reshard.encoding import Wire
-from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.sharding.model_table import ModelTable
 
 GIB = 2**30
 GIGA = 10**9
 WEIGHT_BYTES = 2
 """Bytes of a bf16 weight."""
+OPTIMIZER_STATES = "optimizer states"
+"""Name of the part of a role's memory with main weights and moments."""
+ACTIVATIONS = "activations"
+"""Name of the part of a role's memory with activations."""
+GATHERED = "gathered weights"
+"""Name of the part with weights and gradients of layers that the FSDP backend gathers."""
+TRANSIENT = frozenset((ACTIVATIONS, GATHERED))
+"""Names of the parts that exist only while the role computes."""
 _REACHED = FITTED.figures(GPUS[DEFAULT_GPU])
 
 
@@ -49,7 +57,7 @@ class ModelSize:
 
 
 @cache  # equal for every batch, every hardware and every role of the same model
-def model_size(weights: WeightTable) -> ModelSize:
+def model_size(weights: ModelTable) -> ModelSize:
     """Sums the sizes of a model's tensors.
 
     Args:
@@ -59,7 +67,7 @@ def model_size(weights: WeightTable) -> ModelSize:
     sizes = [(math.prod(entry.tensor.shape), entry) for entry in index.entries.values()]
     return ModelSize(
         elements=sum(size for size, _ in sizes),
-        experts=sum(size for size, entry in sizes if entry.expert is not None),
+        experts=sum(size for size, entry in sizes if entry.of_experts),
         active=active_elements(weights.config, index),
         bytes=sum(size * (4 if entry.tensor.float32 else WEIGHT_BYTES) for size, entry in sizes),
         row_flops=row_flops(weights.config, index),
@@ -91,8 +99,8 @@ class AuxiliaryRole:
 class PlanInputs:
     """Inputs of a plan; options of `verl-mg plan` have the same names."""
 
-    weights: WeightTable
-    """Weight table of the actor's model."""
+    weights: ModelTable
+    """Weight table of the actor's model: a `ModuleTable` with the FSDP backend, else a `WeightTable`."""
     ranks: int
     """Number of ranks of the job, one device each."""
     node: int = 8

@@ -13,11 +13,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.planner.inputs import GIGA, WEIGHT_BYTES, PlanInputs
-from verl_mg.planner.memory import OPTIMIZER_STATES, TrainMemory
+from verl_mg.planner.inputs import GIGA, OPTIMIZER_STATES, WEIGHT_BYTES, PlanInputs
+from verl_mg.planner.memory import TrainMemory
+from verl_mg.planner.module_memory import sharded_module
 from verl_mg.reshard import RankTraffic, best_stride, plan
 from verl_mg.reshard.encode import encoded_maps
 from verl_mg.reshard.encoding import encoding_of
+from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.weight_table import WeightTable
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Sync:
 
 
 def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Sync:
-    """Plans the weight sync from Megatron to SGLang, with the plan that a job executes.
+    """Plans the weight sync from the actor to the engines, with the plan that a job executes.
 
     Args:
         inputs: inputs of the plan.
@@ -144,9 +147,7 @@ def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Syn
         rollout: layout of an engine.
     """
     ranks = tuple(range(inputs.ranks))
-    source = inputs.weights.shard_map_megatron(
-        Placement(train.fit(len(inputs.placement_ranks)), inputs.placement_ranks)
-    )
+    source = _source_shards(inputs, train.fit(len(inputs.placement_ranks)))
     placement = best_stride(source, inputs.weights, EnginePlacement(rollout, inputs.engine_ranks), inputs.node)
     target, encoding = inputs.weights.shard_map_engine(placement), encoding_of(inputs.wire)
     if encoding:
@@ -163,6 +164,14 @@ def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Syn
         tuple(sum(traffic.get(rank, NOTHING).entered for rank in node) for node in nodes),
         moved_seconds(inputs, sync_seconds(traffic, inputs.intra_node, inputs.inter_node)),
     )
+
+
+def _source_shards(inputs: PlanInputs, layout: Layout) -> ShardMap:
+    """Returns the actor's shards of every rank."""
+    if inputs.options.fsdp:
+        return sharded_module(inputs, layout).shard_map(inputs.placement_ranks)
+    assert isinstance(inputs.weights, WeightTable)
+    return inputs.weights.shard_map_megatron(Placement(layout, inputs.placement_ranks))
 
 
 def moved_seconds(inputs: PlanInputs, at_full_speed: float) -> float:
@@ -203,4 +212,4 @@ def gathered_bytes(inputs: PlanInputs, memory: TrainMemory) -> tuple[int, ...]:
         inputs: inputs of the plan.
         memory: memory of the actor.
     """
-    return tuple(inputs.weight_bytes - local for local in memory.parts["weights"])
+    return tuple(inputs.weight_bytes - local.bytes(WEIGHT_BYTES) for local in memory.elements)

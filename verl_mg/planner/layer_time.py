@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from verl_mg.layout import Layout
 from verl_mg.models.flops import layer_elements, pair_flops, state_flops
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.planner.activations import kept_elements
+from verl_mg.planner.activation_memory import kept_on_ranks
+from verl_mg.planner.activations import LayerKind
 from verl_mg.planner.efficiency import UNFUSED
 from verl_mg.planner.inputs import GIGA, PlanInputs
 
@@ -78,15 +78,6 @@ class LayerSeconds:
         return self.attention_linear + self.core_attention + self.mlp + self.experts + self.shared
 
 
-class LayerKind(NamedTuple):
-    """Kind of a layer, by which its seconds differ."""
-
-    experts: bool
-    """Whether it is a mixture of experts."""
-    linear: bool
-    """Whether it has linear attention."""
-
-
 def layer_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch, kind: LayerKind) -> LayerSeconds:
     """Predicts the seconds of the forward pass over one layer.
 
@@ -101,7 +92,7 @@ def layer_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch, kind: L
     rows = micro.tokens / layout.cp
     speed = inputs.flops * TERA * (e.fp8 if options.fp8 else 1.0)
     per_element = 2 * (rows + e.half_rows) / (layout.tp * speed)
-    kept = kept_elements(c, with_experts, layout.etp, kind.linear)
+    kept = kept_on_ranks(inputs, layout, kind)
     unfused = 1.0 if options.fused else UNFUSED
     an_element = e.elementwise * unfused * options.weight_bytes * rows / layout.tp / (inputs.memory_bandwidth * GIGA)
     gather, exchange = _gather(inputs, layout, rows), _exchange(inputs, layout, rows, kind.linear)
@@ -117,7 +108,8 @@ def layer_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch, kind: L
         repeated=kept.recomputed(inputs.recompute) * an_element,
         gather=gather,
         exchange=exchange,
-        dispatch=_dispatch(inputs, layout, rows / layout.tp) if with_experts else 0.0,
+        # On the FSDP backend ranks of experts have all tokens, and sum their outputs like those of a dense layer.
+        dispatch=_dispatch(inputs, layout, rows / layout.tp) if with_experts and not options.fsdp else 0.0,
         launch=unfused * e.layer,
         wait=unfused * e.expert_layer if with_experts else 0.0,
     )
@@ -271,11 +263,7 @@ def stage_layers(c: HFConfig, layout: Layout) -> tuple[Mapping[LayerKind, int], 
         layout: layout of the role.
     """
     return tuple(
-        Counter(
-            LayerKind(c.has_experts(layer), c.has_linear_attention(layer))
-            for layer in layout.stage(c.layers, stage).layers
-        )
-        for stage in range(layout.pp)
+        Counter(LayerKind.of(c, layer) for layer in layout.stage(c.layers, stage).layers) for stage in range(layout.pp)
     )
 
 

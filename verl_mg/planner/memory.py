@@ -10,28 +10,21 @@ from functools import cache, cached_property
 import torch
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.planner.activations import kept_elements
-from verl_mg.planner.inputs import WEIGHT_BYTES, PlanInputs
-from verl_mg.planner.length_spread import packed
+from verl_mg.planner.activation_memory import activation_bytes, inference_bytes
+from verl_mg.planner.inputs import ACTIVATIONS, OPTIMIZER_STATES, WEIGHT_BYTES, PlanInputs
+from verl_mg.planner.module_memory import module_parts, sharded_module
 from verl_mg.planner.training_options import TrainingOptions
 from verl_mg.reshard.encode import check_engine_blocks, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.sharding.boxes import Shard
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import WeightTable
 
-OPTIMIZER_STATES = "optimizer states"
-"""Name of the part of a role's memory with main weights and moments."""
-ACTIVATIONS = "activations"
-"""Name of the part of a role's memory that exists only while it computes."""
 FLOAT32_BYTES = 4
 """Bytes of a weight that is float32 in every runtime."""
 FP8_COPY_BYTES = 2
 """Bytes of the two copies of a weight in FP8, one of them transposed, that Transformer Engine keeps between passes."""
-LOGIT_CHUNK_BYTES = 2**30
-"""Bytes of a chunk of float32 logits, at most."""
-LOGIT_COPIES = 3
-"""Tensors of a chunk's size at the same time: float32 logits, their exponentials and their gradient."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class Elements:
         return weight_bytes * self.trained + FLOAT32_BYTES * self.float32
 
 
-def elements(weights: WeightTable, shard_map: ShardMap, rank: int) -> Elements:
+def elements(weights: ModelTable, shard_map: ShardMap, rank: int) -> Elements:
     """Counts the elements of one rank's shards.
 
     Args:
@@ -66,7 +59,8 @@ def elements(weights: WeightTable, shard_map: ShardMap, rank: int) -> Elements:
         rank: the rank.
     """
     counts = {"dense": 0, "experts": 0, "float32": 0}
-    outside = {weights.model.embedding.name, weights.model.output.name}
+    entries = weights.tensor_index.entries
+    outside = {name for name, entry in entries.items() if entry.layer is None and len(entry.tensor.shape) == 2}
     vocabulary = 0
     for shard in shard_map.shards(rank).values():
         counts[_kind(weights, shard)] += math.prod(shard.shape)
@@ -74,13 +68,13 @@ def elements(weights: WeightTable, shard_map: ShardMap, rank: int) -> Elements:
     return Elements(**counts, vocabulary=vocabulary)
 
 
-def _kind(weights: WeightTable, shard: Shard) -> str:
+def _kind(weights: ModelTable, shard: Shard) -> str:
     if not shard.pieces:
         return "dense"  # all padding, which only vocabularies have
     entry = weights.tensor_index.entries[shard.pieces[0].tensor]
     if entry.tensor.float32:
         return "float32"
-    return "dense" if entry.expert is None else "experts"
+    return "experts" if entry.of_experts else "dense"
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,10 @@ def train_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
         inputs: inputs of the plan for the role.
         layout: layout on all ranks of the role.
     """
-    counted = _on_stages(inputs.weights, layout.fit(len(inputs.placement_ranks)))
+    layout = layout.fit(len(inputs.placement_ranks))
+    if inputs.options.fsdp:
+        return _module_memory(inputs, layout, is_trained=True)
+    counted = _on_stages(inputs.weights, layout)
     parts = {
         "weights": tuple(e.bytes(inputs.options.weight_bytes) for e in counted),
         **({"FP8 weights": tuple(FP8_COPY_BYTES * e.trained for e in counted)} if inputs.options.fp8 else {}),
@@ -123,21 +120,32 @@ def frozen_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
         inputs: inputs of the plan for the role.
         layout: layout on all ranks of the role.
     """
-    counted = _on_stages(inputs.weights, layout.fit(len(inputs.placement_ranks)))
+    layout = layout.fit(len(inputs.placement_ranks))
+    if inputs.options.fsdp:
+        return _module_memory(inputs, layout, is_trained=False)
+    counted = _on_stages(inputs.weights, layout)
     activations = tuple(inference_bytes(inputs, layout, stage) for stage in range(layout.pp))
     return TrainMemory(
         counted, {"weights": tuple(e.bytes(inputs.options.weight_bytes) for e in counted), ACTIVATIONS: activations}
     )
 
 
+def _module_memory(inputs: PlanInputs, layout: Layout, is_trained: bool) -> TrainMemory:
+    """Computes the memory of a role with the FSDP backend, which is the same on all ranks."""
+    counted = Elements(sharded_module(inputs, layout).sharded, 0, 0)
+    parts = module_parts(inputs, layout, is_trained)
+    return TrainMemory((counted,), {name: (size,) for name, size in parts.items()})
+
+
 @cache  # equal for every batch, and for every role of the same model
-def _on_stages(weights: WeightTable, layout: Layout) -> tuple[Elements, ...]:
+def _on_stages(weights: ModelTable, layout: Layout) -> tuple[Elements, ...]:
+    assert isinstance(weights, WeightTable)
     shard_map = weights.shard_map_megatron(Placement.on(layout, layout.ranks))
     return tuple(elements(weights, shard_map, layout.rank_of(pp=stage)) for stage in range(layout.pp))
 
 
 @cache
-def _on_engine_stages(weights: WeightTable, layout: EngineLayout) -> tuple[Elements, ...]:
+def _on_engine_stages(weights: ModelTable, layout: EngineLayout) -> tuple[Elements, ...]:
     shard_map = weights.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
     return tuple(elements(weights, shard_map, stage * layout.tp) for stage in range(layout.pp))
 
@@ -153,7 +161,7 @@ class EngineBytes:
 
 
 @cache
-def _quantized_stages(weights: WeightTable, layout: EngineLayout, wire: Wire) -> tuple[EngineBytes, ...]:
+def _quantized_stages(weights: ModelTable, layout: EngineLayout, wire: Wire) -> tuple[EngineBytes, ...]:
     """Counts the bytes of quantized weights as the sync sends them, on the first rank of each stage."""
     encoding = encoding_of(wire)
     assert encoding
@@ -167,7 +175,7 @@ def _quantized_stages(weights: WeightTable, layout: EngineLayout, wire: Wire) ->
             name = shard.pieces[0].tensor if shard.pieces else ""
             entry = weights.tensor_index.entries.get(target.plain_name(name))
             dtype = target.tensors[name].wire_dtype(torch.bfloat16) if name else torch.bfloat16
-            kind = "experts" if entry and entry.expert is not None else "dense"
+            kind = "experts" if entry and entry.of_experts else "dense"
             sizes[kind] += math.prod(shard.shape) * dtype.itemsize
         stages.append(EngineBytes(**sizes))
     return tuple(stages)
@@ -249,7 +257,7 @@ def rollout_memory(inputs: PlanInputs, layout: EngineLayout, limit: float | None
     return RolloutMemory(layout, counted, inputs.usable if limit is None else limit, per_token, stages)
 
 
-def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:
+def kv_bytes(weights: ModelTable, layout: EngineLayout, stage: int) -> int:
     """Computes the bytes of one token in the KV cache of a rank.
 
     Grouped attention: keys and values of the rank's heads, at least one, which neighbouring ranks may share. Latent
@@ -267,90 +275,3 @@ def kv_bytes(weights: WeightTable, layout: EngineLayout, stage: int) -> int:
     )
     with_cache = sum(not c.has_linear_attention(layer) for layer in layout.layers(c.layers, stage))
     return WEIGHT_BYTES * width * max(1, with_cache)  # 0 would be a cache of any size
-
-
-def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
-    """Returns the number of micro-batches of a rank in an optimizer step.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-    """
-    samples = inputs.tokens_per_iteration / inputs.lengths.mean / (inputs.minibatches * layout.dp)
-    return max(1, math.ceil(samples * packed(inputs.lengths, inputs.micro_batch).per_sample - 1e-9))
-
-
-def chunks_in_flight(layout: Layout, stage: int, micros: int) -> int:
-    """Returns the number of model chunks of a stage that have activations at once, each of one micro-batch.
-
-    One-forward-one-backward: min(pp - stage, micro-batches). Interleaved with vpp chunks, stage 0 has
-    pp * vpp + pp - 1, which is Korthikanti's factor 1 + (pp - 1) / (pp * vpp) over pp micro-batches.
-
-    Args:
-        layout: layout of the role.
-        stage: pipeline stage.
-        micros: number of micro-batches.
-    """
-    if layout.vpp == 1:
-        return min(layout.pp - stage, micros)
-    return min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micros * layout.vpp)
-
-
-def activation_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
-    """Computes the peak bytes of activations in training: layers in flight, one being recomputed, the output layer.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        stage: pipeline stage.
-    """
-    c = inputs.weights.config
-    layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
-    every = [kept_elements(c, c.has_experts(layer), layout.etp, c.has_linear_attention(layer)) for layer in layers]
-    options = inputs.options
-    kept = sum(layer.on_device(inputs.recompute, options.offload_modules, options.fp8) for layer in every)
-    recomputed = max(layer.recomputed(inputs.recompute) for layer in every)
-    in_flight = chunks_in_flight(layout, stage, micro_batches(inputs, layout)) / layout.vpp
-    tokens = inputs.longest_micro_batch / layout.cp
-    in_layers = options.weight_bytes * tokens / layout.tp * (in_flight * kept + recomputed)
-    return round(in_layers + (_output_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0))
-
-
-def inference_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
-    """Computes the peak bytes of activations in inference: one layer at a time, and a chunk of logits.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        stage: pipeline stage.
-    """
-    c = inputs.weights.config
-    layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
-    every = [kept_elements(c, c.has_experts(layer), layout.etp, c.has_linear_attention(layer)) for layer in layers]
-    widest = max(layer.all for layer in every)
-    tokens = inputs.longest_micro_batch / layout.cp
-    item = inputs.options.weight_bytes
-    output = item * tokens * c.hidden + _logit_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0
-    return round(item * tokens / layout.tp * widest + output)
-
-
-def _output_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
-    """Computes bytes of the output layer.
-
-    Hidden states of all tokens and their gradient; of a language model also the projection's float32 gradient and
-    chunks of logits.
-    """
-    hidden = inputs.weights.config.hidden
-    states = 2 * inputs.options.weight_bytes * tokens * hidden
-    if inputs.weights.head == "value":
-        return states
-    rows = inputs.weights.padded_vocab(layout.tp) / layout.tp
-    return states + 4 * rows * hidden + _logit_bytes(inputs, layout, tokens)
-
-
-def _logit_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
-    """Computes bytes of the logits of a chunk of tokens and of what is computed from them."""
-    if inputs.weights.head == "value":
-        return 0.0
-    rows = inputs.weights.padded_vocab(layout.tp) / layout.tp
-    return LOGIT_COPIES * min(LOGIT_CHUNK_BYTES, 4.0 * rows * tokens)

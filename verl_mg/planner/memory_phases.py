@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from verl_mg.planner.inputs import GIB, PlanInputs
-from verl_mg.planner.memory import ACTIVATIONS, RolloutMemory, TrainMemory
+from verl_mg.planner.inputs import GIB, TRANSIENT, PlanInputs
+from verl_mg.planner.memory import RolloutMemory, TrainMemory
 
 Parts = dict[tuple[str, str], float]
 """Bytes of a device by role and part, such as critic and gradients."""
@@ -23,8 +23,8 @@ class _Resident:
 
     @property
     def states(self) -> Parts:
-        """Parts other than activations."""
-        return {(self.name, part): size for part, size in self.parts.items() if part != ACTIVATIONS}
+        """Parts that exist while it does not compute."""
+        return {(self.name, part): size for part, size in self.parts.items() if part not in TRANSIENT}
 
     @property
     def computing(self) -> Parts:

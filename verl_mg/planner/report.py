@@ -10,13 +10,14 @@ from rich.table import Table
 
 from verl_mg.layout import EnginePlacement, format_ranks
 from verl_mg.layout.suggest import format_layout
+from verl_mg.planner.activation_memory import micro_batches
 from verl_mg.planner.assumptions import assumptions
 from verl_mg.planner.cost import bubble_share, utilization
 from verl_mg.planner.generation_time import samples_at_once
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
 from verl_mg.planner.iteration_time import gathered_bytes
-from verl_mg.planner.memory import micro_batches
 from verl_mg.planner.memory_phases import awake, problem, syncing, training
+from verl_mg.planner.module_memory import micro_batch_bytes
 from verl_mg.planner.search import Pair, RolloutSide, TrainSide
 from verl_mg.planner.training_options import Recompute
 
@@ -103,7 +104,14 @@ def _train(inputs: PlanInputs, side: TrainSide) -> Numbers:
         "inference_seconds": round(side.inference_seconds, 3),
         "update_seconds": round(side.update_seconds, 3),
         "gib": parts | {"total": _spread(side.memory.totals)},
+        **({"collectives": _collectives(inputs, side)} if inputs.options.fsdp else {}),
     }
+
+
+def _collectives(inputs: PlanInputs, side: TrainSide) -> dict[str, float]:
+    """Returns GiB of the collectives of an optimizer step on a rank, of whole tensors."""
+    count, sizes = micro_batches(inputs, side.layout), micro_batch_bytes(inputs, side.layout)
+    return {name: _gib(count * size) for name, size in vars(sizes).items()}
 
 
 def _recomputed(modules: Recompute) -> str:
@@ -237,6 +245,9 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
     train, rollout = numbers["train"], numbers["rollout"]
     yield "data parallelism, and of experts", f"dp{train['dp']}, edp{train['edp']}"
     yield "micro-batches, pipeline bubble", f"{train['micro_batches']}, {train['bubble_share']:.1%} of a step"
+    if "collectives" in train:
+        sums = ", ".join(f"{what} {size:,.3f}" for what, size in train["collectives"].items())
+        yield "GiB of collectives in an optimizer step", sums
     yield "engines, stride of their ranks", f"{rollout['engines']}, {rollout['stride']}"
     yield (
         "KV cache of an engine",

@@ -12,7 +12,9 @@ from verl_mg.layout.suggest import resolve_layout
 from verl_mg.planner.cost import inference_seconds, train_seconds
 from verl_mg.planner.inputs import AuxiliaryRole, PlanInputs
 from verl_mg.planner.memory import frozen_memory, train_memory
+from verl_mg.planner.module_memory import sharded_module
 from verl_mg.planner.training_options import DEFAULT_OPTIONS, Recompute, TrainingOptions
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.weight_table import WeightTable
 
 
@@ -24,7 +26,7 @@ class PlannedRole:
     """Name of the role."""
     layout: str
     """Parallel sizes, such as tp4-pp2."""
-    weights: WeightTable
+    weights: ModelTable
     """Weight table of its model."""
     is_trained: bool
     """Whether it has gradients and an optimizer."""
@@ -93,6 +95,10 @@ def check(inputs: PlanInputs, layout: Layout) -> None:
     Raises:
         UserError: a parallel size does not divide what it shards.
     """
+    if inputs.options.fsdp:
+        sharded_module(inputs, layout)
+        return
+    assert isinstance(inputs.weights, WeightTable)
     inputs.weights.check_layout(layout)
     if inputs.options.exchanged == "heads":
         config = inputs.weights.config

@@ -10,18 +10,12 @@ from itertools import groupby
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
+from verl_mg.planner.activation_memory import micro_batches
 from verl_mg.planner.cost import inference_seconds, train_seconds
 from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.inputs import PlanInputs
 from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, weight_sync
-from verl_mg.planner.memory import (
-    RolloutMemory,
-    TrainMemory,
-    check_engine,
-    micro_batches,
-    rollout_memory,
-    train_memory,
-)
+from verl_mg.planner.memory import RolloutMemory, TrainMemory, check_engine, rollout_memory, train_memory
 from verl_mg.planner.memory_phases import awake, engine_limit, problem
 from verl_mg.planner.roles import check, fit_layout
 from verl_mg.planner.training_options import Recompute, recompute
@@ -214,6 +208,8 @@ def recomputations(inputs: PlanInputs) -> list[Recompute]:
         inputs: inputs of the plan.
     """
     c = inputs.weights.config
+    if inputs.options.fsdp:
+        return [False, True]  # parts of layers are Megatron's
     cheap = ["layernorm", *(["moe_act"] if c.experts else []), *(["mla_up_proj"] if c.latent else [])]
     dense = ["mlp"] if not c.experts or len(c.experts.layers) < c.layers else []
     wide = [*dense, *(["moe"] if c.experts else [])]
@@ -330,6 +326,8 @@ def _nothing_fits(inputs: PlanInputs, phase: str) -> UserError:
 
 def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
     """Returns whether a lower bound of weights, gradients and optimizer states fits."""
+    if inputs.options.fsdp:
+        return True
     dense = (inputs.elements - inputs.expert_elements) / layout.tp
     experts = inputs.expert_elements / (layout.ep * layout.etp)
     others = sum(awake(inputs, None).values())

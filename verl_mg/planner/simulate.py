@@ -237,7 +237,7 @@ def training_seconds(inputs: PlanInputs, lengths: Sequence[Length], layout: Layo
         ]
         for share in shares
     ]
-    return slowest(seconds, layout, lockstep=layout.ep > 1)
+    return slowest(seconds, layout, lockstep=layout.ep > 1 or inputs.options.fsdp is not None)
 
 
 def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) -> float:
@@ -249,7 +249,7 @@ def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) 
     Args:
         seconds: seconds[data-parallel index][micro-batch].
         layout: layout of the actor.
-        lockstep: whether ranks communicate in every micro-batch, so that the slowest of each determines the time.
+        lockstep: whether all ranks communicate in every micro-batch, so that the slowest of each determines the time.
     """
     bubble = (layout.pp - 1) / layout.vpp
     if lockstep:

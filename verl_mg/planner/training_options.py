@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from verl_mg.config import FsdpConfig
 from verl_mg.config.roles import RecomputeModule
 from verl_mg.errors import UserError
 
@@ -65,6 +66,8 @@ class TrainingOptions:
     """Whether the optimizer's states are sharded over data-parallel ranks."""
     muon: bool = False
     """Whether matrices of layers are trained with Muon (arXiv:2502.16982)."""
+    fsdp: FsdpConfig | None = None
+    """Options of the FSDP backend; None with Megatron."""
 
 
 DEFAULT_OPTIONS = TrainingOptions()
@@ -135,6 +138,24 @@ def frozen_options(kernels: str, dtype: str) -> TrainingOptions:
         dtype: type of the weights (`dtype` of the role).
     """
     return TrainingOptions(fused=_is_fused(kernels, dtype), weight_bytes=BYTES[dtype])
+
+
+def fsdp_options(config: FsdpConfig, dtype: str) -> TrainingOptions:
+    """Returns the options of a role with the FSDP backend: float32 weights and moments, kernels of `transformers`.
+
+    Args:
+        config: options of the backend.
+        dtype: type in which the model computes (`dtype` of the role).
+    """
+    on_host = 1.0 if config.cpu_offload else 0.0
+    return TrainingOptions(
+        fused=False,
+        weight_bytes=BYTES[dtype],
+        state_bytes=8,
+        offloaded_states=on_host,
+        host_steps=on_host,
+        fsdp=config,
+    )
 
 
 def _is_fused(kernels: str, dtype: str) -> bool:
