@@ -103,7 +103,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan.add_argument("--model", help="a Hugging Face model directory or name, or a config.json")
     plan.add_argument("--ranks", required=True, type=int, help="GPUs of the job")
     plan.add_argument("--train", metavar="LAYOUT", help="layout of the actor, such as tp4-pp4-ep8")
-    plan.add_argument("--backend", choices=("megatron", "fsdp"), help="the actor's (default: the file's, or megatron)")
+    plan.add_argument("--backend", choices=("megatron", "fsdp"), help="of the actor (default: the file's, or megatron)")
     plan.add_argument("--rollout", metavar="LAYOUT", help="layout of an SGLang engine, such as tp8-ep8")
     plan.add_argument("--reference", metavar="LAYOUT", help="layout of a reference on the same ranks")
     plan.add_argument("--critic", metavar="LAYOUT", help="layout of a critic on the same ranks")

@@ -56,7 +56,7 @@ def train(
 
 def _outputs(runner: ModuleRunner, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:
     def report(_: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return output.sum(), {"output": output.detach().clone()}
+        return output.sum(), {"output": output.detach().cpu().clone()}
 
     with torch.no_grad():
         reports = runner.run(micro_batches, TEMPERATURE, report, forward_only=True)

@@ -92,6 +92,16 @@ def test_resumed_job_is_bitwise_identical_to_whole_one(
     assert run("grpo", tmp_path, "job.deterministic=true") == whole
 
 
+@pytest.mark.timeout(JOB_S)
+@pytest.mark.parametrize("settings", [[], ["fsdp.cpu_offload=true"]])
+def test_job_on_fsdp_agrees_with_its_engines(run: Run, tmp_path: Path, settings: list[str]) -> None:
+    """One rank: log-probs of engines are those of training, before and after updates."""
+    metrics = run("grpo", tmp_path, "actor.backend=fsdp", *settings, iterations=2, count=1)
+    assert metrics[-1]["actor/grad_norm"] > 0
+    mismatch = [line["mismatch/mean_abs"] for line in metrics if "mismatch/mean_abs" in line]
+    assert mismatch and all(error < 0.05 for error in mismatch)
+
+
 @needs_sglang
 @pytest.mark.timeout(2 * JOB_S)
 def test_job_with_sglang_engines_agrees_with_them(run: Run, machine: Machine, tmp_path: Path) -> None:

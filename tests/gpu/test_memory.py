@@ -11,14 +11,19 @@ from tests.megatron.training import token_loss
 from tests.rank_pool import RankPool
 from tests.tiny_models import CHARACTERS, random_rows
 from verl_mg import device
-from verl_mg.config import OptimizerConfig
+from verl_mg.config import FsdpConfig, OptimizerConfig
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.fsdp.trainer import ModuleTrainer
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import Trainer as MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.training.offload import CpuOffload
+from verl_mg.training.runner import Runner
+from verl_mg.training.trainer import Trainer
 
 SIZES = {"gpu": {"hidden": 1024, "layers": 4, "ffn": 4096, "heads": 8}, "cpu": {"hidden": 64, "layers": 2}}
 ALLOWED = 2**28
@@ -39,12 +44,20 @@ class Offloaded:
     losses: list[float]
 
 
-def offloaded(model: Path) -> Offloaded:
+def trained_role(model: Path, backend: str, host: bool = False) -> tuple[Runner, Trainer]:
+    """A model and its trainer; `host`: with `fsdp.cpu_offload`."""
+    placement, config = Placement.on(Layout(), 1), OptimizerConfig(lr=1e-3)
+    if backend == "megatron":
+        runner = ModelRunner(model, ParallelGroups(placement), torch.bfloat16)
+        return runner, MegatronTrainer(runner, config)
+    module = ModuleRunner(model, MeshGroups(placement), torch.bfloat16, options=FsdpConfig(cpu_offload=host))
+    return module, ModuleTrainer(module, config)
+
+
+def offloaded(model: Path, backend: str) -> Offloaded:
     """An update, the role to the host and back, another update."""
     free = [_free()]
-    groups = ParallelGroups(Placement.on(Layout(), 1))
-    runner = ModelRunner(model, groups, torch.bfloat16)
-    trainer = Trainer(runner, OptimizerConfig(lr=1e-3))
+    runner, trainer = trained_role(model, backend)
     rows = random_rows(6, read_config(model).vocab)
     scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
 
@@ -72,10 +85,13 @@ def _free() -> int:
     return device.free_memory() or 0
 
 
-def test_offload_of_role_returns_its_memory_to_the_device(ranks: RankPool, machine: Machine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_offload_of_role_returns_its_memory_to_the_device(
+    ranks: RankPool, machine: Machine, tmp_path: Path, backend: str
+) -> None:
     sizes = SIZES["gpu" if machine.gpus else "cpu"]
     model = make_tiny_model(tmp_path / "model", "qwen3", characters=CHARACTERS, **sizes)
-    ((found),) = ranks.run(1, offloaded, model)
+    ((found),) = ranks.run(1, offloaded, model, backend)
     assert found.same_weights and found.losses[0] != found.losses[1]
     if machine.gpus:
         before, loaded, left, back = found.free
@@ -83,3 +99,43 @@ def test_offload_of_role_returns_its_memory_to_the_device(ranks: RankPool, machi
         assert before - loaded == pytest.approx(found.held, abs=ALLOWED)
         assert left - loaded == pytest.approx(found.held, abs=ALLOWED)
         assert left - back == pytest.approx(found.held, abs=ALLOWED)
+
+
+@dataclass
+class InHostMemory:
+    """Bytes on the device that an offload of the role would move, and those that a step has taken of the device."""
+
+    storages: int
+    taken: int
+    pinned: bool
+    devices: set[str]
+
+
+def in_host_memory(model: Path) -> InHostMemory:
+    """An update with weights, gradients and moments in host memory."""
+    before = _free()
+    runner, trainer = trained_role(model, "fsdp", host=True)
+    rows = random_rows(6, read_config(model).vocab)
+    scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
+    trainer.update([rows, rows], 1.0, token_loss, "token-mean", scored, scored)
+    parts = (runner.weight_storages(), trainer.state_storages(), trainer.gradient_storages())
+    size = sum(storage.nbytes() for part in parts for storage in part)
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    stored = [*runner.parameters().values(), *states]
+    pinned = all(weight.is_pinned() for weight in runner.parameters().values())
+    offload = CpuOffload(runner, trainer)
+    offload.to_host()
+    offload.to_device()
+    served = {tensor.device.type for tensor in dict(runner.served_parameters()).values()}
+    assert served == {device.current_device().type}
+    trainer.update([rows], 1.0, token_loss, "token-mean", scored, scored)
+    return InHostMemory(size, before - _free(), pinned, {tensor.device.type for tensor in stored})
+
+
+def test_weights_in_host_memory_take_none_of_the_device(ranks: RankPool, machine: Machine, tmp_path: Path) -> None:
+    sizes = SIZES["gpu" if machine.gpus else "cpu"]
+    model = make_tiny_model(tmp_path / "model", "qwen3", characters=CHARACTERS, **sizes)
+    ((found),) = ranks.run(1, in_host_memory, model)
+    assert found.devices == {"cpu"}
+    if machine.gpus:
+        assert found.storages < 2**20 and found.taken < ALLOWED and found.pinned

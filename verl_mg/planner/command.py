@@ -133,10 +133,11 @@ def _table(model: str, head: Head, options: TrainingOptions) -> ModelTable:
 def _roles(inputs: PlanInputs, model: str, options: argparse.Namespace, job: PlanRequest) -> list[PlannedRole]:
     """Returns the auxiliary roles of the job, with layouts from options, and those only given by options."""
     described = {role.name: role for role in job.roles}
+    like_actor = inputs.options if inputs.options.fsdp else DEFAULT_OPTIONS
     for name, is_trained in ROLE_OPTIONS.items():
         if layout := getattr(options, name):
-            like = described.get(name) or RoleRequest(name, layout, is_trained, inputs.micro_batch, inputs.recompute)
-            described[name] = replace(like, layout=layout)
+            new = RoleRequest(name, layout, is_trained, inputs.micro_batch, inputs.recompute, options=like_actor)
+            described[name] = replace(described.get(name) or new, layout=layout)
     return [
         PlannedRole(
             role.name,
