@@ -19,6 +19,7 @@ from typing import Any
 import megatron
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import attention
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
@@ -42,8 +43,6 @@ UNFUSED = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "sort", "topk", "_emb
 """Operations that torch.compile does not join with others."""
 ENDS = ("cu_seq_q", "cu_seq_k")
 """Arguments of torch's variable-length attention: the ends of sequences of queries and of keys."""
-PINNED = "is_in_pinned_memory"
-"""Attribute of CPU tensors."""
 
 
 class CudaTensor(Tensor):
@@ -100,12 +99,15 @@ class FakeCuda(TorchDispatchMode):
         self.kernels: list[tuple[str, str]] = []
         self._compiled: list[str] = []
         self._whole = self._joined = False
+        self._pinned: dict[int, Tensor] = {}  # by address, which is not used again while the tensor exists
         self.receive: Callable[[Tensor], object] = lambda tensor: tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it computes on local tensors, in this mode too
         if func in (aten.is_pinned.default, aten._pin_memory.default):
-            return _pinned(func, args[0])
+            return self._is_pinned(args[0]) if func is aten.is_pinned.default else self._pin(args[0].clone())
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
@@ -146,13 +148,21 @@ class FakeCuda(TorchDispatchMode):
             return _rms_norm_gradients(*args, **kwargs)
         if func in (aten.mm.dtype, aten.addmm.dtype_out):
             return _mixed_product(*args, **kwargs)
+        if func is aten.histc.default and not args[0].is_floating_point():  # the CPU counts floats alone
+            return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         if func.namespace == "c10d":
             return _exchange(func, args, self.receive)
         pinned = kwargs.get("pin_memory")
         result = func(*args, **(kwargs | {"pin_memory": False} if pinned else kwargs))
-        if pinned:
-            setattr(result, PINNED, True)
-        return result
+        return self._pin(result) if pinned else result
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        assert tensor.is_cpu, "only host memory can be pinned"
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.is_cpu and tensor.untyped_storage().data_ptr() in self._pinned
 
     def _copy_waits(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Returns whether a copy has one end on the host, and blocks it."""
@@ -165,7 +175,7 @@ class FakeCuda(TorchDispatchMode):
             non_blocking, host = kwargs.get("non_blocking", False), args[0]
             if not host.is_cpu:  # to a new tensor in memory that is not pinned
                 return len(ends) > 1
-        return len(ends) > 1 and not (non_blocking and getattr(host, PINNED, False))
+        return len(ends) > 1 and not (non_blocking and self._is_pinned(host))
 
 
 def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
@@ -236,15 +246,6 @@ def _wrapped(x: Any, known: dict[int, CudaTensor], to_cuda: bool) -> Any:
     if id(x) in known:  # changed in place
         return known[id(x)]
     return CudaTensor(x) if to_cuda else x
-
-
-def _pinned(func: Any, tensor: Tensor) -> Any:
-    if func is aten.is_pinned.default:
-        return getattr(tensor, PINNED, False)
-    assert tensor.is_cpu, "only host memory can be pinned"
-    copy = tensor.clone()
-    setattr(copy, PINNED, True)
-    return copy
 
 
 def _check_devices(func: Any, tensors: Iterable[Tensor]) -> None:
