@@ -122,7 +122,7 @@ def attention_errors(window: int | None, softcap: float | None) -> list[float]:
             torch.nn.Identity(), *leaves, None, sliding_window=window, softcap=softcap, packed=rows
         )
         (output.float() * weight.to(output.device)).sum().backward()
-        return [output, *(x.grad for x in leaves if x.grad is not None)]
+        return [output.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
     ours = attended([x.to(here) for x in values], packed)
     theirs = attended([x.float() for x in values], PackedRows(lengths, packed.position_ids, ends.int(), None))

@@ -59,12 +59,13 @@ class ShardedModule:
         module = divided(table, layout.tp)
         self._table, self._replicas, self._layout = table, options.replicas, layout
         self.sharding = layout.dp * layout.cp // options.replicas
-        self._splits = parameter_splits(module, self.sharding)
+        splits = parameter_splits(module, self.sharding)
         frozen = table.vision_parameters if options.freeze_vision_tower else frozenset()
+        self._splits = splits | {name: splits[name].transposed() for name in table.transposed_parameters}
         named = dict(module.named_parameters())
         layers = [{id(parameter) for parameter in block.parameters()} for block in sharded_blocks(module)]
         parts = {
-            name: math.prod(self._splits[name].first_part(tuple(parameter.shape), self.sharding, layout.tp))
+            name: math.prod(splits[name].first_part(tuple(parameter.shape), self.sharding, layout.tp))
             for name, parameter in named.items()
         }
 

@@ -30,7 +30,8 @@ def assumptions(inputs: PlanInputs) -> list[str]:
         f"between nodes and {inputs.host:g} GB/s to its host",
         f"a device reaches {inputs.flops:g} TFLOP/s and reads {inputs.memory_bandwidth:g} GB/s of its memory",
         *_encodings(inputs),
-        f"seconds are predicted by a model {CALIBRATION}; no run of this project was compared with it",
+        f"seconds are predicted by a model {CALIBRATION}; no run of this project was compared with it"
+        + ", and no figure is of the backend fsdp" * bool(inputs.options.fsdp),
         *inputs.notes,
     ]
 
