@@ -27,7 +27,7 @@ class GatheredGroup:
     sharded: int
     """Elements of a rank's parts, padding included: as many on every rank."""
     trained: int
-    """Those of them that have gradients."""
+    """Number of these elements that have gradients."""
 
 
 class ShardedModule:
@@ -81,7 +81,7 @@ class ShardedModule:
 
     @property
     def groups(self) -> tuple[GatheredGroup, ...]:
-        """All parameters."""
+        """The groups of layers, and the rest."""
         return (*self.layers, self.rest)
 
     @property
