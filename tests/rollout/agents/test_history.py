@@ -141,7 +141,11 @@ SPELLINGS = st.lists(st.integers(0, 350), max_size=12)
 
 
 @pytest.mark.parametrize(
-    "case", ["thinking", "keeping", "merges", "qwen3", "qwen3 without thinking", "qwen3_5_think", "qwen2_5"]
+    "case",
+    [
+        *("thinking", "keeping", "merges", "qwen3", "qwen3_5_think"),
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in ("qwen3 without thinking", "qwen2_5")),
+    ],
 )
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
