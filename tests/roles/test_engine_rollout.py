@@ -1,6 +1,7 @@
 """GRPO over Megatron and the real SGLang and vLLM: after every sync the engine is the exported checkpoint, whatever the
 layouts."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,12 @@ UPDATES = 2
 UPDATES_WITHOUT_TABLE = 3
 
 
-def train(folder: Path, overrides: list[str], engine: str) -> list[dict[str, object]]:
+def train(folder: Path, overrides: list[str], engine: str, layouts: Sequence[str]) -> list[dict[str, object]]:
     """Under each layout, then of adapters: some iterations, after each a checkpoint and the engine's greedy answers."""
     reported = []
     job, recipe = engine_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2", *overrides, engine=engine)
     actor = job.config.actor
-    sections = {layout: actor.model_copy(update={"layout": layout}) for layout in LAYOUTS}
+    sections = {layout: actor.model_copy(update={"layout": layout}) for layout in layouts}
     sections["tp2-lora"] = actor.model_copy(update={"layout": "tp2", "lora": LoraConfig(rank=4, alpha=8)})
     for name, section in sections.items():
         if name != LAYOUTS[0]:
@@ -50,7 +51,9 @@ def train(folder: Path, overrides: list[str], engine: str) -> list[dict[str, obj
 @pytest.mark.parametrize("engine", [SGLANG, VLLM])
 def test_engine_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_path, engine, architecture, overrides):
     folder = inputs(tmp_path, architecture)
-    results = ranks.run(2, train, folder, overrides, engine)
+    # What is sent depends on the engine's layout, not on its kind: another layout of the actor is once enough.
+    layouts = LAYOUTS[:1] if (engine, architecture) == ("vllm", "qwen3_moe") else LAYOUTS
+    results = ranks.run(2, train, folder, overrides, engine, layouts)
     before = None
     for step, reported in enumerate(zip(*results, strict=True)):
         assert reported[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in reported)

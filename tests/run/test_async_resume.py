@@ -19,7 +19,7 @@ from verl_mg.run.mode import RunMode
 
 pytestmark = needs_sglang
 RECIPE = Path(__file__).with_name("killed_grpo.py")
-ITERATIONS, PROMPTS, GROUP = 5, 1, 2
+PROMPTS, GROUP = 1, 2
 ASYNC = [
     "rollout.mode=async",
     "rollout.max_staleness=2",
@@ -29,7 +29,6 @@ ASYNC = [
     "rollout.num_ranks=1",
     f"algorithm.prompts_per_iteration={PROMPTS}",
     f"algorithm.group_size={GROUP}",
-    f"job.iterations={ITERATIONS}",
     "job.console=false",
     "checkpoint.every=1",
 ]
@@ -50,34 +49,41 @@ def trained(run: Path, iteration: int) -> dict[int, tuple[int, list[int]]]:
 
 
 @pytest.mark.timeout(400)
-def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "kills", [[(2, 0.3)], pytest.param([(2, 0.3), (4, 0.05)], marks=pytest.mark.nightly)], ids=["once", "twice"]
+)
+def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks, tmp_path, kills):
+    """Kills are (iteration, seconds after its beginning)."""
+    iterations = kills[-1][0] + 1
+    length = f"job.iterations={iterations}"
     folder = inputs(tmp_path, "qwen3", positions=400, unused=2000)
     run = folder / "run"
-    for iteration, delay in ((2, 0.3), (4, 0.05)):
+    for iteration, delay in kills:
         (folder / "kill.json").write_text(json.dumps({"iteration": iteration, "delay": delay}))
         pool = RankPool(Machine.this(), 3)
         try:
             with pytest.raises(RankError, match="the process died"):
-                pool.run(3, run_whole, folder, RunMode())
+                pool.run(3, run_whole, folder, RunMode(), length)
         finally:
             pool.stop()
         state = read_state(sorted((run / "checkpoints").iterdir())[-1]).rollout
         assert state.groups and any(group.partial for group in state.groups)
     (folder / "kill.json").unlink()
-    ranks.run(3, run_whole, folder, RunMode())
-    steps = [trained(run, iteration) for iteration in range(1, ITERATIONS + 1)]
+    ranks.run(3, run_whole, folder, RunMode(), length)
+    steps = [trained(run, iteration) for iteration in range(1, iterations + 1)]
     ids = [i for step in steps for i in step]
-    assert [len(step) for step in steps] == [PROMPTS * GROUP] * ITERATIONS and len(set(ids)) == len(ids)
-    left = read_state(run / "checkpoints" / f"{ITERATIONS:06d}").rollout
+    assert [len(step) for step in steps] == [PROMPTS * GROUP] * iterations and len(set(ids)) == len(ids)
+    left = read_state(run / "checkpoints" / f"{iterations:06d}").rollout
     waiting = [i for group in left.groups for i in range(group.first, group.first + group.samples)]
     assert sorted([*ids, *waiting]) == list(range(left.next_id))
-    assert [line["step"] for line in logged(run)] == list(range(1, ITERATIONS + 1))
+    assert [line["step"] for line in logged(run)] == list(range(1, iterations + 1))
     assert any(line["actor/grad_norm"] > 0 for line in logged(run))
     # Training alone on what was recorded: the same numbers, to the bit.
     shutil.rmtree(run / "checkpoints")
-    ranks.run(2, run_whole, folder, RunMode(replayed=f"{run}@{ITERATIONS}"), f"job.output={folder / 'replayed'}")
+    mode = RunMode(replayed=f"{run}@{iterations}")
+    ranks.run(2, run_whole, folder, mode, length, f"job.output={folder / 'replayed'}")
     replayed = [of_training(line) for line in metrics_of(folder / "replayed")]
-    assert len(replayed) == ITERATIONS and replayed == [of_training(line) for line in metrics_of(run)]
+    assert len(replayed) == iterations and replayed == [of_training(line) for line in metrics_of(run)]
 
 
 def of_training(line: dict[str, float]) -> dict[str, float]:
