@@ -20,7 +20,7 @@ setup(
         "torch>=2.13",
         f"megatron-core>=0.19,<0.20{NEW}",
         f"megatron-core==0.16.1{OLD}",
-        "transformers>=5.17,<6",
+        "transformers>=5.18,<6",
         "safetensors>=0.5",
         "numpy",
         "einops",

@@ -16,8 +16,10 @@ from verl_mg.fsdp.model_runner import ModuleRunner
 from verl_mg.fsdp.trainer import ModuleTrainer
 from verl_mg.layout import Layout, Placement
 
-IMAGES = [(noise_image(24, 16, 0), noise_image(9, 33, 1)), (), (noise_image(40, 40, 2),), ()]
-"""Two images, one and none: with two data-parallel ranks, the second one has rows without images only."""
+FIRST, SECOND, THIRD = noise_image(24, 16, 0), noise_image(9, 33, 1), noise_image(40, 40, 2)
+IMAGES = [(FIRST, SECOND), (), (THIRD,), (), (THIRD,), (), (SECOND, THIRD)]
+"""Images of each row. With two data-parallel ranks, the second one has rows without images only. Rows of a micro-batch
+have the same prompt, or an image in common."""
 
 
 @cache

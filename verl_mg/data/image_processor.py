@@ -165,6 +165,10 @@ class ImageProcessor:
         images = [self._inputs(image) for row in rows for image in row]
         return {name: torch.cat([image[name] for image in images]) for name in (images[0] if images else ())}
 
+    def num_entries(self, image: Image) -> int:
+        """Returns how many entries an image has in the model's first input: patches, or tiles."""
+        return len(next(iter(self._inputs(image).values())))
+
     def _inputs(self, image: Image) -> dict[str, Tensor]:
         if image.key in self._cached:
             self._cached.move_to_end(image.key)

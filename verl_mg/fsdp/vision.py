@@ -1,14 +1,15 @@
 """Images of packed rows for vision-language modules of `transformers`.
 
-Features of images are merged into the embeddings of all tokens before these are divided among context-parallel ranks.
-Ranks of a step may have rows with and without images; each of them runs the vision tower, as its parameters are
-gathered by all: a rank without images runs it on a small one, whose features count zero times.
+The vision tower sees each image of a micro-batch once, however many of its rows have it: the samples of a prompt share
+its features. These are merged into the embeddings of all tokens before the tokens are divided among context-parallel
+ranks. Ranks of a step may have rows with and without images; each of them runs the vision tower, as its parameters are
+gathered by all: a rank without images runs it on a small one, whose features no row takes.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from verl_mg.batch import Batch
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.device import copy_to
-from verl_mg.images import Image
+from verl_mg.images import Image, distinct_images
 from verl_mg.training.token_order import TokenOrder, TokenShard
 
 BLANK_SIDE = 32
@@ -35,10 +36,14 @@ class PackedImages:
     """(1, T) int64, all packed tokens."""
     position_ids: Tensor
     """(1, T) int64, or (3, 1, T) where time, height and width have positions of their own (mRoPE)."""
-    inputs: Mapping[str, Tensor]
+    options: Mapping[str, Tensor]
     """Further arguments of the module's `forward`."""
-    blank: Mapping[str, Tensor]
-    """Inputs of the vision tower alone where the rows have no images; empty where they have."""
+    inputs: Mapping[str, Tensor]
+    """Inputs of the vision tower: the distinct images of the rows, or a blank one where they have none."""
+    entries: Sequence[int]
+    """Entries of each distinct image along the first axis of the first input."""
+    numbers: Sequence[int]
+    """The images of all rows one after another, as numbers of distinct images."""
     local: slice
     """This rank's tokens."""
 
@@ -61,12 +66,12 @@ class ImagePacker:
         return marks_images(self._body)
 
     @cached_property
-    def _blank(self) -> dict[str, Tensor]:
+    def _blank(self) -> Image:
         import PIL.Image
 
         file = io.BytesIO()
         PIL.Image.new("RGB", (BLANK_SIDE, BLANK_SIDE)).save(file, "PNG")
-        return self._processor.model_inputs([(Image(file.getvalue()),)])
+        return Image(file.getvalue())
 
     def pack(self, rows: Batch, order: TokenOrder, shard: TokenShard, device: torch.device) -> PackedImages:
         """Returns the images of a micro-batch.
@@ -81,22 +86,24 @@ class ImagePacker:
         tokens[order.places] = rows["tokens"]
         images = rows.images or [()] * len(rows)
         marks = self._processor.image_mask(tokens)
-        inputs = dict(self._processor.model_inputs(images))
-        positions = self._positions(tokens, marks, order, inputs.get("image_grid_thw"), [len(i) for i in images])
-        blank = {} if inputs else self._blank
-        if self.marks_images:
-            inputs["token_type_ids"] = marks.int()[None]
+        distinct = distinct_images(images)
+        numbers = {key: number for number, key in enumerate(distinct)}
+        of_rows = [[numbers[image.key] for image in row] for row in images]
+        shown = tuple(distinct.values()) or (self._blank,)
+        inputs = self._processor.model_inputs([shown])
         size = order.total // shard.cp
         return PackedImages(
             copy_to(device, tokens[None]),
-            copy_to(device, positions),
+            copy_to(device, self._positions(tokens, marks, order, inputs.get("image_grid_thw"), of_rows)),
+            {"token_type_ids": copy_to(device, marks.int()[None])} if self.marks_images else {},
             {name: copy_to(device, tensor) for name, tensor in inputs.items()},
-            {name: copy_to(device, tensor) for name, tensor in blank.items()},
+            [self._processor.num_entries(image) for image in shown],
+            [number for row in of_rows for number in row],
             slice(shard.cp_index * size, (shard.cp_index + 1) * size),
         )
 
     def _positions(
-        self, tokens: Tensor, marks: Tensor, order: TokenOrder, grids: Tensor | None, counts: list[int]
+        self, tokens: Tensor, marks: Tensor, order: TokenOrder, grids: Tensor | None, images: Sequence[Sequence[int]]
     ) -> Tensor:
         """Returns the positions of all tokens, which begin with 0 in each row.
 
@@ -104,21 +111,26 @@ class ImagePacker:
             tokens: (T,) int64, all tokens.
             marks: (T,) bool, those of images.
             order: order of the tokens.
-            grids: (images, 3) int64, patches of each image along time, height and width.
-            counts: images of each row.
+            grids: (distinct images, 3) int64, patches of each along time, height and width.
+            images: images of each row, as numbers of distinct ones.
         """
         lengths = order.lengths.tolist()
         if not hasattr(self._body, "get_rope_index"):
             return torch.cat([torch.arange(length) for length in lengths])[None]
-        images = iter([] if grids is None else grids.split(counts))
-        parts = []
+        known: dict[tuple[bytes, tuple[int, ...]], Tensor] = {}  # samples of a prompt differ after its images
+        rows, parts = iter(images), []
         for of_row, of_images in zip(tokens.split(lengths), marks.split(lengths), strict=True):
-            if not of_images.any():
-                next(images, None)
+            numbers = tuple(next(rows, ()))
+            if not numbers or grids is None:
                 parts.append(torch.arange(len(of_row)).expand(3, 1, -1))
                 continue
-            row = {"input_ids": of_row[None], "mm_token_type_ids": of_images.int()[None]}
-            parts.append(self._body.get_rope_index(**row, image_grid_thw=next(images))[0].cpu())
+            end = int(of_images.nonzero()[-1]) + 1
+            key = (of_row[:end].numpy().tobytes(), numbers)
+            if key not in known:
+                given = {"input_ids": of_row[None, :end], "mm_token_type_ids": of_images[None, :end].int()}
+                known[key] = self._body.get_rope_index(**given, image_grid_thw=grids[list(numbers)])[0].cpu()
+            text = known[key].max() + 1 + torch.arange(len(of_row) - end)
+            parts.append(torch.cat([known[key], text.expand(3, 1, -1)], dim=-1))
         return torch.cat(parts, dim=-1)
 
 
@@ -138,35 +150,48 @@ def embed_and_run(body: Any, images: PackedImages, **options: Any) -> Tensor:
     Returns:
         (1, T / cp, h), the last hidden states of this rank's tokens.
     """
-    nothing = 0 * _sum(body.get_image_features(**images.blank, return_dict=True)) if images.blank else None
-    options |= {"input_ids": images.input_ids, "position_ids": images.position_ids, **images.inputs}
-    hook = body.language_model.register_forward_pre_hook(_divider(images, nothing), with_kwargs=True)
+    features = body.get_image_features(**images.inputs, return_dict=True)
+    features.pooler_output = _of_rows(features.pooler_output, images)
+    if "deepstack_features" in features:  # added to hidden states of layers (DeepStack, arXiv:2406.04334)
+        features.deepstack_features = [_of_rows(level, images) for level in features.deepstack_features]
+    options |= {"input_ids": images.input_ids, "position_ids": images.position_ids, **images.options}
+    hook = body.language_model.register_forward_pre_hook(_divider(images), with_kwargs=True)
     try:
-        hidden: Tensor = body(**options).last_hidden_state
+        hidden: Tensor = body(mm_encoder_outputs={"image": features}, **options).last_hidden_state
     finally:
         hook.remove()
     return hidden
 
 
-def _divider(images: PackedImages, nothing: Tensor | None) -> Any:
+def _of_rows(features: Tensor | Sequence[Tensor], images: PackedImages) -> Tensor | tuple[Tensor]:
+    """Returns features of the images of all rows, in the form that the module's `forward` takes.
+
+    Args:
+        features: of the distinct images: a tensor, or one for each image.
+        images: images of the rows.
+    """
+    if isinstance(features, Tensor):
+        parts = features.split([entries * len(features) // sum(images.entries) for entries in images.entries])
+        return torch.cat([features[:0], *(parts[number] for number in images.numbers)])
+    return (torch.cat([features[0][:0], *(features[number] for number in images.numbers)]),)
+
+
+def _divider(images: PackedImages) -> Any:
     """Returns a hook that leaves a language model this rank's part of its inputs.
 
     Args:
         images: tokens and images.
-        nothing: 0, by way of a vision tower without images; its gathers are where those of other ranks are.
     """
     local, total = images.local, images.input_ids.shape[1]
 
     def divide(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        divided = dict(named)
-        if nothing is not None:
-            divided["inputs_embeds"] = named["inputs_embeds"] + nothing.to(named["inputs_embeds"].dtype)
         if local == slice(0, total):
-            return positional, divided
-        divided["inputs_embeds"] = divided["inputs_embeds"][:, local]
+            return positional, named
+        divided = dict(named)
+        divided["inputs_embeds"] = named["inputs_embeds"][:, local]
         divided["position_ids"] = named["position_ids"][..., local]
         of_images = named.get("visual_pos_masks")
-        if of_images is not None:  # features that are added to hidden states (DeepStack, arXiv:2406.04334)
+        if of_images is not None:
             before = int(of_images[0, : local.start].sum())
             features = slice(before, before + int(of_images[0, local].sum()))
             divided["visual_pos_masks"] = of_images[:, local]
@@ -174,11 +199,3 @@ def _divider(images: PackedImages, nothing: Tensor | None) -> Any:
         return positional, divided
 
     return divide
-
-
-def _sum(outputs: Any) -> Tensor:
-    """Returns the sum of all numbers in the outputs of a vision tower, nested in any way."""
-    if isinstance(outputs, Tensor):
-        return outputs.float().sum()
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    return torch.stack([_sum(value) for value in values if value is not None]).sum()
