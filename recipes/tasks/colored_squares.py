@@ -3,8 +3,8 @@
     python recipes/tasks/colored_squares.py runs/colored_squares
     verl-mg train recipes/grpo.py --config recipes/configs/colored_squares_grpo.yaml
 
-The same question belongs to images with different answers, so that a policy that does not look at the image is right in
-a quarter of the cases at most.
+Each color and each number is the answer to equally many questions, of training and of the test: a policy that does not
+look at the image is right in a quarter of the cases at most, and in 5 of 8 cases if it sees colors but does not count.
 """
 
 import itertools
@@ -21,9 +21,12 @@ from verl_mg.rewards import Reward, Sample
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "yellow": (255, 255, 0)}
 QUESTIONS = ("color?", "count?")
-CELLS, CELL = 4, PATCH * MERGE
-"""Places for squares in an image, two in a row, and the side of each in pixels; each place is a token."""
-HELD_OUT = 24
+COUNTS = 4
+"""Largest number of squares."""
+CELLS, ACROSS, CELL = 6, 3, PATCH * MERGE
+"""Places for squares in an image, those in a row, and the side of each in pixels; each place is a token."""
+PICTURES, HELD_OUT = 6, 1
+"""Pictures of each color with each number of squares, and how many of them are for the test."""
 
 
 def score(sample: Sample) -> Reward:
@@ -44,26 +47,29 @@ def make(folder: Path, architecture: str = "qwen2_5_vl", seed: int = 0) -> None:
     make_tiny_vision_model(
         folder / "model",
         architecture,
-        characters="".join(map(str, range(1, CELLS + 1))),
+        characters="".join(map(str, range(1, COUNTS + 1))),
         words=(*COLORS, *QUESTIONS),
         max_positions=64,
         init_std=0.06,
         seed=seed,
     )
     (folder / "data" / "images").mkdir(parents=True, exist_ok=True)
-    places = [cells for k in range(1, CELLS + 1) for cells in itertools.combinations(range(CELLS), k)]
-    pictures = list(itertools.product(COLORS, places))
-    random.Random(seed).shuffle(pictures)
-    records = [_record(folder / "data", *picture, question) for picture in pictures for question in QUESTIONS]
-    _write(folder / "data" / "test.jsonl", records[:HELD_OUT])
-    _write(folder / "data" / "train.jsonl", records[HELD_OUT:])
+    test, train = [], []
+    shuffle = random.Random(seed)
+    for color, count in itertools.product(COLORS, range(1, COUNTS + 1)):
+        places = shuffle.sample(list(itertools.combinations(range(CELLS), count)), PICTURES)
+        records = [_record(folder / "data", color, cells, question) for cells in places for question in QUESTIONS]
+        test += records[: HELD_OUT * len(QUESTIONS)]
+        train += records[HELD_OUT * len(QUESTIONS) :]
+    _write(folder / "data" / "test.jsonl", test)
+    _write(folder / "data" / "train.jsonl", train)
 
 
 def _record(folder: Path, color: str, cells: tuple[int, ...], question: str) -> dict[str, object]:
     name = f"images/{color}-{''.join(map(str, cells))}.png"
-    image = Image.new("RGB", (2 * CELL, CELLS // 2 * CELL), "white")
+    image = Image.new("RGB", (ACROSS * CELL, CELLS // ACROSS * CELL), "white")
     for cell in cells:
-        corner = (cell % 2 * CELL, cell // 2 * CELL)
+        corner = (cell % ACROSS * CELL, cell // ACROSS * CELL)
         image.paste(COLORS[color], (*corner, corner[0] + CELL, corner[1] + CELL))
     image.save(folder / name)
     answer = color if question == QUESTIONS[0] else str(len(cells))
