@@ -20,13 +20,15 @@ from verl_mg.roles.models import Actor
 WEIGHTS = "model.safetensors"
 PUBLISHED = {"moonlight": ("deepseek_v3", 0), "kimi_k2": ("kimi_k2", 12)}
 """Directories with DeepSeek-V3's tensors: their `model_type`, and the rank of their queries."""
+FLOAT32 = ("e_score_correction_bias", "indexer.k_norm.weight", "indexer.k_norm.bias")
+"""Ends of the names of the tensors that are published in float32."""
 WITH_MULTI_TOKEN_LAYER = ("deepseek_v3", "glm4_moe")
 DAILY = "glm4_moe with MTP"
 FAMILIES = [*VARIANTS, *PUBLISHED, *(f"{name} with MTP" for name in WITH_MULTI_TOKEN_LAYER)]
 
 
 def directory(folder: Path, family: str) -> Path:
-    """A tiny model in bfloat16 with router biases in float32, as they are published."""
+    """A tiny model in bfloat16 with router biases and norms of indexers in float32, as they are published."""
     name, _, multi_token = family.partition(" with ")
     if multi_token:
         model = tiny_model_with_multi_token_layer(folder, name)
@@ -39,7 +41,7 @@ def directory(folder: Path, family: str) -> Path:
     else:
         model = tiny_model(folder, name)
     tensors = {
-        name: values if name.endswith("e_score_correction_bias") else values.bfloat16()
+        name: values if name.endswith(FLOAT32) else values.bfloat16()
         for name, values in load_file(model / WEIGHTS).items()
     }
     save_file(tensors, model / WEIGHTS, {"format": "pt"})
@@ -73,6 +75,5 @@ def test_directory_through_two_layouts_is_bitwise_the_same(ranks: RankPool, tmp_
         for name, values in given.items():
             assert written[name].dtype == values.dtype, name
             assert torch.equal(written[name].view(torch.uint8), values.view(torch.uint8)), name
-    ends_with_bias = [name for name in given if name.endswith("e_score_correction_bias")]
-    assert all(given[name].std() > 0 and given[name].dtype == torch.float32 for name in ends_with_bias)
+    assert all(given[name].std() > 0 for name in given if name.endswith(FLOAT32))
     assert read_config(tmp_path / "second") == read_config(model)
