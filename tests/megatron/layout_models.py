@@ -23,6 +23,9 @@ MODELS: dict[str, dict[str, Any]] = {
         **VARIANTS["deepseek_v3"],
         "q_rank": 16,
     },
+    # Compressed queries, one group of experts.
+    "latent flash": VARIANTS["glm4_moe_lite"]
+    | {"architecture": "glm4_moe_lite", "layers": 5, "head_dim": 8, "init_std": 0.1, "q_rank": 8},
     # As Moonlight: one group of experts, queries without a low rank.
     "latent without query rank": {
         "architecture": "deepseek_v3",
@@ -50,6 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
     # Linear and softmax attention in turns, gated, with experts; and without, of which cp8 has no whole key head.
     "linear": VARIANTS["qwen3_next"]
     | {"architecture": "qwen3_next", "layers": 5, "kv_heads": 4, "experts": 8, "init_std": 0.05},
+    "linear mixture": VARIANTS["qwen3_5_moe_text"]
+    | {"architecture": "qwen3_5_moe_text", "layers": 5, "kv_heads": 4, "experts": 8, "init_std": 0.03},
     "linear dense": VARIANTS["qwen3_5_text"]
     | {"architecture": "qwen3_5_text", "layers": 5, "kv_heads": 4, "init_std": 0.05},
     # Queries and keys are normalized over all heads, which tensor-parallel ranks divide.
